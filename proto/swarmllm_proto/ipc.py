@@ -1,0 +1,212 @@
+"""Messages between the daemon and a model worker, over one Unix socket.
+
+Each message is the JSON header of one frame (see `frames`); tensors and raw text bytes travel in the frame's
+payload, never in the JSON. A daemon message carries a call `id` chosen by the daemon; every worker message that
+answers it carries the same `id`. A worker owns one model: `Open` names its GGUF, `Load` and `Unload` move layer
+ranges in and out, and the process leaves with `Bye` when its last range is unloaded.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+CallId = Annotated[int, Meta(ge=0, le=2**53)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
+LayerIndex = Annotated[int, Meta(ge=0, le=65535)]
+Position = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seconds = Annotated[float, Meta(ge=0)]
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
+    """How the head samples. Temperature 0 is greedy. `seed` None lets the worker draw one."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 256
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repeat_penalty: Annotated[float, Meta(ge=0, le=10)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    seed: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
+    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)] = ()
+    ignore_eos: bool = False
+
+
+class DaemonMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
+    id: CallId
+
+
+class Open(DaemonMessage, frozen=True, tag=True):
+    """First message: which GGUF this worker serves. Opens vocabulary, template and embedding; loads no layer."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    cache_dir: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Folder for segment files cut from the GGUF."""
+    n_ctx: Annotated[int, Meta(ge=16, le=2**24)] = 4096
+    """KV cells shared by all slots."""
+    n_slots: Annotated[int, Meta(ge=1, le=256)] = 8
+    n_threads: Annotated[int, Meta(ge=1, le=1024)] = 1
+    use_mmap: bool = True
+    n_gpu_layers: Annotated[int, Meta(ge=0, le=65535)] = 0
+
+
+class Load(DaemonMessage, frozen=True, tag=True):
+    """Make layers [start, end) runnable. The range that ends at n_layers also holds the head."""
+
+    start: LayerIndex
+    end: LayerIndex
+
+
+class Unload(DaemonMessage, frozen=True, tag=True):
+    start: LayerIndex
+    end: LayerIndex
+
+
+class Tokenize(DaemonMessage, frozen=True, tag=True):
+    """`text` as it is, or `messages` (and `tools`) through the model's chat template. Answered by Tokens."""
+
+    text: str | None = None
+    messages: list[dict[str, object]] | None = None
+    tools: list[dict[str, object]] | None = None
+
+
+class Embed(DaemonMessage, frozen=True, tag=True):
+    """Payload: i32 [n] token ids. Answered by LayerResult with f32 [n, n_embd] embedding rows."""
+
+
+class Forward(DaemonMessage, frozen=True, tag=True):
+    """Run layers [start, end) for one request. Payload: f32 [n, n_embd] hidden states, or, where start is 0,
+    i32 [n] token ids (the worker embeds them).
+
+    The request's KV is truncated to `position` first, so a repeated forward is idempotent; a gap is an error.
+    want: "hidden" -> LayerResult with f32 [n, n_embd]; "none" -> LayerResult without tensor (prefill at the last
+    stage); "token" -> Token sampled from the last row (needs the head). `sampling` must come with the first "token".
+    """
+
+    request_id: RequestId
+    start: LayerIndex
+    end: LayerIndex
+    position: Position
+    want: Literal["hidden", "none", "token"]
+    sampling: Sampling | None = None
+    n_prompt_tokens: TokenCount = 0
+
+
+class Generate(DaemonMessage, frozen=True, tag=True):
+    """Whole decode loop in this worker, which must hold [0, n_layers). Payload: i32 [n] prompt token ids.
+    Answered by Token ... GenerateDone."""
+
+    request_id: RequestId
+    sampling: Sampling = Sampling()
+
+
+class CancelRequest(DaemonMessage, frozen=True, tag=True):
+    """Stop the request and free its slot; a running Generate ends with GenerateDone(finish_reason="cancelled"). Answered by Done."""
+
+    request_id: RequestId
+
+
+class ReleaseRequestKv(DaemonMessage, frozen=True, tag=True):
+    """Free the request's slot (unknown requests are fine). Answered by Done."""
+
+    request_id: RequestId
+
+
+class Shutdown(DaemonMessage, frozen=True, tag=True):
+    """Answered by Bye; then the process exits with 0."""
+
+
+class WorkerMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
+    id: CallId = 0
+
+
+class Ready(WorkerMessage, frozen=True, tag=True):
+    """First message of a worker after it has connected (id 0)."""
+
+    pid: int
+    version: str
+    engine: str
+    """Version of llama-cpp-python and the build of libllama."""
+
+
+class Opened(WorkerMessage, frozen=True, tag=True):
+    architecture: str
+    name: str
+    n_layers: LayerIndex
+    n_embd: int
+    n_vocab: int
+    context_length: int
+    cut_alignment: int
+    """Layers may be cut at multiples of this; 0: the model runs whole only."""
+    whole_reason: str = ""
+    """Why the model cannot be cut, where cut_alignment is 0."""
+    eos_tokens: tuple[int, ...] = ()
+    has_chat_template: bool = False
+
+
+class Progress(WorkerMessage, frozen=True, tag=True):
+    done_bytes: int
+    total_bytes: int
+
+
+class Loaded(WorkerMessage, frozen=True, tag=True):
+    """Answers Load and Unload: what the worker now holds."""
+
+    ranges: tuple[tuple[LayerIndex, LayerIndex], ...]
+    weights_bytes: int = 0
+
+
+class Tokens(WorkerMessage, frozen=True, tag=True):
+    """Payload: i32 [n] token ids."""
+
+
+class LayerResult(WorkerMessage, frozen=True, tag=True):
+    request_id: str = ""
+    compute_s: Seconds = 0.0
+
+
+class Token(WorkerMessage, frozen=True, tag=True):
+    """One sampled token. Payload: the UTF-8 bytes that may be shown now (empty while a stop string or a split
+    character is pending)."""
+
+    request_id: str
+    index: TokenCount
+    """0 for the first generated token."""
+    token: int
+    finish_reason: FinishReason | None = None
+    compute_s: Seconds = 0.0
+
+
+class GenerateDone(WorkerMessage, frozen=True, tag=True):
+    request_id: str
+    finish_reason: FinishReason
+    n_prompt_tokens: TokenCount
+    n_generated: TokenCount
+    prefill_s: Seconds
+    decode_s: Seconds
+
+
+class Done(WorkerMessage, frozen=True, tag=True):
+    """Answers CancelRequest and ReleaseRequestKv."""
+
+
+class Error(WorkerMessage, frozen=True, tag=True):
+    """The call failed. `kind` is stable and machine-readable, `field` names the offending field where there is one.
+    fatal: the worker cannot go on and exits."""
+
+    kind: Literal["bad_message", "bad_model", "cannot_cut", "not_loaded", "no_slot", "context_full", "bad_tensor",
+                  "position_gap", "bad_template", "out_of_memory", "engine"]
+    message: str
+    field: str = ""
+    request_id: str = ""
+    fatal: bool = False
+
+
+class Bye(WorkerMessage, frozen=True, tag=True):
+    pass

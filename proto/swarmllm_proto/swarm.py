@@ -1,0 +1,147 @@
+"""Messages between nodes, as msgpack with a `type` tag (see wire.md).
+
+Three ways to travel: a *record* is what a node says about itself and everybody may read (gossip); a *request* has a
+response; a *job message* is the header of one frame on the persistent stream between two neighbours, with the tensor in
+the frame's payload. A job never carries the prompt: the origin embeds it, and stages see hidden states.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from swarmllm_proto.ipc import FinishReason, LayerIndex, Position, RequestId, Sampling, Seconds, TokenCount
+
+WIRE_VERSION = 1
+
+NodeId = Annotated[str, Meta(min_length=1, max_length=128)]
+ModelId = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
+ShortText = Annotated[str, Meta(max_length=200)]
+
+
+class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One model of which a node holds layers, ready to run."""
+
+    model_id: ModelId
+    name: ShortText
+    n_layers: LayerIndex
+    ranges: Annotated[tuple[tuple[LayerIndex, LayerIndex], ...], Meta(max_length=256)]
+
+
+class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    memory_total_bytes: Annotated[int, Meta(ge=0)] = 0
+    memory_free_bytes: Annotated[int, Meta(ge=0)] = 0
+    active_requests: Annotated[int, Meta(ge=0)] = 0
+    max_requests: Annotated[int, Meta(ge=0)] = 0
+
+
+class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What a node says about itself; it alone writes it. The highest (started_at, sequence) wins."""
+
+    v: int = WIRE_VERSION
+    node_id: NodeId
+    nickname: ShortText = ""
+    software: ShortText = ""
+    started_at: Annotated[float, Meta(ge=0)] = 0.0
+    sequence: Annotated[int, Meta(ge=0)] = 0
+    models: Annotated[tuple[ShardAnnounce, ...], Meta(max_length=256)] = ()
+    capability: NodeCapability = NodeCapability()
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    node_id: NodeId
+    start: LayerIndex
+    end: LayerIndex
+
+
+class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Request: take part in one request's walk. Sent to every stage, answered by PipelineAck."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    model_id: ModelId
+    origin: NodeId
+    stages: Annotated[tuple[Stage, ...], Meta(min_length=1, max_length=256)]
+    n_prompt_tokens: TokenCount
+    sampling: Sampling
+
+
+class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    request_id: RequestId
+    accepted: bool
+    reason: ShortText = ""
+
+
+class CancelInference(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Job message, origin -> every stage: the request is over (finished, failed or its client left); free everything."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    reason: ShortText = ""
+
+
+class StageTiming(msgspec.Struct, frozen=True, array_like=True):
+    stage: Annotated[int, Meta(ge=0, le=255)]
+    compute_s: Seconds
+    """Inside the worker."""
+    busy_s: Seconds
+    """From the job's arrival at the node to its departure: queue, IPC and compute."""
+
+
+class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Job message: the walk goes on here. step "embed": `token` is to be embedded by the first stage (no payload);
+    step "layer": payload is f32 [n, n_embd]. `digest` is BLAKE3 over the header with an empty digest, then the payload."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    step: Literal["embed", "layer"]
+    stage: Annotated[int, Meta(ge=0, le=255)]
+    """Index into the assignment's stages of the receiver."""
+    position: Position
+    """Absolute position of the first row."""
+    n_tokens: TokenCount
+    prefill_left: TokenCount = 0
+    """Prompt tokens that come after this chunk; 0: the head samples from the last row."""
+    token: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    timings: Annotated[tuple[StageTiming, ...], Meta(max_length=256)] = ()
+    digest: Annotated[bytes, Meta(max_length=32)] = b""
+
+
+class StreamingToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Job message, last stage -> origin. Payload: UTF-8 bytes to show (may be empty)."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    index: TokenCount
+    token: int
+    finish_reason: FinishReason | None = None
+    timings: Annotated[tuple[StageTiming, ...], Meta(max_length=256)] = ()
+
+
+class PrefillProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Job message, last stage -> origin: rows up to `position` have passed every layer."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    position: Position
+    timings: Annotated[tuple[StageTiming, ...], Meta(max_length=256)] = ()
+
+
+class PipelineError(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Job message, any stage -> origin: the walk failed here."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    node_id: NodeId
+    kind: ShortText
+    message: Annotated[str, Meta(max_length=2000)] = ""
+    damaged: bool = False
+    """The job arrived with a wrong digest: the origin may repeat the current token."""
+    position: Position = 0
+
+
+JobMessage = LayerForward | StreamingToken | PrefillProgress | PipelineError | CancelInference
+SwarmRequest = PipelineAssignment
+SwarmResponse = PipelineAck

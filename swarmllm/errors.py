@@ -1,0 +1,105 @@
+"""Every error that leaves a module of the daemon, on one page.
+
+Foreign exceptions (trio, libp2p, msgspec, sqlite, OS) are mapped into this tree at the edge where they arise. Local faults
+and faults reported by another node are different types, because they call for different remedies. Each carries the HTTP
+status and the OpenAI error type it becomes.
+"""
+
+from __future__ import annotations
+
+
+class SwarmLLMError(Exception):
+    """Base of all. `message` says what happened and, where there is one, what to do next."""
+
+    http_status = 500
+    error_type = "server_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class InvalidRequest(SwarmLLMError):
+    """The caller sent something wrong; `field` names it."""
+
+    http_status = 400
+    error_type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class ModelNotFound(InvalidRequest):
+    http_status = 404
+    code = "model_not_found"
+
+
+class Conflict(InvalidRequest):
+    """The request is well-formed but the present state forbids it (already loaded, in use ...)."""
+
+    http_status = 409
+    code = "conflict"
+
+
+class ContextFull(InvalidRequest):
+    """Prompt and output do not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class ConfigError(SwarmLLMError):
+    code = "config_error"
+
+
+class BadModel(SwarmLLMError):
+    """A GGUF that cannot be read, or cannot be cut where asked."""
+
+    http_status = 422
+    error_type = "invalid_request_error"
+    code = "bad_model"
+
+
+class Overloaded(SwarmLLMError):
+    http_status = 429
+    error_type = "rate_limit_error"
+    code = "overloaded"
+
+
+class NoPipeline(SwarmLLMError):
+    """No set of connected holders covers every layer of the model."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    code = "no_pipeline"
+
+
+class WorkerError(SwarmLLMError):
+    """This node's worker refused or failed one call; the worker lives on."""
+
+    code = "worker_error"
+
+
+class WorkerDied(WorkerError):
+    """This node's worker process is gone; the next request restarts it."""
+
+    http_status = 503
+    code = "worker_died"
+
+
+class RemoteError(SwarmLLMError):
+    """Another node reported a failure."""
+
+    http_status = 502
+    error_type = "upstream_error"
+    code = "remote_error"
+
+
+class NodeUnreachable(RemoteError):
+    http_status = 503
+    code = "node_unreachable"
+
+
+class DeadlineExceeded(SwarmLLMError):
+    http_status = 504
+    error_type = "timeout"
+    code = "deadline_exceeded"

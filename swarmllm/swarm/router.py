@@ -1,0 +1,88 @@
+"""What the rest of the daemon may ask of a network: the Router protocol.
+
+Four promises, nothing more: each node has a record that it alone writes; every node can read every record; node ids are
+unique; bytes can be sent to a node id, as a request with a response or as messages on one persistent, ordered stream.
+Two implementations keep them: `Libp2pRouter` and `InMemoryRouter` (ships in the package; carries tests and simulations).
+Everything here is bytes: what they mean is `swarmllm_proto.swarm`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+RequestHandler = Callable[[str, bytes], Awaitable[bytes]]
+"""(sender's node id, request body) -> response body. An exception becomes a RemoteError at the caller."""
+
+MessageHandler = Callable[[str, bytes, memoryview], Awaitable[None]]
+"""(sender's node id, header, payload). Called in order per sender; it should hand work on, not do it: while it runs, nothing
+more is read from that sender (that is the back-pressure)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something a reader of records may want to act on."""
+
+    kind: Literal["connected", "disconnected", "record"]
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerInfo:
+    """One connected peer as seen from here."""
+
+    node_id: str
+    addresses: tuple[str, ...] = ()
+    rtt_s: float | None = None
+    data_plane: Literal["direct", "libp2p", "memory", "none"] = "none"
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    connected_since: float = 0.0
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+class Router(Protocol):
+    @property
+    def node_id(self) -> str: ...
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Multiaddrs (with /p2p/ID) under which another node can dial this one."""
+        ...
+
+    def records(self) -> Mapping[str, bytes]:
+        """The latest record of every node heard of, this node's own included, by node id."""
+        ...
+
+    async def publish(self, record: bytes) -> None:
+        """Replace this node's record and spread it. Raises ValueError above the size limit."""
+        ...
+
+    def connected(self) -> frozenset[str]:
+        """Node ids reachable now (never includes this node). The only truth about liveness."""
+        ...
+
+    def peers(self) -> tuple[PeerInfo, ...]: ...
+
+    def changes(self) -> AbstractAsyncContextManager[AsyncIterator[Change]]:
+        """Subscribe. Bounded: a reader that falls behind loses the oldest changes, never blocks the network."""
+        ...
+
+    def serve(self, on_request: RequestHandler, on_message: MessageHandler) -> None:
+        """Set the handlers; before that, requests are refused and messages dropped."""
+        ...
+
+    async def connect(self, address: str, *, timeout_s: float = 10.0) -> str:
+        """Dial a multiaddr; returns the node id. Raises NodeUnreachable, DeadlineExceeded."""
+        ...
+
+    async def request(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
+        """Raises NodeUnreachable, DeadlineExceeded, RemoteError (the handler there failed)."""
+        ...
+
+    async def send(self, node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+        """One message on the persistent stream to that neighbour: ordered, reliable while the stream lives, waits while the
+        neighbour does not read. To this node itself: delivered locally. Raises NodeUnreachable."""
+        ...
