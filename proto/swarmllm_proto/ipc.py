@@ -1,14 +1,14 @@
 """Messages between the daemon and a model worker, over one Unix socket.
 
 Each message is the JSON header of one frame (see `frames`); tensors and raw text bytes travel in the frame's
-payload, never in the JSON. A daemon message carries a call `id` chosen by the daemon; every worker message that
-answers it carries the same `id`. A worker owns one model: `Open` names its GGUF, `Load` and `Unload` move layer
-ranges in and out, and the process leaves with `Bye` when its last range is unloaded.
+payload, never in the JSON. A daemon message carries a call `id` chosen by the daemon; every worker message
+that answers it carries the same `id`. A worker owns one model: `Open` names its GGUF, `Load` and `Unload`
+move layer ranges in and out, and the process leaves with `Bye` when its last range is unloaded.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -18,8 +18,18 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
 LayerIndex = Annotated[int, Meta(ge=0, le=65535)]
 Position = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Seconds = Annotated[float, Meta(ge=0)]
+SizeBytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Dimension = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+"""Thirty years at most: keeps infinity out of sums and averages."""
 FinishReason = Literal["stop", "length", "cancelled"]
+
+
+def require_layer_range(start: int, end: int) -> None:
+    """Raises ValueError naming `end`; msgspec turns it into a validation error with the message's path."""
+    if end <= start:
+        raise ValueError(f"field `end`: {end} must be above start {start}")
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
@@ -39,11 +49,15 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_de
 
 
 class DaemonMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
+    """What every message to a worker carries."""
+
     id: CallId
+    """Chosen by the daemon, never reused while the call is open; every answer carries it."""
 
 
 class Open(DaemonMessage, frozen=True, tag=True):
-    """First message: which GGUF this worker serves. Opens vocabulary, template and embedding; loads no layer."""
+    """First message: which GGUF this worker serves. Opens vocabulary, template and embedding; loads no
+    layer."""
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
     cache_dir: Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -57,15 +71,25 @@ class Open(DaemonMessage, frozen=True, tag=True):
 
 
 class Load(DaemonMessage, frozen=True, tag=True):
-    """Make layers [start, end) runnable. The range that ends at n_layers also holds the head."""
+    """Make layers [start, end) runnable. The range that ends at n_layers also holds the head. Answered by
+    Progress ... Loaded."""
 
     start: LayerIndex
     end: LayerIndex
+
+    def __post_init__(self) -> None:
+        require_layer_range(self.start, self.end)
 
 
 class Unload(DaemonMessage, frozen=True, tag=True):
+    """Give layers [start, end) back; a range in the middle of a loaded one splits it. Answered by Loaded, and
+    by Bye after the last layer."""
+
     start: LayerIndex
     end: LayerIndex
+
+    def __post_init__(self) -> None:
+        require_layer_range(self.start, self.end)
 
 
 class Tokenize(DaemonMessage, frozen=True, tag=True):
@@ -85,8 +109,9 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     i32 [n] token ids (the worker embeds them).
 
     The request's KV is truncated to `position` first, so a repeated forward is idempotent; a gap is an error.
-    want: "hidden" -> LayerResult with f32 [n, n_embd]; "none" -> LayerResult without tensor (prefill at the last
-    stage); "token" -> Token sampled from the last row (needs the head). `sampling` must come with the first "token".
+    want: "hidden" -> LayerResult with f32 [n, n_embd]; "none" -> LayerResult without tensor (prefill at the
+    last stage); "token" -> Token sampled from the last row (needs the head). `sampling` must come with the
+    first "token".
     """
 
     request_id: RequestId
@@ -96,6 +121,9 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     want: Literal["hidden", "none", "token"]
     sampling: Sampling | None = None
     n_prompt_tokens: TokenCount = 0
+
+    def __post_init__(self) -> None:
+        require_layer_range(self.start, self.end)
 
 
 class Generate(DaemonMessage, frozen=True, tag=True):
@@ -107,7 +135,8 @@ class Generate(DaemonMessage, frozen=True, tag=True):
 
 
 class CancelRequest(DaemonMessage, frozen=True, tag=True):
-    """Stop the request and free its slot; a running Generate ends with GenerateDone(finish_reason="cancelled"). Answered by Done."""
+    """Stop the request and free its slot; a running Generate ends with
+    GenerateDone(finish_reason="cancelled"). Answered by Done."""
 
     request_id: RequestId
 
@@ -123,43 +152,50 @@ class Shutdown(DaemonMessage, frozen=True, tag=True):
 
 
 class WorkerMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
+    """What every message from a worker carries."""
+
     id: CallId = 0
+    """Of the call that is answered; 0: nobody asked."""
 
 
 class Ready(WorkerMessage, frozen=True, tag=True):
     """First message of a worker after it has connected (id 0)."""
 
-    pid: int
+    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     version: str
     engine: str
     """Version of llama-cpp-python and the build of libllama."""
 
 
 class Opened(WorkerMessage, frozen=True, tag=True):
+    """Answers Open: what the GGUF says about itself."""
+
     architecture: str
     name: str
     n_layers: LayerIndex
-    n_embd: int
-    n_vocab: int
-    context_length: int
-    cut_alignment: int
+    n_embd: Dimension
+    n_vocab: Dimension
+    context_length: Dimension
+    cut_alignment: LayerIndex
     """Layers may be cut at multiples of this; 0: the model runs whole only."""
     whole_reason: str = ""
     """Why the model cannot be cut, where cut_alignment is 0."""
-    eos_tokens: tuple[int, ...] = ()
+    eos_tokens: tuple[TokenId, ...] = ()
     has_chat_template: bool = False
 
 
 class Progress(WorkerMessage, frozen=True, tag=True):
-    done_bytes: int
-    total_bytes: int
+    """A Load is under way; zero or more before its Loaded."""
+
+    done_bytes: SizeBytes
+    total_bytes: SizeBytes
 
 
 class Loaded(WorkerMessage, frozen=True, tag=True):
     """Answers Load and Unload: what the worker now holds."""
 
     ranges: tuple[tuple[LayerIndex, LayerIndex], ...]
-    weights_bytes: int = 0
+    weights_bytes: SizeBytes = 0
 
 
 class Tokens(WorkerMessage, frozen=True, tag=True):
@@ -167,6 +203,8 @@ class Tokens(WorkerMessage, frozen=True, tag=True):
 
 
 class LayerResult(WorkerMessage, frozen=True, tag=True):
+    """Answers Embed and Forward. Payload: f32 [n, n_embd], or empty where want was "none"."""
+
     request_id: str = ""
     compute_s: Seconds = 0.0
 
@@ -178,12 +216,14 @@ class Token(WorkerMessage, frozen=True, tag=True):
     request_id: str
     index: TokenCount
     """0 for the first generated token."""
-    token: int
+    token: TokenId
     finish_reason: FinishReason | None = None
     compute_s: Seconds = 0.0
 
 
 class GenerateDone(WorkerMessage, frozen=True, tag=True):
+    """The last answer to Generate, after its Tokens; the request's slot is free."""
+
     request_id: str
     finish_reason: FinishReason
     n_prompt_tokens: TokenCount
@@ -197,11 +237,22 @@ class Done(WorkerMessage, frozen=True, tag=True):
 
 
 class Error(WorkerMessage, frozen=True, tag=True):
-    """The call failed. `kind` is stable and machine-readable, `field` names the offending field where there is one.
-    fatal: the worker cannot go on and exits."""
+    """The call failed. `kind` is stable and machine-readable, `field` names the offending field where there
+    is one. fatal: the worker cannot go on and exits."""
 
-    kind: Literal["bad_message", "bad_model", "cannot_cut", "not_loaded", "no_slot", "context_full", "bad_tensor",
-                  "position_gap", "bad_template", "out_of_memory", "engine"]
+    kind: Literal[
+        "bad_message",
+        "bad_model",
+        "cannot_cut",
+        "not_loaded",
+        "no_slot",
+        "context_full",
+        "bad_tensor",
+        "position_gap",
+        "bad_template",
+        "out_of_memory",
+        "engine",
+    ]
     message: str
     field: str = ""
     request_id: str = ""
@@ -209,4 +260,13 @@ class Error(WorkerMessage, frozen=True, tag=True):
 
 
 class Bye(WorkerMessage, frozen=True, tag=True):
-    pass
+    """The last message: the worker exits with 0. Answers Shutdown, and the Unload that took the last
+    range."""
+
+
+AnyDaemonMessage: TypeAlias = (
+    Open | Load | Unload | Tokenize | Embed | Forward | Generate | CancelRequest | ReleaseRequestKv | Shutdown
+)
+AnyWorkerMessage: TypeAlias = (
+    Ready | Opened | Progress | Loaded | Tokens | LayerResult | Token | GenerateDone | Done | Error | Bye
+)

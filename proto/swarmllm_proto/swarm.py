@@ -1,24 +1,40 @@
 """Messages between nodes, as msgpack with a `type` tag (see wire.md).
 
-Three ways to travel: a *record* is what a node says about itself and everybody may read (gossip); a *request* has a
-response; a *job message* is the header of one frame on the persistent stream between two neighbours, with the tensor in
-the frame's payload. A job never carries the prompt: the origin embeds it, and stages see hidden states.
+Three ways to travel: a *record* is what a node says about itself and everybody may read (gossip); a *request*
+has a response; a *job message* is the header of one frame on the persistent stream between two neighbours,
+with the tensor in the frame's payload. A job never carries the prompt: the origin embeds it, and stages see
+hidden states.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from swarmllm_proto.ipc import FinishReason, LayerIndex, Position, RequestId, Sampling, Seconds, TokenCount
+from swarmllm_proto.ipc import (
+    FinishReason,
+    LayerIndex,
+    Position,
+    RequestId,
+    Sampling,
+    Seconds,
+    TokenCount,
+    TokenId,
+    require_layer_range,
+)
 
-WIRE_VERSION = 1
+WIRE_VERSION: Final = 1
+"""The `v` of every message. A reader ignores fields it does not know and refuses another version."""
+
+DIGEST_SIZE: Final = 32
+"""BLAKE3's."""
 
 NodeId = Annotated[str, Meta(min_length=1, max_length=128)]
 ModelId = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
 ShortText = Annotated[str, Meta(max_length=200)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -29,12 +45,19 @@ class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     n_layers: LayerIndex
     ranges: Annotated[tuple[tuple[LayerIndex, LayerIndex], ...], Meta(max_length=256)]
 
+    def __post_init__(self) -> None:
+        for start, end in self.ranges:
+            if not start < end <= self.n_layers:
+                raise ValueError(f"field `ranges`: {start}:{end} is no range of {self.n_layers} layers")
+
 
 class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    memory_total_bytes: Annotated[int, Meta(ge=0)] = 0
-    memory_free_bytes: Annotated[int, Meta(ge=0)] = 0
-    active_requests: Annotated[int, Meta(ge=0)] = 0
-    max_requests: Annotated[int, Meta(ge=0)] = 0
+    """How much a node can take on."""
+
+    memory_total_bytes: Count = 0
+    memory_free_bytes: Count = 0
+    active_requests: Count = 0
+    max_requests: Count = 0
 
 
 class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -44,16 +67,22 @@ class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     node_id: NodeId
     nickname: ShortText = ""
     software: ShortText = ""
-    started_at: Annotated[float, Meta(ge=0)] = 0.0
-    sequence: Annotated[int, Meta(ge=0)] = 0
+    started_at: Annotated[float, Meta(ge=0, le=1e11)] = 0.0
+    """Unix time in seconds of the daemon's start."""
+    sequence: Count = 0
     models: Annotated[tuple[ShardAnnounce, ...], Meta(max_length=256)] = ()
     capability: NodeCapability = NodeCapability()
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers [start, end) on one node."""
+
     node_id: NodeId
     start: LayerIndex
     end: LayerIndex
+
+    def __post_init__(self) -> None:
+        require_layer_range(self.start, self.end)
 
 
 class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -67,15 +96,26 @@ class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     n_prompt_tokens: TokenCount
     sampling: Sampling
 
+    def __post_init__(self) -> None:
+        expected = 0
+        for index, stage in enumerate(self.stages):
+            if stage.start != expected:
+                raise ValueError(f"field `stages[{index}].start`: {stage.start} where {expected} must follow")
+            expected = stage.end
+
 
 class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Response to PipelineAssignment; `reason` says why it was not accepted."""
+
+    v: int = WIRE_VERSION
     request_id: RequestId
     accepted: bool
     reason: ShortText = ""
 
 
 class CancelInference(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Job message, origin -> every stage: the request is over (finished, failed or its client left); free everything."""
+    """Job message, origin -> every stage: the request is over (finished, failed or its client left);
+    free everything."""
 
     v: int = WIRE_VERSION
     request_id: RequestId
@@ -83,6 +123,8 @@ class CancelInference(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StageTiming(msgspec.Struct, frozen=True, array_like=True):
+    """What one stage spent on this step; travels as an array of its fields in this order."""
+
     stage: Annotated[int, Meta(ge=0, le=255)]
     compute_s: Seconds
     """Inside the worker."""
@@ -91,8 +133,13 @@ class StageTiming(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Job message: the walk goes on here. step "embed": `token` is to be embedded by the first stage (no payload);
-    step "layer": payload is f32 [n, n_embd]. `digest` is BLAKE3 over the header with an empty digest, then the payload."""
+    """Job message: the walk goes on here. step "embed": `token` is to be embedded by the first stage (no
+    payload); step "layer": payload is f32 [n, n_embd].
+
+    `digest` is BLAKE3 over the header without its last 32 bytes, then the payload; those bytes are the
+    digest, so it stays the last field for ever. It guards against damage (memory, disk, a careless relay),
+    not against the sender.
+    """
 
     v: int = WIRE_VERSION
     request_id: RequestId
@@ -104,7 +151,7 @@ class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     n_tokens: TokenCount
     prefill_left: TokenCount = 0
     """Prompt tokens that come after this chunk; 0: the head samples from the last row."""
-    token: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    token: TokenId = 0
     timings: Annotated[tuple[StageTiming, ...], Meta(max_length=256)] = ()
     digest: Annotated[bytes, Meta(max_length=32)] = b""
 
@@ -115,7 +162,7 @@ class StreamingToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     v: int = WIRE_VERSION
     request_id: RequestId
     index: TokenCount
-    token: int
+    token: TokenId
     finish_reason: FinishReason | None = None
     timings: Annotated[tuple[StageTiming, ...], Meta(max_length=256)] = ()
 
@@ -142,6 +189,6 @@ class PipelineError(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     position: Position = 0
 
 
-JobMessage = LayerForward | StreamingToken | PrefillProgress | PipelineError | CancelInference
-SwarmRequest = PipelineAssignment
-SwarmResponse = PipelineAck
+JobMessage: TypeAlias = LayerForward | StreamingToken | PrefillProgress | PipelineError | CancelInference
+SwarmRequest: TypeAlias = PipelineAssignment
+SwarmResponse: TypeAlias = PipelineAck

@@ -1,0 +1,200 @@
+"""Messages to bytes and back. Decoders are built once, validate everything, and let only `ProtocolError` out.
+
+msgspec reports faults as text with a JSON path; `_bad_message` turns that into the name of the field.
+Encoding does not validate: what this node writes is checked by mypy here and by the reader there.
+
+Of the swarm messages every reader ignores fields it does not know and refuses another `v`. A newer message
+may differ in any field, so a message that fails validation is looked at once more for its version before its
+field is blamed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, TypeVar
+
+import msgspec
+from blake3 import blake3
+
+from swarmllm_proto.errors import BadMessage, DamagedJob, FrameTooLarge, UnsupportedVersion
+from swarmllm_proto.frames import Buffer, Frame, Payload, Pieces, as_pieces, encode_frame
+from swarmllm_proto.ipc import AnyDaemonMessage, AnyWorkerMessage
+from swarmllm_proto.limits import RECORD_MAX, REQUEST_MAX, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
+from swarmllm_proto.swarm import (
+    DIGEST_SIZE,
+    WIRE_VERSION,
+    JobMessage,
+    LayerForward,
+    NodeRecord,
+    SwarmRequest,
+    SwarmResponse,
+)
+
+T = TypeVar("T")
+
+
+class _Versioned(msgspec.Struct, frozen=True):
+    v: int = WIRE_VERSION
+
+
+_json: Final = msgspec.json.Encoder()
+_daemon_messages: Final = msgspec.json.Decoder(AnyDaemonMessage)
+_worker_messages: Final = msgspec.json.Decoder(AnyWorkerMessage)
+
+_msgpack: Final = msgspec.msgpack.Encoder()
+_jobs: Final = msgspec.msgpack.Decoder(JobMessage)
+_records: Final = msgspec.msgpack.Decoder(NodeRecord)
+_requests: Final = msgspec.msgpack.Decoder(SwarmRequest)
+_responses: Final = msgspec.msgpack.Decoder(SwarmResponse)
+_versions: Final = msgspec.msgpack.Decoder(_Versioned)
+
+_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
+"""What msgspec raises on bytes that are hostile rather than wrong: malformed, not UTF-8, nested without
+end."""
+
+
+def encode_ipc(message: AnyDaemonMessage | AnyWorkerMessage, payload: Payload = b"") -> Pieces:
+    """One frame for the worker's socket, as pieces. Raises FrameTooLarge."""
+    return encode_frame(_json.encode(message), payload)
+
+
+def decode_daemon_message(frame: Frame) -> AnyDaemonMessage:
+    """What the worker receives. Raises BadMessage; the payload is checked by whoever decodes it."""
+    try:
+        message: AnyDaemonMessage = _daemon_messages.decode(frame.header)
+    except _UNREADABLE as error:
+        raise _bad_message(error) from None
+    return message
+
+
+def decode_worker_message(frame: Frame) -> AnyWorkerMessage:
+    """What the daemon receives. Raises BadMessage; the payload is checked by whoever decodes it."""
+    try:
+        message: AnyWorkerMessage = _worker_messages.decode(frame.header)
+    except _UNREADABLE as error:
+        raise _bad_message(error) from None
+    return message
+
+
+def encode_job(message: JobMessage, payload: Payload = b"") -> tuple[bytes, bytes | memoryview]:
+    """Header and payload of one frame between nodes; a LayerForward gets its digest here (what it carried is
+    ignored).
+
+    Several pieces are joined (one copy); one buffer is passed through. Raises FrameTooLarge.
+    """
+    pieces = as_pieces(payload)
+    body: bytes | memoryview = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    if isinstance(message, LayerForward):
+        unsigned = _msgpack.encode(msgspec.structs.replace(message, digest=bytes(DIGEST_SIZE)))[:-DIGEST_SIZE]
+        header = unsigned + _digest(unsigned, body)
+    else:
+        header = _msgpack.encode(message)
+    _check_size("header", len(header), SWARM_HEADER_MAX)
+    _check_size("payload", len(body), SWARM_PAYLOAD_MAX)
+    return header, body
+
+
+def decode_job(header: bytes, payload: Buffer = b"") -> JobMessage:
+    """Raises DamagedJob where a LayerForward's digest is wrong, UnsupportedVersion, BadMessage,
+    FrameTooLarge."""
+    _check_size("header", len(header), SWARM_HEADER_MAX)
+    message: JobMessage = _decode(_jobs, header)
+    if isinstance(message, LayerForward):
+        # The digest must be the header's last bytes: that is what lets it be defined over bytes, not over a
+        # re-encoding.
+        if message.digest != header[-DIGEST_SIZE:]:
+            raise BadMessage("digest", "must be the last field")
+        if message.digest != _digest(memoryview(header)[:-DIGEST_SIZE], payload):
+            raise DamagedJob(message.request_id, message.position)
+    return message
+
+
+def encode_record(record: NodeRecord) -> bytes:
+    """Raises FrameTooLarge."""
+    return _encode_bounded("record", record, RECORD_MAX)
+
+
+def decode_record(data: Buffer) -> NodeRecord:
+    """Raises UnsupportedVersion, BadMessage, FrameTooLarge. Who wrote it is the caller's business to
+    compare."""
+    _check_size("record", len(data), RECORD_MAX)
+    return _decode(_records, data)
+
+
+def encode_request(request: SwarmRequest) -> bytes:
+    """Raises FrameTooLarge."""
+    return _encode_bounded("request", request, REQUEST_MAX)
+
+
+def decode_request(data: Buffer) -> SwarmRequest:
+    """Raises UnsupportedVersion, BadMessage, FrameTooLarge."""
+    _check_size("request", len(data), REQUEST_MAX)
+    return _decode(_requests, data)
+
+
+def encode_response(response: SwarmResponse) -> bytes:
+    """Raises FrameTooLarge."""
+    return _encode_bounded("response", response, REQUEST_MAX)
+
+
+def decode_response(data: Buffer) -> SwarmResponse:
+    """Raises UnsupportedVersion, BadMessage, FrameTooLarge."""
+    _check_size("response", len(data), REQUEST_MAX)
+    return _decode(_responses, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: Buffer) -> T:
+    try:
+        message = decoder.decode(data)
+    except _UNREADABLE as error:
+        _refuse_other_version(data)
+        raise _bad_message(error) from None
+    version: int = message.v  # type: ignore[attr-defined]
+    if version != WIRE_VERSION:
+        raise UnsupportedVersion(version, WIRE_VERSION)
+    return message
+
+
+def _refuse_other_version(data: Buffer) -> None:
+    try:
+        version = _versions.decode(data).v
+    except _UNREADABLE:
+        return
+    if version != WIRE_VERSION:
+        raise UnsupportedVersion(version, WIRE_VERSION)
+
+
+def _digest(unsigned_header: Buffer, payload: Buffer) -> bytes:
+    hasher = blake3(unsigned_header)
+    hasher.update(payload)
+    return hasher.digest()
+
+
+def _encode_bounded(field: str, message: Any, maximum: int) -> bytes:
+    data = _msgpack.encode(message)
+    _check_size(field, len(data), maximum)
+    return data
+
+
+def _check_size(field: str, size: int, maximum: int) -> None:
+    if size > maximum:
+        raise FrameTooLarge(field, f"{size} bytes, at most {maximum}")
+
+
+_PATH: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_NAMED: Final = re.compile(r"(?:Object missing required )?field `([^`]+)`")
+
+
+def _bad_message(error: Exception) -> BadMessage:
+    """The field from msgspec's path and from the field its text names; "message" where the whole is
+    unreadable."""
+    if isinstance(error, RecursionError):
+        return BadMessage("message", "nested too deeply")
+    if isinstance(error, UnicodeDecodeError):
+        return BadMessage("message", "contains text that is not UTF-8")
+    text = str(error)
+    path = _PATH.search(text)
+    reason = (text[: path.start()] if path else text)[:200]
+    named = _NAMED.match(reason)
+    parts = [path.group(1) if path else "", named.group(1) if named else ""]
+    return BadMessage(".".join(part for part in parts if part) or "message", reason)

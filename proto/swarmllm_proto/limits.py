@@ -1,0 +1,38 @@
+"""Every size limit of the wire, each with its reason. Readers check them before they allocate; writers,
+before they send.
+
+Sizes are bytes unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+
+IPC_HEADER_MAX: Final = 64 * MIB
+"""JSON between daemon and worker. Conversations with tools are the largest honest headers: single
+megabytes."""
+
+IPC_PAYLOAD_MAX: Final = 512 * MIB
+"""Tensor between daemon and worker: 16384 rows of f32 x 8192 (a 70B model's width) is exactly this."""
+
+SWARM_HEADER_MAX: Final = 64 * KIB
+"""MessagePack header of a job message. 256 stage timings, the longest list in it, are under 8 KiB."""
+
+SWARM_PAYLOAD_MAX: Final = 256 * MIB
+"""Tensor between nodes: prefill travels in chunks, so this is already 8192 rows of f32 x 8192."""
+
+REQUEST_MAX: Final = 4 * MIB
+"""Body of a request or response between nodes: py-libp2p's reads stop short above 4 MB."""
+
+RECORD_MAX: Final = 256 * KIB
+"""What a node may say about itself. Gossip silently loses messages above 900 KB, and everybody stores every
+record."""
+
+TENSOR_MAX_NDIM: Final = 8
+"""Activations have two dimensions, images four; eight leaves room and bounds the shape that is read."""
+
+TENSOR_MAX_ELEMENTS: Final = IPC_PAYLOAD_MAX // 2
+"""As many elements as the narrowest type (f16) can place in the largest payload."""

@@ -1,0 +1,269 @@
+"""Golden bytes: one file per message, written once and then only ever decoded.
+
+    python proto/vectors/write_vectors.py
+
+writes the files that are missing and exits with 1, touching nothing, where an existing file would change:
+those bytes are what other versions and other implementations read, so they move only together with
+WIRE_VERSION (delete the file then).
+
+`ipc/` and `job/` hold whole frames, `record/`, `request/` and `response/` bodies, `tensor/` tensors,
+`blocks/` the chained hashes of a prompt, one after the other. Values are chosen to show every field, accents
+and limits included."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from swarmllm_proto import ipc, swarm
+from swarmllm_proto.blocks import block_hashes
+from swarmllm_proto.codec import encode_ipc, encode_job, encode_record, encode_request, encode_response
+from swarmllm_proto.frames import encode_frame
+from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
+from swarmllm_proto.tensors import Tensor, tensor_bytes
+
+FOLDER = Path(__file__).resolve().parent
+
+REQUEST_ID = "9f3c0a7e5b1d4c28"
+MODEL_ID = "0123456789abcdef" * 4
+NODE_A = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
+NODE_B = "12D3KooWHdiAxVd8uMQR1hGWXccidmfCwLqcMpGwR6QcTP6QRMuD"
+
+HIDDEN: Tensor = np.array([[0.0, 1.0, -2.5], [0.15625, 65504.0, -0.0]], np.float32)
+TOKEN_IDS: Tensor = np.array([1, 15043, 29892, 2**31 - 1], np.int32)
+SAMPLING = ipc.Sampling(
+    max_tokens=64,
+    temperature=0.7,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.05,
+    repeat_penalty=1.1,
+    presence_penalty=-0.5,
+    frequency_penalty=0.25,
+    seed=42,
+    stop=("\n\n", "<|im_end|>"),
+    ignore_eos=True,
+)
+MESSAGES: list[dict[str, object]] = [{"role": "user", "content": "Grüße, 世界"}]
+TOOLS: list[dict[str, object]] = [
+    {"type": "function", "function": {"name": "now", "parameters": {"n": [1, 2.5, None]}}}
+]
+TIMINGS = (
+    swarm.StageTiming(stage=0, compute_s=0.0015, busy_s=0.002),
+    swarm.StageTiming(stage=1, compute_s=0.0, busy_s=1.0),
+)
+
+IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes]] = [
+    (
+        "open",
+        ipc.Open(
+            id=1,
+            path="/models/ü.gguf",
+            cache_dir="/cache",
+            n_ctx=8192,
+            n_slots=4,
+            n_threads=2,
+            use_mmap=False,
+            n_gpu_layers=99,
+        ),
+        b"",
+    ),
+    ("load", ipc.Load(id=2, start=0, end=4), b""),
+    ("unload", ipc.Unload(id=3, start=2, end=4), b""),
+    ("tokenize-text", ipc.Tokenize(id=4, text="Grüße, 世界"), b""),
+    ("tokenize-messages", ipc.Tokenize(id=5, messages=MESSAGES, tools=TOOLS), b""),
+    ("embed", ipc.Embed(id=6), tensor_bytes(TOKEN_IDS)),
+    (
+        "forward-hidden",
+        ipc.Forward(id=7, request_id=REQUEST_ID, start=4, end=8, position=100, want="hidden"),
+        tensor_bytes(HIDDEN),
+    ),
+    (
+        "forward-token",
+        ipc.Forward(
+            id=2**53,
+            request_id=REQUEST_ID,
+            start=0,
+            end=12,
+            position=2**31 - 1,
+            want="token",
+            sampling=SAMPLING,
+            n_prompt_tokens=4,
+        ),
+        tensor_bytes(TOKEN_IDS),
+    ),
+    ("generate", ipc.Generate(id=9, request_id=REQUEST_ID, sampling=SAMPLING), tensor_bytes(TOKEN_IDS)),
+    ("cancel-request", ipc.CancelRequest(id=10, request_id=REQUEST_ID), b""),
+    ("release-request-kv", ipc.ReleaseRequestKv(id=11, request_id=REQUEST_ID), b""),
+    ("shutdown", ipc.Shutdown(id=12), b""),
+    ("ready", ipc.Ready(pid=4711, version="0.1.0", engine="llama-cpp-python 0.3.36"), b""),
+    (
+        "opened",
+        ipc.Opened(
+            id=1,
+            architecture="llama",
+            name="guide",
+            n_layers=12,
+            n_embd=256,
+            n_vocab=4096,
+            context_length=2048,
+            cut_alignment=0,
+            whole_reason="layers share weights",
+            eos_tokens=(2, 4),
+            has_chat_template=True,
+        ),
+        b"",
+    ),
+    ("progress", ipc.Progress(id=2, done_bytes=1_000_000, total_bytes=5_000_000_000), b""),
+    ("loaded", ipc.Loaded(id=2, ranges=((0, 2), (6, 12)), weights_bytes=123_456_789), b""),
+    ("tokens", ipc.Tokens(id=4), tensor_bytes(TOKEN_IDS)),
+    ("layer-result", ipc.LayerResult(id=7, request_id=REQUEST_ID, compute_s=0.0015), tensor_bytes(HIDDEN)),
+    ("token", ipc.Token(id=9, request_id=REQUEST_ID, index=3, token=15043, compute_s=0.25), "世".encode()),
+    ("token-last", ipc.Token(id=9, request_id=REQUEST_ID, index=4, token=2, finish_reason="stop"), b""),
+    (
+        "generate-done",
+        ipc.GenerateDone(
+            id=9,
+            request_id=REQUEST_ID,
+            finish_reason="length",
+            n_prompt_tokens=4,
+            n_generated=64,
+            prefill_s=0.125,
+            decode_s=2.0,
+        ),
+        b"",
+    ),
+    ("done", ipc.Done(id=10), b""),
+    (
+        "error",
+        ipc.Error(
+            id=7,
+            kind="position_gap",
+            message="position 100 but 96 rows are cached",
+            field="position",
+            request_id=REQUEST_ID,
+            fatal=True,
+        ),
+        b"",
+    ),
+    ("bye", ipc.Bye(id=12), b""),
+]
+
+JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
+    (
+        "layer-forward",
+        swarm.LayerForward(
+            request_id=REQUEST_ID,
+            step="layer",
+            stage=2,
+            position=128,
+            n_tokens=2,
+            prefill_left=70_000,
+            timings=TIMINGS,
+        ),
+        tensor_bytes(HIDDEN),
+    ),
+    (
+        "layer-forward-embed",
+        swarm.LayerForward(
+            request_id=REQUEST_ID, step="embed", stage=0, position=130, n_tokens=1, token=15043
+        ),
+        b"",
+    ),
+    (
+        "streaming-token",
+        swarm.StreamingToken(request_id=REQUEST_ID, index=0, token=15043, timings=TIMINGS),
+        "é".encode(),
+    ),
+    (
+        "streaming-token-last",
+        swarm.StreamingToken(request_id=REQUEST_ID, index=9, token=2, finish_reason="stop"),
+        b"",
+    ),
+    ("prefill-progress", swarm.PrefillProgress(request_id=REQUEST_ID, position=128, timings=TIMINGS), b""),
+    (
+        "pipeline-error",
+        swarm.PipelineError(
+            request_id=REQUEST_ID,
+            node_id=NODE_B,
+            kind="worker_died",
+            message="the worker was killed by signal 9",
+            damaged=True,
+            position=128,
+        ),
+        b"",
+    ),
+    ("cancel-inference", swarm.CancelInference(request_id=REQUEST_ID, reason="client left"), b""),
+]
+
+RECORD = swarm.NodeRecord(
+    node_id=NODE_A,
+    nickname="küche",
+    software="swarmllm 0.1.0",
+    started_at=1_760_000_000.5,
+    sequence=17,
+    models=(swarm.ShardAnnounce(model_id=MODEL_ID, name="guide", n_layers=12, ranges=((0, 4), (8, 12))),),
+    capability=swarm.NodeCapability(
+        memory_total_bytes=2**36, memory_free_bytes=2**35 + 1, active_requests=1, max_requests=10
+    ),
+)
+REQUEST = swarm.PipelineAssignment(
+    request_id=REQUEST_ID,
+    model_id=MODEL_ID,
+    origin=NODE_A,
+    stages=(swarm.Stage(node_id=NODE_A, start=0, end=4), swarm.Stage(node_id=NODE_B, start=4, end=12)),
+    n_prompt_tokens=130,
+    sampling=SAMPLING,
+)
+RESPONSE = swarm.PipelineAck(request_id=REQUEST_ID, accepted=False, reason="layers 4:12 are not loaded here")
+
+TENSORS: list[tuple[str, Tensor]] = [
+    ("f32", HIDDEN),
+    ("f16", HIDDEN.astype(np.float16)),
+    ("i32", TOKEN_IDS),
+    ("empty", np.empty((0, 896), np.float32)),
+]
+BLOCK_PROMPT = tuple((7 * i * i) % 32_000 for i in range(150))
+"""Two complete blocks and a rest."""
+
+
+def encode_job_frame(message: swarm.JobMessage, payload: bytes) -> bytes:
+    header, body = encode_job(message, payload)
+    return b"".join(encode_frame(header, body, header_max=SWARM_HEADER_MAX, payload_max=SWARM_PAYLOAD_MAX))
+
+
+def vectors() -> Iterator[tuple[str, bytes]]:
+    """(path below this folder, bytes) of every golden file."""
+    for name, message, payload in IPC_MESSAGES:
+        yield f"ipc/{name}.bin", b"".join(encode_ipc(message, payload))
+    for name, job, payload in JOB_MESSAGES:
+        yield f"job/{name}.bin", encode_job_frame(job, payload)
+    yield "record/node-record.bin", encode_record(RECORD)
+    yield "request/pipeline-assignment.bin", encode_request(REQUEST)
+    yield "response/pipeline-ack.bin", encode_response(RESPONSE)
+    for name, array in TENSORS:
+        yield f"tensor/{name}.bin", tensor_bytes(array)
+    yield "blocks/two-of-150-tokens.bin", b"".join(block_hashes(MODEL_ID, 4, 12, BLOCK_PROMPT))
+
+
+def main() -> int:
+    changed = [
+        path for path, data in vectors() if (FOLDER / path).exists() and (FOLDER / path).read_bytes() != data
+    ]
+    if changed:
+        print("these golden bytes would change:", *changed, sep="\n  ", file=sys.stderr)
+        return 1
+    for path, data in vectors():
+        target = FOLDER / path
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            target.write_bytes(data)
+            print(f"{path}: {len(data)} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
