@@ -74,9 +74,14 @@ class NoPipeline(SwarmLLMError):
 
 
 class WorkerError(SwarmLLMError):
-    """This node's worker refused or failed one call; the worker lives on."""
+    """This node's worker refused or failed one call; the worker lives on. `kind` is the worker's own word for it
+    (see `swarmllm_proto.ipc.Error.kind`), empty where the fault was noticed on this side."""
 
     code = "worker_error"
+
+    def __init__(self, message: str, *, kind: str = "", field: str | None = None) -> None:
+        super().__init__(message, field=field)
+        self.kind = kind
 
 
 class WorkerDied(WorkerError):

@@ -1,0 +1,241 @@
+"""The models this node knows by name: where their files lie, and their manifests.
+
+SQLite, because it is in the standard library, survives a kill in the middle of a write, and lets a second
+process look on. A connection per call: calls come from whatever thread trio lends, and opening costs a
+fraction of a millisecond.
+
+Hashing a model costs minutes, so a manifest is kept with the size and modification time of the file it
+describes and believed while those hold. The catalogue never owns a model file and never deletes one.
+
+Every method blocks; call it in a thread.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound
+from swarmllm.models.hashing import FileState, Progress, hash_model
+from swarmllm.models.manifest import Manifest
+
+SCHEMA_VERSION = 1
+MAX_NAME_LENGTH = 100
+MIN_ID_PREFIX = 6
+"""Shorter prefixes of a ModelId are more likely typing errors than ids."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS models (
+    model_id TEXT PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,
+    path TEXT NOT NULL,
+    size_bytes INTEGER NOT NULL,
+    mtime_ns INTEGER NOT NULL,
+    added_at REAL NOT NULL,
+    manifest BLOB NOT NULL
+) STRICT
+"""
+_COLUMNS = "model_id, name, path, size_bytes, mtime_ns, manifest"
+
+_manifest_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueEntry:
+    model_id: str
+    name: str
+    path: Path
+    manifest: Manifest
+    state: FileState
+    """How the file looked when it was hashed."""
+
+    def check_file(self) -> None:
+        """Raises BadModel where the file is gone or no longer what was hashed. Blocking."""
+        try:
+            now = FileState.of(self.path.stat())
+        except OSError as error:
+            raise BadModel(
+                f"the file of model {self.name} cannot be read ({self.path}: {error.strerror}); put it back"
+                f" or add the model again from where it is now: swarmllm models add PATH --name {self.name}"
+            ) from error
+        if now != self.state:
+            raise BadModel(
+                f"the file of model {self.name} has changed since it was added ({self.path}); add it again: "
+                f"swarmllm models add {self.path} --name {self.name}"
+            )
+
+
+class Catalogue:
+    def __init__(self, path: Path) -> None:
+        """`path`: the database file; its folder must exist. Raises BadModel for a database of another
+        version."""
+        self._path = path
+        with self._database() as database:
+            version = database.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, SCHEMA_VERSION):
+                raise BadModel(
+                    f"{path} was written by another version of swarmllm (schema {version}, this one reads"
+                    f" {SCHEMA_VERSION}); move it away and add the models again"
+                )
+            database.execute(_SCHEMA)
+            database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def __repr__(self) -> str:
+        return f"<Catalogue {self._path}>"
+
+    def add(self, path: Path, name: str | None = None, progress: Progress | None = None) -> CatalogueEntry:
+        """Hash the GGUF at `path` and remember it; the same unchanged file is not hashed twice.
+
+        Takes the name over from an entry whose file is this one or is gone. Raises BadModel, InvalidRequest
+        (name), and Conflict where another model has the name.
+        """
+        path = path.expanduser().absolute()
+        if name is not None:
+            check_name(name)
+        manifest, state = self._remembered(path) or hash_model(path, progress)
+        wanted = name if name is not None else self._known_name(manifest) or normalise_name(manifest.name)
+        return self._insert(
+            CatalogueEntry(manifest.model_id, wanted, path, manifest, state), takes_over=False
+        )
+
+    def ensure(self, path: Path, name: str) -> CatalogueEntry:
+        """`add` for a model that belongs to the program itself: the name is always its own, whatever had it
+        before."""
+        path = path.absolute()
+        manifest, state = self._remembered(path) or hash_model(path)
+        return self._insert(CatalogueEntry(manifest.model_id, name, path, manifest, state), takes_over=True)
+
+    def list(self) -> tuple[CatalogueEntry, ...]:
+        """Every model, by name. Does not look at the files."""
+        with self._database() as database:
+            return tuple(map(_entry, database.execute(f"SELECT {_COLUMNS} FROM models ORDER BY name")))
+
+    def get(self, name_or_id: str) -> CatalogueEntry:
+        """By name, or by the first digits of the ModelId. Raises ModelNotFound, InvalidRequest (ambiguous
+        digits)."""
+        with self._database() as database:
+            found = database.execute(
+                f"SELECT {_COLUMNS} FROM models WHERE name = ?", (name_or_id,)
+            ).fetchall()
+            if not found and re.fullmatch(f"[0-9a-f]{{{MIN_ID_PREFIX},64}}", name_or_id):
+                found = database.execute(
+                    f"SELECT {_COLUMNS} FROM models WHERE substr(model_id, 1, ?) = ? LIMIT 2",
+                    (len(name_or_id), name_or_id),
+                ).fetchall()
+            if not found:
+                names = [row[0] for row in database.execute("SELECT name FROM models ORDER BY name")]
+                raise ModelNotFound(_not_found(name_or_id, names), field="model")
+        if len(found) > 1:
+            raise InvalidRequest(
+                f"several models' ids begin with {name_or_id}; give more digits", field="model"
+            )
+        return _entry(found[0])
+
+    def resolve(self, name_or_id: str) -> CatalogueEntry:
+        """`get`, for use: also raises BadModel where the file is gone or has changed."""
+        entry = self.get(name_or_id)
+        entry.check_file()
+        return entry
+
+    def remove(self, name_or_id: str) -> CatalogueEntry:
+        """Forget a model; its file stays. Raises as `get` does."""
+        entry = self.get(name_or_id)
+        with self._database() as database:
+            database.execute("DELETE FROM models WHERE model_id = ?", (entry.model_id,))
+        return entry
+
+    @contextmanager
+    def _database(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with closing(sqlite3.connect(self._path, timeout=10.0)) as database, database:
+                yield database
+        except sqlite3.DatabaseError as error:
+            raise BadModel(f"the model catalogue {self._path} cannot be used: {error}") from error
+
+    def _remembered(self, path: Path) -> tuple[Manifest, FileState] | None:
+        with self._database() as database:
+            rows = database.execute(f"SELECT {_COLUMNS} FROM models WHERE path = ?", (str(path),)).fetchall()
+        for entry in map(_entry, rows):
+            try:
+                if FileState.of(path.stat()) == entry.state:
+                    return entry.manifest, entry.state
+            except OSError:
+                return None
+        return None
+
+    def _known_name(self, manifest: Manifest) -> str | None:
+        with self._database() as database:
+            row = database.execute(
+                "SELECT name FROM models WHERE model_id = ?", (manifest.model_id,)
+            ).fetchone()
+        return row[0] if row else None
+
+    def _insert(self, entry: CatalogueEntry, *, takes_over: bool) -> CatalogueEntry:
+        with self._database() as database:
+            # Taken before the check, so that of two callers with one name exactly one is refused.
+            database.execute("BEGIN IMMEDIATE")
+            row = database.execute(
+                "SELECT model_id, path FROM models WHERE name = ?", (entry.name,)
+            ).fetchone()
+            taken = row is not None and row[0] != entry.model_id and row[1] != str(entry.path)
+            if taken and not takes_over and Path(row[1]).exists():
+                raise Conflict(
+                    f"the name {entry.name} already belongs to another model ({row[1]}); choose with --name",
+                    field="name",
+                )
+            database.execute(
+                "DELETE FROM models WHERE name = ? OR model_id = ?", (entry.name, entry.model_id)
+            )
+            database.execute(
+                f"INSERT INTO models ({_COLUMNS}, added_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    entry.model_id,
+                    entry.name,
+                    str(entry.path),
+                    entry.state.size_bytes,
+                    entry.state.mtime_ns,
+                    msgspec.msgpack.encode(entry.manifest),
+                    time.time(),
+                ),
+            )
+        return entry
+
+
+def normalise_name(text: str) -> str:
+    """What people type: lower case letters, digits, dot, underscore, hyphen."""
+    name = re.sub(r"[^a-z0-9._]+", "-", text.lower())[:MAX_NAME_LENGTH].strip("-._")
+    return name or "model"
+
+
+def check_name(name: str) -> None:
+    """Raises InvalidRequest for a name that `normalise_name` would change."""
+    if name != normalise_name(name) or not name:
+        raise InvalidRequest(
+            f"a model's name is at most {MAX_NAME_LENGTH} lower case letters, digits, '.', '_' and '-';"
+            f" for example {normalise_name(name)}",
+            field="name",
+        )
+
+
+def _not_found(wanted: str, names: list[str]) -> str:
+    shown = wanted[:80]
+    close = difflib.get_close_matches(shown.lower(), names, n=1)
+    if close:
+        return f"model {shown!r} is not known here; did you mean {close[0]}?"
+    known = ", ".join(names[:10]) or "none"
+    return f"model {shown!r} is not known here (known: {known}); add it with: swarmllm models add PATH"
+
+
+def _entry(row: tuple[str, str, str, int, int, bytes]) -> CatalogueEntry:
+    model_id, name, path, size_bytes, mtime_ns, manifest = row
+    return CatalogueEntry(
+        model_id, name, Path(path), _manifest_decoder.decode(manifest), FileState(size_bytes, mtime_ns)
+    )

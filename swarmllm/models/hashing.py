@@ -1,0 +1,172 @@
+"""From a GGUF file to its manifest: the one pass that reads every byte.
+
+Reads instead of mapping: a mapped file that somebody truncates meanwhile kills the daemon with SIGBUS.
+Blocking; callers run it in a thread and may raise from `progress` to give up.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from blake3 import blake3
+
+from swarmllm.errors import BadModel
+from swarmllm.models.gguf_header import GgufHeader, read_header
+from swarmllm.models.layers import MAX_LAYER
+from swarmllm.models.manifest import (
+    LAYOUT_KEYS,
+    Manifest,
+    Shard,
+    ShardKind,
+    TensorEntry,
+    make_shard,
+    tensor_place,
+)
+from swarmllm_proto.architectures import cut_rule
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all). What it raises ends the work and reaches the caller."""
+
+READ_BYTES = 4 * 2**20
+"""Enough for BLAKE3 to work on several blocks at once, small enough to stay in the cache."""
+
+MAY_LACK_TENSORS = frozenset({"deci"})
+"""Nemotron's pruned models have layers without attention and feed-forward: nothing is left of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """How a file looked; another state means that what was learned from it no longer holds."""
+
+    size_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileState:
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+def build_manifest(path: Path, progress: Progress | None = None) -> Manifest:
+    """Read, check and hash a GGUF. Raises BadModel naming what is wrong with it."""
+    return hash_model(path, progress)[0]
+
+
+def hash_model(path: Path, progress: Progress | None = None) -> tuple[Manifest, FileState]:
+    """`build_manifest`, together with the state of the file for which it holds."""
+    try:
+        # O_NONBLOCK: opening a pipe that nobody writes to would otherwise never return.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb", buffering=2**20) as file:
+            before = os.fstat(file.fileno())
+            if not stat.S_ISREG(before.st_mode):
+                raise BadModel(f"{path} is not a regular file")
+            header = read_header(file)
+            manifest = _manifest(file, header, path, progress or (lambda done, total: None))
+            if FileState.of(os.fstat(file.fileno())) != FileState.of(before):
+                raise BadModel(f"{path} was changed while it was read; add it again when it is complete")
+            return manifest, FileState.of(before)
+    except OSError as error:
+        raise BadModel(f"{path} cannot be read: {error.strerror or error}") from error
+    except BadModel as error:
+        if str(path) in error.message:
+            raise
+        raise BadModel(f"{path}: {error.message}", field=error.field) from error
+
+
+def _manifest(file: BinaryIO, header: GgufHeader, path: Path, progress: Progress) -> Manifest:
+    architecture = header.text("general.architecture")
+    if (
+        not architecture
+        or not architecture.isascii()
+        or not architecture.isprintable()
+        or " " in architecture
+    ):
+        raise BadModel("GGUF key general.architecture is not a word")
+    if header.count("split.count", default=1) > 1:
+        raise BadModel("this is one part of a split GGUF; join the parts first (llama-gguf-split --merge)")
+    n_layers = header.count(f"{architecture}.block_count", maximum=MAX_LAYER)
+    if n_layers == 0:
+        raise BadModel(f"GGUF key {architecture}.block_count says that the model has no layers")
+    shards = _shards(file, header, architecture, n_layers, progress)
+    rule = cut_rule(architecture, n_layers, header.number)
+    tokens = header.keys.get("tokenizer.ggml.tokens")
+    by_kind = {shard.kind: shard for shard in shards}
+    return Manifest(
+        name=_model_name(header, path),
+        architecture=architecture,
+        n_layers=n_layers,
+        n_embd=header.count(f"{architecture}.embedding_length"),
+        n_vocab=tokens.n_items if tokens else header.count(f"{architecture}.vocab_size", default=0),
+        context_length=header.count(f"{architecture}.context_length", default=0),
+        cut_alignment=rule.cut_alignment,
+        whole_reason=rule.whole_reason,
+        tied_embedding="output.weight" not in {tensor.name for tensor in by_kind["head"].tensors},
+        size_bytes=sum(shard.size_bytes for shard in shards),
+        shards=shards,
+    )
+
+
+def _model_name(header: GgufHeader, path: Path) -> str:
+    entry = header.keys.get("general.name")
+    return entry.value if entry and isinstance(entry.value, str) and entry.value.strip() else path.stem
+
+
+def _shards(
+    file: BinaryIO, header: GgufHeader, architecture: str, n_layers: int, progress: Progress
+) -> tuple[Shard, ...]:
+    places: dict[tuple[ShardKind, int], list[TensorEntry]] = defaultdict(list)
+    for tensor in header.tensors:
+        kind, layer = tensor_place(tensor.name)
+        if kind == "layer" and layer >= n_layers:
+            raise BadModel(
+                f"tensor {tensor.name} lies beyond the {n_layers} layers of {architecture}.block_count"
+            )
+    total_bytes = sum(tensor.size_bytes for tensor in header.tensors)
+    done_bytes = 0
+    buffer = memoryview(bytearray(READ_BYTES))
+    for tensor in header.tensors:
+        hasher = blake3(max_threads=blake3.AUTO if tensor.size_bytes > 16 * READ_BYTES else 1)
+        file.seek(tensor.offset)
+        left = tensor.size_bytes
+        while left:
+            n = file.readinto(buffer[: min(left, READ_BYTES)])  # type: ignore[attr-defined]
+            if not n:
+                raise BadModel("the file shrank while it was read")
+            hasher.update(buffer[:n])
+            left -= n
+            done_bytes += n
+            progress(done_bytes, total_bytes)
+        places[tensor_place(tensor.name)].append(
+            TensorEntry(
+                name=tensor.name,
+                ggml_type=tensor.ggml_type,
+                shape=tensor.shape,
+                offset=tensor.offset,
+                size_bytes=tensor.size_bytes,
+                blake3=hasher.hexdigest(),
+            )
+        )
+    for layer in range(n_layers):
+        if ("layer", layer) not in places and architecture not in MAY_LACK_TENSORS:
+            raise BadModel(f"layer {layer} of {n_layers} has no tensors")
+    return (
+        make_shard("header", 0, places["header", 0], _metadata_digests(file, header)),
+        make_shard("embedding", 0, places["embedding", 0]),
+        *(make_shard("layer", layer, places["layer", layer]) for layer in range(n_layers)),
+        make_shard("head", 0, places["head", 0]),
+    )
+
+
+def _metadata_digests(file: BinaryIO, header: GgufHeader) -> dict[str, str]:
+    digests = {}
+    for key, entry in header.keys.items():
+        if key not in LAYOUT_KEYS:
+            file.seek(entry.offset)
+            digests[key] = blake3(file.read(entry.size_bytes)).hexdigest()
+    return digests

@@ -1,0 +1,137 @@
+"""What a worker still owes: one object per call that was sent, from which the caller takes the answer."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import trio
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.workerpool.faults import worker_fault
+from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.ipc import AnyWorkerMessage, Error, GenerateDone, Progress, Token, WorkerMessage
+
+log = logging.getLogger("swarmllm.workerpool")
+
+OnProgress = Callable[[int, int], None]
+"""(bytes done, bytes in all)"""
+
+
+class Pending(Protocol):
+    def receive(self, message: AnyWorkerMessage, payload: memoryview) -> bool:
+        """Whether this was the last message. Raises BadMessage for one that has no place here."""
+        ...
+
+    def fail(self, error: SwarmLLMError) -> None: ...
+
+
+class Call:
+    """One message there, one message back; Progress may come in between."""
+
+    def __init__(
+        self, expects: type[WorkerMessage], timeout_s: float, on_progress: OnProgress | None = None
+    ) -> None:
+        self._expects = expects
+        self._timeout_s = timeout_s
+        self._on_progress = on_progress
+        self._finished = trio.Event()
+        self._scope = trio.CancelScope()
+        self.message: WorkerMessage | None = None
+        self.payload = memoryview(b"")
+        self.error: SwarmLLMError | None = None
+
+    async def wait(self) -> bool:
+        """False where the answer did not come in time."""
+        if not self._finished.is_set():
+            self._scope.deadline = trio.current_time() + self._timeout_s
+            with self._scope:
+                await self._finished.wait()
+        return self._finished.is_set()
+
+    def receive(self, message: AnyWorkerMessage, payload: memoryview) -> bool:
+        if isinstance(message, self._expects):
+            self.message, self.payload = message, payload
+        elif isinstance(message, Error):
+            self.error = worker_fault(message)
+        elif isinstance(message, Progress):
+            self._scope.deadline = trio.current_time() + self._timeout_s
+            self._tell(message)
+            return False
+        else:
+            expected = self._expects.__name__
+            raise BadMessage("type", f"{type(message).__name__} answers a call that expects {expected}")
+        self._finished.set()
+        return True
+
+    def fail(self, error: SwarmLLMError) -> None:
+        self.error = error
+        self._finished.set()
+
+    def _tell(self, message: Progress) -> None:
+        if self._on_progress is None:
+            return
+        try:
+            self._on_progress(message.done_bytes, message.total_bytes)
+        except Exception:
+            # Whoever watched has gone; the load itself is nobody's to spoil.
+            log.debug("progress is no longer wanted", exc_info=True)
+            self._on_progress = None
+
+
+class TokenStream:
+    """A running Generate: iterate for (Token, UTF-8 bytes to show); `done` is set when the iteration ends
+    by itself.
+
+    Tokens wait here while the reader is slower than the model; `max_tokens` bounds how many. Raises what
+    the worker, or its death, made of the request.
+    """
+
+    def __init__(self, silence_s: float, on_silence: Callable[[], Awaitable[None]]) -> None:
+        """`on_silence` is awaited whenever nothing has come for `silence_s`, and raises to give up."""
+        self._silence_s = silence_s
+        self._on_silence = on_silence
+        self._tokens: deque[tuple[Token, bytes]] = deque()
+        self._arrived = trio.Event()
+        self._error: SwarmLLMError | None = None
+        self.done: GenerateDone | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the worker has nothing more to say about it."""
+        return self.done is not None or self._error is not None
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> tuple[Token, bytes]:
+        await trio.lowlevel.checkpoint()
+        while not self._tokens:
+            if self._error is not None:
+                raise self._error
+            if self.done is not None:
+                raise StopAsyncIteration
+            self._arrived = trio.Event()
+            with trio.move_on_after(self._silence_s) as scope:
+                await self._arrived.wait()
+            if scope.cancelled_caught:
+                await self._on_silence()
+        return self._tokens.popleft()
+
+    def receive(self, message: AnyWorkerMessage, payload: memoryview) -> bool:
+        if isinstance(message, Token):
+            self._tokens.append((message, bytes(payload)))
+        elif isinstance(message, GenerateDone):
+            self.done = message
+        elif isinstance(message, Error):
+            self._error = worker_fault(message)
+        elif not isinstance(message, Progress):
+            raise BadMessage("type", f"{type(message).__name__} answers a Generate")
+        self._arrived.set()
+        return self.finished
+
+    def fail(self, error: SwarmLLMError) -> None:
+        self._error = error
+        self._arrived.set()

@@ -1,0 +1,163 @@
+"""One model on this node: what should be loaded, and the worker that has it loaded, if there is one.
+
+What is *wanted* is remembered apart from the process that happens to hold it, so that a model survives its
+worker: the next call after a crash finds no worker, starts one and loads the same ranges.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import trio
+
+from swarmllm.errors import Conflict
+from swarmllm.models.layers import LayerRange, subtract
+from swarmllm.workerpool.background import Background
+from swarmllm.workerpool.calls import OnProgress
+from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm.workerpool.worker import Worker
+from swarmllm_proto.ipc import Load, Loaded, Open, Opened, Unload
+
+log = logging.getLogger("swarmllm.workerpool")
+
+
+class HostedModel:
+    def __init__(
+        self,
+        model: ModelFile,
+        settings: WorkerSettings,
+        command: Sequence[str],
+        socket_dir: Path,
+        nursery: trio.Nursery,
+    ) -> None:
+        self.model = model
+        self.wanted: tuple[LayerRange, ...] = ()
+        """As the worker told it: in order, apart from each other."""
+        self.opened: Opened | None = None
+        self.weights_bytes = 0
+        self.n_starts = 0
+        self.last_end = ""
+        """How the last worker ended; empty while none has."""
+        self._settings = settings
+        self._command = command
+        self._socket_dir = socket_dir
+        self._nursery = nursery
+        self._worker: Worker | None = None
+        self._starting: Background[Worker] | None = None
+        self._changing = trio.Lock()
+
+    def __repr__(self) -> str:
+        ranges = ",".join(map(str, self.wanted)) or "no layers"
+        return f"<HostedModel {self.model.model_id[:8]} {ranges} {self._worker}>"
+
+    @property
+    def worker(self) -> Worker | None:
+        """The worker, where one is up and takes calls."""
+        return self._worker if self._worker is not None and self._worker.alive else None
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when a worker has been up for nothing; None while it is of use or there is none."""
+        worker = self.worker
+        if worker is None or self.wanted or worker.n_pending or self._changing.locked():
+            return None
+        return worker.last_used_at
+
+    async def ready(self) -> Worker:
+        """The worker, with everything wanted loaded; starts one where there is none.
+
+        Raises WorkerDied, BadModel, WorkerError.
+        """
+        worker = self.worker
+        if worker is not None:
+            return worker
+        if self._starting is None or self._starting.finished:
+            # Everybody who comes while it starts waits for this one attempt, and shares its failure.
+            self._starting = Background(self._nursery, self._start)
+        return await self._starting.wait()
+
+    async def load(self, layers: LayerRange, on_progress: OnProgress | None) -> tuple[LayerRange, ...]:
+        async with self._changing:
+            worker = await self.ready()
+            message = Load(id=worker.new_id(), start=layers.start, end=layers.end)
+            loaded, _ = await worker.call(
+                message, Loaded, timeout_s=self._settings.load_timeout_s, on_progress=on_progress
+            )
+            self._hold(loaded)
+            return self.wanted
+
+    async def unload(self, layers: LayerRange | None) -> tuple[LayerRange, ...]:
+        """Drop `layers`, or all. The process leaves with its last range, and its memory with it."""
+        async with self._changing:
+            if self._starting is not None:
+                await self._starting.finish()
+            dropped = self.wanted if layers is None else (layers,)
+            if not any(layers.overlaps(held) for layers in dropped for held in self.wanted):
+                raise Conflict(f"layers {layers if layers else '(any)'} are not loaded here", field="layers")
+            if not subtract(self.wanted, dropped):
+                # Possible without a worker, too: this is the way out for a model that kills its workers.
+                self.wanted = ()
+                self.weights_bytes = 0
+                await self.stop("was stopped because its last layers were unloaded")
+                return self.wanted
+            # The worker knows where the model may be cut, so it has to be there to say no.
+            worker = await self.ready()
+            for part in dropped:
+                message = Unload(id=worker.new_id(), start=part.start, end=part.end)
+                loaded, _ = await worker.call(message, Loaded, timeout_s=self._settings.load_timeout_s)
+                self._hold(loaded)
+            return self.wanted
+
+    async def stop(self, reason: str) -> None:
+        worker = self.worker
+        if worker is not None:
+            await worker.stop(reason)
+
+    def _hold(self, loaded: Loaded) -> None:
+        self.wanted = tuple(LayerRange(start, end) for start, end in loaded.ranges)
+        self.weights_bytes = loaded.weights_bytes
+
+    async def _start(self) -> Worker:
+        settings = self._settings
+        if self._worker is not None:
+            # Two copies of a model might not fit.
+            await self._worker.ended.wait()
+        self.n_starts += 1
+        worker = await Worker.spawn(
+            self._command,
+            self._socket_dir,
+            start_timeout_s=settings.start_timeout_s,
+            stop_timeout_s=settings.stop_timeout_s,
+        )
+        self._nursery.start_soon(self._run, worker)
+        try:
+            await worker.ready()
+            message = Open(
+                id=worker.new_id(),
+                path=str(self.model.path),
+                cache_dir=str(settings.cache_dir),
+                n_ctx=settings.n_ctx,
+                n_slots=settings.n_slots,
+                n_threads=settings.n_threads,
+                use_mmap=settings.use_mmap,
+                n_gpu_layers=settings.n_gpu_layers,
+            )
+            self.opened, _ = await worker.call(message, Opened, timeout_s=settings.load_timeout_s)
+            for layers in self.wanted:
+                load = Load(id=worker.new_id(), start=layers.start, end=layers.end)
+                loaded, _ = await worker.call(load, Loaded, timeout_s=settings.load_timeout_s)
+                self.weights_bytes = loaded.weights_bytes
+        except BaseException:
+            worker.kill("could not be brought up")
+            raise
+        log.info("worker %d serves model %s", worker.pid, self.model.model_id[:8])
+        self._worker = worker
+        return worker
+
+    async def _run(self, worker: Worker) -> None:
+        try:
+            await worker.run()
+        finally:
+            self.last_end = worker.obituary

@@ -1,0 +1,384 @@
+"""The daemon's side of all its workers: one per model, started when it is needed, replaced when it dies.
+
+A method that names a model by `ModelFile` may start its worker; one that takes a model id only talks to a
+worker that is there. Workers are never restarted on their own: a model nobody asks for need not be in
+memory, and a model that kills its worker does so once per request instead of in a loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from swarmllm.errors import Conflict, SwarmLLMError, WorkerError
+from swarmllm.models.layers import LayerRange
+from swarmllm.workerpool.background import Background
+from swarmllm.workerpool.calls import OnProgress, TokenStream
+from swarmllm.workerpool.hosted import HostedModel
+from swarmllm.workerpool.process import SOCKET_PATH_MAX
+from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm.workerpool.worker import Worker
+from swarmllm_proto.errors import BadTensor
+from swarmllm_proto.ipc import (
+    CancelRequest,
+    Done,
+    Embed,
+    Forward,
+    Generate,
+    LayerResult,
+    Opened,
+    ReleaseRequestKv,
+    Sampling,
+    Token,
+    Tokenize,
+    Tokens,
+)
+from swarmllm_proto.tensors import decode_tensor, encode_tensor
+
+log = logging.getLogger("swarmllm.workerpool")
+
+# -P: the folder the daemon was started in must not provide modules to its workers.
+WORKER_COMMAND = (sys.executable, "-P", "-m", "swarmllm_workers")
+SOCKET_NAME_LENGTH = 32
+"""More than a socket's file name has."""
+
+T = TypeVar("T")
+Hidden = npt.NDArray[np.float32]
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    tensor: Hidden | None
+    """f32 [n, n_embd], read-only, where "hidden" was wanted."""
+    token: Token | None
+    piece: bytes
+    """UTF-8 to show with the token."""
+    compute_s: float
+    """Inside the worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatistics:
+    """One model's worker at one moment."""
+
+    model_id: str
+    pid: int | None
+    """None where no worker is up."""
+    loaded: tuple[LayerRange, ...]
+    weights_bytes: int
+    n_pending: int
+    n_calls: int
+    """Of the present process, like the byte counts."""
+    bytes_sent: int
+    bytes_received: int
+    n_starts: int
+    last_end: str
+    """How the previous process ended."""
+
+
+class WorkerPool:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        runtime_dir: Path,
+        *,
+        command: Sequence[str] = WORKER_COMMAND,
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
+        """`runtime_dir`: for sockets, made private. `on_change` is called after `models()` has changed."""
+        self._settings = settings
+        self._runtime_dir = runtime_dir
+        self._command = command
+        self._on_change = on_change or (lambda: None)
+        self._hosted: dict[str, HostedModel] = {}
+        self._nursery: trio.Nursery | None = None
+        self._socket_dir = runtime_dir
+
+    def __repr__(self) -> str:
+        return f"<WorkerPool {list(self._hosted.values())}>"
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[WorkerPool]:
+        """The pool works inside this block; when it is left, every worker has ended."""
+        temporary = await trio.to_thread.run_sync(self._prepare_folders)
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(self._stop_idle_workers)
+                try:
+                    yield self
+                finally:
+                    nursery.cancel_scope.cancel()
+        finally:
+            self._nursery = None
+            self._hosted.clear()
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    async def load(
+        self, model: ModelFile, layers: LayerRange, progress: OnProgress | None = None
+    ) -> tuple[LayerRange, ...]:
+        """Make `layers` runnable; returns all ranges held now. Goes on when the caller leaves.
+
+        `progress`: (bytes done, bytes in all), called on the trio thread. Raises BadModel, WorkerError,
+        WorkerDied.
+        """
+        hosted = self._host(model)
+
+        async def work() -> tuple[LayerRange, ...]:
+            try:
+                return await hosted.load(layers, progress)
+            finally:
+                self._on_change()
+
+        return await self._background(work).wait()
+
+    async def unload(self, model_id: str, layers: LayerRange | None = None) -> tuple[LayerRange, ...]:
+        """Drop `layers` (None: all); returns the ranges still held. The process leaves with its last range.
+
+        Raises Conflict where none of them is loaded, WorkerError, WorkerDied.
+        """
+        hosted = self._hosted.get(model_id)
+        if hosted is None:
+            raise Conflict("no layers of this model are loaded here", field="layers")
+
+        async def work() -> tuple[LayerRange, ...]:
+            try:
+                return await hosted.unload(layers)
+            finally:
+                self._on_change()
+
+        return await self._background(work).wait()
+
+    def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
+        """The model's layers here, in order; a stage may be any part of one range that respects the cut
+        alignment."""
+        hosted = self._hosted.get(model_id)
+        return hosted.wanted if hosted is not None else ()
+
+    def models(self) -> dict[str, tuple[LayerRange, ...]]:
+        """Every model of which layers are to be served here, whether or not its worker is up at this
+        moment."""
+        return {model_id: hosted.wanted for model_id, hosted in self._hosted.items() if hosted.wanted}
+
+    async def info(self, model: ModelFile) -> Opened:
+        """What the worker found in the file."""
+        hosted = self._host(model)
+        await hosted.ready()
+        assert hosted.opened is not None
+        return hosted.opened
+
+    async def tokenize(
+        self,
+        model: ModelFile,
+        *,
+        text: str | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> TokenIds:
+        """i32 [n]. `text` as it is, or `messages` through the chat template. Raises InvalidRequest
+        (template) ..."""
+        worker = await self._ready(model)
+        message = Tokenize(id=worker.new_id(), text=text, messages=messages, tools=tools)
+        _, payload = await worker.call(message, Tokens, timeout_s=self._settings.call_timeout_s)
+        return _tensor(payload, "tokens", np.dtype(np.int32), 1)
+
+    async def embed(self, model: ModelFile, tokens: TokenIds) -> Hidden:
+        """i32 [n] -> f32 [n, n_embd]."""
+        worker = await self._ready(model)
+        _, payload = await worker.call(
+            Embed(id=worker.new_id()),
+            LayerResult,
+            payload=encode_tensor(tokens),
+            timeout_s=self._settings.call_timeout_s,
+        )
+        return _tensor(payload, "embeddings", np.dtype(np.float32), 2, n_rows=len(tokens))
+
+    async def forward(
+        self,
+        model: ModelFile,
+        *,
+        request_id: str,
+        layers: LayerRange,
+        position: int,
+        tensor: npt.NDArray[Any],
+        want: Literal["hidden", "none", "token"],
+        sampling: Sampling | None = None,
+        n_prompt_tokens: int = 0,
+    ) -> ForwardResult:
+        """Run `layers` over f32 [n, n_embd], or over i32 [n] token ids where they begin at 0.
+
+        The tensor must not be changed before this returns. Raises ContextFull, WorkerError, WorkerDied,
+        DeadlineExceeded.
+        """
+        worker = await self._ready(model)
+        message = Forward(
+            id=worker.new_id(),
+            request_id=request_id,
+            start=layers.start,
+            end=layers.end,
+            position=position,
+            want=want,
+            sampling=sampling,
+            n_prompt_tokens=n_prompt_tokens,
+        )
+        pieces, timeout_s = encode_tensor(tensor), self._settings.call_timeout_s
+        if want == "token":
+            token, payload = await worker.call(message, Token, payload=pieces, timeout_s=timeout_s)
+            return ForwardResult(None, token, bytes(payload), token.compute_s)
+        result, payload = await worker.call(message, LayerResult, payload=pieces, timeout_s=timeout_s)
+        hidden = None
+        if want == "hidden":
+            hidden = _tensor(payload, "hidden states", np.dtype(np.float32), 2, n_rows=len(tensor))
+        return ForwardResult(hidden, None, b"", result.compute_s)
+
+    @asynccontextmanager
+    async def generate(
+        self, model: ModelFile, *, request_id: str, tokens: TokenIds, sampling: Sampling
+    ) -> AsyncIterator[TokenStream]:
+        """The whole decode loop in the worker, which must hold every layer: iterate the stream for (Token,
+        bytes).
+
+        Leaving early cancels it. Raises as `forward` does, from the iteration.
+        """
+        worker = await self._ready(model)
+        message = Generate(id=worker.new_id(), request_id=request_id, sampling=sampling)
+        stream = await worker.generate(
+            message, encode_tensor(tokens), silence_s=self._settings.call_timeout_s
+        )
+        try:
+            yield stream
+        finally:
+            if not stream.finished:
+                await self._cancel(worker, request_id)
+            worker.forget(message.id)
+
+    async def release(self, model_id: str, request_id: str) -> None:
+        """Free the request's KV; unknown requests and absent workers are fine."""
+        worker = self._worker(model_id)
+        if worker is not None:
+            await worker.call(
+                ReleaseRequestKv(id=worker.new_id(), request_id=request_id),
+                Done,
+                timeout_s=self._settings.call_timeout_s,
+            )
+
+    async def cancel(self, model_id: str, request_id: str) -> None:
+        """Stop the request wherever it is and free its KV; unknown requests and absent workers are fine."""
+        worker = self._worker(model_id)
+        if worker is not None:
+            await worker.call(
+                CancelRequest(id=worker.new_id(), request_id=request_id),
+                Done,
+                timeout_s=self._settings.call_timeout_s,
+            )
+
+    async def stop(self, model_id: str) -> None:
+        """End the model's worker; what was loaded stays wanted, and the next call loads it again."""
+        hosted = self._hosted.get(model_id)
+        if hosted is not None:
+            await hosted.stop("was stopped")
+
+    def statistics(self) -> tuple[WorkerStatistics, ...]:
+        return tuple(_statistics(hosted) for hosted in self._hosted.values())
+
+    async def _ready(self, model: ModelFile) -> Worker:
+        return await self._host(model).ready()
+
+    def _worker(self, model_id: str) -> Worker | None:
+        hosted = self._hosted.get(model_id)
+        return hosted.worker if hosted is not None else None
+
+    def _host(self, model: ModelFile) -> HostedModel:
+        hosted = self._hosted.get(model.model_id)
+        if hosted is None:
+            if self._nursery is None:
+                raise WorkerError("the worker pool is not running")
+            hosted = HostedModel(model, self._settings, self._command, self._socket_dir, self._nursery)
+            self._hosted[model.model_id] = hosted
+        elif hosted.model != model and hosted.worker is None:
+            # The same content, added again from another place.
+            hosted.model = model
+        return hosted
+
+    def _background(self, work: Callable[[], Awaitable[T]]) -> Background[T]:
+        if self._nursery is None:
+            raise WorkerError("the worker pool is not running")
+        return Background(self._nursery, work)
+
+    async def _cancel(self, worker: Worker, request_id: str) -> None:
+        if not worker.alive or self._nursery is None:
+            return
+
+        async def work() -> None:
+            message = CancelRequest(id=worker.new_id(), request_id=request_id)
+            await worker.call(message, Done, timeout_s=self._settings.call_timeout_s)
+
+        cancelling = Background(self._nursery, work)
+        deadline = trio.current_time() + self._settings.cancel_timeout_s
+        with trio.CancelScope(deadline=deadline, shield=True):
+            try:
+                await cancelling.wait()
+            except SwarmLLMError as error:
+                log.info("a request could not be cancelled: %s", error.message)
+
+    async def _stop_idle_workers(self) -> None:
+        limit_s = self._settings.idle_timeout_s
+        while True:
+            await trio.sleep(limit_s / 4)
+            for hosted in list(self._hosted.values()):
+                idle_since = hosted.idle_since
+                if idle_since is not None and trio.current_time() - idle_since >= limit_s:
+                    await hosted.stop("was stopped because it was idle")
+
+    def _prepare_folders(self) -> Path | None:
+        """Make the folders; returns one to remove in the end, where sockets need a shorter path."""
+        self._settings.cache_dir.mkdir(parents=True, exist_ok=True)
+        self._runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._runtime_dir.chmod(0o700)
+        self._socket_dir = self._runtime_dir
+        if len(os.fsencode(self._runtime_dir.absolute())) + SOCKET_NAME_LENGTH <= SOCKET_PATH_MAX:
+            return None
+        self._socket_dir = Path(tempfile.mkdtemp(prefix="swarmllm-"))
+        return self._socket_dir
+
+
+def _tensor(
+    payload: memoryview, what: str, dtype: np.dtype[Any], n_dimensions: int, *, n_rows: int | None = None
+) -> npt.NDArray[Any]:
+    try:
+        array = decode_tensor(payload, field=what)
+    except BadTensor as error:
+        raise WorkerError(f"the worker returned broken {what}: {error}") from error
+    if array.dtype != dtype or array.ndim != n_dimensions or (n_rows is not None and len(array) != n_rows):
+        raise WorkerError(f"the worker returned {what} of the wrong kind: {array.dtype} {array.shape}")
+    return array
+
+
+def _statistics(hosted: HostedModel) -> WorkerStatistics:
+    worker = hosted.worker
+    return WorkerStatistics(
+        model_id=hosted.model.model_id,
+        pid=worker.pid if worker else None,
+        loaded=hosted.wanted,
+        weights_bytes=hosted.weights_bytes,
+        n_pending=worker.n_pending if worker else 0,
+        n_calls=worker.n_calls if worker else 0,
+        bytes_sent=worker.bytes_sent if worker else 0,
+        bytes_received=worker.bytes_received if worker else 0,
+        n_starts=hosted.n_starts,
+        last_end=hosted.last_end,
+    )

@@ -1,0 +1,263 @@
+"""One running worker: calls in, answers out, and one story about its end.
+
+However a worker ends (it exits, is killed, closes the socket, sends nonsense, falls silent, is asked to
+leave), `run` notices, reaps the process, and only then fails whatever was still waiting: the message can
+tell how it died and what it said last.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+
+from swarmllm.errors import DeadlineExceeded, WorkerDied
+from swarmllm.workerpool.calls import Call, OnProgress, Pending, TokenStream
+from swarmllm.workerpool.channel import Channel, ChannelClosed
+from swarmllm.workerpool.process import WorkerProcess, describe_exit
+from swarmllm_proto.codec import encode_ipc
+from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.frames import Payload
+from swarmllm_proto.ipc import (
+    AnyDaemonMessage,
+    AnyWorkerMessage,
+    Bye,
+    Done,
+    Error,
+    Generate,
+    Ready,
+    ReleaseRequestKv,
+    Shutdown,
+    WorkerMessage,
+)
+
+log = logging.getLogger("swarmllm.workerpool")
+
+EXIT_PATIENCE_S = 0.25
+"""A worker that has closed its socket is about to exit by itself; waiting a moment tells us how. Short: its
+callers wait too."""
+PROBE_REQUEST_ID = "-"
+"""Of no request: releasing it does nothing, and the answer shows that the worker still reads its socket."""
+
+Answer = TypeVar("Answer", bound=WorkerMessage)
+
+
+class Worker:
+    def __init__(self, process: WorkerProcess, *, start_timeout_s: float, stop_timeout_s: float) -> None:
+        assert process.connection is not None
+        self._process = process
+        self._channel = Channel(process.connection, self._on_message)
+        self._stop_timeout_s = stop_timeout_s
+        self._pending: dict[int, Pending] = {}
+        self._last_id = 0
+        self._last_heard_at = trio.current_time()
+        self._ending = trio.Event()
+        self._end_reason = ""
+        self._patience_s = 0.0
+        self._had_to_kill = False
+        self.ended = trio.Event()
+        self.last_used_at = trio.current_time()
+        self._ready = Call(Ready, start_timeout_s)
+        self._pending[0] = self._ready
+
+    @classmethod
+    async def spawn(
+        cls, command: Sequence[str], socket_dir: Path, *, start_timeout_s: float, stop_timeout_s: float
+    ) -> Worker:
+        """A connected worker, which somebody must `run`. Raises WorkerDied."""
+        process = await WorkerProcess.spawn(command, socket_dir, start_timeout_s)
+        return cls(process, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s)
+
+    def __repr__(self) -> str:
+        state = "alive" if self.alive else "ending"
+        return f"<Worker {self.pid} {state} pending={len(self._pending)}>"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes calls."""
+        return not self._ending.is_set()
+
+    @property
+    def n_pending(self) -> int:
+        return len(self._pending)
+
+    @property
+    def n_calls(self) -> int:
+        return self._last_id
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._channel.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._channel.bytes_received
+
+    @property
+    def obituary(self) -> str:
+        """How it ended, once it has."""
+        if self._had_to_kill:
+            return self._process.obituary(f"{self._end_reason or 'closed its socket'} and had to be killed")
+        how = describe_exit(self._process.exit_status)
+        return self._process.obituary(f"{self._end_reason} and {how}" if self._end_reason else how)
+
+    def new_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    async def run(self) -> None:
+        """Until the worker has ended and is reaped. Cancelling it stops the worker."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._until_closed, self._channel.receive)
+                nursery.start_soon(self._until_closed, self._channel.flush)
+                nursery.start_soon(self._process.log_stderr)
+                nursery.start_soon(self._until_exit)
+                await self._ending.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            with trio.CancelScope(shield=True):
+                if not self._ending.is_set():
+                    self._leave("was stopped with the pool")
+                self._had_to_kill = await self._process.reap(self._patience_s)
+                self._bury()
+
+    async def ready(self) -> Ready:
+        """The worker's first message. Raises WorkerDied."""
+        if not await self._ready.wait():
+            self.kill("connected, but did not get ready in time")
+            await self.ended.wait()
+        if self._ready.error is not None:
+            raise self._ready.error
+        assert isinstance(self._ready.message, Ready)
+        return self._ready.message
+
+    async def call(
+        self,
+        message: AnyDaemonMessage,
+        expects: type[Answer],
+        *,
+        payload: Payload = b"",
+        timeout_s: float,
+        on_progress: OnProgress | None = None,
+    ) -> tuple[Answer, memoryview]:
+        """Send a call and wait for its answer. A cancelled caller leaves no trace but the work it caused.
+
+        Raises WorkerDied; DeadlineExceeded where the worker lives but did not get to it; what the worker's
+        Error became.
+        """
+        call = Call(expects, timeout_s, on_progress)
+        sent_at = await self._send(message, payload, call)
+        try:
+            if not await call.wait():
+                silent_s = trio.current_time() - max(self._last_heard_at, sent_at)
+                if silent_s < timeout_s:
+                    raise DeadlineExceeded(
+                        f"the worker is busy: no answer to {type(message).__name__} within {timeout_s:g} s"
+                    )
+                self.kill(f"did not answer {type(message).__name__} within {timeout_s:g} s")
+                await self.ended.wait()
+        finally:
+            self._pending.pop(message.id, None)
+        if call.error is not None:
+            raise call.error
+        assert isinstance(call.message, expects)
+        return call.message, call.payload
+
+    async def generate(self, message: Generate, payload: Payload, *, silence_s: float) -> TokenStream:
+        """Start a Generate; `forget` it when it is over. Raises WorkerDied."""
+
+        async def probe() -> None:
+            # A long prompt on a slow machine is computed without a word; a hung worker does not answer.
+            await self.call(
+                ReleaseRequestKv(id=self.new_id(), request_id=PROBE_REQUEST_ID),
+                Done,
+                timeout_s=silence_s,
+            )
+
+        stream = TokenStream(silence_s, probe)
+        await self._send(message, payload, stream)
+        return stream
+
+    def forget(self, call_id: int) -> None:
+        """Drop what may still come for a call."""
+        self._pending.pop(call_id, None)
+
+    def kill(self, reason: str) -> None:
+        """End it now; `ended` tells when it is gone. `reason` has the worker as its subject."""
+        self._end(reason, patience_s=0.0)
+
+    async def stop(self, reason: str) -> None:
+        """Ask it to leave, wait, kill it if it does not."""
+        if self.alive:
+            self._leave(reason)
+        await self.ended.wait()
+
+    async def _send(self, message: AnyDaemonMessage, payload: Payload, pending: Pending) -> float:
+        pieces = encode_ipc(message, payload)
+        if self.alive:
+            await self._channel.room()
+        if not self.alive:
+            await self.ended.wait()
+            raise self._death()
+        self._pending[message.id] = pending
+        self._channel.send(pieces)
+        self.last_used_at = trio.current_time()
+        return self.last_used_at
+
+    def _on_message(self, message: AnyWorkerMessage, payload: memoryview) -> None:
+        self._last_heard_at = trio.current_time()
+        if isinstance(message, Bye):
+            self._end("said goodbye", patience_s=self._stop_timeout_s)
+            return
+        if isinstance(message, Error) and message.fatal:
+            self._end(f"gave up ({message.kind}: {message.message})", patience_s=self._stop_timeout_s)
+        pending = self._pending.get(message.id)
+        if pending is not None:
+            if pending.receive(message, payload):
+                del self._pending[message.id]
+        elif message.id > self._last_id:
+            raise BadMessage("id", f"{message.id} was never given to a call")
+
+    async def _until_closed(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except ChannelClosed as error:
+            self._end(str(error), patience_s=EXIT_PATIENCE_S)
+
+    async def _until_exit(self) -> None:
+        await self._process.wait()
+        # What it said last may still lie in the socket; the end of that is the end.
+        with trio.move_on_after(EXIT_PATIENCE_S):
+            await self._ending.wait()
+        self._end("", patience_s=0.0)
+
+    def _leave(self, reason: str) -> None:
+        if self.alive:
+            self._channel.send(encode_ipc(Shutdown(id=self.new_id())))
+            self._end(reason, patience_s=self._stop_timeout_s)
+
+    def _end(self, reason: str, *, patience_s: float) -> None:
+        # The first reason is the cause; what follows from it is not.
+        if not self._ending.is_set():
+            self._end_reason = reason
+            self._patience_s = patience_s
+            self._ending.set()
+
+    def _bury(self) -> None:
+        self._channel.abandon()
+        log.info("%s", self.obituary)
+        for pending in self._pending.values():
+            pending.fail(self._death())
+        self._pending.clear()
+        self.ended.set()
+
+    def _death(self) -> WorkerDied:
+        return WorkerDied(self.obituary)

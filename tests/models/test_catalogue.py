@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from gguf_parts import LLAMA, tensors, write_gguf
+
+from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound
+from swarmllm.models import Catalogue
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Catalogue:
+    return Catalogue(tmp_path / "catalogue.sqlite")
+
+
+def other_model(path: Path) -> Path:
+    return write_gguf(path, keys={**LLAMA, "general.name": "Other"})
+
+
+def must_not_hash(done: int, total: int) -> NoReturn:
+    raise AssertionError
+
+
+def test_an_added_model_is_found_by_name_and_by_id(catalogue: Catalogue, tmp_path: Path) -> None:
+    entry = catalogue.add(write_gguf(tmp_path / "a.gguf"))
+    assert entry.name == "tiny-llama-2"
+    assert catalogue.list() == (entry,)
+    assert catalogue.get("tiny-llama-2") == entry
+    assert catalogue.get(entry.model_id) == entry
+    assert catalogue.resolve(entry.model_id[:6]) == entry
+    assert Catalogue(tmp_path / "catalogue.sqlite").list() == (entry,)
+
+
+@pytest.mark.parametrize("wanted", ["tiny", "", "x" * 10_000, "zzz", "' OR 1=1", "%", "abcde"])
+def test_an_unknown_model_is_not_found(catalogue: Catalogue, tmp_path: Path, wanted: str) -> None:
+    catalogue.add(write_gguf(tmp_path / "a.gguf"))
+    with pytest.raises(ModelNotFound) as caught:
+        catalogue.get(wanted)
+    assert caught.value.field == "model"
+    assert len(caught.value.message) < 300
+
+
+def test_a_typing_error_is_answered_with_a_suggestion(catalogue: Catalogue, tmp_path: Path) -> None:
+    catalogue.add(write_gguf(tmp_path / "a.gguf"))
+    with pytest.raises(ModelNotFound, match="did you mean tiny-llama-2"):
+        catalogue.get("tiny-lama-2")
+
+
+def test_an_unchanged_file_is_not_hashed_again(catalogue: Catalogue, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf")
+    entry = catalogue.add(path)
+    assert catalogue.add(path, progress=must_not_hash) == entry
+    renamed = catalogue.add(path, "short", progress=must_not_hash)
+    assert renamed.model_id == entry.model_id
+    assert [each.name for each in catalogue.list()] == ["short"]
+    assert catalogue.add(path, progress=must_not_hash).name == "short"
+
+
+def test_a_changed_file_is_refused_until_it_is_added_again(catalogue: Catalogue, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf")
+    before = catalogue.add(path, "m")
+    write_gguf(path, data={**tensors(), "output.weight": b"\1" * 32})
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(BadModel, match=r"has changed .* swarmllm models add .* --name m"):
+        catalogue.resolve("m")
+    assert catalogue.get("m") == before
+    after = catalogue.add(path, "m")
+    assert after.model_id != before.model_id
+    assert catalogue.list() == (after,)
+    assert catalogue.resolve("m") == after
+
+
+def test_a_file_that_is_gone_is_reported_on_use(catalogue: Catalogue, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf")
+    catalogue.add(path, "m")
+    path.rename(tmp_path / "b.gguf")
+    with pytest.raises(BadModel, match="cannot be read"):
+        catalogue.resolve("m")
+    moved = catalogue.add(tmp_path / "b.gguf", "m")
+    assert catalogue.resolve("m").path == moved.path == tmp_path / "b.gguf"
+
+
+def test_a_name_belongs_to_one_model(catalogue: Catalogue, tmp_path: Path) -> None:
+    first = catalogue.add(write_gguf(tmp_path / "a.gguf"), "m")
+    other = other_model(tmp_path / "b.gguf")
+    with pytest.raises(Conflict) as caught:
+        catalogue.add(other, "m")
+    assert caught.value.field == "name"
+    assert catalogue.list() == (first,)
+    assert [each.name for each in (catalogue.add(other, "n"), catalogue.get("m"))] == ["n", "m"]
+
+
+def test_a_program_model_takes_its_name_back(catalogue: Catalogue, tmp_path: Path) -> None:
+    catalogue.add(write_gguf(tmp_path / "a.gguf"), "guide")
+    entry = catalogue.ensure(other_model(tmp_path / "b.gguf"), "guide")
+    assert catalogue.get("guide") == entry
+    assert catalogue.ensure(tmp_path / "b.gguf", "guide") == entry
+
+
+@pytest.mark.parametrize("name", ["", "Big", "a b", "../x", "-m", "a" * 101, "é"])
+def test_a_bad_name_is_refused_by_name(catalogue: Catalogue, tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        catalogue.add(write_gguf(tmp_path / "a.gguf"), name)
+    assert caught.value.field == "name"
+
+
+def test_the_models_own_name_is_made_typeable(catalogue: Catalogue, tmp_path: Path) -> None:
+    for content, name in (("  Qwen/2.5 (Instruct)!", "qwen-2.5-instruct"), ("模型", "model")):
+        path = write_gguf(tmp_path / f"{name}.gguf", keys={**LLAMA, "general.name": content})
+        assert catalogue.add(path).name == name
+
+
+def test_a_removed_model_is_forgotten_and_its_file_kept(catalogue: Catalogue, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf")
+    entry = catalogue.add(path)
+    assert catalogue.remove(entry.name) == entry
+    assert catalogue.list() == ()
+    assert path.exists()
+    with pytest.raises(ModelNotFound):
+        catalogue.remove(entry.name)
+
+
+def test_an_ambiguous_id_is_refused(catalogue: Catalogue, tmp_path: Path) -> None:
+    entry = catalogue.add(write_gguf(tmp_path / "a.gguf"))
+    with closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as database, database:
+        twin = entry.model_id[:10] + "0" * 54
+        database.execute(
+            "INSERT INTO models SELECT ?, 'twin', path, size_bytes, mtime_ns, added_at, manifest FROM models",
+            (twin,),
+        )
+    with pytest.raises(InvalidRequest, match="several"):
+        catalogue.get(entry.model_id[:8])
+
+
+def test_a_database_of_another_time_or_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "catalogue.sqlite"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version = 99")
+    with pytest.raises(BadModel, match="schema 99"):
+        Catalogue(path)
+    path.write_text("not a database, certainly not one" * 50)
+    with pytest.raises(BadModel, match="cannot be used"):
+        Catalogue(path)
+
+
+def test_threads_may_use_it_together(catalogue: Catalogue, tmp_path: Path) -> None:
+    paths = [
+        write_gguf(tmp_path / f"{i}.gguf", keys={**LLAMA, "general.name": f"model-{i}"}) for i in range(6)
+    ]
+    threads = [threading.Thread(target=catalogue.add, args=(path,)) for path in paths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [entry.name for entry in catalogue.list()] == [f"model-{i}" for i in range(6)]

@@ -1,0 +1,54 @@
+"""What the tests of the pool share: a pool over fake or real workers, and a look at the process table."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
+
+FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
+MODEL = ModelFile("ab" * 32, Path("/nowhere/fake.gguf"))
+OTHER_MODEL = ModelFile("cd" * 32, Path("/nowhere/other.gguf"))
+BROKEN_MODEL = ModelFile("ef" * 32, Path("/nowhere/broken.gguf"))
+ROWS = np.arange(24, dtype=np.float32).reshape(3, 8)
+
+
+@asynccontextmanager
+async def fake_pool(
+    folder: Path, habit: str = "", *, on_change: Any = None, **settings: Any
+) -> AsyncIterator[WorkerPool]:
+    """A pool of fake workers; at the end none of their processes is left."""
+    command = [sys.executable, str(FAKE_WORKER), *([habit] if habit else [])]
+    settings = {"start_timeout_s": 20.0, "stop_timeout_s": 5.0, **settings}
+    pool = WorkerPool(
+        WorkerSettings(cache_dir=folder / "cache", **settings),
+        folder / "run",
+        command=command,
+        on_change=on_change,
+    )
+    seen: set[int] = set()
+    async with pool.running():
+        yield pool
+        seen = set(pids(pool))
+    assert not [pid for pid in seen if process_exists(pid)]
+    assert list((folder / "run").iterdir()) == []
+
+
+def pids(pool: WorkerPool) -> list[int]:
+    return [each.pid for each in pool.statistics() if each.pid is not None]
+
+
+def process_exists(pid: int) -> bool:
+    """Zombies count: they have not been reaped."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,156 @@
+"""The pool over real workers and the bundled model."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from pool_parts import pids, process_exists
+
+import swarmllm.guide
+from swarmllm.errors import BadModel, WorkerDied, WorkerError
+from swarmllm.models.layers import LayerRange
+from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
+from swarmllm_proto.ipc import Sampling
+
+pytestmark = pytest.mark.slow
+
+GUIDE = ModelFile("00" * 32, Path(swarmllm.guide.__file__).with_name("guide.gguf"))
+WHOLE = LayerRange(0, 12)
+GREEDY = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
+ENDLESS = Sampling(temperature=0.0, max_tokens=1000, ignore_eos=True)
+
+
+@asynccontextmanager
+async def real_pool(folder: Path, **settings: Any) -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(WorkerSettings(cache_dir=folder / "cache", **settings), folder / "run")
+    async with pool.running():
+        yield pool
+        seen = pids(pool)
+    assert not [pid for pid in seen if process_exists(pid)]
+
+
+async def greedy(pool: WorkerPool, request_id: str = "g") -> list[int]:
+    tokens = await pool.tokenize(GUIDE, messages=[{"role": "user", "content": "What is a pipeline?"}])
+    async with pool.generate(GUIDE, request_id=request_id, tokens=tokens, sampling=GREEDY) as stream:
+        return [token.token async for token, _ in stream]
+
+
+async def test_a_walk_over_three_stages_gives_the_tokens_of_a_whole_generation(tmp_path: Path) -> None:
+    async with real_pool(tmp_path) as pool:
+        assert (await pool.info(GUIDE)).n_layers == WHOLE.end
+        await pool.load(GUIDE, WHOLE)
+        whole = await greedy(pool)
+        await pool.unload(GUIDE.model_id, LayerRange(5, 12))
+        assert pool.loaded(GUIDE.model_id) == (LayerRange(0, 5),)
+        assert await pool.load(GUIDE, LayerRange(5, 12)) == (WHOLE,)
+        stages = [LayerRange(0, 3), LayerRange(3, 5), LayerRange(5, 12)]
+        tokens = await pool.tokenize(GUIDE, messages=[{"role": "user", "content": "What is a pipeline?"}])
+        n_prompt = len(tokens)
+        walked: list[int] = []
+        position = 0
+        while len(walked) < len(whole):
+            hidden = await pool.embed(GUIDE, tokens)
+            for layers in stages[:-1]:
+                result = await pool.forward(
+                    GUIDE, request_id="w", layers=layers, position=position, tensor=hidden, want="hidden"
+                )
+                assert result.tensor is not None
+                hidden = result.tensor
+            last = await pool.forward(
+                GUIDE,
+                request_id="w",
+                layers=stages[-1],
+                position=position,
+                tensor=hidden,
+                want="token",
+                sampling=GREEDY,
+                n_prompt_tokens=n_prompt,
+            )
+            assert last.token is not None
+            position += len(tokens)
+            walked.append(last.token.token)
+            tokens = np.array([last.token.token], np.int32)
+        assert walked == whole
+
+
+async def test_a_killed_worker_fails_its_generation_and_is_reloaded_by_the_next(tmp_path: Path) -> None:
+    async with real_pool(tmp_path) as pool:
+        await pool.load(GUIDE, WHOLE)
+        before = await greedy(pool)
+        tokens = await pool.tokenize(GUIDE, text="a")
+        (pid,) = pids(pool)
+
+        async def generate_and_kill() -> None:
+            async with pool.generate(GUIDE, request_id="r", tokens=tokens, sampling=ENDLESS) as stream:
+                async for token, _ in stream:
+                    if token.index == 3:
+                        os.kill(pid, signal.SIGKILL)
+                        scope.deadline = trio.current_time() + 1
+
+        with (
+            trio.CancelScope() as scope,
+            pytest.raises(WorkerDied, match=f"worker process {pid} was killed by"),
+        ):
+            await generate_and_kill()
+        assert not scope.cancelled_caught
+        assert not process_exists(pid)
+        assert pool.models() == {GUIDE.model_id: (WHOLE,)}
+        assert await greedy(pool) == before
+
+
+async def test_leaving_a_generation_early_frees_its_only_slot(tmp_path: Path) -> None:
+    async with real_pool(tmp_path, n_slots=1) as pool:
+        await pool.load(GUIDE, WHOLE)
+        tokens = await pool.tokenize(GUIDE, text="a")
+        for request_id in ("r1", "r2"):
+            async with pool.generate(GUIDE, request_id=request_id, tokens=tokens, sampling=ENDLESS) as stream:
+                async for token, _ in stream:
+                    if token.index == 3:
+                        break
+            assert stream.done is not None
+            assert stream.done.finish_reason == "cancelled"
+        # A generation that ran to its end leaves the slot free, too.
+        assert await greedy(pool, "r3") == await greedy(pool, "r4")
+
+
+async def test_faults_of_one_call_leave_the_worker_serving(tmp_path: Path) -> None:
+    async with real_pool(tmp_path, n_ctx=64) as pool:
+        await pool.load(GUIDE, LayerRange(0, 4))
+        (pid,) = pids(pool)
+        rows = np.zeros((2, 256), np.float32)
+
+        async def forward(**changed: Any) -> None:
+            arguments: dict[str, Any] = {
+                "layers": LayerRange(0, 4),
+                "position": 0,
+                "tensor": rows,
+                "want": "hidden",
+            }
+            await pool.forward(GUIDE, request_id="r", **{**arguments, **changed})
+
+        for changed, kind in (
+            ({"layers": LayerRange(4, 8)}, "not_loaded"),
+            ({"tensor": rows[:, :100]}, "bad_tensor"),
+            ({"position": 7}, "position_gap"),
+        ):
+            with pytest.raises(WorkerError) as caught:
+                await forward(**changed)
+            assert caught.value.kind == kind
+        await forward()
+        assert pids(pool) == [pid]
+
+
+async def test_a_file_that_is_no_model_is_refused_by_the_worker(tmp_path: Path) -> None:
+    path = tmp_path / "poem.gguf"
+    path.write_text("roses are red")
+    async with real_pool(tmp_path) as pool:
+        with pytest.raises(BadModel):
+            await pool.load(ModelFile("11" * 32, path), LayerRange(0, 1))
