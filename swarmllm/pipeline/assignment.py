@@ -1,0 +1,62 @@
+"""Asking every stage to take part, before anything is computed: all accept, or the request goes elsewhere.
+
+A stage that cannot be asked or does not answer in time is treated like one that refuses: its silence now is
+worth more than a first token that never comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import trio
+
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.swarm.router import Router
+from swarmllm_proto.codec import decode_response, encode_request
+from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import PipelineAssignment
+
+
+async def assign(
+    router: Router,
+    assignment: PipelineAssignment,
+    *,
+    timeout_s: float,
+    on_failure: Callable[[str], None] = lambda node_id: None,
+) -> None:
+    """Returns when every stage elsewhere has accepted. Raises RemoteError for the first that did not, after
+    `on_failure` has been told its node id."""
+    failures: list[SwarmLLMError] = []
+    async with trio.open_nursery() as nursery:
+
+        async def ask(node_id: str) -> None:
+            try:
+                await _ask(router, node_id, assignment, timeout_s)
+            except SwarmLLMError as error:
+                if not failures:
+                    on_failure(node_id)
+                failures.append(error)
+                nursery.cancel_scope.cancel()
+
+        for node_id in sorted({stage.node_id for stage in assignment.stages} - {router.node_id}):
+            nursery.start_soon(ask, node_id)
+    if failures:
+        raise failures[0]
+
+
+async def _ask(router: Router, node_id: str, assignment: PipelineAssignment, timeout_s: float) -> None:
+    if assignment.stages[-1].node_id != node_id:
+        # Only who samples needs to know how: stop strings may be quotes from the prompt.
+        assignment = msgspec.structs.replace(assignment, sampling=Sampling())
+    try:
+        with trio.fail_after(timeout_s):
+            body = await router.request(node_id, encode_request(assignment), timeout_s=timeout_s)
+        ack = decode_response(body)
+    except (trio.TooSlowError, DeadlineExceeded):
+        raise NodeUnreachable(f"node {node_id} did not acknowledge within {timeout_s:g} s") from None
+    except ProtocolError as error:
+        raise RemoteError(f"node {node_id} answered nonsense: {error}") from error
+    if ack.request_id != assignment.request_id or not ack.accepted:
+        raise RemoteError(f"node {node_id} refused: {ack.reason or 'no reason given'}")

@@ -1,0 +1,270 @@
+"""The origin's side of a pipeline whose stages are not all in one worker here: assign, feed the prompt,
+collect tokens.
+
+Everything the stages say arrives through `receive`, called from the router's handler: it only keeps books
+and wakes the reader, so it never waits, and a slow client slows nobody else. What is buffered is bounded by
+the tokens asked for. Work (embedding chunks, repeating a token) goes to the request's session on this node,
+in order with the jobs that a stage here gets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import trio
+
+from swarmllm.errors import (
+    ContextFull,
+    DeadlineExceeded,
+    NodeUnreachable,
+    RemoteError,
+    SwarmLLMError,
+)
+from swarmllm.pipeline.compute import SampledToken
+from swarmllm.pipeline.generation import StageAccount, StageReport
+from swarmllm.pipeline.job import ComputeStep, Job
+from swarmllm.pipeline.origin import BrokenPromise, Chunk, PromptWindow, TokenLog
+from swarmllm.pipeline.session import Session
+from swarmllm.pipeline.walker import OriginMessage, RequestContext
+from swarmllm_proto.swarm import PipelineError, PrefillProgress, StreamingToken
+from swarmllm_proto.tensors import Tensor
+
+log = logging.getLogger(__name__)
+
+MAX_PIECE_BYTES = 64 * 1024
+"""Of text that comes with one token. A stop string may hold text back, but not for long: it has 256
+characters."""
+MAX_REPEATS = 3
+"""Damaged jobs that one request survives; more means that something is broken, not unlucky."""
+
+
+class Chain:
+    """One attempt at one request. `failure`, once set, is final."""
+
+    shape: Literal["local", "chain"] = "chain"
+
+    def __init__(
+        self,
+        context: RequestContext,
+        prompt: Tensor,
+        *,
+        chunk_tokens: int,
+        silence_timeout_s: float,
+        nicknames: Mapping[str, str],
+        on_repeat: Callable[[], None] = lambda: None,
+    ) -> None:
+        stages = context.view.stages
+        self.context = context
+        self.prompt = prompt
+        self.window = PromptWindow(len(prompt), chunk_tokens, len(stages) + 1)
+        self.account = StageAccount(stages)
+        self.failure: Exception | None = None
+        self.culprit: str | None = None
+        """The node that failed, where that is known."""
+        self._tokens = TokenLog(len(prompt), context.sampling.max_tokens)
+        self._silence_timeout_s = silence_timeout_s
+        self._names = nicknames
+        self._on_repeat = on_repeat
+        self._session: Session | None = None
+        self._buffer: deque[tuple[SampledToken, bytes]] = deque()
+        self._reader = trio.lowlevel.ParkingLot()
+        self._is_feeding = False
+        self._finished = False
+        self._n_repeats = 0
+        self._started_s = 0.0
+        self._first_s = 0.0
+        self._latest_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Chain {self.context.request_id} {self.window!r} tokens={self._tokens.n_received}>"
+
+    @property
+    def route(self) -> tuple[StageReport, ...]:
+        return self.account.reports(
+            [self._names.get(stage.node_id, "") for stage in self.account.stages], self.decode_s
+        )
+
+    @property
+    def prefill_s(self) -> float:
+        return self._first_s - self._started_s if self._tokens.n_received else 0.0
+
+    @property
+    def decode_s(self) -> float:
+        return self._latest_s - self._first_s if self._tokens.n_received else 0.0
+
+    @property
+    def n_generated(self) -> int:
+        return self._tokens.n_received
+
+    def start(self, session: Session) -> None:
+        """All stages have accepted: let the first chunks go."""
+        self._session = session
+        self._started_s = trio.current_time()
+        self._feed()
+
+    async def next(self) -> tuple[SampledToken, bytes]:
+        """Raises SwarmLLMError once everything that came before the failure has been read."""
+        while not self._buffer:
+            if self.failure is not None:
+                raise self.failure
+            with trio.move_on_after(self._silence_timeout_s) as patience:
+                await self._reader.park()
+            if patience.cancelled_caught:
+                self.fail(
+                    DeadlineExceeded(
+                        f"the pipeline {self._described()} was silent for {self._silence_timeout_s:g} s"
+                    )
+                )
+        return self._buffer.popleft()
+
+    def next_chunk(self) -> Chunk | None:
+        self._is_feeding = False
+        chunk = self.window.next_chunk()
+        self._feed()
+        return chunk
+
+    def receive(self, sender: str, message: OriginMessage, payload: bytes | memoryview) -> None:
+        if self._finished or self.failure is not None:
+            return
+        stages = self.context.view.stages
+        try:
+            if isinstance(message, PipelineError):
+                self._failed_at(sender, message)
+            elif sender != stages[-1].node_id:
+                log.warning(
+                    "request %s: a message of the last stage came from %s", self.context.request_id, sender
+                )
+            elif isinstance(message, StreamingToken):
+                self._token(message, payload)
+            else:
+                self._progress(message)
+        except BrokenPromise as error:
+            self.blame(sender)
+            self.fail(RemoteError(f"node {self._name(sender)} broke the protocol: {error}"))
+
+    def fail(self, error: Exception) -> None:
+        if self.failure is None and not self._finished:
+            self.failure = error
+            self._reader.unpark_all()
+            if self._session is not None:
+                self._session.stop()
+
+    def blame(self, node_id: str) -> None:
+        """The first node that is named is the culprit: what else fails is usually its consequence."""
+        self.culprit = self.culprit or node_id
+
+    def lost(self, node_id: str) -> None:
+        """A node disconnected."""
+        if any(stage.node_id == node_id for stage in self.context.view.stages):
+            self.blame(node_id)
+            self.fail(
+                NodeUnreachable(
+                    f"node {self._name(node_id)} disconnected from the pipeline {self._described()}"
+                )
+            )
+
+    def _token(self, message: StreamingToken, payload: bytes | memoryview) -> None:
+        if len(payload) > MAX_PIECE_BYTES:
+            raise BrokenPromise(f"a token of {len(payload)} bytes")
+        if not self._tokens.receive(message.index, message.token):
+            return
+        self._latest_s = trio.current_time()
+        if message.index == 0:
+            self._first_s = self._latest_s
+            self.account.add_prefill(message.timings)
+        else:
+            self.account.add_decoded(message.timings)
+        self._buffer.append((message, bytes(payload)))
+        self._reader.unpark_all()
+        if message.finish_reason is not None:
+            # Nobody needs to wait for the reader: all stages may free their slots now.
+            self._finished = True
+            assert self._session is not None
+            self._session.stop()
+        elif self._tokens.awaited:
+            self._tokens.awaited = False
+            self._repeat_token()
+
+    def _progress(self, message: PrefillProgress) -> None:
+        self.window.passed(message.position)
+        self.account.add_prefill(message.timings)
+        # A reader that waits for the first token counts this as a sign of life.
+        self._reader.unpark_all()
+        self._feed()
+
+    def _failed_at(self, sender: str, message: PipelineError) -> None:
+        if not any(stage.node_id == sender for stage in self.context.view.stages):
+            log.warning(
+                "request %s: a failure was reported by %s, which has no part in it",
+                self.context.request_id,
+                sender,
+            )
+            return
+        if message.damaged:
+            self._repeat(sender, message.position)
+            return
+        text = "".join(character if character.isprintable() else " " for character in message.message)
+        if message.kind != NodeUnreachable.code:
+            self.blame(sender)
+        self.fail(_as_error(message.kind, f"node {self._name(sender)}: {text or message.kind}"))
+
+    def _repeat(self, sender: str, position: int) -> None:
+        self._n_repeats += 1
+        self._on_repeat()
+        if self._n_repeats > MAX_REPEATS:
+            raise BrokenPromise(f"{self._n_repeats} jobs arrived damaged")
+        log.info(
+            "request %s: repeating position %d, damaged on the way to %s",
+            self.context.request_id,
+            position,
+            sender,
+        )
+        if position < self.context.n_prompt_tokens:
+            if self._tokens.n_received:
+                raise BrokenPromise(f"no job is under way at {position}")
+            self.window.rewind(position)
+            self._feed()
+        elif self._tokens.repeats_now(position):
+            self._repeat_token()
+
+    def _repeat_token(self) -> None:
+        assert self._session is not None
+        self._session.offer(
+            Job(
+                ComputeStep.EMBED,
+                position=self._tokens.position(),
+                n_tokens=1,
+                token=self._tokens.last_token,
+                since_s=trio.current_time(),
+            )
+        )
+
+    def _feed(self) -> None:
+        """Have one chunk embedded; taking it asks for the next, so that no more than one waits in the
+        session."""
+        assert self._session is not None
+        if not self._is_feeding and self.window.may_send():
+            self._is_feeding = True
+            self._session.offer(Job(ComputeStep.HEAD, prefill_left=1))
+
+    def _described(self) -> str:
+        return " -> ".join(
+            f"{stage.start}:{stage.end}@{self._name(stage.node_id)}" for stage in self.context.view.stages
+        )
+
+    def _name(self, node_id: str) -> str:
+        nickname = self._names.get(node_id, "")
+        return f"{nickname} ({node_id})" if nickname else node_id
+
+
+def _as_error(kind: str, text: str) -> SwarmLLMError:
+    if kind == ContextFull.code:
+        return ContextFull(text)
+    if kind == NodeUnreachable.code:
+        return NodeUnreachable(text)
+    if kind == DeadlineExceeded.code:
+        return DeadlineExceeded(text)
+    return RemoteError(text)

@@ -1,0 +1,82 @@
+"""What the pipeline asks of whoever runs the layers on this node.
+
+`swarmllm.workerpool.WorkerPool` is the one that does; the tests of the state machine bring their own, which
+adds numbers instead of running a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Literal, Protocol
+
+from swarmllm.models.layers import LayerRange
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.ipc import FinishReason, GenerateDone, Sampling, Token
+from swarmllm_proto.tensors import Tensor
+
+
+class SampledToken(Protocol):
+    """What `ipc.Token` and `swarm.StreamingToken` have in common."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def token(self) -> int: ...
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+
+
+class ForwardResult(Protocol):
+    @property
+    def tensor(self) -> Tensor | None: ...
+    @property
+    def token(self) -> Token | None: ...
+    @property
+    def piece(self) -> bytes: ...
+    @property
+    def compute_s(self) -> float: ...
+
+
+class LocalGeneration(Protocol):
+    """Iterates over (token, bytes to show); afterwards `done` is there."""
+
+    @property
+    def done(self) -> GenerateDone | None: ...
+    def __aiter__(self) -> AsyncIterator[tuple[Token, bytes]]: ...
+
+
+class Compute(Protocol):
+    """The part of WorkerPool that a request uses; see there for what it raises."""
+
+    def loaded(self, model_id: str) -> tuple[LayerRange, ...]: ...
+
+    async def tokenize(
+        self,
+        model: ModelFile,
+        *,
+        text: str | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> Tensor: ...
+
+    async def embed(self, model: ModelFile, tokens: Tensor) -> Tensor: ...
+
+    async def forward(
+        self,
+        model: ModelFile,
+        *,
+        request_id: str,
+        layers: LayerRange,
+        position: int,
+        tensor: Tensor,
+        want: Literal["hidden", "none", "token"],
+        sampling: Sampling | None = None,
+        n_prompt_tokens: int = 0,
+    ) -> ForwardResult: ...
+
+    def generate(
+        self, model: ModelFile, *, request_id: str, tokens: Tensor, sampling: Sampling
+    ) -> AbstractAsyncContextManager[LocalGeneration]: ...
+
+    async def cancel(self, model_id: str, request_id: str) -> None: ...

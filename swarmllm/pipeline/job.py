@@ -1,0 +1,87 @@
+"""A job: where one walk of one request stands. And the view of a request that a node needs to decide its
+next step.
+
+A walk carries one batch of rows (a chunk of the prompt, or one token) through the stages; on the wire it is
+a `LayerForward`. Two steps of the Language Pipes seed are never where a job rests, because the engine fuses
+them: NORM happens inside the same libllama graph as the last layer and HEAD, and TOKENIZE is over before
+there is a job, since the stages are told the number of prompt tokens in their assignment. They are named
+all the same: they are what happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from swarmllm.models.layers import LayerRange
+from swarmllm_proto.ipc import FinishReason, Token
+from swarmllm_proto.swarm import Stage, StageTiming
+from swarmllm_proto.tensors import Tensor
+
+
+class ComputeStep(Enum):
+    """What is to be computed next."""
+
+    TOKENIZE = "tokenize"
+    EMBED = "embed"
+    LAYER = "layer"
+    NORM = "norm"
+    HEAD = "head"
+
+
+@dataclass(slots=True)
+class Job:
+    """Mutable, because one object goes through all states of one walk; owned by one task."""
+
+    step: ComputeStep
+    stage: int = 0
+    """Index of the stage that computes next."""
+    position: int = 0
+    """Absolute position of the first row."""
+    n_tokens: int = 0
+    prefill_left: int = 0
+    """Prompt tokens after this chunk; 0: the head samples from the last row."""
+    token: int | None = None
+    """The sampled token that is to be embedded; None: rows of the prompt."""
+    tensor: Tensor | None = None
+    """f32 [n_tokens, n_embd], or i32 [n_tokens] where the first stage's worker embeds; None until EMBED."""
+    timings: tuple[StageTiming, ...] = ()
+    since_s: float = 0.0
+    """When the present stage got it (the node's own clock)."""
+    sampled: Token | None = None
+    """What the head sampled from the last row, and the bytes to show for it; set by the last stage's
+    forward."""
+    piece: bytes = b""
+    finish_reason: FinishReason | None = None
+    """Set by HEAD with the last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """What one node knows of one request: enough to decide, nothing to compute with."""
+
+    node_id: str
+    origin: str
+    stages: Sequence[Stage]
+    prompt_here: bool
+    """This node is the origin and holds the prompt."""
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("a pipeline has at least one stage")
+
+    @property
+    def node_ids(self) -> frozenset[str]:
+        """The origin's and every stage's."""
+        return frozenset({self.origin, *(stage.node_id for stage in self.stages)})
+
+    @property
+    def last(self) -> int:
+        return len(self.stages) - 1
+
+    def is_here(self, stage: int) -> bool:
+        return self.stages[stage].node_id == self.node_id
+
+    def layers(self, stage: int) -> LayerRange:
+        return LayerRange(self.stages[stage].start, self.stages[stage].end)

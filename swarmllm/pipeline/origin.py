@@ -1,0 +1,111 @@
+"""What the origin makes of what comes back from a pipeline: pure bookkeeping, no I/O, no clock.
+
+`PromptWindow` says which chunk of the prompt leaves next. It counts positions, not messages: whatever was
+lost, sent twice or arrived late, "up to here it has passed, up to here it has left" stays true, and
+repeating is setting one number back.
+
+`TokenLog` says whether a token is the next one, and which token to repeat when a stage reports damage. The
+report and the token it concerns come from different nodes, so the report may be first: then the token is
+repeated when it arrives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class BrokenPromise(Exception):
+    """A stage said something that cannot be true of this request."""
+
+
+class Chunk(NamedTuple):
+    """Rows [position, position + n_tokens) of the prompt; `left` rows come after them."""
+
+    position: int
+    n_tokens: int
+    left: int
+
+
+class PromptWindow:
+    """`size` chunks of `chunk_tokens` may be under way at once: one more than there are stages, so that
+    every stage has one to work on and one is waiting."""
+
+    def __init__(self, n_tokens: int, chunk_tokens: int, size: int) -> None:
+        if min(n_tokens, chunk_tokens, size) < 1:
+            raise ValueError("prompt, chunk and window have at least one token")
+        self.n_tokens = n_tokens
+        self.n_sent = 0
+        self.n_passed = 0
+        self._chunk_tokens = chunk_tokens
+        self._size = size
+
+    def __repr__(self) -> str:
+        return f"<PromptWindow passed={self.n_passed} sent={self.n_sent} of={self.n_tokens}>"
+
+    def next_chunk(self) -> Chunk | None:
+        """Take the next chunk; None while the window is full or when everything has left."""
+        if not self.may_send():
+            return None
+        position = self.n_sent
+        n_tokens = min(self._chunk_tokens, self.n_tokens - position)
+        self.n_sent = position + n_tokens
+        return Chunk(position, n_tokens, self.n_tokens - self.n_sent)
+
+    def may_send(self) -> bool:
+        """Whether `next_chunk` would give one now."""
+        n_under_way = self.n_sent - self.n_passed
+        return self.n_sent < self.n_tokens and n_under_way < self._size * self._chunk_tokens
+
+    def passed(self, position: int) -> None:
+        """Rows below `position` have passed every layer. Raises BrokenPromise for rows that have not left."""
+        if position > self.n_sent:
+            raise BrokenPromise(f"rows up to {position} are said to be done, {self.n_sent} have been sent")
+        self.n_passed = max(self.n_passed, position)
+
+    def rewind(self, position: int) -> None:
+        """The chunk at `position` and all after it leave again. Raises BrokenPromise where no chunk that is
+        under way begins."""
+        if not self.n_passed <= position < self.n_sent or position % self._chunk_tokens:
+            raise BrokenPromise(f"no chunk that is under way begins at {position}")
+        self.n_sent = position
+
+
+@dataclass(slots=True)
+class TokenLog:
+    """Tokens sampled so far, as the origin knows them."""
+
+    n_prompt_tokens: int
+    max_tokens: int
+    n_received: int = 0
+    last_token: int = 0
+    awaited: bool = False
+    """The next token is to be repeated as soon as it arrives."""
+
+    def receive(self, index: int, token: int) -> bool:
+        """True: the next one. False: known already. Raises BrokenPromise: one was skipped, or there are too
+        many."""
+        if index < self.n_received:
+            return False
+        if index > self.n_received:
+            raise BrokenPromise(f"token {index} came where {self.n_received} was next")
+        if index >= self.max_tokens:
+            raise BrokenPromise(f"more than the {self.max_tokens} tokens asked for")
+        self.n_received += 1
+        self.last_token = token
+        return True
+
+    def position(self) -> int:
+        """Where the newest token stands."""
+        return self.n_prompt_tokens + self.n_received - 1
+
+    def repeats_now(self, position: int) -> bool:
+        """A job at `position` was damaged. True: repeat the newest token; False: its token is still on its
+        way here. Raises BrokenPromise for a position where no job can be."""
+        ahead = position - self.n_prompt_tokens - self.n_received
+        if ahead == -1:
+            return True
+        if ahead == 0 and self.n_received < self.max_tokens:
+            self.awaited = True
+            return False
+        raise BrokenPromise(f"no job is under way at {position}")

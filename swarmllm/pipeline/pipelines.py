@@ -1,0 +1,352 @@
+"""All requests of one node: the ones its own clients started, and the stages it runs for others.
+
+`generate` opens at the first token, not before: until then a failure is still a plain refusal with a
+status, and one more attempt may be made with whoever is alive now, without any client having seen a
+character. An attempt that failed is cleaned up completely before the next one starts, under another request
+id, so that nothing late can be mistaken.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Collection
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from swarmllm.errors import (
+    ContextFull,
+    InvalidRequest,
+    NoPipeline,
+    RemoteError,
+    SwarmLLMError,
+)
+from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.assembly import assemble
+from swarmllm.pipeline.assignment import assign
+from swarmllm.pipeline.chain import Chain
+from swarmllm.pipeline.compute import Compute, SampledToken
+from swarmllm.pipeline.generation import Generation, Source
+from swarmllm.pipeline.local import open_local
+from swarmllm.pipeline.prompt import Prompt
+from swarmllm.pipeline.session import Session
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stages import Sessions, request_context
+from swarmllm.pipeline.walker import RequestContext
+from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.router import Router
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.codec import decode_job, decode_request, encode_response
+from swarmllm_proto.errors import DamagedJob, ProtocolError
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import CancelInference, LayerForward, PipelineAssignment, Stage
+from swarmllm_proto.tensors import Tensor
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 2
+CLOSE_TIMEOUT_S = 1.0
+
+
+@dataclass(slots=True)
+class PipelineStatistics:
+    """A snapshot; counts since the start."""
+
+    active_generations: int = 0
+    active_stage_requests: int = 0
+    """Requests of other nodes."""
+    generations: int = 0
+    retries: int = 0
+    repeats: int = 0
+    """Jobs repeated after damage."""
+    segments_served: int = 0
+    """Jobs walked for other nodes."""
+    messages_ignored: int = 0
+    """For requests unknown here, or from nodes that have no part in them."""
+    messages_bad: int = 0
+
+
+class Pipelines:
+    def __init__(
+        self,
+        router: Router,
+        registry: Registry,
+        pool: Compute,
+        catalogue: Catalogue,
+        node_id: str,
+        settings: PipelineSettings,
+    ) -> None:
+        self._router = router
+        self._registry = registry
+        self._pool = pool
+        self._node_id = node_id
+        self._settings = settings
+        self._nursery: trio.Nursery | None = None
+        self._counts = PipelineStatistics()
+        self._chains: dict[str, Chain] = {}
+        self._n_active = 0
+        self._sessions = Sessions(pool, router, catalogue, settings, self._start_session)
+
+    def __repr__(self) -> str:
+        return f"<Pipelines generations={self._n_active} sessions={len(self._sessions.by_request)}>"
+
+    def statistics(self) -> PipelineStatistics:
+        counts = PipelineStatistics(**{name: getattr(self._counts, name) for name in self._counts.__slots__})
+        counts.active_generations = self._n_active
+        counts.active_stage_requests = self._sessions.n_for_others()
+        counts.segments_served += sum(
+            session.n_jobs
+            for session in self._sessions.by_request.values()
+            if session.view.origin != self._node_id
+        )
+        return counts
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; started once assignments and jobs are accepted."""
+        async with trio.open_nursery() as nursery, self._router.changes() as changes:
+            self._nursery = nursery
+            self._router.serve(self.on_request, self.on_message)
+            task_status.started()
+            try:
+                async for change in changes:
+                    if change.kind == "disconnected":
+                        self._lost(change.node_id)
+                    else:
+                        self._look_for_lost()
+            finally:
+                self._nursery = None
+                nursery.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def generate(
+        self,
+        prompt: Prompt,
+        entry: CatalogueEntry,
+        sampling: Sampling,
+        *,
+        request_id: str | None = None,
+        queue_s: float = 0.0,
+    ) -> AsyncIterator[Generation]:
+        """Answer one prompt; entered when the first token is there. Leaving early cancels on every node.
+
+        Raises SwarmLLMError: InvalidRequest and ContextFull for the prompt, NoPipeline, NodeUnreachable,
+        RemoteError, WorkerError, DeadlineExceeded.
+        """
+        request_id = request_id or uuid.uuid4().hex
+        model = ModelFile(entry.model_id, entry.path)
+        started_s = trio.current_time()
+        tokens = await self._pool.tokenize(
+            model, text=prompt.text, messages=prompt.messages, tools=prompt.tools
+        )
+        tokenize_s = trio.current_time() - started_s
+        sampling = self._fit(len(tokens), sampling, entry)
+        self._counts.generations += 1
+        self._n_active += 1
+        try:
+            async with AsyncExitStack() as stack:
+                source, first = await self._open(stack, tokens, entry, sampling, request_id)
+                yield Generation(
+                    source,
+                    first,
+                    request_id=request_id,
+                    n_prompt_tokens=len(tokens),
+                    queue_s=queue_s,
+                    tokenize_s=tokenize_s,
+                )
+        finally:
+            self._n_active -= 1
+
+    def stages_for(self, entry: CatalogueEntry, avoid: Collection[str] = ()) -> tuple[Stage, ...]:
+        """The route a request would take now. Raises NoPipeline."""
+        holders: dict[str, list[LayerRange]] = defaultdict(list)
+        for holder in self._registry.holders(entry.model_id):
+            if holder.node_id != self._node_id:
+                holders[holder.node_id].append(holder.layers)
+        # This node knows what it has loaded better than its own last announcement does.
+        holders[self._node_id] = list(self._pool.loaded(entry.model_id))
+        manifest = entry.manifest
+        return assemble(
+            manifest.n_layers,
+            manifest.cut_alignment,
+            holders,
+            self._node_id,
+            model_name=entry.name,
+            avoid=avoid,
+        )
+
+    # What other nodes want.
+
+    async def on_request(self, sender: str, body: bytes) -> bytes:
+        assignment = decode_request(body)
+        return encode_response(await self._sessions.acknowledge(sender, assignment))
+
+    async def on_message(self, sender: str, header: bytes, payload: memoryview) -> None:
+        """Hands everything on; never waits for work."""
+        try:
+            message = decode_job(header, payload)
+        except DamagedJob as damaged:
+            session = self._sessions.by_request.get(damaged.request_id)
+            self._counts.messages_bad += 1
+            if session is None or not session.arrived_damaged(sender, damaged.position):
+                self._counts.messages_ignored += 1
+            return
+        except ProtocolError as error:
+            self._counts.messages_bad += 1
+            log.warning("message from %s refused: %s", sender, error)
+            return
+        if isinstance(message, LayerForward):
+            session = self._sessions.by_request.get(message.request_id)
+            accepted = session is not None and session.arrive(sender, message, payload)
+        elif isinstance(message, CancelInference):
+            accepted = self._sessions.cancel(sender, message.request_id)
+        else:
+            chain = self._chains.get(message.request_id)
+            accepted = chain is not None
+            if chain is not None:
+                chain.receive(sender, message, payload)
+        if not accepted:
+            self._counts.messages_ignored += 1
+
+    # What this node's clients want.
+
+    def _fit(self, n_prompt_tokens: int, sampling: Sampling, entry: CatalogueEntry) -> Sampling:
+        if not n_prompt_tokens:
+            raise InvalidRequest("the prompt has no tokens", field="messages")
+        limit = min(self._settings.n_ctx, entry.manifest.context_length or self._settings.n_ctx)
+        if n_prompt_tokens >= limit:
+            raise ContextFull(
+                f"the prompt has {n_prompt_tokens} tokens; {entry.name} has room for {limit} here,"
+                " answer included",
+                field="messages",
+            )
+        return msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, limit - n_prompt_tokens))
+
+    async def _open(
+        self,
+        stack: AsyncExitStack,
+        tokens: Tensor,
+        entry: CatalogueEntry,
+        sampling: Sampling,
+        request_id: str,
+    ) -> tuple[Source, tuple[SampledToken, bytes]]:
+        """A source and its first token; what must be closed later is on `stack`."""
+        avoid: set[str] = set()
+        failure: SwarmLLMError | None = None
+        for n_attempt in range(MAX_ATTEMPTS):
+            try:
+                stages = self.stages_for(entry, avoid)
+            except NoPipeline:
+                if failure is not None:
+                    raise failure from None
+                raise
+            assignment = PipelineAssignment(
+                request_id=request_id if n_attempt == 0 else uuid.uuid4().hex,
+                model_id=entry.model_id,
+                origin=self._node_id,
+                stages=stages,
+                n_prompt_tokens=len(tokens),
+                sampling=sampling,
+            )
+            context = request_context(assignment, entry, self._node_id)
+            if n_attempt:
+                self._counts.retries += 1
+            try:
+                async with AsyncExitStack() as attempt:
+                    source = await attempt.enter_async_context(
+                        self._source(context, assignment, tokens, avoid)
+                    )
+                    first = await source.next()
+                    stack.push_async_exit(attempt.pop_all())
+                    return source, first
+            except ContextFull:
+                raise
+            except RemoteError as error:
+                failure = error
+                log.info("request %s, attempt %d: %s", request_id, n_attempt + 1, error)
+        assert failure is not None
+        raise failure
+
+    def _source(
+        self, context: RequestContext, assignment: PipelineAssignment, tokens: Tensor, failed: set[str]
+    ) -> AbstractAsyncContextManager[Source]:
+        if len(context.view.stages) == 1 and context.view.is_here(0):
+            return open_local(self._pool, context, tokens, self._nickname(self._node_id))
+        return self._open_chain(context, assignment, tokens, failed)
+
+    @asynccontextmanager
+    async def _open_chain(
+        self, context: RequestContext, assignment: PipelineAssignment, tokens: Tensor, failed: set[str]
+    ) -> AsyncIterator[Chain]:
+        """Adds to `failed` the node because of which it failed."""
+        names = {stage.node_id: self._nickname(stage.node_id) for stage in context.view.stages}
+        chain = Chain(
+            context,
+            tokens,
+            chunk_tokens=self._settings.prefill_chunk_tokens,
+            silence_timeout_s=self._settings.silence_timeout_s,
+            nicknames=names,
+            on_repeat=self._count_repeat,
+        )
+        session = self._sessions.open(context, chain)
+        self._chains[context.request_id] = chain
+        try:
+            await assign(
+                self._router,
+                assignment,
+                timeout_s=self._settings.ack_timeout_s,
+                on_failure=chain.blame,
+            )
+            if chain.failure is not None:
+                raise chain.failure
+            chain.start(session)
+            yield chain
+        except RemoteError:
+            if chain.culprit is not None and chain.culprit != self._node_id:
+                failed.add(chain.culprit)
+            raise
+        finally:
+            del self._chains[context.request_id]
+            session.stop()
+            # The session tidies up by itself; a client with an error to show need not wait for all of it.
+            with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_TIMEOUT_S):
+                await session.done.wait()
+
+    def _start_session(self, session: Session) -> None:
+        if self._nursery is None:
+            raise SwarmLLMError("the node is stopping")
+        self._nursery.start_soon(self._run_session, session)
+
+    async def _run_session(self, session: Session) -> None:
+        await session.run()
+        if session.view.origin != self._node_id:
+            self._counts.segments_served += session.n_jobs
+
+    def _lost(self, node_id: str) -> None:
+        for chain in list(self._chains.values()):
+            chain.lost(node_id)
+        for session in list(self._sessions.by_request.values()):
+            session.lost(node_id)
+
+    def _look_for_lost(self) -> None:
+        """A reader of changes that falls behind may have missed a disconnection."""
+        involved = {
+            node_id for session in self._sessions.by_request.values() for node_id in session.view.node_ids
+        }
+        for node_id in involved - self._router.connected() - {self._node_id}:
+            self._lost(node_id)
+
+    def _count_repeat(self) -> None:
+        self._counts.repeats += 1
+
+    def _nickname(self, node_id: str) -> str:
+        record = self._registry.node(node_id)
+        return record.nickname if record is not None else ""

@@ -1,0 +1,173 @@
+"""The job processor: one table, from which the tests and the diagram in docs/job-processor.md are drawn.
+
+A walk on a node starts in VALIDATING and runs until DONE. In each state the driver acts, then one of the
+functions here looks at the job and says what came of it (an Outcome); the table gives the next state. A
+pair that is not in the table is a defect and raises.
+
+The states and conditions are those of the Language Pipes job processor, read for pipelines whose last stage
+owns the head. There the origin owns embedding and head, and every token passes through it; here libllama's
+head comes with the last layers, so the node that samples sends the token to the client's node and, in the
+same breath, straight back to the first stage: the origin's distance is not paid per token. Three
+consequences:
+
+- "the end model" at HEAD is the last stage, not the origin;
+- a job can arrive as a bare token that the first stage embeds, hence VALIDATING -> EMBED also for a token;
+- chunks of the prompt that are not the last end at the last stage with a note to the origin (SEND at HEAD),
+  which brings the origin to HEAD with chunks left, and so to EMBED for its next chunk. Several chunks are
+  on their way at once; when all have left, such a note leads nowhere (EMBED -> DONE).
+
+PROCESS_LAYERS at the last layer goes back to VALIDATING: the step has become HEAD, and "the next iteration
+decides".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import Final
+
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.job import ComputeStep, Job, RequestView
+from swarmllm.scheduling.route import composes
+
+
+class State(Enum):
+    VALIDATING = "VALIDATING"
+    EMBED = "EMBED"
+    PROCESS_LAYERS = "PROCESS_LAYERS"
+    HEAD = "HEAD"
+    SEND = "SEND"
+    DONE = "DONE"
+
+
+class Outcome(Enum):
+    """What came of a state; the text is the edge's label in the diagram."""
+
+    INCOMPLETE = "the job, its pipeline or a needed part of it is missing"
+    READY_FOR_HEAD = "at HEAD, prefill complete"
+    READY_FOR_CHUNK = "at HEAD, chunks of the prompt left"
+    READY_TO_EMBED = "a prompt's first chunk or a sampled token to embed"
+    READY_FOR_LAYERS = "layers to run"
+    NOTHING_TO_EMBED = "every chunk is on its way"
+    NEXT_LOCAL = "next layers are here"
+    NEXT_REMOTE = "next layers, or the origin that waits for them, are elsewhere"
+    LAST_LAYER = "all layers done: the step becomes HEAD"
+    FINISHED = "end of generation, or the client is gone"
+    TOKEN_EMBEDDED_HERE = "next token: the first stage is here"
+    TOKEN_TO_LAYERS = "next token: this very stage is also the first"
+    TOKEN_ELSEWHERE = "next token: the first stage is elsewhere"
+    SENT = "handed over"
+
+
+TRANSITIONS: Final[dict[tuple[State, Outcome], State]] = {
+    (State.VALIDATING, Outcome.INCOMPLETE): State.DONE,
+    (State.VALIDATING, Outcome.READY_FOR_HEAD): State.HEAD,
+    (State.VALIDATING, Outcome.READY_FOR_CHUNK): State.EMBED,
+    (State.VALIDATING, Outcome.READY_TO_EMBED): State.EMBED,
+    (State.VALIDATING, Outcome.READY_FOR_LAYERS): State.PROCESS_LAYERS,
+    (State.EMBED, Outcome.INCOMPLETE): State.DONE,
+    (State.EMBED, Outcome.NOTHING_TO_EMBED): State.DONE,
+    (State.EMBED, Outcome.NEXT_REMOTE): State.SEND,
+    (State.EMBED, Outcome.NEXT_LOCAL): State.PROCESS_LAYERS,
+    (State.PROCESS_LAYERS, Outcome.INCOMPLETE): State.DONE,
+    (State.PROCESS_LAYERS, Outcome.NEXT_REMOTE): State.SEND,
+    (State.PROCESS_LAYERS, Outcome.NEXT_LOCAL): State.PROCESS_LAYERS,
+    (State.PROCESS_LAYERS, Outcome.LAST_LAYER): State.VALIDATING,
+    (State.HEAD, Outcome.FINISHED): State.DONE,
+    (State.HEAD, Outcome.TOKEN_EMBEDDED_HERE): State.EMBED,
+    (State.HEAD, Outcome.TOKEN_ELSEWHERE): State.SEND,
+    (State.HEAD, Outcome.TOKEN_TO_LAYERS): State.PROCESS_LAYERS,
+    (State.SEND, Outcome.SENT): State.DONE,
+}
+
+
+class UnknownTransition(RuntimeError):
+    """An outcome that its state cannot have: a defect of this program, never of its input."""
+
+
+def next_state(state: State, outcome: Outcome) -> State:
+    try:
+        return TRANSITIONS[state, outcome]
+    except KeyError:
+        raise UnknownTransition(f"{state.name} cannot end with {outcome.name}") from None
+
+
+def after_validating(job: Job, view: RequestView, loaded: Iterable[LayerRange]) -> Outcome:
+    """`loaded`: what this node's worker holds of the model."""
+    if not 0 <= job.stage <= view.last:
+        return Outcome.INCOMPLETE
+    match job.step:
+        case ComputeStep.HEAD if job.prefill_left > 0:
+            return Outcome.READY_FOR_CHUNK if view.prompt_here else Outcome.INCOMPLETE
+        case ComputeStep.HEAD:
+            head_here = job.stage == view.last and _can_run(job.stage, view, loaded)
+            return Outcome.READY_FOR_HEAD if head_here else Outcome.INCOMPLETE
+        case ComputeStep.EMBED:
+            can_embed = view.prompt_here or (job.token is not None and _can_run(0, view, loaded))
+            return Outcome.READY_TO_EMBED if can_embed else Outcome.INCOMPLETE
+        case ComputeStep.LAYER if job.tensor is not None and _can_run(job.stage, view, loaded):
+            return Outcome.READY_FOR_LAYERS
+        case _:
+            return Outcome.INCOMPLETE
+
+
+def after_embed(job: Job, view: RequestView) -> Outcome:
+    """The job then holds rows (or, for a token whose first stage is elsewhere, the token), or nothing was
+    left."""
+    if job.tensor is None and job.token is None:
+        return Outcome.NOTHING_TO_EMBED
+    if not view.is_here(0):
+        return Outcome.NEXT_REMOTE
+    return Outcome.INCOMPLETE if job.tensor is None else Outcome.NEXT_LOCAL
+
+
+def after_layers(job: Job, view: RequestView) -> Outcome:
+    """`job.stage` has been computed. Moves the job on to the next stage, or at the last one to HEAD."""
+    if job.stage < view.last:
+        job.stage += 1
+        return Outcome.NEXT_LOCAL if view.is_here(job.stage) else Outcome.NEXT_REMOTE
+    job.step = ComputeStep.HEAD
+    if job.prefill_left > 0 and not view.prompt_here:
+        return Outcome.NEXT_REMOTE
+    return Outcome.LAST_LAYER
+
+
+def after_head(job: Job, view: RequestView) -> Outcome:
+    """`job.token` has been sampled. Moves the job on to the next position, at the first stage."""
+    if job.finish_reason is not None:
+        return Outcome.FINISHED
+    sampled_at = job.stage
+    job.stage = 0
+    job.position += job.n_tokens
+    job.n_tokens = 1
+    job.tensor = None
+    job.timings = ()
+    job.step = ComputeStep.EMBED
+    if sampled_at == 0:
+        job.step = ComputeStep.LAYER
+        return Outcome.TOKEN_TO_LAYERS
+    return Outcome.TOKEN_EMBEDDED_HERE if view.is_here(0) else Outcome.TOKEN_ELSEWHERE
+
+
+def destination(job: Job, view: RequestView) -> str:
+    """Where SEND takes the job."""
+    return view.origin if job.step is ComputeStep.HEAD else view.stages[job.stage].node_id
+
+
+def diagram() -> str:
+    """The table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {State.VALIDATING.value}"]
+    lines += [
+        f"    {state.value} --> {after.value}: {outcome.value.replace(':', ' -')}"
+        for (state, outcome), after in TRANSITIONS.items()
+    ]
+    lines.append(f"    {State.DONE.value} --> [*]")
+    return "\n".join(lines)
+
+
+def _can_run(stage: int, view: RequestView, loaded: Iterable[LayerRange]) -> bool:
+    return view.is_here(stage) and composes(loaded, view.layers(stage))
+
+
+if __name__ == "__main__":
+    print(diagram())

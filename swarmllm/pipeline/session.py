@@ -1,0 +1,278 @@
+"""One request on one node: a bounded queue of jobs, one task that walks them in order, and what is freed at
+the end.
+
+Order per request is all a pipeline needs, so each request has its own task and requests do not wait for
+each other. The queue is as long as the origin's window allows jobs to be under way; a sender that overruns
+it breaks the protocol and ends the request, because waiting would hold up every other request of that
+neighbour.
+
+A session ends when the origin cancels (also after the last token: it alone knows when the client has
+everything), when its origin or a neighbour is lost, when nothing arrives for too long, or when a walk
+fails; the origin is then told, the slot in the worker is freed, and later messages with its id are ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import trio
+
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError, WorkerError
+from swarmllm.pipeline.compute import Compute
+from swarmllm.pipeline.job import ComputeStep, Job
+from swarmllm.pipeline.walker import OriginSide, RequestContext, Walker
+from swarmllm.swarm.router import Router
+from swarmllm_proto.codec import encode_job
+from swarmllm_proto.errors import BadTensor, ProtocolError
+from swarmllm_proto.swarm import CancelInference, LayerForward, PipelineError
+from swarmllm_proto.tensors import decode_tensor
+
+log = logging.getLogger(__name__)
+
+CLEANUP_TIMEOUT_S = 5.0
+"""How long a request that is over may take to free its slot and tell the other stages."""
+_SPARE_JOBS = 8
+"""Queue room beyond the window: repeats and credits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """To be sent to the origin by the session's own task."""
+
+    error: PipelineError
+    ends: bool
+
+
+class Session:
+    def __init__(
+        self,
+        context: RequestContext,
+        compute: Compute,
+        router: Router,
+        *,
+        silence_timeout_s: float,
+        origin_side: OriginSide | None = None,
+        on_end: Callable[[Session], None] = lambda session: None,
+    ) -> None:
+        self.context = context
+        self.view = context.view
+        self.done = trio.Event()
+        self.n_jobs = 0
+        self._compute = compute
+        self._router = router
+        self._walker = Walker(context, compute, router, origin_side)
+        self._origin_side = origin_side
+        self._on_end = on_end
+        self._scope = trio.CancelScope()
+        self._expected = [0] * len(self.view.stages)
+        self._damaged_at: int | None = None
+        self._may_have_gaps = False
+        self._overrun = False
+        # The origin of a request waits in its client's task (see chain); its session only works on demand.
+        self._silence_timeout_s = float("inf") if origin_side is not None else silence_timeout_s
+        self._entrance, self._exit = trio.open_memory_channel[Job | _Report](
+            2 * (len(self.view.stages) + 1) + _SPARE_JOBS
+        )
+
+    def __repr__(self) -> str:
+        return f"<Session {self.context.request_id} stages={len(self.view.stages)} jobs={self.n_jobs}>"
+
+    @property
+    def runs_layers(self) -> bool:
+        return any(self.view.is_here(stage) for stage in range(len(self.view.stages)))
+
+    def offer(self, job: Job) -> None:
+        """A job of this node's own: the origin's side feeds the prompt, or repeats a token."""
+        if job.token is not None:
+            self._damaged_at = None
+        self._put(job)
+
+    def stop(self) -> None:
+        """End the request on this node; `done` is set when everything is freed."""
+        self._scope.cancel()
+
+    def arrive(self, sender: str, message: LayerForward, payload: memoryview) -> bool:
+        """A job from another node. False: the sender had no business sending it, and it is ignored."""
+        stage = message.stage
+        if stage > self.view.last or not self.view.is_here(stage) or sender not in self._senders(message):
+            return False
+        is_ahead = message.step == "layer" and message.position > self._expected[stage]
+        if is_ahead and self._may_have_gaps:
+            # A chunk sent before the origin knew of the damage; it comes again.
+            return True
+        try:
+            job = self._job(message, payload)
+        except BadTensor as error:
+            self.report(WorkerError(f"job refused: {error}", kind="bad_tensor"))
+            return True
+        if self._damaged_at is not None and message.position <= self._damaged_at:
+            self._damaged_at = None
+        self._expected[stage] = message.position + message.n_tokens
+        self._put(job)
+        return True
+
+    def arrived_damaged(self, sender: str, position: int) -> bool:
+        """A job whose digest was wrong: ask the origin to repeat it, and let pass what was sent behind it."""
+        if sender not in self.view.node_ids:
+            return False
+        if self._damaged_at is not None and position > self._damaged_at:
+            return True
+        self._damaged_at = position
+        self._may_have_gaps = True
+        error = PipelineError(
+            request_id=self.context.request_id,
+            node_id=self.view.node_id,
+            kind="damaged",
+            message=f"a job at position {position} arrived damaged",
+            damaged=True,
+            position=position,
+        )
+        self._put(_Report(error, ends=False))
+        return True
+
+    def lost(self, node_id: str) -> None:
+        """A node is gone. The origin's own session leaves the matter to its client's side (see chain)."""
+        if node_id == self.view.origin:
+            self.stop()
+        elif node_id in self.view.node_ids and self._origin_side is None:
+            self.report(NodeUnreachable(f"node {node_id} disconnected"))
+
+    def report(self, error: SwarmLLMError) -> None:
+        """The request cannot go on here: tell the origin, then end."""
+        if self._origin_side is not None:
+            self._origin_side.fail(error)
+            self.stop()
+            return
+        self._put(_Report(self._as_message(error), ends=True))
+
+    async def run(self) -> None:
+        """Raises nothing but cancellation."""
+        try:
+            with self._scope:
+                await self._work()
+        finally:
+            with trio.CancelScope(shield=True), trio.move_on_after(CLEANUP_TIMEOUT_S):
+                if self._overrun:
+                    await self._tell_failure(
+                        WorkerError("more jobs at once than the window allows", kind="bad_message")
+                    )
+                try:
+                    await self._clean_up()
+                except Exception:
+                    log.exception("request %s could not be cleaned up", self.context.request_id)
+            self._on_end(self)
+            self.done.set()
+
+    async def _work(self) -> None:
+        while True:
+            try:
+                with trio.fail_after(self._silence_timeout_s):
+                    item = await self._exit.receive()
+                if isinstance(item, Job):
+                    self.n_jobs += 1
+                    await self._walker.walk(item)
+                    continue
+                await self._walker.tell_origin(item.error)
+                if item.ends:
+                    return
+            except trio.TooSlowError:
+                await self._tell_failure(
+                    DeadlineExceeded(f"nothing arrived for {self._silence_timeout_s:g} s")
+                )
+                return
+            except SwarmLLMError as error:
+                await self._tell_failure(error)
+                return
+            except ProtocolError as error:
+                await self._tell_failure(WorkerError(f"cannot be sent on: {error}", kind="bad_message"))
+                return
+            except Exception as error:
+                # A defect of ours costs this request, not the daemon; what it says may quote anything, so
+                # only its type travels.
+                log.exception("request %s failed", self.context.request_id)
+                await self._tell_failure(SwarmLLMError(f"internal error ({type(error).__name__})"))
+                return
+
+    async def _tell_failure(self, error: SwarmLLMError) -> None:
+        log.info("request %s failed here: %s", self.context.request_id, error)
+        if self._origin_side is not None:
+            self._origin_side.fail(error)
+            return
+        with trio.move_on_after(CLEANUP_TIMEOUT_S):
+            try:
+                await self._walker.tell_origin(self._as_message(error))
+            except SwarmLLMError as unreachable:
+                log.info("its origin cannot be told: %s", unreachable)
+
+    async def _clean_up(self) -> None:
+        async with trio.open_nursery() as nursery:
+            if self._origin_side is not None:
+                # A node that lost this one ends the request on its own.
+                for node_id in {stage.node_id for stage in self.view.stages} & self._router.connected():
+                    nursery.start_soon(self._cancel_at, node_id)
+            if self.runs_layers:
+                nursery.start_soon(self._free_slot)
+
+    async def _cancel_at(self, node_id: str) -> None:
+        message = CancelInference(request_id=self.context.request_id)
+        try:
+            await self._router.send(node_id, *encode_job(message))
+        except SwarmLLMError as error:
+            log.debug("request %s not cancelled at %s: %s", self.context.request_id, node_id, error)
+
+    async def _free_slot(self) -> None:
+        try:
+            # Not release: a forward of this request may still be running.
+            await self._compute.cancel(self.context.model.model_id, self.context.request_id)
+        except SwarmLLMError as error:
+            log.info("slot of request %s not freed: %s", self.context.request_id, error)
+
+    def _put(self, item: Job | _Report) -> None:
+        try:
+            self._entrance.send_nowait(item)
+        except trio.WouldBlock:
+            self._overrun = True
+            self.stop()
+
+    def _senders(self, message: LayerForward) -> tuple[str, ...]:
+        stages, origin = self.view.stages, self.view.origin
+        if message.step == "embed":
+            return (stages[-1].node_id, origin) if message.stage == 0 else ()
+        return (origin,) if message.stage == 0 else (stages[message.stage - 1].node_id,)
+
+    def _job(self, message: LayerForward, payload: memoryview) -> Job:
+        job = Job(
+            step=ComputeStep.EMBED if message.step == "embed" else ComputeStep.LAYER,
+            stage=message.stage,
+            position=message.position,
+            n_tokens=message.n_tokens,
+            prefill_left=message.prefill_left,
+            timings=message.timings,
+            since_s=trio.current_time(),
+        )
+        if message.step == "embed":
+            if message.n_tokens != 1 or message.prefill_left:
+                raise BadTensor("n_tokens", "a token is embedded alone")
+            job.token = message.token
+            return job
+        if len(message.timings) > message.stage:
+            raise BadTensor("timings", "more stages than the job has passed")
+        tensor = decode_tensor(payload)
+        due = (message.n_tokens, self.context.n_embd)
+        if tensor.dtype != np.float32 or tensor.shape != due:
+            raise BadTensor("tensor.shape", f"{tensor.dtype}{tensor.shape} where float32{due} is due")
+        if not message.n_tokens:
+            raise BadTensor("n_tokens", "no rows")
+        job.tensor = tensor
+        return job
+
+    def _as_message(self, error: SwarmLLMError) -> PipelineError:
+        return PipelineError(
+            request_id=self.context.request_id,
+            node_id=self.view.node_id,
+            kind=error.code,
+            message=error.message[:2000],
+        )

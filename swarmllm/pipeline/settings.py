@@ -1,0 +1,21 @@
+"""What a pipeline's driver needs to be told; the defaults are the daemon's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    prefill_chunk_tokens: int = 128
+    """Prompt tokens per walk."""
+    ack_timeout_s: float = 10.0
+    """Within which every stage must have accepted its assignment."""
+    silence_timeout_s: float = 120.0
+    """Longest wait for the next sign of a request: of a token at the origin, of a job at a stage."""
+    n_ctx: int = 4096
+    """KV cells per model: prompt and output of one request must fit."""
+    max_stage_requests: int = 64
+    """Requests of other nodes in which this node may take part at the same time."""
+    max_requests_per_model: int = 8
+    """The same per model; no more than its worker has slots."""

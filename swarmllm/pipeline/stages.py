@@ -1,0 +1,150 @@
+"""The stage's side of the door: who may take part in which request here, and what becomes of messages that
+arrive.
+
+An assignment opens a session, a session is all that jobs can reach, and everything else is ignored and
+counted: a message for a request this node knows nothing of is no fault (the request may just have ended),
+and answering it would give a stranger something to play with.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.pipeline.compute import Compute
+from swarmllm.pipeline.job import RequestView
+from swarmllm.pipeline.session import Session
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.walker import OriginSide, RequestContext
+from swarmllm.scheduling.route import composes
+from swarmllm.swarm.router import Router
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.swarm import PipelineAck, PipelineAssignment
+
+REMEMBERED_CANCELS = 1024
+"""A cancellation may overtake the assignment it cancels, because the two travel differently."""
+
+
+def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_id: str) -> RequestContext:
+    return RequestContext(
+        request_id=assignment.request_id,
+        model=ModelFile(entry.model_id, entry.path),
+        n_embd=entry.manifest.n_embd,
+        n_prompt_tokens=assignment.n_prompt_tokens,
+        sampling=assignment.sampling,
+        view=RequestView(
+            node_id=node_id,
+            origin=assignment.origin,
+            stages=assignment.stages,
+            prompt_here=assignment.origin == node_id,
+        ),
+    )
+
+
+class Refused(Exception):
+    """Why this node takes no part."""
+
+
+@dataclass(slots=True)
+class Sessions:
+    """Every request in which this node takes part, its own included."""
+
+    compute: Compute
+    router: Router
+    catalogue: Catalogue
+    settings: PipelineSettings
+    start_soon: Callable[[Session], None]
+    by_request: dict[str, Session] = field(default_factory=dict)
+    _cancelled: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
+
+    async def acknowledge(self, sender: str, assignment: PipelineAssignment) -> PipelineAck:
+        try:
+            await self._accept(sender, assignment)
+        except Refused as refusal:
+            return PipelineAck(request_id=assignment.request_id, accepted=False, reason=str(refusal)[:200])
+        return PipelineAck(request_id=assignment.request_id, accepted=True)
+
+    def open(self, context: RequestContext, origin_side: OriginSide | None = None) -> Session:
+        session = Session(
+            context,
+            self.compute,
+            self.router,
+            silence_timeout_s=self.settings.silence_timeout_s,
+            origin_side=origin_side,
+            on_end=self._close,
+        )
+        self.start_soon(session)
+        self.by_request[context.request_id] = session
+        return session
+
+    def cancel(self, sender: str, request_id: str) -> bool:
+        session = self.by_request.get(request_id)
+        if session is not None:
+            if session.view.origin != sender:
+                return False
+            session.stop()
+            return True
+        self._cancelled[sender, request_id] = None
+        while len(self._cancelled) > REMEMBERED_CANCELS:
+            self._cancelled.popitem(last=False)
+        return True
+
+    def n_for_others(self, model_id: str | None = None) -> int:
+        node_id = self.router.node_id
+        return sum(
+            session.view.origin != node_id and model_id in (None, session.context.model.model_id)
+            for session in self.by_request.values()
+        )
+
+    async def _accept(self, sender: str, assignment: PipelineAssignment) -> None:
+        if assignment.origin != sender or sender == self.router.node_id:
+            raise Refused("the origin of a request must assign it itself")
+        try:
+            entry = await trio.to_thread.run_sync(self.catalogue.get, assignment.model_id)
+        except SwarmLLMError:
+            raise Refused("this node does not have the model") from None
+        # From here on without a pause: what is checked still holds when the session is opened.
+        if assignment.request_id in self.by_request:
+            raise Refused("the request id is in use")
+        if (sender, assignment.request_id) in self._cancelled:
+            raise Refused("the request has been cancelled")
+        if assignment.stages[-1].end != entry.manifest.n_layers:
+            raise Refused(f"the stages do not cover the model's {entry.manifest.n_layers} layers")
+        context = request_context(assignment, entry, self.router.node_id)
+        self._check_layers(context)
+        self._check_neighbours(context)
+        if self.n_for_others() >= self.settings.max_stage_requests:
+            raise Refused(f"this node takes part in {self.settings.max_stage_requests} requests already")
+        if self.n_for_others(entry.model_id) >= self.settings.max_requests_per_model:
+            raise Refused(f"the model has {self.settings.max_requests_per_model} requests here already")
+        self.open(context)
+
+    def _check_layers(self, context: RequestContext) -> None:
+        view = context.view
+        mine = [index for index in range(len(view.stages)) if view.is_here(index)]
+        if not mine:
+            raise Refused("no stage is assigned to this node")
+        loaded = self.compute.loaded(context.model.model_id)
+        for index in mine:
+            if not composes(loaded, view.layers(index)):
+                raise Refused(f"layers {view.layers(index)} are not loaded here")
+
+    def _check_neighbours(self, context: RequestContext) -> None:
+        view = context.view
+        needed = {
+            view.stages[(index + 1) % len(view.stages)].node_id
+            for index in range(len(view.stages))
+            if view.is_here(index)
+        }
+        unreachable = needed - self.router.connected() - {view.node_id}
+        if unreachable:
+            raise Refused(f"this node is not connected to {min(unreachable)}")
+
+    def _close(self, session: Session) -> None:
+        if self.by_request.get(session.context.request_id) is session:
+            del self.by_request[session.context.request_id]

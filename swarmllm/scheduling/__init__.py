@@ -1,0 +1,5 @@
+"""Decisions as pure functions: what is known comes in, a choice comes out.
+
+No clock, no randomness, no network: the same state gives the same answer on every node, and a test can hand
+in any state it likes. Who runs which layers of one request is in `route`.
+"""

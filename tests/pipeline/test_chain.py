@@ -1,0 +1,413 @@
+"""A request over several nodes: same tokens as uncut, whatever the cut, and nothing left behind."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from swarmllm.errors import (
+    ContextFull,
+    DeadlineExceeded,
+    InvalidRequest,
+    NodeUnreachable,
+    NoPipeline,
+    RemoteError,
+    WorkerError,
+)
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm_proto.ipc import Sampling
+
+from .fakes import FakePool, Swarm, open_swarm, uncut
+
+SMALL_CHUNKS = PipelineSettings(prefill_chunk_tokens=4)
+PROMPT = "where do the layers live?"
+
+
+async def ask(swarm: Swarm, node_id: str, prompt: str = PROMPT, n_tokens: int = 12) -> str:
+    pipelines = swarm[node_id].pipelines
+    async with pipelines.generate(
+        Prompt(text=prompt), swarm.entry, Sampling(max_tokens=n_tokens)
+    ) as generation:
+        return "".join([piece.text async for piece in generation])
+
+
+@pytest.mark.parametrize(
+    "holdings",
+    [
+        {"a": ["0:4"], "b": ["4:8"], "c": ["8:12"]},
+        {"a": ["4:8"], "b": ["0:4"], "c": ["8:12"]},
+        {"a": ["8:12"], "b": ["0:4"], "c": ["4:8"]},
+        {"a": [], "b": ["0:5"], "c": ["5:12"]},
+        {"a": [], "b": ["0:12"]},
+        {"a": ["0:4", "8:12"], "b": ["4:8"]},
+        {"a": ["4:8"], "b": ["0:4", "8:12"]},
+        {"a": ["0:4", "4:8"], "b": ["8:12"]},
+        {"a": ["0:12"]},
+        {f"{letter}": [f"{i}:{i + 1}"] for i, letter in enumerate("abcdefghijkl")},
+    ],
+    ids=lambda holdings: " ".join(f"{node}={','.join(ranges)}" for node, ranges in holdings.items()),
+)
+async def test_every_cut_gives_the_uncut_text_and_frees_everything(holdings: dict[str, list[str]]) -> None:
+    pools = {node_id: FakePool(*ranges) for node_id, ranges in holdings.items()}
+    async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
+        assert await ask(swarm, "a") == await uncut(PROMPT, 12)
+        await swarm.quiet()
+
+
+@pytest.mark.parametrize("n_prompt", [1, 3, 4, 5, 8, 9, 41])
+async def test_prompts_of_every_length_relative_to_the_chunk(n_prompt: int) -> None:
+    prompt = ("abcdefghijklmnopqrstuvwxyz" * 2)[:n_prompt]
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:8"), "c": FakePool("8:12")}
+    async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
+        assert await ask(swarm, "a", prompt) == await uncut(prompt, 12)
+        assert await ask(swarm, "c", prompt) == await uncut(prompt, 12)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_random_cuts_on_random_nodes_from_random_origins(seed: int) -> None:
+    random = Random(seed)
+    cuts = sorted({0, 12, *(random.randrange(1, 12) for _ in range(random.randrange(8)))})
+    holdings: dict[str, list[str]] = {node_id: [] for node_id in "abcd"}
+    for start, end in pairwise(cuts):
+        holdings[random.choice("abcd")].append(f"{start}:{end}")
+    prompt = "".join(random.choices("abcdefgh", k=random.randrange(1, 60)))
+    settings = PipelineSettings(prefill_chunk_tokens=random.randrange(1, 9))
+    pools = {node_id: FakePool(*ranges) for node_id, ranges in holdings.items()}
+    async with open_swarm(pools, settings=settings) as swarm:
+        assert await ask(swarm, random.choice("abcd"), prompt) == await uncut(prompt, 12)
+        await swarm.quiet()
+
+
+async def test_interleaved_requests_do_not_mix() -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:8"), "c": FakePool("8:12")}
+    prompts = [f"question {i} " * (i + 1) for i in range(6)]
+    answers: dict[str, str] = {}
+    async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
+
+        async def one(prompt: str, node_id: str) -> None:
+            answers[prompt] = await ask(swarm, node_id, prompt)
+
+        async with trio.open_nursery() as nursery:
+            for index, prompt in enumerate(prompts):
+                nursery.start_soon(one, prompt, "abc"[index % 3])
+        await swarm.quiet()
+    assert answers == {prompt: await uncut(prompt, 12) for prompt in prompts}
+
+
+async def test_the_prompt_never_leaves_the_origin() -> None:
+    pools = {"a": FakePool(), "b": FakePool("0:6"), "c": FakePool("6:12")}
+    async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
+        await ask(swarm, "a", n_tokens=3)
+    n_prompt = len(PROMPT)
+    assert sum(call[1] for call in pools["a"].calls if call[0] == "embed") == n_prompt
+    assert not [call for pool in (pools["b"], pools["c"]) for call in pool.calls if call[0] == "embed"]
+
+
+async def test_chunks_overlap_within_the_window() -> None:
+    """While the last stage is held up, as many chunks leave as the window allows, and no more."""
+    pools = {"a": FakePool("0:6"), "b": FakePool("6:12")}
+    held = trio.Event()
+
+    async def hold(position: int, layers: LayerRange) -> None:
+        await held.wait()
+
+    pools["b"].before_forward = hold
+    async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm, trio.open_nursery() as nursery:
+        nursery.start_soon(ask, swarm, "a", "x" * 40)
+        await wait_all_tasks_blocked(0.01)
+        n_chunks = len([call for call in pools["a"].calls if call[0] == "forward"])
+        held.set()
+    assert n_chunks == 3
+
+
+async def test_the_report_names_stages_and_counts_tokens() -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
+    async with (
+        open_swarm(pools, settings=SMALL_CHUNKS) as swarm,
+        swarm["a"].pipelines.generate(
+            Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=5), queue_s=1.5
+        ) as generation,
+    ):
+        pieces = [piece async for piece in generation]
+    assert [piece.index for piece in pieces] == [0, 1, 2, 3, 4]
+    assert pieces[-1].finish_reason == generation.finish_reason == "length"
+    assert (generation.n_prompt_tokens, generation.n_generated) == (len(PROMPT), 5)
+    assert (generation.shape, generation.is_local) == ("chain", False)
+    assert [(stage.node_id, stage.nickname, str(stage.layers)) for stage in generation.route] == [
+        ("a", "nick-a", "0:4"),
+        ("b", "nick-b", "4:12"),
+    ]
+    # The fake computes a millisecond per call.
+    assert [stage.compute_s for stage in generation.route] == pytest.approx([0.001, 0.001])
+    assert generation.route[0].prefill_s == pytest.approx(0.001 * -(-len(PROMPT) // 4))
+    assert generation.timings.queue_s == 1.5
+    assert generation.timings.prefill_s > 0
+
+
+async def test_a_model_held_here_runs_here_without_jobs() -> None:
+    pools = {"a": FakePool("0:12"), "b": FakePool("0:12")}
+    async with (
+        open_swarm(pools) as swarm,
+        swarm["a"].pipelines.generate(Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=5)) as generation,
+    ):
+        assert [piece.index async for piece in generation] == [0, 1, 2, 3, 4]
+        assert generation.is_local
+        assert [(stage.node_id, str(stage.layers)) for stage in generation.route] == [("a", "0:12")]
+    assert not pools["b"].calls
+
+
+async def test_leaving_early_frees_every_node() -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:8"), "c": FakePool("8:12")}
+    async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
+        async with swarm["a"].pipelines.generate(
+            Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=4000)
+        ) as generation:
+            async for piece in generation:
+                if piece.index == 3:
+                    break
+            assert all(pool.slots for pool in pools.values())
+        await swarm.quiet()
+        assert not any(pool.slots for pool in pools.values())
+
+
+@pytest.mark.parametrize("phase", ["assigning", "prefill", "decode"])
+async def test_a_cancelled_client_frees_every_node(phase: str) -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:8"), "c": FakePool("8:12")}
+    reached, never = trio.Event(), trio.Event()
+
+    async def stop_at(position: int, layers: LayerRange) -> None:
+        if position >= (len(PROMPT) + 3 if phase == "decode" else 4):
+            reached.set()
+            await never.wait()
+
+    async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
+        if phase == "assigning":
+            inner = swarm["b"].pipelines.on_request
+
+            async def slowly(sender: str, body: bytes) -> bytes:
+                reached.set()
+                await wait_all_tasks_blocked()
+                return await inner(sender, body)
+
+            swarm["b"].router.serve(slowly, swarm["b"].pipelines.on_message)
+        else:
+            pools["b"].before_forward = stop_at
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, swarm, "a")
+            with trio.fail_after(5):
+                await reached.wait()
+            nursery.cancel_scope.cancel()
+        await wait_all_tasks_blocked(0.01)
+        await swarm.quiet()
+
+
+async def test_a_lost_node_fails_the_stream_at_once_and_the_others_are_freed() -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:8"), "c": FakePool("8:12")}
+    async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
+        texts: list[str] = []
+
+        async def read() -> None:
+            async with swarm["a"].pipelines.generate(
+                Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=4000)
+            ) as generation:
+                async for piece in generation:
+                    texts.append(piece.text)
+                    if piece.index == 5:
+                        swarm.kill("b")
+
+        with pytest.raises(NodeUnreachable, match="nick-b"), trio.fail_after(1):
+            await read()
+        assert len(texts) >= 6
+        await swarm.quiet()
+        assert "".join(texts) == (await uncut(PROMPT, len(texts)))
+
+
+async def test_a_lost_origin_frees_the_stages() -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:8"), "c": FakePool("8:12")}
+    async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm, trio.open_nursery() as nursery:
+
+        async def client() -> None:
+            with pytest.raises(BaseException):  # noqa: B017, PT011 - it dies with its node
+                await ask(swarm, "a", n_tokens=4000)
+
+        nursery.start_soon(client)
+        with trio.fail_after(5):
+            while not pools["c"].slots:
+                await trio.lowlevel.checkpoint()
+        swarm.kill("a")
+        await swarm.quiet()
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_node_lost_before_the_first_token_is_replaced_by_another_holder() -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:12"), "c": FakePool("4:12")}
+    async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
+
+        async def die(position: int, layers: LayerRange) -> None:
+            swarm.kill("b")
+            await trio.sleep_forever()
+
+        pools["b"].before_forward = die
+        with trio.fail_after(2):
+            assert await ask(swarm, "a") == await uncut(PROMPT, 12)
+        assert swarm["a"].pipelines.statistics().retries == 1
+        await swarm.quiet()
+
+
+async def test_a_stage_that_refuses_is_avoided_if_it_can_be() -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:12"), "c": FakePool("4:12")}
+    async with open_swarm(pools) as swarm:
+        pools["b"].ranges = ()
+        assert await ask(swarm, "a") == await uncut(PROMPT, 12)
+        pools["c"].ranges = ()
+        with pytest.raises(RemoteError, match=r"node [bc] refused: layers 4:12 are not loaded here"):
+            await ask(swarm, "a")
+        await swarm.quiet()
+
+
+async def test_a_stage_refuses_more_requests_than_it_may_take() -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
+    settings = PipelineSettings(max_requests_per_model=1)
+    async with open_swarm(pools, settings=settings) as swarm:
+        async with swarm["a"].pipelines.generate(Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=50)):
+            with pytest.raises(RemoteError, match="the model has 1 requests here already"):
+                await ask(swarm, "a")
+        await swarm.quiet()
+        assert await ask(swarm, "a") == await uncut(PROMPT, 12)
+
+
+async def test_a_missing_acknowledgement_fails_within_its_deadline(
+    patient_clock: MockClock,
+) -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
+    async with open_swarm(pools) as swarm:
+
+        async def silent(sender: str, body: bytes) -> bytes:
+            await trio.sleep_forever()
+            raise AssertionError
+
+        swarm["b"].router.serve(silent, swarm["b"].pipelines.on_message)
+        started_s = trio.current_time()
+        with pytest.raises(NodeUnreachable, match="did not acknowledge within 10 s"):
+            await ask(swarm, "a")
+        assert trio.current_time() - started_s == pytest.approx(10, abs=0.1)
+
+
+async def test_a_silent_pipeline_fails_within_its_deadline(
+    patient_clock: MockClock,
+) -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
+
+    async def hang(position: int, layers: LayerRange) -> None:
+        await trio.sleep_forever()
+
+    pools["b"].before_forward = hang
+    async with open_swarm(pools) as swarm:
+        with pytest.raises(DeadlineExceeded, match="silent for 120 s"):
+            await ask(swarm, "a")
+        await swarm.quiet()
+
+
+async def test_a_stage_frees_a_request_of_which_nothing_more_is_heard(
+    patient_clock: MockClock,
+) -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
+    settings = {"a": PipelineSettings(), "b": PipelineSettings(silence_timeout_s=30)}
+    async with open_swarm(pools, settings=settings) as swarm:
+
+        async def stuck(position: int, layers: LayerRange) -> None:
+            if position > len(PROMPT):
+                await trio.sleep_forever()
+
+        pools["a"].before_forward = stuck
+        with pytest.raises(DeadlineExceeded, match=r"node nick-b \(b\): nothing arrived for 30 s"):
+            await ask(swarm, "a")
+        await swarm.quiet()
+
+
+async def test_a_failing_stage_names_itself_to_the_client() -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
+
+    async def fail(position: int, layers: LayerRange) -> None:
+        raise WorkerError("out of luck", kind="engine")
+
+    pools["b"].before_forward = fail
+    async with open_swarm(pools) as swarm:
+        with pytest.raises(RemoteError, match=r"node nick-b \(b\): out of luck"):
+            await ask(swarm, "a")
+        await swarm.quiet()
+
+
+async def test_a_failing_stage_here_keeps_its_own_error() -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
+
+    async def fail(position: int, layers: LayerRange) -> None:
+        raise WorkerError("out of luck", kind="engine")
+
+    pools["a"].before_forward = fail
+    async with open_swarm(pools) as swarm:
+        with pytest.raises(WorkerError, match="out of luck"):
+            await ask(swarm, "a")
+        await swarm.quiet()
+
+
+async def test_a_defect_in_a_stage_costs_its_request_only(caplog: pytest.LogCaptureFixture) -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
+
+    async def broken(position: int, layers: LayerRange) -> None:
+        raise ZeroDivisionError("secret words")
+
+    pools["b"].before_forward = broken
+    async with open_swarm(pools) as swarm:
+        with pytest.raises(RemoteError, match="internal error") as failure:
+            await ask(swarm, "a")
+        assert "secret" not in str(failure.value)
+        pools["b"].before_forward = None
+        await swarm.quiet()
+        assert await ask(swarm, "a") == await uncut(PROMPT, 12)
+
+
+async def test_what_cannot_run_says_which_layers_are_missing() -> None:
+    async with open_swarm({"a": FakePool("0:4"), "b": FakePool("6:12")}) as swarm:
+        with pytest.raises(NoPipeline, match="no connected node holds layers 4:6 of 0:12"):
+            await ask(swarm, "a")
+
+
+async def test_prompts_that_do_not_fit_are_refused_before_anybody_is_asked() -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
+    async with open_swarm(pools, settings=PipelineSettings(n_ctx=16)) as swarm:
+        with pytest.raises(ContextFull, match="25 tokens"):
+            await ask(swarm, "a")
+        with pytest.raises(InvalidRequest, match="no tokens"):
+            await ask(swarm, "a", "")
+        assert not pools["b"].calls
+        # What fits gets as many tokens as there is room for.
+        async with swarm["a"].pipelines.generate(
+            Prompt(text="x" * 10), swarm.entry, Sampling(max_tokens=100)
+        ) as generation:
+            assert len([piece async for piece in generation]) == 6
+        assert generation.finish_reason == "length"
+
+
+async def test_characters_cut_between_tokens_arrive_whole() -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
+    pieces = iter(["ü".encode()[:1], "ü".encode()[1:], b"x", "€".encode()[:2]])
+    sample = pools["b"]._sample
+
+    def split(slot: object, request_id: str, row: np.ndarray) -> tuple[object, bytes]:
+        return sample(slot, request_id, row)[0], next(pieces)  # type: ignore[arg-type]
+
+    pools["b"]._sample = split  # type: ignore[assignment,method-assign]
+    async with (
+        open_swarm(pools) as swarm,
+        swarm["a"].pipelines.generate(Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=4)) as generation,
+    ):
+        texts = [piece.text async for piece in generation]
+    assert texts == ["", "ü", "x", "\ufffd"]

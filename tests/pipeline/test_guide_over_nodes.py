@@ -1,0 +1,163 @@
+"""The bundled model over three nodes with real workers, against libllama on the uncut file."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import llama_cpp
+import pytest
+import trio
+
+from swarmllm.errors import RemoteError
+from swarmllm.guide import GUIDE_PATH
+from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
+from swarmllm_proto.ipc import Sampling
+
+from .fakes import Swarm, open_swarm
+
+pytestmark = pytest.mark.slow
+
+THIRDS = {"a": "0:4", "b": "4:8", "c": "8:12"}
+QUESTIONS = (
+    "What is a pipeline?",
+    "Tell me, please, in a few words and without hurry, how a hidden state gets from one node to the next!",
+    "How do I load layers 0 to 4 of the guide?",
+)
+N_TOKENS = 40
+GREEDY = Sampling(temperature=0.0, max_tokens=N_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def entry(tmp_path_factory: pytest.TempPathFactory) -> CatalogueEntry:
+    return Catalogue(tmp_path_factory.mktemp("catalogue") / "models.sqlite").ensure(GUIDE_PATH, "guide")
+
+
+@pytest.fixture(scope="module")
+def uncut() -> Iterator[llama_cpp.Llama]:
+    llama = llama_cpp.Llama(str(GUIDE_PATH), n_ctx=1024, n_threads=1, n_threads_batch=1, verbose=False)
+    yield llama
+    llama.close()
+
+
+@asynccontextmanager
+async def guide_swarm(
+    folder: Path, entry: CatalogueEntry, holdings: dict[str, str], *, n_slots: int = 4
+) -> AsyncIterator[Swarm]:
+    async with AsyncExitStack() as stack:
+        pools: dict[str, WorkerPool] = {}
+        for node_id in holdings:
+            settings = WorkerSettings(cache_dir=folder / "cache", n_ctx=1024, n_slots=n_slots)
+            pools[node_id] = WorkerPool(settings, folder / f"run-{node_id}")
+            await stack.enter_async_context(pools[node_id].running())
+        async with trio.open_nursery() as nursery:
+            for node_id, text in holdings.items():
+                if text:
+                    model = ModelFile(entry.model_id, entry.path)
+                    nursery.start_soon(pools[node_id].load, model, LayerRange.parse(text))
+        pipelines = PipelineSettings(prefill_chunk_tokens=16, n_ctx=1024)
+        yield await stack.enter_async_context(open_swarm(pools, settings=pipelines, entry=entry))
+
+
+async def ask(swarm: Swarm, node_id: str, question: str) -> tuple[list[int], str]:
+    prompt = Prompt(messages=[{"role": "user", "content": question}])
+    async with swarm[node_id].pipelines.generate(prompt, swarm.entry, GREEDY) as generation:
+        pieces = [piece async for piece in generation]
+    return [piece.token for piece in pieces], "".join(piece.text for piece in pieces)
+
+
+def expected_tokens(llama: llama_cpp.Llama, prompt: list[int]) -> list[int]:
+    """Greedy, the end-of-sequence token included, as a generation counts it."""
+    tokens: list[int] = []
+    llama.reset()
+    for token in llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
+        tokens.append(token)
+        if token == llama.token_eos() or len(tokens) == N_TOKENS:
+            break
+    return tokens
+
+
+async def test_greedy_tokens_over_three_nodes_equal_the_uncut_model(
+    tmp_path: Path, entry: CatalogueEntry, uncut: llama_cpp.Llama
+) -> None:
+    answers: dict[str, tuple[list[int], str]] = {}
+    async with guide_swarm(tmp_path, entry, THIRDS) as swarm:
+
+        async def one(node_id: str, question: str) -> None:
+            answers[question] = await ask(swarm, node_id, question)
+
+        # At the same time, and from each node, so that every stage is once the origin's neighbour.
+        async with trio.open_nursery() as nursery:
+            for node_id, question in zip("abc", QUESTIONS, strict=True):
+                nursery.start_soon(one, node_id, question)
+        await swarm.quiet()
+        for question, (tokens, text) in answers.items():
+            prompt = await swarm["a"].pool.tokenize(
+                ModelFile(entry.model_id, entry.path), messages=[{"role": "user", "content": question}]
+            )
+            expected = expected_tokens(uncut, prompt.tolist())
+            assert tokens == expected
+            shown = [token for token in expected if token != uncut.token_eos()]
+            assert text == uncut.detokenize(shown).decode(errors="replace")
+
+
+async def test_a_node_without_layers_uses_one_that_has_them_all(
+    tmp_path: Path, entry: CatalogueEntry, uncut: llama_cpp.Llama
+) -> None:
+    async with guide_swarm(tmp_path, entry, {"a": "", "b": "0:12"}) as swarm:
+        remote = await ask(swarm, "a", QUESTIONS[0])
+        assert await ask(swarm, "b", QUESTIONS[0]) == remote
+        await swarm.quiet()
+
+
+async def test_leaving_early_frees_the_only_slot_of_every_worker(
+    tmp_path: Path, entry: CatalogueEntry
+) -> None:
+    async with guide_swarm(tmp_path, entry, THIRDS, n_slots=1) as swarm:
+        prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[0]}])
+        endless = Sampling(temperature=0.0, max_tokens=900, ignore_eos=True)
+        for _ in range(3):
+            async with swarm["a"].pipelines.generate(prompt, entry, endless) as generation:
+                async for piece in generation:
+                    if piece.index == 5:
+                        break
+            await swarm.quiet()
+
+
+async def test_a_killed_worker_fails_its_request_and_serves_the_next(
+    tmp_path: Path, entry: CatalogueEntry
+) -> None:
+    async with guide_swarm(tmp_path, entry, THIRDS) as swarm:
+        expected = await ask(swarm, "a", QUESTIONS[0])
+        (worker,) = swarm["b"].pool.statistics()
+        prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[0]}])
+        endless = Sampling(temperature=0.0, max_tokens=900, ignore_eos=True)
+
+        async def until_killed() -> None:
+            async with swarm["a"].pipelines.generate(prompt, entry, endless) as generation:
+                async for piece in generation:
+                    if piece.index == 5:
+                        os.kill(worker.pid, signal.SIGKILL)
+                        killed.set()
+
+        killed = trio.Event()
+        async with trio.open_nursery() as nursery:
+
+            @nursery.start_soon
+            async def client() -> None:
+                with pytest.raises(RemoteError, match=r"node nick-b \(b\): "):
+                    await until_killed()
+                nursery.cancel_scope.cancel()
+
+            await killed.wait()
+            with trio.fail_after(1):
+                await trio.sleep_forever()
+        await swarm.quiet()
+        assert await ask(swarm, "a", QUESTIONS[0]) == expected

@@ -1,0 +1,203 @@
+"""The transition table: complete, closed, and row for row what the job processor's states promise."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.job import ComputeStep, Job, RequestView
+from swarmllm.pipeline.processor import (
+    TRANSITIONS,
+    Outcome,
+    State,
+    UnknownTransition,
+    after_embed,
+    after_head,
+    after_layers,
+    after_validating,
+    destination,
+    diagram,
+    next_state,
+)
+from swarmllm_proto.swarm import Stage
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "job-processor.md"
+ROWS = np.zeros((1, 4), np.float32)
+TOKENS = np.zeros(1, np.int32)
+
+
+def view(node_id: str, *node_ids: str, origin: str = "o") -> RequestView:
+    """Stages of two layers each on `node_ids`, as `node_id` sees them."""
+    stages = [Stage(node_id=owner, start=2 * i, end=2 * i + 2) for i, owner in enumerate(node_ids)]
+    return RequestView(node_id=node_id, origin=origin, stages=stages, prompt_here=node_id == origin)
+
+
+def held(*ranges: str) -> list[LayerRange]:
+    return [LayerRange.parse(text) for text in ranges]
+
+
+@pytest.mark.parametrize(("state", "outcome"), list(product(State, Outcome)))
+def test_a_pair_is_in_the_table_or_raises(state: State, outcome: Outcome) -> None:
+    if (state, outcome) in TRANSITIONS:
+        assert next_state(state, outcome) is TRANSITIONS[state, outcome]
+    else:
+        with pytest.raises(UnknownTransition, match=f"{state.name} cannot end with {outcome.name}"):
+            next_state(state, outcome)
+
+
+def test_every_state_is_reached_and_leads_to_the_end() -> None:
+    reaching_end = {State.DONE}
+    for _ in State:
+        reaching_end |= {state for (state, _), after in TRANSITIONS.items() if after in reaching_end}
+    assert reaching_end == set(State)
+    assert {State.VALIDATING, *TRANSITIONS.values()} == set(State)
+    assert not [state for state, _ in TRANSITIONS if state is State.DONE]
+    assert {outcome for _, outcome in TRANSITIONS} == set(Outcome)
+
+
+def validated(job: Job, seen: RequestView, loaded: list[LayerRange]) -> State:
+    return next_state(State.VALIDATING, after_validating(job, seen, loaded))
+
+
+class TestValidating:
+    def test_to_done_without_the_needed_segment(self) -> None:
+        job = Job(ComputeStep.LAYER, stage=1, tensor=ROWS)
+        assert validated(job, view("b", "a", "b"), []) is State.DONE
+        assert validated(job, view("b", "a", "b"), held("0:2")) is State.DONE
+        # A part of a loaded segment cannot run.
+        assert validated(job, view("b", "a", "b"), held("0:4")) is State.DONE
+
+    def test_to_done_where_the_stage_is_not_in_the_pipeline_or_not_here(self) -> None:
+        assert (
+            validated(Job(ComputeStep.LAYER, stage=7, tensor=ROWS), view("b", "b"), held("0:2")) is State.DONE
+        )
+        assert validated(Job(ComputeStep.LAYER, tensor=ROWS), view("b", "a", "b"), held("0:2")) is State.DONE
+
+    def test_to_done_without_rows(self) -> None:
+        assert validated(Job(ComputeStep.LAYER), view("a", "a"), held("0:2")) is State.DONE
+
+    @pytest.mark.parametrize("step", [ComputeStep.TOKENIZE, ComputeStep.NORM])
+    def test_to_done_at_steps_where_no_job_rests(self, step: ComputeStep) -> None:
+        assert validated(Job(step, tensor=ROWS), view("a", "a"), held("0:2")) is State.DONE
+
+    def test_to_done_at_head_where_the_head_is_not(self) -> None:
+        job = Job(ComputeStep.HEAD, stage=1)
+        assert validated(job, view("a", "a", "b"), held("0:2")) is State.DONE
+        assert validated(job, view("b", "a", "b"), []) is State.DONE
+
+    def test_to_done_at_head_with_chunks_left_away_from_the_origin(self) -> None:
+        assert validated(Job(ComputeStep.HEAD, prefill_left=4), view("a", "a"), held("0:2")) is State.DONE
+
+    def test_to_head_at_head_with_prefill_complete(self) -> None:
+        assert validated(Job(ComputeStep.HEAD, stage=1), view("b", "a", "b"), held("2:4")) is State.HEAD
+
+    def test_to_embed_at_head_with_chunks_left(self) -> None:
+        assert validated(Job(ComputeStep.HEAD, prefill_left=4), view("o", "a", "b"), []) is State.EMBED
+
+    def test_to_embed_with_a_token_at_the_first_stage_or_the_origin(self) -> None:
+        job = Job(ComputeStep.EMBED, token=7)
+        assert validated(job, view("a", "a", "b"), held("0:2")) is State.EMBED
+        assert validated(job, view("o", "a", "b"), []) is State.EMBED
+        assert validated(job, view("b", "a", "b"), held("2:4")) is State.DONE
+        assert validated(job, view("a", "a", "b"), []) is State.DONE
+
+    def test_to_process_layers_otherwise(self) -> None:
+        job = Job(ComputeStep.LAYER, stage=1, tensor=ROWS)
+        assert validated(job, view("b", "a", "b"), held("2:3", "3:4")) is State.PROCESS_LAYERS
+
+
+class TestEmbed:
+    def test_to_done_when_every_chunk_is_on_its_way(self) -> None:
+        assert next_state(State.EMBED, after_embed(Job(ComputeStep.HEAD), view("o", "a"))) is State.DONE
+
+    def test_to_done_where_a_token_was_not_embedded(self) -> None:
+        job = Job(ComputeStep.EMBED, token=7)
+        assert next_state(State.EMBED, after_embed(job, view("a", "a", "b"))) is State.DONE
+
+    def test_to_send_when_the_first_layer_is_remote(self) -> None:
+        job = Job(ComputeStep.LAYER, tensor=ROWS)
+        assert next_state(State.EMBED, after_embed(job, view("o", "a"))) is State.SEND
+        job = Job(ComputeStep.EMBED, token=7)
+        assert next_state(State.EMBED, after_embed(job, view("o", "a"))) is State.SEND
+
+    def test_to_process_layers_when_it_is_local(self) -> None:
+        job = Job(ComputeStep.LAYER, tensor=TOKENS)
+        assert next_state(State.EMBED, after_embed(job, view("a", "a", "b"))) is State.PROCESS_LAYERS
+
+
+class TestProcessLayers:
+    def test_to_send_when_the_next_layers_are_remote(self) -> None:
+        job = Job(ComputeStep.LAYER, tensor=ROWS)
+        assert next_state(State.PROCESS_LAYERS, after_layers(job, view("a", "a", "b"))) is State.SEND
+        assert (job.stage, destination(job, view("a", "a", "b"))) == (1, "b")
+
+    def test_again_when_they_are_local(self) -> None:
+        job = Job(ComputeStep.LAYER, tensor=ROWS)
+        assert (
+            next_state(State.PROCESS_LAYERS, after_layers(job, view("a", "a", "a"))) is State.PROCESS_LAYERS
+        )
+        assert job.stage == 1
+
+    def test_to_done_without_a_local_segment(self) -> None:
+        assert next_state(State.PROCESS_LAYERS, Outcome.INCOMPLETE) is State.DONE
+
+    def test_at_the_last_layer_the_step_becomes_head_and_the_next_iteration_decides(self) -> None:
+        job = Job(ComputeStep.LAYER, tensor=ROWS, stage=1)
+        seen = view("b", "a", "b")
+        assert next_state(State.PROCESS_LAYERS, after_layers(job, seen)) is State.VALIDATING
+        assert job.step is ComputeStep.HEAD
+        assert validated(job, seen, held("2:4")) is State.HEAD
+
+    def test_a_chunk_that_is_not_the_last_ends_with_a_note_to_the_origin(self) -> None:
+        job = Job(ComputeStep.LAYER, tensor=ROWS, stage=1, prefill_left=3)
+        assert next_state(State.PROCESS_LAYERS, after_layers(job, view("b", "a", "b"))) is State.SEND
+        assert destination(job, view("b", "a", "b")) == "o"
+
+    def test_where_the_origin_runs_the_last_stage_the_next_chunk_follows(self) -> None:
+        job = Job(ComputeStep.LAYER, tensor=ROWS, stage=1, prefill_left=3)
+        seen = view("o", "a", "o")
+        assert next_state(State.PROCESS_LAYERS, after_layers(job, seen)) is State.VALIDATING
+        assert validated(job, seen, held("2:4")) is State.EMBED
+
+
+class TestHead:
+    @staticmethod
+    def sampled(stage: int, **changes: object) -> Job:
+        job = Job(ComputeStep.HEAD, stage=stage, position=10, n_tokens=5, token=7, timings=())
+        for name, value in changes.items():
+            setattr(job, name, value)
+        return job
+
+    def test_to_done_at_the_end_of_generation(self) -> None:
+        job = self.sampled(1, finish_reason="stop")
+        assert next_state(State.HEAD, after_head(job, view("b", "a", "b"))) is State.DONE
+
+    def test_to_send_when_the_first_stage_is_elsewhere(self) -> None:
+        job = self.sampled(1)
+        assert next_state(State.HEAD, after_head(job, view("b", "a", "b"))) is State.SEND
+        assert destination(job, view("b", "a", "b")) == "a"
+        assert (job.step, job.stage, job.position, job.n_tokens) == (ComputeStep.EMBED, 0, 15, 1)
+
+    def test_to_embed_when_the_first_stage_is_here(self) -> None:
+        job = self.sampled(2)
+        assert next_state(State.HEAD, after_head(job, view("a", "a", "b", "a"))) is State.EMBED
+        assert (job.stage, job.position) == (0, 15)
+
+    def test_to_process_layers_when_this_stage_is_also_the_first(self) -> None:
+        job = self.sampled(0)
+        assert next_state(State.HEAD, after_head(job, view("a", "a"))) is State.PROCESS_LAYERS
+        assert (job.step, job.position, job.n_tokens) == (ComputeStep.LAYER, 15, 1)
+
+
+def test_send_ends_the_walk() -> None:
+    assert next_state(State.SEND, Outcome.SENT) is State.DONE
+
+
+def test_the_documented_diagram_is_the_table() -> None:
+    assert f"```mermaid\n{diagram()}\n```" in DOCUMENT.read_text(), (
+        "docs/job-processor.md is out of date: paste what `python -m swarmllm.pipeline.processor` prints"
+    )
