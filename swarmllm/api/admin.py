@@ -1,0 +1,194 @@
+"""/api/admin: what `swarmllm status`, `peers` and `models` ask of a running node."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import trio
+from quart import Blueprint, Response
+
+from swarmllm import __version__
+from swarmllm.api.chat_reply import encode
+from swarmllm.api.connection import own_feed
+from swarmllm.api.context import current_config, current_node
+from swarmllm.api.errors import error_object, read_body
+from swarmllm.api.schema import AddModel, ModelLayers
+from swarmllm.api.work import Work
+from swarmllm.config import as_dict
+from swarmllm.errors import InvalidRequest
+from swarmllm.models import LayerRange
+from swarmllm.node import ModelView, PeerView
+from swarmllm.workerpool import WorkerStatistics
+
+Json = dict[str, object]
+
+admin = Blueprint("admin", __name__, url_prefix="/api/admin")
+
+
+@admin.get("/stats")
+async def stats() -> Response:
+    node = current_node()
+    counts, admission = node.counts, node.admission
+    loaded = [
+        {"name": view.name, "model_id": view.model_id, "layers": _texts(view.loaded)}
+        for view in await node.models()
+        if view.loaded
+    ]
+    return _json(
+        {
+            "node_id": node.node_id,
+            "nickname": node.nickname,
+            "version": __version__,
+            "pid": os.getpid(),
+            "uptime_s": round(time.time() - node.started_at, 3),
+            "ready": node.readiness().status == "ready",
+            "addresses": node.addresses,
+            "peers_connected": len(node.peers()),
+            "requests": {
+                "active": admission.n_active,
+                "queued": admission.n_queued,
+                "max": admission.max_running,
+                "completed": counts.completed,
+                "failed": counts.failed,
+                "cancelled": counts.cancelled,
+            },
+            "generated_tokens": counts.generated_tokens,
+            "models": loaded,
+            "pipelines": node.pipeline_statistics(),
+            "workers": [_worker(worker) for worker in node.worker_statistics()],
+        }
+    )
+
+
+@admin.get("/peers")
+async def peers() -> Response:
+    return _json({"peers": [_peer(view) for view in current_node().peers()]})
+
+
+@admin.get("/config")
+async def config() -> Response:
+    return _json({"config": as_dict(current_config())})
+
+
+@admin.get("/models")
+async def models() -> Response:
+    return _json({"models": [_model(view) for view in await current_node().models()]})
+
+
+@admin.post("/models")
+async def add() -> Response:
+    body = await read_body(AddModel)
+    if not body.path.startswith("/"):
+        raise InvalidRequest("path must be absolute: the daemon runs in a folder of its own.", field="path")
+    node = current_node()
+    return _progress(
+        Work(lambda report: node.add_model(Path(body.path), body.name, report), from_thread=True)
+    )
+
+
+@admin.get("/models/<name>/status")
+async def status(name: str) -> Response:
+    return _json(_model(await current_node().model(name)))
+
+
+@admin.post("/models/<name>/load")
+async def load(name: str) -> Response:
+    body = await read_body(ModelLayers, optional=True)
+    node = current_node()
+    entry, layers = await node.resolve(name, body.layers)
+    return _progress(Work(lambda report: node.load(entry, layers, report)))
+
+
+@admin.post("/models/<name>/unload")
+async def unload(name: str) -> Response:
+    body = await read_body(ModelLayers, optional=True)
+    return _json(_model(await current_node().unload(name, body.layers)))
+
+
+def _progress(work: Work[ModelView]) -> Response:
+    own_feed(work)
+    response = Response(_lines(work), content_type="application/x-ndjson")
+    response.timeout = None
+    return response
+
+
+async def _lines(work: Work[ModelView]) -> AsyncIterator[bytes]:
+    async for done_bytes, total_bytes in work:
+        yield _line({"type": "progress", "done_bytes": done_bytes, "total_bytes": total_bytes})
+    if work.error is not None:
+        yield _line({"type": "error", "error": error_object(work.error)})
+    elif work.result is not None:
+        yield _line({"type": "result", "model": _model(work.result)})
+
+
+def _line(fields: Json) -> bytes:
+    return encode(fields) + b"\n"
+
+
+def _model(view: ModelView) -> Json:
+    entry = view.entry
+    manifest = entry.manifest if entry else None
+    holders = [
+        {
+            "node_id": holder.node_id,
+            "nickname": holder.nickname,
+            "layers": _texts(holder.layers),
+            "is_self": holder.is_self,
+        }
+        for holder in view.holders
+    ]
+    return {
+        "name": view.name,
+        "model_id": view.model_id,
+        "path": str(entry.path) if entry else None,
+        "architecture": manifest.architecture if manifest else None,
+        "n_layers": view.n_layers,
+        "context_length": manifest.context_length if manifest else None,
+        "size_bytes": manifest.size_bytes if manifest else None,
+        "cut_alignment": manifest.cut_alignment if manifest else None,
+        "whole_reason": manifest.whole_reason if manifest else None,
+        "loaded": _texts(view.loaded),
+        "holders": holders,
+        "complete": view.complete,
+        "missing": _texts(view.missing),
+    }
+
+
+def _peer(view: PeerView) -> Json:
+    info, record = view.info, view.record
+    announced = record.models if record else ()
+    return {
+        "node_id": info.node_id,
+        "nickname": record.nickname if record else "",
+        "software": record.software if record else "",
+        "addresses": info.addresses,
+        "rtt_ms": None if info.rtt_s is None else round(info.rtt_s * 1000, 3),
+        "data_plane": info.data_plane,
+        "bytes_sent": info.bytes_sent,
+        "bytes_received": info.bytes_received,
+        "connected_s": round(trio.current_time() - info.connected_since, 3),
+        "models": [
+            {
+                "name": model.name,
+                "model_id": model.model_id,
+                "layers": [f"{start}:{end}" for start, end in model.ranges],
+            }
+            for model in announced
+        ],
+    }
+
+
+def _worker(worker: WorkerStatistics) -> Json:
+    return dataclasses.asdict(worker) | {"loaded": _texts(worker.loaded)}
+
+
+def _texts(ranges: tuple[LayerRange, ...]) -> list[str]:
+    return [str(layers) for layers in ranges]
+
+
+def _json(body: object) -> Response:
+    return Response(encode(body), content_type="application/json")

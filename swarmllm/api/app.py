@@ -1,0 +1,59 @@
+"""The application: blueprints, the checks before every request, the shape of every error."""
+
+from __future__ import annotations
+
+import secrets
+
+from quart import Response, g, request
+from quart_trio import QuartTrio
+from werkzeug.exceptions import HTTPException
+
+from swarmllm.api.admin import admin
+from swarmllm.api.chat import chat
+from swarmllm.api.connection import Connection
+from swarmllm.api.context import NODE, SETTINGS
+from swarmllm.api.errors import as_swarmllm_error, error_response, http_error_response
+from swarmllm.api.guard import check_host, check_origin
+from swarmllm.api.health import health
+from swarmllm.config import Config
+from swarmllm.node import Node
+
+BODY_TIMEOUT_S = 60
+
+
+class App(QuartTrio):
+    asgi_http_class = Connection
+
+
+def create_app(node: Node, config: Config) -> App:
+    app = App("swarmllm", static_folder=None)
+    app.config["MAX_CONTENT_LENGTH"] = config.api.max_body_bytes
+    app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_S
+    app.extensions[NODE] = node
+    app.extensions[SETTINGS] = config
+    for blueprint in (chat, admin, health):
+        app.register_blueprint(blueprint)
+    allowed_hosts = frozenset(name.lower() for name in config.api.allowed_hosts)
+
+    @app.before_request
+    async def check() -> None:
+        g.request_id = f"req_{secrets.token_hex(12)}"
+        host = request.headers.get("Host", "")
+        check_host(host, allowed_hosts)
+        check_origin(request.headers.get("Origin"), host)
+
+    @app.after_request
+    async def stamp(response: Response) -> Response:
+        response.headers["x-request-id"] = g.get("request_id", "")
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        return response
+
+    @app.errorhandler(HTTPException)
+    async def framework_error(error: HTTPException) -> Response:
+        return http_error_response(error)
+
+    @app.errorhandler(Exception)
+    async def any_error(error: Exception) -> Response:
+        return error_response(as_swarmllm_error(error))
+
+    return app

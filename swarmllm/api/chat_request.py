@@ -1,0 +1,163 @@
+"""From a request body to what a pipeline needs: prompt and sampling, or a refusal that names the field."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from swarmllm.api import schema
+from swarmllm.errors import InvalidRequest
+from swarmllm_proto.ipc import Sampling
+
+Json = dict[str, object]
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "functions": ([],),
+    "function_call": ("none",),
+}
+"""Documented by OpenAI, not offered here: the values (besides null) that ask for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """One validated chat completion."""
+
+    model: str
+    messages: list[Json]
+    """As chat templates expect them: string contents, arguments of tool calls as objects."""
+    tools: list[Json] | None
+    """None also where `tool_choice` is none."""
+    sampling: Sampling
+    max_tokens: int | None
+    """None: until the context is full."""
+    stream: bool
+    include_usage: bool
+    max_tool_calls: int | None
+
+
+def chat_call(body: schema.ChatRequest) -> ChatCall:
+    """Raises InvalidRequest."""
+    _refuse_unsupported(body)
+    tools = None if body.tool_choice == "none" or not body.tools else [_tool(tool) for tool in body.tools]
+    return ChatCall(
+        model=body.model,
+        messages=[_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
+        tools=tools,
+        sampling=_sampling(body),
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        max_tool_calls=1 if body.parallel_tool_calls is False else None,
+    )
+
+
+def _refuse_unsupported(body: schema.ChatRequest) -> None:
+    for field, neutral in NEUTRAL.items():
+        value = getattr(body, field)
+        if value is not None and value not in neutral:
+            allowed = (
+                f"; leave it out or set it to {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""
+            )
+            raise InvalidRequest(f"{field} is not supported here{allowed}.", field=field)
+    if isinstance(body.tool_choice, schema.NamedTool) or body.tool_choice == "required":
+        raise InvalidRequest(
+            'tool_choice can be "none" or "auto": this node cannot force a call.', field="tool_choice"
+        )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
+    if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
+        raise InvalidRequest("max_tokens and max_completion_tokens disagree; send one.", field="max_tokens")
+
+
+def _sampling(body: schema.ChatRequest) -> Sampling:
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    chosen: dict[str, object] = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "repeat_penalty": body.repeat_penalty,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "ignore_eos": body.ignore_eos,
+        # OpenAI's seeds are 64-bit and signed, libllama's 32-bit.
+        "seed": None if body.seed is None else body.seed % 2**32,
+        "stop": stop,
+    }
+    return msgspec.structs.replace(Sampling(), **{k: v for k, v in chosen.items() if v is not None})
+
+
+def _message(message: schema.Message, path: str) -> Json:
+    if isinstance(message, schema.DeveloperMessage):
+        # OpenAI's newer name for system; chat templates know only the old one.
+        return {"role": "system", "content": _text(message.content, path)}
+    if isinstance(message, schema.ToolMessage):
+        content = _text(message.content, path)
+        return {"role": "tool", "content": content, "tool_call_id": message.tool_call_id}
+    if isinstance(message, schema.AssistantMessage):
+        return _assistant(message, path)
+    role = "user" if isinstance(message, schema.UserMessage) else "system"
+    return {"role": role, "content": _text(message.content, path)}
+
+
+def _assistant(message: schema.AssistantMessage, path: str) -> Json:
+    for field in ("audio", "function_call"):
+        if getattr(message, field) is not None:
+            raise InvalidRequest(f"{path}.{field} is not supported here.", field=f"{path}.{field}")
+    text = "" if message.content is None else _text(message.content, path)
+    if not message.tool_calls:
+        if message.content is None:
+            raise InvalidRequest(f"{path} has neither content nor tool_calls.", field=f"{path}.content")
+        return {"role": "assistant", "content": text}
+    calls = [_tool_call(call) for call in message.tool_calls]
+    return {"role": "assistant", "content": text, "tool_calls": calls}
+
+
+def _tool_call(call: schema.ToolCall) -> Json:
+    """Templates print arguments as JSON themselves: text that is JSON is handed to them as the object it
+    means.
+    """
+    arguments: object = call.function.arguments
+    with suppress(msgspec.DecodeError, RecursionError):
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+
+
+def _tool(tool: schema.Tool) -> Json:
+    function: Json = {"name": tool.function.name}
+    if tool.function.description is not None:
+        function["description"] = tool.function.description
+    if tool.function.parameters is not None:
+        function["parameters"] = tool.function.parameters
+    return {"type": "function", "function": function}
+
+
+def _text(content: schema.Content, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        if not isinstance(part, schema.TextPart):
+            field = f"{path}.content[{i}].type"
+            raise InvalidRequest(f"{field}: only text parts are supported here.", field=field)
+        texts.append(part.text)
+    return "\n".join(texts)

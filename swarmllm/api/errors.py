@@ -1,0 +1,144 @@
+"""Every failure as OpenAI's error object, and the body decoder whose failures name the field.
+
+msgspec says where it stopped (`$.messages[0].role`); OpenAI's clients look at `param` (`messages[0].role`).
+An unknown or missing field is not part of msgspec's path, so it is appended. Unexpected exceptions leave as a
+plain 500 without their text, and are logged without it: it may quote what the user sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import msgspec
+from quart import Response, request
+from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
+
+from swarmllm.errors import InvalidRequest, Overloaded, SwarmLLMError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_AT = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
+_FIELD = re.compile(r"^Object (?P<fault>contains unknown|missing required) field `(?P<name>[^`]*)`")
+DEFAULT_RETRY_AFTER_S = 1
+
+
+class UnsupportedMedia(InvalidRequest):
+    http_status = 415
+    code = "unsupported_media_type"
+
+
+class Forbidden(InvalidRequest):
+    http_status = 403
+    error_type = "permission_error"
+    code = "forbidden"
+
+
+class TooLarge(InvalidRequest):
+    http_status = 413
+    code = "request_too_large"
+
+
+class UnexpectedError(SwarmLLMError):
+    """What a client is told about a fault of ours that no one foresaw."""
+
+
+async def read_body(kind: type[T], *, optional: bool = False) -> T:
+    """The request's JSON body as `kind`. Raises InvalidRequest with `field`, TooLarge, UnsupportedMedia.
+
+    `application/json` is required because a web page may send every other type to us without asking us first.
+    """
+    try:
+        data = await request.get_data(cache=False)
+    except RequestEntityTooLarge:
+        raise TooLarge("The request body is larger than api.max_body_bytes.") from None
+    if optional and not data:
+        data = b"{}"
+    elif request.mimetype != "application/json":
+        raise UnsupportedMedia("Send the body as Content-Type: application/json.", field="Content-Type")
+    return decode_body(data, kind)
+
+
+def decode_body(data: bytes | str, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("The body is nested too deeply.") from None
+
+
+def _named(text: str) -> InvalidRequest:
+    at = _AT.search(text)
+    message, path = (text[: at.start()], at["path"]) if at else (text, "")
+    field = _FIELD.match(message)
+    if field:
+        path = f"{path}.{field['name']}" if path else field["name"]
+        message = (
+            "Unknown field" if field["fault"] == "contains unknown" else "Missing field"
+        ) + f" `{path}`."
+    return InvalidRequest(f"{path}: {message}" if path and not field else message, field=path or None)
+
+
+def error_object(error: SwarmLLMError) -> dict[str, object]:
+    return {"message": error.message, "type": error.error_type, "param": error.field, "code": error.code}
+
+
+def error_response(error: SwarmLLMError) -> Response:
+    body = msgspec.json.encode({"error": error_object(error)})
+    response = Response(body, status=error.http_status, content_type="application/json")
+    if isinstance(error, Overloaded):
+        response.headers["Retry-After"] = str(DEFAULT_RETRY_AFTER_S)
+    if isinstance(error, TooLarge):
+        response.headers["Connection"] = "close"
+    return response
+
+
+def http_error_response(error: HTTPException) -> Response:
+    """Errors of the framework (404, 405 ...) in OpenAI's shape, keeping headers such as Allow."""
+    status = error.code or 500
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    message = f"{request.method} {request.path}: {error.name}."
+    code = error.name.lower().replace(" ", "_")
+    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    response = Response(msgspec.json.encode(body), status=status, content_type="application/json")
+    for name, value in error.get_headers():
+        if name.lower() not in {"content-type", "content-length"}:
+            response.headers[name] = value
+    return response
+
+
+def as_swarmllm_error(error: BaseException) -> SwarmLLMError:
+    """The error to report for anything raised by the rooms below; groups of nurseries are looked through."""
+    if isinstance(error, SwarmLLMError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        ours, others = error.split(SwarmLLMError)
+        if ours is not None and others is None:
+            return as_swarmllm_error(ours.exceptions[0])
+    log.error("unexpected error in a request: %s", _where(error))
+    return UnexpectedError("This node hit an unexpected error; its log says more.")
+
+
+def _where(error: BaseException) -> str:
+    """Types and places of an error, not its words: they may quote a prompt."""
+    if isinstance(error, BaseExceptionGroup):
+        return "\n".join(map(_where, error.exceptions))
+    return f"{type(error).__qualname__}\n{''.join(traceback.format_tb(error.__traceback__))}"
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Exception groups leave as the one SwarmLLMError they carry; cancellation passes."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        raise as_swarmllm_error(group) from group

@@ -1,0 +1,23 @@
+"""GET /health (the process answers) and /health/ready (what it was told to load is loaded)."""
+
+from __future__ import annotations
+
+from quart import Blueprint, Response
+
+from swarmllm.api.chat_reply import encode
+from swarmllm.api.context import current_node
+
+health = Blueprint("health", __name__, url_prefix="/health")
+
+
+@health.get("")
+async def alive() -> Response:
+    return Response(encode({"status": "ok"}), content_type="application/json")
+
+
+@health.get("/ready")
+async def ready() -> Response:
+    readiness = current_node().readiness()
+    body = {"status": readiness.status, "reason": readiness.reason}
+    status = 200 if readiness.status == "ready" else 503
+    return Response(encode(body), status=status, content_type="application/json")

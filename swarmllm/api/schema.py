@@ -1,0 +1,177 @@
+"""Bodies of requests, as msgspec Structs: what is not in here is not accepted.
+
+Unknown fields are refused, as OpenAI does and llama.cpp does not: a misspelt `temprature` that is silently
+ignored costs an afternoon. Fields that OpenAI documents and this node does not offer are listed all the same,
+loosely typed, so that their neutral value is accepted and any other is refused by name (see `chat_request`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Text = Annotated[str, Meta(max_length=4 * 2**20)]
+Json = dict[str, object]
+
+
+class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of every body: an unknown field is an error."""
+
+
+class TextPart(Body, frozen=True, tag_field="type", tag="text"):
+    text: Text
+
+
+class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
+    """Known so that it can be refused by name."""
+
+
+class AudioPart(msgspec.Struct, frozen=True, tag_field="type", tag="input_audio"):
+    """Known so that it can be refused by name."""
+
+
+class FilePart(msgspec.Struct, frozen=True, tag_field="type", tag="file"):
+    """Known so that it can be refused by name."""
+
+
+Part = TextPart | ImagePart | AudioPart | FilePart
+Content = Text | Annotated[list[Part], Meta(max_length=4096)]
+Name = Annotated[str, Meta(max_length=256)]
+
+
+class FunctionCall(Body, frozen=True):
+    name: Name
+    arguments: Text
+    """JSON, as text."""
+
+
+class ToolCall(Body, frozen=True):
+    id: Name
+    function: FunctionCall
+    type: Literal["function"] = "function"
+    index: int | None = None
+    """Clients that echo a stream's deltas send it along."""
+
+
+class SystemMessage(Body, frozen=True, tag_field="role", tag="system"):
+    content: Content
+    name: Name | None = None
+
+
+class DeveloperMessage(Body, frozen=True, tag_field="role", tag="developer"):
+    content: Content
+    name: Name | None = None
+
+
+class UserMessage(Body, frozen=True, tag_field="role", tag="user"):
+    content: Content
+    name: Name | None = None
+
+
+class AssistantMessage(Body, frozen=True, tag_field="role", tag="assistant"):
+    content: Content | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
+    refusal: Text | None = None
+    annotations: list[Json] | None = None
+    audio: Json | None = None
+    function_call: Json | None = None
+
+
+class ToolMessage(Body, frozen=True, tag_field="role", tag="tool"):
+    content: Content
+    tool_call_id: Name
+    name: Name | None = None
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+class FunctionTool(Body, frozen=True):
+    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+    description: Text | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(Body, frozen=True):
+    function: FunctionTool
+    type: Literal["function"] = "function"
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    """A `tool_choice` object; refused by name."""
+
+
+class StreamOptions(Body, frozen=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+MaxTokens = Annotated[int, Meta(ge=1, le=2**20)]
+
+
+class ChatRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/chat/completions. None everywhere means what absence means."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    # llama.cpp's extras
+    top_k: Annotated[int, Meta(ge=0, le=2**20)] | None = None
+    min_p: Share | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
+    ignore_eos: bool | None = None
+    # accepted and without effect on the answer
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    metadata: Json | None = None
+    # accepted at their neutral value only
+    n: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    logit_bias: Json | None = None
+    response_format: Json | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    modalities: list[str] | None = None
+    audio: Json | None = None
+    prediction: Json | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    web_search_options: Json | None = None
+    functions: list[Json] | None = None
+    function_call: str | Json | None = None
+
+
+class AddModel(Body, frozen=True):
+    """POST /api/admin/models."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    name: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+
+
+class ModelLayers(Body, frozen=True):
+    """POST /api/admin/models/{model}/load and /unload; None is all of them."""
+
+    layers: Annotated[str, Meta(min_length=1, max_length=32)] | None = None

@@ -1,0 +1,66 @@
+"""Work that reports progress while an HTTP response shows it: hashing a model, loading layers.
+
+Like a `Feed`, it runs beside the response in the request's nursery and ends with it. Only the latest report
+counts, so a reader that is slower than the work skips some and never holds it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Generic, TypeVar
+
+import trio
+
+from swarmllm.api.errors import as_swarmllm_error
+from swarmllm.errors import SwarmLLMError
+
+T = TypeVar("T")
+Report = Callable[[int, int], None]
+
+
+class Work(Generic[T]):
+    """`async for done_bytes, total_bytes in work`; then `result` or `error` is set."""
+
+    def __init__(self, task: Callable[[Report], Awaitable[T]], *, from_thread: bool = False) -> None:
+        self._task = task
+        self._from_thread = from_thread
+        self._scope = trio.CancelScope()
+        self._news = trio.Event()
+        self._progress: tuple[int, int] | None = None
+        self._finished = False
+        self.result: T | None = None
+        self.error: SwarmLLMError | None = None
+
+    async def run(self) -> None:
+        report = self._report
+        if self._from_thread:
+            token = trio.lowlevel.current_trio_token()
+
+            def report(done_bytes: int, total_bytes: int) -> None:
+                token.run_sync_soon(self._report, done_bytes, total_bytes, idempotent=True)
+
+        try:
+            with self._scope:
+                self.result = await self._task(report)
+        except Exception as error:
+            self.error = as_swarmllm_error(error)
+        finally:
+            self._finished = True
+            self._news.set()
+
+    def stop(self) -> None:
+        self._scope.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, int]]:
+        while True:
+            await self._news.wait()
+            self._news = trio.Event()
+            progress, self._progress = self._progress, None
+            if progress is not None:
+                yield progress
+            if self._finished:
+                return
+
+    def _report(self, done_bytes: int, total_bytes: int) -> None:
+        self._progress = (done_bytes, total_bytes)
+        self._news.set()

@@ -1,0 +1,219 @@
+"""The daemon: every room of the house in one nursery, and the order in which they open and close.
+
+From the bottom up: catalogue, router, worker pool, registry, pipelines, node, HTTP. They close in reverse,
+because each only uses those before it; a stop (SIGINT, SIGTERM) is the cancellation of the whole. A second
+signal while stopping is left to Python's default and ends the process at once; workers notice by themselves
+that their parent is gone.
+
+`daemon.json` in the data folder tells other programs of this machine where the daemon listens (port 0 takes
+any free one). It is written when HTTP answers and removed at the end; a daemon that was killed leaves it
+behind, which is why it carries the pid.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from swarmllm import __version__
+from swarmllm.api import open_api
+from swarmllm.config import Config
+from swarmllm.errors import ConfigError, SwarmLLMError
+from swarmllm.guide import GUIDE_PATH
+from swarmllm.models import Catalogue
+from swarmllm.node import Node
+from swarmllm.pipeline.pipelines import Pipelines
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.swarm.libp2p_router import open_libp2p_router
+from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.registry_feed import follow_router
+from swarmllm.swarm.router import Router
+from swarmllm.swarm.settings import SwarmSettings
+from swarmllm.workerpool import WorkerPool, WorkerSettings
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+log = logging.getLogger(__name__)
+
+DAEMON_FILE = "daemon.json"
+GUIDE_NAME = "guide"
+
+
+class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of daemon.json."""
+
+    pid: int
+    version: str
+    api_url: str
+    node_id: str
+    addresses: tuple[str, ...]
+
+
+async def run_daemon(
+    config: Config, *, task_status: TaskStatus[Whereabouts] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Serve until SIGINT, SIGTERM or cancellation; started when HTTP answers (models may still load).
+
+    Raises ConfigError, and other SwarmLLMErrors for what keeps a daemon from running.
+    """
+    set_up_logging(config.node.log_level)
+    try:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(_stop_on_signal, nursery.cancel_scope)
+            async with open_daemon(config) as whereabouts:
+                task_status.started(whereabouts)
+                await trio.sleep_forever()
+    except BaseExceptionGroup as group:
+        raise _only_cause(group) from group
+
+
+@asynccontextmanager
+async def open_daemon(config: Config) -> AsyncIterator[Whereabouts]:
+    """A running daemon; leaving the block stops it. Raises ConfigError where folder or ports are taken."""
+    data_dir = await trio.to_thread.run_sync(prepare_data_dir, config.data_dir)
+    catalogue = await trio.to_thread.run_sync(open_catalogue, data_dir)
+    failure: Exception | None = None
+    async with open_libp2p_router(swarm_settings(config, data_dir)) as router:
+        try:
+            async with _open_rooms(config, data_dir, catalogue, router) as whereabouts:
+                yield whereabouts
+        except Exception as error:
+            # Kept aside: libp2p's services lose an exception that passes through their nurseries.
+            failure = error
+    if failure is not None:
+        raise failure
+
+
+@asynccontextmanager
+async def _open_rooms(
+    config: Config, data_dir: Path, catalogue: Catalogue, router: Router
+) -> AsyncIterator[Whereabouts]:
+    """Everything above the network, bottom up."""
+    settings = worker_settings(config, data_dir)
+    pool = WorkerPool(settings, data_dir / "run", on_change=lambda: node.holdings_changed())
+    async with pool.running(), trio.open_nursery() as nursery:
+        registry = Registry(router.node_id)
+        await nursery.start(follow_router, registry, router)
+        pipelines = Pipelines(router, registry, pool, catalogue, router.node_id, pipeline_settings(config))
+        await nursery.start(pipelines.run)
+        node = Node(
+            config, router=router, registry=registry, pool=pool, catalogue=catalogue, pipelines=pipelines
+        )
+        await nursery.start(node.run)
+        async with open_api(node, config) as api_url:
+            whereabouts = Whereabouts(
+                pid=os.getpid(),
+                version=__version__,
+                api_url=api_url,
+                node_id=router.node_id,
+                addresses=tuple(router.addresses),
+            )
+            file = data_dir / DAEMON_FILE
+            await trio.to_thread.run_sync(write_whereabouts, file, whereabouts)
+            try:
+                log.info("node %s (%s) serves %s", node.nickname, node.node_id, api_url)
+                nursery.start_soon(node.start)
+                yield whereabouts
+            finally:
+                log.info("stopping")
+                file.unlink(missing_ok=True)
+        nursery.cancel_scope.cancel()
+
+
+def prepare_data_dir(data_dir: Path) -> Path:
+    """Make it, for this user only. Raises ConfigError."""
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot use the data folder {data_dir}: {error.strerror}", field="node.data_dir"
+        ) from None
+    return data_dir
+
+
+def open_catalogue(data_dir: Path) -> Catalogue:
+    """The models of this node; the bundled guide is always among them."""
+    catalogue = Catalogue(data_dir / "catalogue.sqlite")
+    catalogue.ensure(GUIDE_PATH, GUIDE_NAME)
+    return catalogue
+
+
+def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
+    return WorkerSettings(
+        cache_dir=data_dir / "segments",
+        n_ctx=config.inference.n_ctx,
+        n_slots=config.inference.n_slots,
+        n_threads=config.n_threads,
+        use_mmap=config.resources.use_mmap,
+        n_gpu_layers=config.resources.n_gpu_layers,
+    )
+
+
+def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
+    network = config.network
+    return SwarmSettings(
+        data_dir=data_dir,
+        listen_host=network.listen_host,
+        libp2p_port=network.libp2p_port,
+        data_port=network.data_port,
+        bootstrap=network.bootstrap,
+        mdns=network.mdns,
+        announce=network.announce,
+    )
+
+
+def pipeline_settings(config: Config) -> PipelineSettings:
+    inference = config.inference
+    return PipelineSettings(
+        prefill_chunk_tokens=inference.prefill_chunk_tokens,
+        ack_timeout_s=inference.rr_ack_timeout_s,
+        silence_timeout_s=inference.first_token_timeout_s,
+        n_ctx=inference.n_ctx,
+        max_requests_per_model=inference.n_slots,
+    )
+
+
+def write_whereabouts(file: Path, whereabouts: Whereabouts) -> None:
+    """In one step, so that a reader never sees half a file."""
+    temporary = file.with_suffix(".tmp")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(whereabouts)) + b"\n")
+    temporary.replace(file)
+
+
+def set_up_logging(level: str) -> None:
+    """Everything to stderr, one line each. Libraries are heard only when they warn."""
+    logging.basicConfig(
+        level=logging.WARNING,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+    logging.getLogger("swarmllm").setLevel(level.upper())
+
+
+async def _stop_on_signal(scope: trio.CancelScope, *, task_status: TaskStatus[None]) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for number in signals:
+            log.info("%s received", signal.Signals(number).name)
+            break
+    scope.cancel()
+
+
+def _only_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one SwarmLLMError in nested groups of one, or the group as it is."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error if isinstance(error, SwarmLLMError) else group

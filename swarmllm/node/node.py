@@ -1,0 +1,312 @@
+"""What a running node can do for its user: the one object behind the HTTP API.
+
+The node owns no machinery; it joins the rooms below (catalogue, worker pool, registry, pipelines) into the
+acts that people ask for, and tells the swarm when what it holds has changed. Requests of this node's users
+pass through `Admission` first; requests that other nodes send through our layers do not, those are bounded
+where they arrive.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from swarmllm import __version__
+from swarmllm.config import Config
+from swarmllm.errors import BadModel, InvalidRequest, ModelNotFound, SwarmLLMError
+from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge
+from swarmllm.node.admission import Admission
+from swarmllm.node.memory import memory_bytes
+from swarmllm.node.views import HolderView, ModelView, PeerView, Readiness, RequestCounts
+from swarmllm.pipeline.generation import Generation
+from swarmllm.pipeline.pipelines import Pipelines, PipelineStatistics
+from swarmllm.pipeline.prompt import Prompt
+from swarmllm.scheduling.route import choose_route, missing_layers
+from swarmllm.swarm.registry import Registry, SwarmModel
+from swarmllm.swarm.router import Router
+from swarmllm.workerpool import ModelFile, WorkerPool, WorkerStatistics
+from swarmllm_proto.codec import encode_record
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import NodeCapability, NodeRecord, ShardAnnounce
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+log = logging.getLogger("swarmllm.node")
+
+SOFTWARE = f"swarmllm/{__version__}"
+MAX_TOKENS = 2**20
+Progress = Callable[[int, int], None]
+
+
+class Node:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        router: Router,
+        registry: Registry,
+        pool: WorkerPool,
+        catalogue: Catalogue,
+        pipelines: Pipelines,
+    ) -> None:
+        inference = config.inference
+        self.nickname = config.nickname
+        self.started_at = time.time()
+        self.counts = RequestCounts()
+        # More would find no slot in a worker.
+        n_running = min(inference.max_concurrent_requests, inference.n_slots)
+        self.admission = Admission(n_running, inference.max_queued_requests, inference.queue_timeout_s)
+        self._config = config
+        self._router = router
+        self._registry = registry
+        self._pool = pool
+        self._catalogue = catalogue
+        self._pipelines = pipelines
+        self._sequence = 0
+        self._published: tuple[ShardAnnounce, ...] | None = None
+        self._changed = trio.Event()
+        self._publishing = trio.Lock()
+        self._readiness = Readiness("starting", "loading models")
+
+    @property
+    def node_id(self) -> str:
+        return self._router.node_id
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._router.addresses
+
+    def readiness(self) -> Readiness:
+        return self._readiness
+
+    def peers(self) -> tuple[PeerView, ...]:
+        return tuple(PeerView(info, self._registry.node(info.node_id)) for info in self._router.peers())
+
+    def pipeline_statistics(self) -> PipelineStatistics:
+        return self._pipelines.statistics()
+
+    def worker_statistics(self) -> tuple[WorkerStatistics, ...]:
+        return self._pool.statistics()
+
+    async def start(self) -> None:
+        """Load what the configuration names.
+
+        Raises SwarmLLMError for an entry that cannot be meant (no such model, layers it does not have); a
+        load that fails is logged and leaves the node running, not ready.
+        """
+        wanted = [await self._wanted(text) for text in self._config.model.load]
+        for entry, layers in wanted:
+            try:
+                await self._load(entry, layers, None)
+            except SwarmLLMError as error:
+                log.error(  # noqa: TRY400 (the message says it all)
+                    "loading %s %s failed: %s", entry.name, layers, error.message
+                )
+                self._readiness = Readiness("failed", f"{entry.name} {layers}: {error.message}")
+                return
+        self._readiness = Readiness("ready")
+
+    async def models(self) -> tuple[ModelView, ...]:
+        entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
+        swarm = self._registry.models()
+        views = [self._view(entry, swarm.get(model_id)) for model_id, entry in entries.items()]
+        views += [self._view(None, model) for model_id, model in swarm.items() if model_id not in entries]
+        return tuple(sorted(views, key=lambda view: (view.name, view.model_id)))
+
+    async def model(self, name_or_id: str) -> ModelView:
+        """Raises ModelNotFound, InvalidRequest (ambiguous)."""
+        swarm = self._registry.models()
+        try:
+            entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        except ModelNotFound:
+            for model in swarm.values():
+                if name_or_id in (model.name, model.model_id):
+                    return self._view(None, model)
+            raise
+        return self._view(entry, swarm.get(entry.model_id))
+
+    async def add_model(self, path: Path, name: str | None, progress: Progress) -> ModelView:
+        """Hashes the file; `progress` is called in a thread. Raises BadModel, InvalidRequest, Conflict."""
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            trio.from_thread.check_cancelled()
+            progress(done_bytes, total_bytes)
+
+        entry = await trio.to_thread.run_sync(self._catalogue.add, path, name, report)
+        return self._view(entry, self._registry.models().get(entry.model_id))
+
+    async def resolve(self, name_or_id: str, layers: str | None) -> tuple[CatalogueEntry, LayerRange]:
+        """What a load means. Raises ModelNotFound, BadModel, InvalidRequest naming the field."""
+        entry = await trio.to_thread.run_sync(self._catalogue.resolve, name_or_id)
+        wanted = entry.manifest.whole if layers is None else LayerRange.parse(layers)
+        _check_layers(entry, wanted)
+        return entry, wanted
+
+    async def load(self, entry: CatalogueEntry, layers: LayerRange, progress: Progress) -> ModelView:
+        """Make layers ready and tell the swarm. Raises BadModel, WorkerError."""
+        await self._load(entry, layers, progress)
+        return self._view(entry, self._registry.models().get(entry.model_id))
+
+    async def unload(self, name_or_id: str, layers: str | None) -> ModelView:
+        """Drop layers; None: all. Raises ModelNotFound, InvalidRequest, Conflict (none is loaded)."""
+        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        gone = entry.manifest.whole if layers is None else LayerRange.parse(layers)
+        _check_layers(entry, gone)
+        await self._pool.unload(entry.model_id, gone)
+        await self.publish()
+        return self._view(entry, self._registry.models().get(entry.model_id))
+
+    @asynccontextmanager
+    async def generate(
+        self, model: str, prompt: Prompt, sampling: Sampling, max_tokens: int | None
+    ) -> AsyncIterator[Generation]:
+        """One request of a user of this node. `max_tokens` None: until the context is full.
+
+        Leaving early cancels it on every node. Raises ModelNotFound, BadModel, Overloaded, NoPipeline,
+        ContextFull, and what pipelines raise.
+        """
+        entry = await trio.to_thread.run_sync(self._catalogue.resolve, model)
+        # Pipelines shorten it to what the context leaves.
+        sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens or MAX_TOKENS)
+        generation: Generation | None = None
+        try:
+            async with (
+                self.admission.turn() as queue_s,
+                self._pipelines.generate(prompt, entry, sampling, queue_s=queue_s) as generation,
+            ):
+                yield generation
+        except BaseException as error:
+            self._count(error)
+            raise
+        else:
+            self._count(None)
+        finally:
+            if generation is not None:
+                self.counts.generated_tokens += generation.n_generated
+                log.info("%s: %s", entry.name, _account(generation))
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep the swarm informed of what `holdings_changed` says; started once it knows this node."""
+        await self.publish()
+        task_status.started()
+        while True:
+            await self._changed.wait()
+            self._changed = trio.Event()
+            await self.publish()
+
+    def holdings_changed(self) -> None:
+        """For the pool: layers came or went, perhaps long after whoever asked for it has left."""
+        self._changed.set()
+
+    async def publish(self) -> None:
+        """Tell the swarm what this node holds, if that is news. One at a time: the last word is the
+        newest.
+        """
+        async with self._publishing:
+            holdings = await self._holdings()
+            if holdings != self._published:
+                self._sequence += 1
+                await self._router.publish(encode_record(self._record(holdings)))
+                self._published = holdings
+
+    async def _load(self, entry: CatalogueEntry, layers: LayerRange, progress: Progress | None) -> None:
+        await self._pool.load(ModelFile(entry.model_id, entry.path), layers, progress)
+        await self.publish()
+
+    async def _wanted(self, text: str) -> tuple[CatalogueEntry, LayerRange]:
+        name, colon, layers = text.partition(":")
+        return await self.resolve(name, layers if colon else None)
+
+    async def _holdings(self) -> tuple[ShardAnnounce, ...]:
+        entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
+        return tuple(
+            ShardAnnounce(
+                model_id=model_id,
+                name=entries[model_id].name,
+                n_layers=entries[model_id].manifest.n_layers,
+                ranges=tuple((layers.start, layers.end) for layers in ranges),
+            )
+            for model_id, ranges in sorted(self._pool.models().items())
+            if model_id in entries
+        )
+
+    def _record(self, holdings: tuple[ShardAnnounce, ...]) -> NodeRecord:
+        total_bytes, free_bytes = memory_bytes()
+        capability = NodeCapability(
+            memory_total_bytes=total_bytes,
+            memory_free_bytes=free_bytes,
+            active_requests=self.admission.n_active,
+            max_requests=self.admission.max_running,
+        )
+        return NodeRecord(
+            node_id=self.node_id,
+            nickname=self.nickname,
+            software=SOFTWARE,
+            started_at=self.started_at,
+            sequence=self._sequence,
+            models=holdings,
+            capability=capability,
+        )
+
+    def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None) -> ModelView:
+        """This node's own ranges come from the pool: its record may still be on its way to the registry."""
+        model_id = entry.model_id if entry else model.model_id if model else ""
+        n_layers = entry.manifest.n_layers if entry else model.n_layers if model else 0
+        loaded = self._pool.loaded(model_id)
+        held: dict[str, tuple[LayerRange, ...]] = {self.node_id: loaded} if loaded else {}
+        for holder in model.holders if model else ():
+            if holder.node_id != self.node_id:
+                held[holder.node_id] = (*held.get(holder.node_id, ()), holder.layers)
+        ranges = [layers for node_ranges in held.values() for layers in node_ranges]
+        alignment = entry.manifest.cut_alignment if entry else 1
+        return ModelView(
+            model_id=model_id,
+            name=entry.name if entry else model.name if model else "",
+            n_layers=n_layers,
+            entry=entry,
+            loaded=loaded,
+            holders=tuple(self._holder(node_id, held[node_id]) for node_id in held),
+            missing=tuple(missing_layers(n_layers, ranges)),
+            complete=choose_route(n_layers, alignment, held, self.node_id) is not None,
+        )
+
+    def _holder(self, node_id: str, layers: tuple[LayerRange, ...]) -> HolderView:
+        record = self._registry.node(node_id)
+        nickname = self.nickname if node_id == self.node_id else record.nickname if record else ""
+        return HolderView(node_id, nickname, merge(layers), node_id == self.node_id)
+
+    def _count(self, error: BaseException | None) -> None:
+        if error is None:
+            self.counts.completed += 1
+        elif isinstance(error, Exception):
+            self.counts.failed += 1
+        else:
+            self.counts.cancelled += 1
+
+
+def _account(generation: Generation) -> str:
+    """One line for the log; nothing of what was said."""
+    timings, n_generated = generation.timings, generation.n_generated
+    nodes = " ".join(f"{stage.layers}@{stage.nickname or stage.node_id}" for stage in generation.route)
+    return (
+        f"{generation.n_prompt_tokens} + {n_generated} tokens, {generation.finish_reason or 'left early'}, "
+        f"queue {timings.queue_s:.3f} s, prefill {timings.prefill_s:.3f} s, decode {timings.decode_s:.3f} s, "
+        f"{generation.shape} {nodes}"
+    )
+
+
+def _check_layers(entry: CatalogueEntry, layers: LayerRange) -> None:
+    manifest = entry.manifest
+    if layers not in manifest.whole:
+        raise InvalidRequest(f"{entry.name} has layers {manifest.whole}, not {layers}.", field="layers")
+    if not (manifest.can_cut_at(layers.start) and manifest.can_cut_at(layers.end)):
+        why = manifest.whole_reason or f"cuts are possible at multiples of {manifest.cut_alignment}"
+        raise BadModel(f"{entry.name} cannot be cut at {layers}: {why}.", field="layers")

@@ -1,0 +1,55 @@
+"""What a node tells about itself, its models and its peers: facts, not yet their JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from swarmllm.models import CatalogueEntry, LayerRange
+from swarmllm.swarm.router import PeerInfo
+from swarmllm_proto.swarm import NodeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    status: Literal["starting", "ready", "failed"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HolderView:
+    node_id: str
+    nickname: str
+    layers: tuple[LayerRange, ...]
+    is_self: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """A model of the catalogue (then `entry` is there) or one that only other nodes have."""
+
+    model_id: str
+    name: str
+    n_layers: int
+    entry: CatalogueEntry | None
+    loaded: tuple[LayerRange, ...]
+    holders: tuple[HolderView, ...]
+    missing: tuple[LayerRange, ...]
+    """Layers that no connected node holds."""
+    complete: bool
+    """A request would find a pipeline now."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerView:
+    info: PeerInfo
+    record: NodeRecord | None
+    """None until the peer has said something about itself."""
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    generated_tokens: int = 0

@@ -1,0 +1,208 @@
+"""A real Node whose machinery below is ours: pipelines that play a script, a pool that only remembers.
+
+Everything from HTTP down to `Node` is the real thing, and so are router (in memory), registry and catalogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import trio
+
+from swarmllm.api.app import create_app
+from swarmllm.api.server import open_api
+from swarmllm.config import ApiTable, Config, InferenceTable
+from swarmllm.errors import SwarmLLMError
+from swarmllm.guide import GUIDE_PATH
+from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge, subtract
+from swarmllm.node import Node
+from swarmllm.pipeline.generation import GeneratedText, StageReport, Timings
+from swarmllm.pipeline.pipelines import PipelineStatistics
+from swarmllm.pipeline.prompt import Prompt
+from swarmllm.swarm.memory import InMemoryNetwork, InMemoryRouter
+from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.registry_feed import follow_router
+from swarmllm.workerpool import WorkerStatistics
+from swarmllm_proto.codec import encode_record
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
+
+
+@dataclass
+class Script:
+    """What the next generations do."""
+
+    texts: list[str] = field(default_factory=lambda: ["Hello", " there", "."])
+    finish_reason: str = "stop"
+    fail_before: SwarmLLMError | None = None
+    fail_after: int | None = None
+    """Raise `failure` after this many texts."""
+    failure: Exception | None = None
+    hold_after: int | None = None
+    """Wait for ever after this many texts."""
+    between: Callable[[], Any] | None = None
+    """Awaited before each text."""
+
+
+class FakeGeneration:
+    def __init__(self, script: Script, queue_s: float) -> None:
+        self._script = script
+        self.shape = "local"
+        self.route = (StageReport("node-a", "küche", LayerRange(0, 12), compute_s=0.002, prefill_s=0.01),)
+        self.timings = Timings(queue_s, tokenize_s=0.001, prefill_s=0.01, decode_s=0.5)
+        self.n_prompt_tokens = 7
+        self.n_generated = 0
+        self.finish_reason: str | None = None
+
+    async def __aiter__(self) -> AsyncIterator[GeneratedText]:
+        script = self._script
+        for i, text in enumerate(script.texts):
+            if i == script.hold_after:
+                await trio.sleep_forever()
+            if i == script.fail_after and script.failure is not None:
+                raise script.failure
+            await (script.between or trio.lowlevel.checkpoint)()
+            self.n_generated += 1
+            yield GeneratedText(text, i, 100 + i)
+        self.finish_reason = script.finish_reason
+
+
+@dataclass
+class Call:
+    prompt: Prompt
+    entry: CatalogueEntry
+    sampling: Sampling
+    ended: trio.Event = field(default_factory=trio.Event)
+    outcome: str = "running"
+
+
+class FakePipelines:
+    def __init__(self) -> None:
+        self.script = Script()
+        self.calls: list[Call] = []
+        self.started = trio.Event()
+
+    @asynccontextmanager
+    async def generate(
+        self, prompt: Prompt, entry: CatalogueEntry, sampling: Sampling, *, queue_s: float
+    ) -> AsyncIterator[FakeGeneration]:
+        call = Call(prompt, entry, sampling)
+        self.calls.append(call)
+        self.started.set()
+        if self.script.fail_before is not None:
+            raise self.script.fail_before
+        try:
+            yield FakeGeneration(self.script, queue_s)
+            call.outcome = "completed"
+        except BaseException as error:
+            call.outcome = type(error).__name__
+            raise
+        finally:
+            call.ended.set()
+
+    def statistics(self) -> PipelineStatistics:
+        return PipelineStatistics(generations=len(self.calls))
+
+
+class FakePool:
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[LayerRange, ...]] = {}
+        self.failure: SwarmLLMError | None = None
+
+    async def load(self, model: Any, layers: LayerRange, progress: Any) -> tuple[LayerRange, ...]:
+        if progress is not None:
+            progress(50, 100)
+        await trio.lowlevel.checkpoint()
+        if self.failure is not None:
+            raise self.failure
+        self.held[model.model_id] = merge([*self.loaded(model.model_id), layers])
+        return self.held[model.model_id]
+
+    async def unload(self, model_id: str, layers: LayerRange) -> tuple[LayerRange, ...]:
+        await trio.lowlevel.checkpoint()
+        self.held[model_id] = subtract(self.loaded(model_id), [layers])
+        return self.held[model_id]
+
+    def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
+        return self.held.get(model_id, ())
+
+    def models(self) -> dict[str, tuple[LayerRange, ...]]:
+        return {model_id: ranges for model_id, ranges in self.held.items() if ranges}
+
+    def statistics(self) -> tuple[WorkerStatistics, ...]:
+        return ()
+
+
+@dataclass
+class Stand:
+    """A node on a stand: poke the parts below, look at what comes out above."""
+
+    node: Node
+    pipelines: FakePipelines
+    pool: FakePool
+    config: Config
+    network: InMemoryNetwork
+    router: InMemoryRouter
+    registry: Registry
+    url: str = ""
+    http: httpx.AsyncClient = field(default_factory=httpx.AsyncClient)
+
+    async def tell_of_peer(
+        self, node_id: str, model: str, n_layers: int, ranges: tuple[tuple[int, int], ...]
+    ) -> None:
+        """Connect a node that says it holds these layers, and wait until this one has heard it."""
+        announced = ShardAnnounce(model_id="ab" * 32, name=model, n_layers=n_layers, ranges=ranges)
+        record = NodeRecord(node_id=node_id, nickname=f"{node_id}'s name", models=(announced,))
+        await self.network.add(node_id).publish(encode_record(record))
+        with trio.fail_after(2):
+            while "ab" * 32 not in self.registry.models():
+                await trio.lowlevel.checkpoint()
+
+
+@asynccontextmanager
+async def open_node(
+    folder: Path, *, config: Config | None = None, pool_failure: SwarmLLMError | None = None, **inference: Any
+) -> AsyncIterator[Stand]:
+    """A started node "node-a" with the guide in its catalogue; `inference`: keys of that table."""
+    config = config or Config(
+        api=ApiTable(port=0, max_body_bytes=65536), inference=InferenceTable(**inference)
+    )
+    catalogue = Catalogue(folder / "catalogue.sqlite")
+    await trio.to_thread.run_sync(catalogue.ensure, GUIDE_PATH, "guide")
+    pipelines, pool = FakePipelines(), FakePool()
+    async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
+        router = network.add("node-a")
+        registry = Registry("node-a")
+        await nursery.start(follow_router, registry, router)
+        node = Node(
+            config,
+            router=router,
+            registry=registry,
+            pool=pool,  # type: ignore[arg-type]
+            catalogue=catalogue,
+            pipelines=pipelines,  # type: ignore[arg-type]
+        )
+        pool.failure = pool_failure
+        await nursery.start(node.run)
+        await node.start()
+        yield Stand(node, pipelines, pool, config, network, router, registry)
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def serve_node(folder: Path, **inference: Any) -> AsyncIterator[Stand]:
+    """The same behind a real HTTP server on a free port."""
+    async with (
+        open_node(folder, **inference) as stand,
+        open_api(stand.node, stand.config) as stand.url,
+        httpx.AsyncClient(base_url=stand.url, trust_env=False, timeout=10) as stand.http,
+    ):
+        yield stand
+
+
+__all__ = ["FakeGeneration", "Script", "Stand", "create_app", "open_node", "serve_node"]

@@ -1,0 +1,195 @@
+"""Administration over HTTP, on a node whose pool only remembers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+from api_fakes import Stand, open_node, serve_node
+
+from swarmllm.config import Config, ModelTable
+from swarmllm.errors import InvalidRequest, ModelNotFound, WorkerError
+from swarmllm.guide import DRAFT_PATH
+from swarmllm.models import LayerRange
+from swarmllm_proto.codec import decode_record
+
+MODELS = "/api/admin/models"
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(line) for line in text.splitlines()]
+
+
+async def load(stand: Stand, layers: str | None = None) -> list[dict[str, Any]]:
+    answer = await stand.http.post(f"{MODELS}/guide/load", json={"layers": layers})
+    assert answer.status_code == 200
+    return lines(answer.text)
+
+
+async def test_loading_shows_progress_and_then_the_model(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        progress, result = await load(stand, "0:4")
+    assert progress == {"type": "progress", "done_bytes": 50, "total_bytes": 100}
+    assert result["type"] == "result"
+    model = result["model"]
+    assert (model["loaded"], model["missing"], model["complete"]) == (["0:4"], ["4:12"], False)
+    assert [(holder["layers"], holder["is_self"]) for holder in model["holders"]] == [(["0:4"], True)]
+
+
+async def test_without_layers_the_whole_model_is_loaded_and_unloaded(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        *_, result = await load(stand)
+        status = (await stand.http.get(f"{MODELS}/guide/status")).json()
+        unloaded = (await stand.http.post(f"{MODELS}/guide/unload")).json()
+    assert result["model"] == status
+    assert (status["loaded"], status["missing"], status["complete"]) == (["0:12"], [], True)
+    assert (unloaded["loaded"], unloaded["holders"]) == ([], [])
+
+
+async def test_the_swarm_is_told_what_is_held(tmp_path: Path) -> None:
+    async with open_node(tmp_path) as stand:
+        entry, layers = await stand.node.resolve("guide", "4:8")
+        await stand.node.load(entry, layers, lambda done, total: None)
+        record = decode_record(stand.router.records()["node-a"])
+        assert [(model.name, model.n_layers, model.ranges) for model in record.models] == [
+            ("guide", 12, ((4, 8),))
+        ]
+        await stand.node.publish()
+        assert decode_record(stand.router.records()["node-a"]) == record, "nothing new, nothing said"
+        stand.pool.held.clear()
+        stand.node.holdings_changed()
+        with trio.fail_after(2):
+            while decode_record(stand.router.records()["node-a"]).models:
+                await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("layers", "status", "field"),
+    [("4", 400, "layers"), ("4:2", 400, "layers"), ("0:13", 400, "layers"), ("x" * 50, 400, "layers")],
+)
+async def test_layers_that_cannot_be_are_refused_before_anything_happens(
+    tmp_path: Path, layers: str, status: int, field: str
+) -> None:
+    async with serve_node(tmp_path) as stand:
+        for act in ("load", "unload"):
+            answer = await stand.http.post(f"{MODELS}/guide/{act}", json={"layers": layers})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (status, field)
+
+
+async def test_a_load_that_fails_ends_with_an_error_line(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        stand.pool.failure = WorkerError("out of memory")
+        *_, last = await load(stand)
+    assert last["type"] == "error"
+    assert last["error"]["message"] == "out of memory"
+
+
+async def test_adding_a_model_hashes_it_and_lists_it(tmp_path: Path) -> None:
+    path = tmp_path / "draft.gguf"
+    shutil.copy(DRAFT_PATH, path)
+    async with serve_node(tmp_path) as stand:
+        answer = await stand.http.post(MODELS, json={"path": str(path), "name": "small"})
+        listed = (await stand.http.get(MODELS)).json()["models"]
+    *progress, result = lines(answer.text)
+    assert all(line["type"] == "progress" and line["done_bytes"] <= line["total_bytes"] for line in progress)
+    assert (result["model"]["name"], result["model"]["path"]) == ("small", str(path))
+    assert [model["name"] for model in listed] == ["guide", "small"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        ({"path": "guide.gguf"}, 400, "path"),
+        ({}, 400, "path"),
+        ({"path": "/x", "nam": "y"}, 400, "nam"),
+    ],
+)
+async def test_adding_needs_an_absolute_path(
+    tmp_path: Path, body: dict[str, str], status: int, field: str
+) -> None:
+    async with serve_node(tmp_path) as stand:
+        answer = await stand.http.post(MODELS, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, field)
+
+
+async def test_a_file_that_is_no_model_ends_with_an_error_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF" + b"\xff" * 100)
+    async with serve_node(tmp_path) as stand:
+        answer = await stand.http.post(MODELS, json={"path": str(path)})
+    assert lines(answer.text)[-1]["error"]["code"] == "bad_model"
+
+
+async def test_stats_peers_and_configuration(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        await load(stand, "0:4")
+        stats = (await stand.http.get("/api/admin/stats")).json()
+        peers = (await stand.http.get("/api/admin/peers")).json()
+        config = (await stand.http.get("/api/admin/config")).json()
+    assert stats["node_id"] == "node-a"
+    assert stats["ready"] is True
+    assert stats["requests"]["active"] == 0
+    assert [(model["name"], model["layers"]) for model in stats["models"]] == [("guide", ["0:4"])]
+    assert peers == {"peers": []}
+    assert config["config"]["api"]["max_body_bytes"] == 65536
+
+
+async def test_unknown_models_are_a_404(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        answers = [
+            await stand.http.get(f"{MODELS}/gide/status"),
+            await stand.http.post(f"{MODELS}/gide/load"),
+            await stand.http.post(f"{MODELS}/gide/unload"),
+        ]
+    assert {answer.status_code for answer in answers} == {404}
+    assert all("guide" in answer.json()["error"]["message"] for answer in answers)
+
+
+async def test_a_model_that_only_a_peer_holds_is_shown_as_such(tmp_path: Path) -> None:
+    async with open_node(tmp_path) as stand:
+        await stand.tell_of_peer("node-b", "other", n_layers=8, ranges=((0, 4), (4, 8)))
+        view = await stand.node.model("other")
+        assert view.entry is None
+        assert view.complete
+        assert [(holder.nickname, holder.layers) for holder in view.holders] == [
+            ("node-b's name", (LayerRange(0, 8),))
+        ]
+        assert [view.name for view in await stand.node.models()] == ["guide", "other"]
+        with pytest.raises(ModelNotFound):
+            await stand.node.resolve("other", None)
+
+
+async def test_what_the_configuration_names_is_loaded_at_start(tmp_path: Path) -> None:
+    config = Config(model=ModelTable(load=("guide:0:4", "guide:8:12")))
+    async with open_node(tmp_path, config=config) as stand:
+        (held,) = stand.pool.models().values()
+        assert held == (LayerRange(0, 4), LayerRange(8, 12))
+        assert stand.node.readiness().status == "ready"
+
+
+@pytest.mark.parametrize("entry", ["gide", "guide:0:99", "guide:4", "guide:"])
+async def test_a_start_that_cannot_be_meant_fails_with_the_reason(tmp_path: Path, entry: str) -> None:
+    with pytest.RaisesGroup(pytest.RaisesExc(InvalidRequest), allow_unwrapped=True, flatten_subgroups=True):
+        async with open_node(tmp_path, config=Config(model=ModelTable(load=(entry,)))):
+            pass
+
+
+async def test_readiness_tells_a_load_that_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = Config(model=ModelTable(load=("guide",)))
+    async with open_node(tmp_path, config=config, pool_failure=WorkerError("no memory")) as stand:
+        readiness = stand.node.readiness()
+    assert readiness.status == "failed"
+    assert "no memory" in readiness.reason
+    assert "no memory" in caplog.text
+
+
+async def test_health_and_readiness_over_http(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        alive = await stand.http.get("/health")
+        ready = await stand.http.get("/health/ready")
+    assert (alive.status_code, alive.json()) == (200, {"status": "ok"})
+    assert (ready.status_code, ready.json()["status"]) == (200, "ready")

@@ -1,0 +1,173 @@
+"""What a chat request's body may say, and how a refusal names what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm.api.chat_request import ChatCall, chat_call
+from swarmllm.api.errors import decode_body
+from swarmllm.api.schema import ChatRequest
+from swarmllm.errors import InvalidRequest
+
+HELLO: dict[str, Any] = {"model": "guide", "messages": [{"role": "user", "content": "hello"}]}
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+
+
+def read(body: dict[str, Any]) -> ChatCall:
+    return chat_call(decode_body(msgspec.json.encode(body), ChatRequest))
+
+
+def refused_field(body: dict[str, Any]) -> str | None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(body)
+    assert caught.value.message
+    return caught.value.field
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"model": "guide", "messages": [fields]}
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": HELLO["messages"]}, "model"),
+        ({"model": "guide"}, "messages"),
+        (HELLO | {"messages": []}, "messages"),
+        (HELLO | {"messages": "hello"}, "messages"),
+        (HELLO | {"model": 5}, "model"),
+        (HELLO | {"temprature": 1}, "temprature"),
+        (HELLO | {"temperature": "hot"}, "temperature"),
+        (HELLO | {"temperature": 3}, "temperature"),
+        (HELLO | {"max_tokens": 0}, "max_tokens"),
+        (HELLO | {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        (HELLO | {"stop": ["a", ""]}, "stop[1]"),
+        (HELLO | {"stream": "yes"}, "stream"),
+        (HELLO | {"stream_options": {"include_usage": True}}, "stream_options"),
+        (HELLO | {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        (message(role="robot", content="x"), "messages[0].role"),
+        (message(content="x"), "messages[0].role"),
+        (message(role="user"), "messages[0].content"),
+        (message(role="user", content=7), "messages[0].content"),
+        (message(role="user", content="x", colour="red"), "messages[0].colour"),
+        (message(role="user", content=[{"type": "text"}]), "messages[0].content[0].text"),
+        (message(role="user", content=[IMAGE]), "messages[0].content[0].type"),
+        (message(role="user", content=[{"type": "smell"}]), "messages[0].content[0].type"),
+        (message(role="assistant"), "messages[0].content"),
+        (message(role="assistant", content="x", audio={"id": "a"}), "messages[0].audio"),
+        (message(role="tool", content="x"), "messages[0].tool_call_id"),
+        (HELLO | {"tools": [{"type": "function"}]}, "tools[0].function"),
+        (HELLO | {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        (HELLO | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        (HELLO | {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        (HELLO | {"n": 2}, "n"),
+        (HELLO | {"logprobs": True}, "logprobs"),
+        (HELLO | {"logit_bias": {"5": 1}}, "logit_bias"),
+        (HELLO | {"response_format": {"type": "json_object"}}, "response_format"),
+        (HELLO | {"modalities": ["audio"]}, "modalities"),
+        (HELLO | {"store": True}, "store"),
+        (HELLO | {"service_tier": "flex"}, "service_tier"),
+        (HELLO | {"functions": [{}]}, "functions"),
+        (HELLO | {"reasoning_effort": "high"}, "reasoning_effort"),
+    ],
+)
+def test_a_refusal_names_the_field(body: dict[str, Any], field: str) -> None:
+    assert refused_field(body) == field
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[]", b'"x"', b"[" * 100_000, b'{"model": 1e400}'])
+def test_what_is_no_object_of_json_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        decode_body(data, ChatRequest)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_get_through_as_anything_but_a_request_or_a_refusal(data: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        decode_body(data, ChatRequest)
+
+
+def test_neutral_values_and_nulls_are_accepted() -> None:
+    neutral = {
+        "n": 1,
+        "logprobs": False,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "store": False,
+        "service_tier": "auto",
+        "user": "me",
+        "metadata": {"a": "b"},
+        "temperature": None,
+        "stop": None,
+        "tools": None,
+        "tool_choice": "auto",
+        "audio": None,
+    }
+    assert read(HELLO | neutral) == read(HELLO)
+
+
+def test_every_field_that_is_offered_reaches_the_sampler() -> None:
+    chosen = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "repeat_penalty": 1.1,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 2.0,
+        "seed": 7,
+        "ignore_eos": True,
+    }
+    sampling = read(HELLO | chosen | {"stop": "END"}).sampling
+    assert {name: getattr(sampling, name) for name in chosen} == chosen
+    assert sampling.stop == ("END",)
+
+
+def test_openais_defaults_hold_where_nothing_is_said() -> None:
+    call = read(HELLO)
+    assert (call.sampling.temperature, call.sampling.top_p, call.sampling.stop) == (1.0, 1.0, ())
+    assert call.max_tokens is None
+    assert not call.stream
+
+
+@pytest.mark.parametrize(("seed", "reduced"), [(-1, 2**32 - 1), (2**32, 0), (2**63 - 1, 2**32 - 1)])
+def test_a_64_bit_seed_is_reduced_to_32_bits(seed: int, reduced: int) -> None:
+    assert read(HELLO | {"seed": seed}).sampling.seed == reduced
+
+
+def test_text_parts_become_lines_and_developer_becomes_system() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert read(message(role="developer", content=parts)).messages == [
+        {"role": "system", "content": "one\ntwo"}
+    ]
+
+
+def test_tool_calls_of_an_earlier_turn_reach_the_template_as_objects() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+    messages = [
+        {"role": "user", "content": "time?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+    ]
+    read_messages = read({"model": "guide", "messages": messages, "tools": [TOOL]}).messages
+    assert read_messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [call | {"function": {"name": "now", "arguments": {"zone": "UTC"}}}],
+    }
+    assert read_messages[2] == {"role": "tool", "content": "12:00", "tool_call_id": "call_1"}
+
+
+def test_tools_are_left_out_where_no_call_is_wanted() -> None:
+    assert read(HELLO | {"tools": [TOOL], "tool_choice": "none"}).tools is None
+    assert read(HELLO | {"tools": [TOOL]}).tools == [TOOL]
+
+
+def test_without_parallel_tool_calls_one_is_the_most() -> None:
+    assert read(HELLO | {"tools": [TOOL], "parallel_tool_calls": False}).max_tool_calls == 1

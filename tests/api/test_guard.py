@@ -1,0 +1,174 @@
+"""Who is let in: hosts, origins, content types, sizes, addresses to listen on."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+import pytest
+import trio
+from api_fakes import serve_node
+
+from swarmllm.api import server
+from swarmllm.api.errors import Forbidden
+from swarmllm.api.guard import check_host, check_origin, is_loopback
+from swarmllm.api.server import bind
+from swarmllm.errors import ConfigError
+
+CHAT = "/v1/chat/completions"
+WEBSOCKET = (
+    b"GET /v1/models HTTP/1.1\r\nHost: evil.com\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "localhost:8800", "127.0.0.1:1", "127.9.9.9", "[::1]:8800", "LOCALHOST", "node.lan:80"],
+)
+def test_hosts_of_this_machine_are_let_in(host: str) -> None:
+    check_host(host, {"node.lan"})
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        "evil.com",
+        "evil.com:8800",
+        "localhost.evil.com",
+        "127.0.0.1.evil.com",
+        "192.0.2.1",
+        "localhost/x",
+        "user@localhost",
+        "localhost:port",
+        "[::1",
+        "localhost#",
+        "0.0.0.0:8800",
+    ],
+)
+def test_other_hosts_are_kept_out(host: str) -> None:
+    with pytest.raises(Forbidden):
+        check_host(host, {"node.lan"})
+
+
+def test_only_our_own_origin_is_let_in() -> None:
+    check_origin(None, "localhost:8800")
+    check_origin("http://localhost:8800", "localhost:8800")
+    for origin in ("null", "http://evil.com", "http://localhost:9999", "http://localhost", ""):
+        with pytest.raises(Forbidden):
+            check_origin(origin, "localhost:8800")
+
+
+def test_loopback_addresses() -> None:
+    assert all(map(is_loopback, ["127.0.0.1", "::1", "127.1.2.3"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "192.168.1.1", "::", "localhost.evil.com"]))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.1", "::", "example.org"])
+def test_the_api_does_not_listen_beyond_this_machine(host: str) -> None:
+    with pytest.raises(ConfigError, match="loopback") as caught:
+        bind(host, 0)
+    assert caught.value.field == "api.host"
+
+
+def test_a_port_that_is_taken_is_an_error_with_a_remedy() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(ConfigError, match=r"api\.port"):
+            bind("127.0.0.1", other.getsockname()[1])
+
+
+async def test_every_door_is_guarded_over_http(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        rebound = await stand.http.get("/api/admin/stats", headers={"Host": "evil.com"})
+        foreign = await stand.http.get("/v1/models", headers={"Origin": "https://evil.com"})
+        form = await stand.http.post(CHAT, content="{}", headers={"Content-Type": "text/plain"})
+        large = await stand.http.post(
+            CHAT, content=b" " * 70_000, headers={"Content-Type": "application/json"}
+        )
+        path = await stand.http.get("/v1/nothing")
+        method = await stand.http.get(CHAT)
+        still = await stand.http.get("/health")
+    assert [answer.status_code for answer in (rebound, foreign, form, large, path, method, still)] == [
+        403,
+        403,
+        415,
+        413,
+        404,
+        405,
+        200,
+    ]
+    for answer in (rebound, foreign, form, large, path, method):
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+    assert "POST" in method.headers["allow"]
+
+
+async def test_a_body_without_end_is_answered_and_then_cut_off(tmp_path: Path) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    answer = bytearray()
+    async with serve_node(tmp_path) as stand:
+        connection = await trio.open_tcp_stream("127.0.0.1", int(stand.url.rpartition(":")[2]))
+
+        async def send_for_ever() -> None:
+            with contextlib.suppress(trio.BrokenResourceError):
+                await connection.send_all(head + b"Transfer-Encoding: chunked\r\n\r\n")
+                while True:
+                    await connection.send_all(b"1000\r\n" + b" " * 4096 + b"\r\n")
+
+        with trio.fail_after(5):
+            async with connection, trio.open_nursery() as nursery:
+                nursery.start_soon(send_for_ever)
+                with contextlib.suppress(trio.BrokenResourceError):
+                    async for data in connection:
+                        answer += data
+        assert (await stand.http.get("/health")).status_code == 200
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"request_too_large" in answer
+
+
+async def test_an_idle_connection_is_closed_after_a_request_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.2)
+    async with serve_node(tmp_path) as stand:
+        connection = await trio.open_tcp_stream("127.0.0.1", int(stand.url.rpartition(":")[2]))
+        with trio.fail_after(5):
+            async with connection:
+                await connection.send_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                answer = b"".join([data async for data in connection])
+    assert answer.endswith(b'{"status":"ok"}')
+
+
+async def test_the_ipv6_loopback_works_too() -> None:
+    listener = bind("::1", 0)
+    try:
+        assert listener.getsockname()[0] == "::1"
+    finally:
+        listener.close()
+
+
+async def test_broken_http_does_not_disturb_others(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        port = int(stand.url.rpartition(":")[2])
+        for garbage in (
+            b"\x00" * 100,
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"GET " + b"a" * 70_000,
+            b"GET /health HTTP/1.1\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 200,
+            WEBSOCKET,
+        ):
+            connection = await trio.open_tcp_stream("127.0.0.1", port)
+            with trio.fail_after(5):
+                async with connection:
+                    await connection.send_all(garbage)
+                    await connection.send_eof()
+                    answer = b"".join([data async for data in connection])
+            assert b" 200 " not in answer
+            assert b" 101 " not in answer
+        assert (await stand.http.get("/health")).status_code == 200

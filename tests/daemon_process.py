@@ -1,0 +1,136 @@
+"""Real daemons in processes of their own, for tests: start, find, stop, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+
+
+@dataclass
+class DaemonProcess:
+    process: subprocess.Popen[bytes]
+    data_dir: Path
+    log: Path
+    http: httpx.Client
+    node_id: str
+    addresses: list[str]
+
+    @property
+    def url(self) -> str:
+        return str(self.http.base_url).rstrip("/")
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self.http.get("/api/admin/stats").json())
+
+    def worker_pids(self) -> list[int]:
+        return [worker["pid"] for worker in self.stats()["workers"] if worker["pid"]]
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_TIMEOUT_S)
+
+
+@contextmanager
+def running_daemon(
+    folder: Path,
+    nickname: str,
+    *,
+    load: list[str],
+    bootstrap: list[str] | None = None,
+    **tables: dict[str, Any],
+) -> Iterator[DaemonProcess]:
+    """On loopback, on free ports, its configuration in a file. Stopped hard at the end if it still runs."""
+    data_dir = folder / nickname
+    config = folder / f"{nickname}.toml"
+    config.write_text(toml(nickname, data_dir, load, bootstrap or [], tables))
+    log = folder / f"{nickname}.log"
+    command = [sys.executable, "-m", "swarmllm", "daemon", "--config", str(config)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=clean_environment(),
+        )
+    try:
+        found = wait_for(lambda: whereabouts(process, data_dir, log), START_TIMEOUT_S, "daemon.json")
+        with httpx.Client(base_url=found["api_url"], trust_env=False, timeout=60) as http:
+            yield DaemonProcess(process, data_dir, log, http, found["node_id"], found["addresses"])
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("SWARMLLM_")}
+
+
+def toml(
+    nickname: str, data_dir: Path, load: list[str], bootstrap: list[str], tables: dict[str, dict[str, Any]]
+) -> str:
+    """JSON's strings, numbers, booleans and arrays are TOML's."""
+    settings: dict[str, dict[str, Any]] = {
+        "node": {"nickname": nickname, "data_dir": str(data_dir)},
+        "network": {
+            "listen_host": "127.0.0.1",
+            "libp2p_port": 0,
+            "data_port": 0,
+            "mdns": False,
+            "bootstrap": bootstrap,
+        },
+        "api": {"port": 0},
+        "inference": {"n_threads": 1},
+        "model": {"load": load},
+    }
+    for table, keys in tables.items():
+        settings[table] |= keys
+    lines: list[str] = []
+    for table, keys in settings.items():
+        lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+    return "\n".join(lines) + "\n"
+
+
+def whereabouts(process: subprocess.Popen[bytes], data_dir: Path, log: Path) -> dict[str, Any] | None:
+    assert process.poll() is None, f"the daemon ended with {process.returncode}:\n{log.read_text()}"
+    try:
+        return dict(json.loads((data_dir / "daemon.json").read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if result := condition():
+            return result
+        time.sleep(0.02)
+    raise AssertionError(f"not within {timeout_s:g} s: {what}")
+
+
+def process_exists(pid: int) -> bool:
+    """Zombies count as gone: whoever has to reap them does so in its own time."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"

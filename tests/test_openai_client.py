@@ -1,0 +1,157 @@
+"""The `openai` client against a real daemon with the whole guide model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from daemon_process import DaemonProcess, running_daemon, wait_for
+
+pytestmark = pytest.mark.slow
+
+QUESTION = [{"role": "user", "content": "What is a layer range?"}]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    folder = tmp_path_factory.mktemp("openai")
+    with running_daemon(folder, "solo", load=["guide"], inference={"n_threads": 1, "n_ctx": 2048}) as node:
+        wait_for(lambda: node.http.get("/health/ready").status_code == 200, 60, "the guide to be loaded")
+        yield node
+
+
+@pytest.fixture
+def ai(node: DaemonProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def ask(ai: openai.OpenAI, **options: Any) -> Any:
+    options = {"model": "guide", "messages": QUESTION, "temperature": 0, "max_tokens": 40} | options
+    return ai.chat.completions.create(**options)
+
+
+def text_of(answer: Any) -> str:
+    return str(answer.choices[0].message.content)
+
+
+def test_models_are_found(ai: openai.OpenAI) -> None:
+    assert [model.id for model in ai.models.list()] == ["guide"]
+    assert ai.models.retrieve("guide").owned_by == "swarmllm"
+
+
+def test_a_stream_says_the_same_as_a_whole_answer(ai: openai.OpenAI) -> None:
+    whole = ask(ai)
+    chunks = list(ask(ai, stream=True, stream_options={"include_usage": True}))
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(texts) == text_of(whole)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+
+
+def test_max_tokens_is_kept_and_named_as_the_reason(ai: openai.OpenAI) -> None:
+    answer = ask(ai, max_tokens=None, max_completion_tokens=3, extra_body={"ignore_eos": True})
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 3
+
+
+def test_without_max_tokens_the_answer_fills_the_context(ai: openai.OpenAI) -> None:
+    answer = ask(ai, max_tokens=None, extra_body={"ignore_eos": True})
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == 2048
+
+
+def test_a_stop_string_ends_the_text_before_it(ai: openai.OpenAI) -> None:
+    text = text_of(ask(ai))
+    stop = text[len(text) // 2 :][:6]
+    answer = ask(ai, stop=[stop, "never said"])
+    assert answer.choices[0].finish_reason == "stop"
+    assert text_of(answer) == text[: text.index(stop)]
+
+
+def test_a_seed_fixes_what_is_sampled(ai: openai.OpenAI) -> None:
+    options = {"temperature": 1.5, "top_p": 0.95, "seed": 11}
+    assert text_of(ask(ai, **options)) == text_of(ask(ai, **options))
+    assert text_of(ask(ai, **options)) != text_of(ask(ai, **options | {"seed": 12}))
+
+
+def test_requests_at_the_same_time_do_not_disturb_each_other(ai: openai.OpenAI) -> None:
+    questions = ["What is a node?", "What is a worker?", "What is a hop?", "What is a slot?", "hello"]
+
+    def answer(question: str) -> str:
+        return text_of(ask(ai, messages=[{"role": "user", "content": question}]))
+
+    alone = [answer(question) for question in questions]
+    with ThreadPoolExecutor(len(questions)) as threads:
+        together = list(threads.map(answer, questions))
+    assert together == alone
+
+
+def test_more_requests_than_turns_are_queued_not_refused(ai: openai.OpenAI) -> None:
+    with ThreadPoolExecutor(20) as threads:
+        answers = list(threads.map(lambda _: text_of(ask(ai, max_tokens=5)), range(20)))
+    assert len(set(answers)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "param"),
+    [
+        ({"model": "gpt-9"}, openai.NotFoundError, "model"),
+        ({"messages": []}, openai.BadRequestError, "messages"),
+        ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages[0].content"),
+        ({"temperature": "hot"}, openai.BadRequestError, "temperature"),
+        ({"n": 3}, openai.BadRequestError, "n"),
+        ({"extra_body": {"best_of": 2}}, openai.BadRequestError, "best_of"),
+        ({"messages": [{"role": "user", "content": "word " * 4000}]}, openai.BadRequestError, "messages"),
+    ],
+)
+def test_errors_are_of_the_clients_own_kinds(
+    ai: openai.OpenAI, options: dict[str, Any], kind: type[openai.APIStatusError], param: str
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(kind) as caught:
+            ask(ai, stream=stream, **options)
+        assert caught.value.param == param
+        assert caught.value.request_id
+
+
+def test_a_conversation_with_tools_goes_through_the_template(ai: openai.OpenAI) -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}},
+    }
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "You are the guide."},
+        {"role": "user", "content": [{"type": "text", "text": "What is the weather in Oslo?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    with_tools = ask(ai, messages=messages, tools=[tool])
+    without = ask(ai, messages=messages, tools=[tool], tool_choice="none")
+    assert with_tools.usage.prompt_tokens > without.usage.prompt_tokens
+
+
+def test_the_guide_calls_a_tool_that_it_is_given(ai: openai.OpenAI) -> None:
+    """Whether it is the right call is measured elsewhere; here: that it arrives as one, streamed or not."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    messages = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    choice = ask(ai, messages=messages, tools=[tool]).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls
+    assert isinstance(json.loads(call.function.arguments), dict)
+    chunks = [chunk.choices[0] for chunk in ask(ai, messages=messages, tools=[tool], stream=True)]
+    (streamed,) = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert streamed.function == type(streamed.function)(
+        name=call.function.name, arguments=call.function.arguments
+    )
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
+    assert chunks[-1].finish_reason == "tool_calls"

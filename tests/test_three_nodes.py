@@ -1,0 +1,147 @@
+"""One prompt through three nodes: separate processes, real network on loopback, a third of the model each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import llama_cpp
+import openai
+import pytest
+from daemon_process import DaemonProcess, running_daemon, wait_for
+
+from swarmllm.guide import GUIDE_PATH
+
+pytestmark = pytest.mark.slow
+
+QUESTION = [{"role": "user", "content": "What is a pipeline?"}]
+THIRDS = ("guide:0:4", "guide:4:8", "guide:8:12")
+N_SLOTS = 3
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProcess, ...]]:
+    folder = tmp_path_factory.mktemp("three-nodes")
+    inference = {"n_threads": 1, "n_slots": N_SLOTS}
+    with (
+        running_daemon(folder, "a", load=[THIRDS[0]], inference=inference) as a,
+        running_daemon(folder, "b", load=[THIRDS[1]], inference=inference, bootstrap=a.addresses) as b,
+        running_daemon(folder, "c", load=[THIRDS[2]], inference=inference, bootstrap=a.addresses) as c,
+    ):
+        for node in (a, b, c):
+            wait_for(lambda node=node: complete(node), 60, "every node to know holders of all layers")
+        yield a, b, c
+        assert [node.stop() for node in (a, b, c)] == [0, 0, 0]
+
+
+def complete(node: DaemonProcess) -> bool:
+    return bool(node.http.get("/api/admin/models/guide/status").json()["complete"])
+
+
+def client(node: DaemonProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def ask(node: DaemonProcess) -> str:
+    with client(node) as ai:
+        answer = ai.chat.completions.create(model="guide", messages=QUESTION, temperature=0, max_tokens=60)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 1
+    return answer.choices[0].message.content or ""
+
+
+@contextmanager
+def endless(node: DaemonProcess) -> Iterator[Iterator[Any]]:
+    """A stream that would go on for a long time."""
+    with (
+        client(node) as ai,
+        ai.chat.completions.create(
+            model="guide",
+            messages=QUESTION,
+            temperature=0,
+            max_tokens=1500,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        ) as stream,
+    ):
+        yield iter(stream)
+
+
+def is_idle(node: DaemonProcess) -> bool:
+    stats = node.stats()
+    pipelines = stats["pipelines"]
+    return (
+        stats["requests"]["active"] == 0
+        and pipelines["active_generations"] == 0
+        and pipelines["active_stage_requests"] == 0
+    )
+
+
+def test_the_text_is_that_of_the_uncut_model(nodes: tuple[DaemonProcess, ...]) -> None:
+    uncut = llama_cpp.Llama(str(GUIDE_PATH), n_ctx=2048, n_threads=1, verbose=False)
+    try:
+        expected = uncut.create_chat_completion(QUESTION, temperature=0, max_tokens=60)  # type: ignore[arg-type]
+    finally:
+        uncut.close()
+    assert ask(nodes[0]) == expected["choices"][0]["message"]["content"]  # type: ignore[index]
+
+
+def test_the_answer_names_every_stage(nodes: tuple[DaemonProcess, ...]) -> None:
+    with client(nodes[0]) as ai:
+        raw = ai.chat.completions.with_raw_response.create(model="guide", messages=QUESTION, max_tokens=5)
+    route = raw.parse().model_extra["swarm"]["route"]
+    assert [(stage["node"], stage["nickname"], stage["layers"]) for stage in route] == [
+        (nodes[0].node_id, "a", "0:4"),
+        (nodes[1].node_id, "b", "4:8"),
+        (nodes[2].node_id, "c", "8:12"),
+    ]
+    assert raw.headers["x-swarm-nodes"] == "3"
+    assert raw.headers["x-swarm-route"].startswith("chain 0:4@")
+
+
+def test_every_node_can_be_the_origin(nodes: tuple[DaemonProcess, ...]) -> None:
+    assert len({ask(node) for node in nodes}) == 1
+
+
+def test_peers_see_each_other_and_what_they_hold(nodes: tuple[DaemonProcess, ...]) -> None:
+    for node, layers in zip(nodes, ("0:4", "4:8", "8:12"), strict=True):
+        for other in nodes:
+            if other is not node:
+                peers = {peer["node_id"]: peer for peer in other.http.get("/api/admin/peers").json()["peers"]}
+                assert peers[node.node_id]["models"][0]["layers"] == [layers]
+
+
+def test_closing_a_stream_frees_its_slot_on_every_node(nodes: tuple[DaemonProcess, ...]) -> None:
+    """More often than there are slots: one that was kept would be missed."""
+    for _ in range(N_SLOTS + 1):
+        with endless(nodes[0]) as stream:
+            for _ in range(5):
+                next(stream)
+            assert nodes[1].stats()["pipelines"]["active_stage_requests"] == 1
+        for node in nodes:
+            wait_for(lambda node=node: is_idle(node), 1.0, "the node to be idle after the client left")
+    assert nodes[0].stats()["requests"]["cancelled"] >= N_SLOTS + 1
+    assert ask(nodes[0])
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_killed_worker_fails_its_request_clearly_and_serves_the_next(
+    nodes: tuple[DaemonProcess, ...], which: int
+) -> None:
+    expected = ask(nodes[0])
+    (pid,) = nodes[which].worker_pids()
+    with endless(nodes[0]) as stream:
+        next(stream)
+        os.kill(pid, signal.SIGKILL)
+        since_s = time.monotonic()
+        with pytest.raises(openai.APIError) as caught:
+            for _ in stream:
+                pass
+    assert time.monotonic() - since_s < 2
+    assert "worker" in str(caught.value)
+    assert ask(nodes[0]) == expected
+    assert nodes[which].worker_pids() != [pid]
