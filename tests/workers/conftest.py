@@ -1,0 +1,50 @@
+"""Fixtures of the worker's tests: models built once per session, and real worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .client import Worker
+from .factory import SPECS, Spec, build
+
+MakeModel = Callable[[str | Spec], Path]
+StartWorker = Callable[..., Worker]
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """`make_model("qwen2")` or `make_model(Spec(...))`: the path of a random model."""
+    folder = tmp_path_factory.mktemp("models")
+    built: dict[str, Path] = {}
+
+    def make(spec: str | Spec) -> Path:
+        key = spec if isinstance(spec, str) else repr(spec)
+        if key not in built:
+            chosen = SPECS[spec] if isinstance(spec, str) else spec
+            built[key] = build(folder / f"{len(built)}-{chosen.architecture}.gguf", chosen)
+        return built[key]
+
+    return make
+
+
+@pytest.fixture
+def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
+    """`start_worker()`: a running worker process and the daemon's end of its socket."""
+    workers: list[Worker] = []
+
+    def start(*arguments: str) -> Worker:
+        worker = Worker(tmp_path / f"worker-{len(workers)}.sock", arguments)
+        workers.append(worker)
+        return worker
+
+    yield start
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def worker(start_worker: StartWorker) -> Worker:
+    return start_worker()

@@ -1,0 +1,198 @@
+"""Ranges, segments and slots of one engine, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm_workers.engine import Engine, merge, subtract
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.segment import EngineSettings, Span
+from swarmllm_workers.slots import Slots
+
+from .conftest import MakeModel
+from .factory import SPECS
+
+TOKENS = np.arange(65, 75, dtype=np.int32)
+ROWS = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+
+GEMMA2_27B = replace(SPECS["gemma2"], n_layers=46, n_embd=64, n_ff=32)
+
+OpenEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def open_engine(make_model: MakeModel, tmp_path: Path) -> Iterator[OpenEngine]:
+    engines: list[Engine] = []
+
+    def open_(name: str = "llama", **settings: int) -> Engine:
+        chosen = replace(EngineSettings(n_ctx=64, n_slots=2, n_threads=1), **settings)  # type: ignore[arg-type]
+        spec = GEMMA2_27B if name == "gemma2-27b" else name
+        engines.append(Engine(make_model(spec), tmp_path / "segments", chosen))
+        return engines[-1]
+
+    yield open_
+    for engine in engines:
+        engine.close()
+
+
+def bounds(engine: Engine) -> list[tuple[int, int]]:
+    return sorted((segment.start, segment.end) for segment in engine.segments)
+
+
+def run(engine: Engine, request: str, start: int, end: int, position: int, data: np.ndarray) -> np.ndarray:
+    route = engine.route(request, start, end)
+    return engine.run(route, [Span(engine.take_slot(request), position, data, "logits")])[0].copy()
+
+
+def test_ranges_merge_and_load_only_what_is_missing(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    engine.load(1, 2)
+    engine.load(0, 3)
+    assert engine.ranges == ((0, 3),)
+    assert bounds(engine) == [(0, 1), (1, 2), (2, 3)]
+    engine.load(0, 3)
+    assert len(engine.segments) == 3
+
+
+def test_whole_model_is_the_original_file(open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine()
+    engine.load(0, 4)
+    assert bounds(engine) == [(0, 4)]
+    assert list((tmp_path / "segments").iterdir()) == []
+
+
+def test_part_of_an_idle_segment_runs_after_cutting_it(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    engine.load(0, 4)
+    expected = run(engine, "whole", 0, 4, 0, TOKENS)
+    engine.release("whole")
+    hidden = run(engine, "part", 0, 1, 0, TOKENS)
+    assert bounds(engine) == [(0, 1), (1, 4)]
+    np.testing.assert_array_equal(run(engine, "part", 1, 4, 0, hidden), expected)
+    assert engine.ranges == ((0, 4),)
+
+
+def test_request_in_a_segment_that_is_cut_for_another_keeps_its_rows(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    engine.load(0, 4)
+    first = run(engine, "old", 0, 4, 0, TOKENS)
+    run(engine, "new", 1, 3, 0, ROWS)
+    second = run(engine, "old", 0, 4, len(TOKENS), TOKENS[:1])
+    weights = engine.weights_bytes
+    engine.release("old")
+    assert engine.weights_bytes < weights, "the old segment stayed loaded"
+    engine.release("new")
+    np.testing.assert_array_equal(run(engine, "again", 0, 4, 0, TOKENS), first)
+    np.testing.assert_array_equal(run(engine, "again", 0, 4, len(TOKENS), TOKENS[:1]), second)
+
+
+def test_unloading_a_part_cuts_what_remains(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    engine.load(0, 4)
+    run(engine, "r", 0, 4, 0, TOKENS)
+    engine.unload(1, 2)
+    assert engine.ranges == ((0, 1), (2, 4))
+    assert bounds(engine) == [(0, 1), (2, 4)]
+    with pytest.raises(CallError, match="1:2") as caught:
+        run(engine, "r", 0, 4, len(TOKENS), TOKENS[:1])
+    assert caught.value.kind == "not_loaded"
+    run(engine, "r", 2, 4, 0, ROWS)
+
+
+def test_route_of_a_running_request_breaks_with_a_reason(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    engine.load(0, 4)
+    route = engine.route("r", 0, 4)
+    span = Span(engine.take_slot("r"), 0, TOKENS, "logits")
+    engine.run(route, [span])
+    engine.unload(0, 1)
+    with pytest.raises(CallError, match="unloaded while") as caught:
+        engine.run(route, [span])
+    assert caught.value.kind == "not_loaded"
+
+
+def test_failed_load_leaves_what_was_held(open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine()
+    engine.load(0, 1)
+    (tmp_path / "segments").rename(tmp_path / "elsewhere")
+    with pytest.raises(CallError) as caught:
+        engine.load(0, 4)
+    assert caught.value.kind == "out_of_memory"
+    assert engine.ranges == ((0, 1),)
+    run(engine, "r", 0, 1, 0, TOKENS)
+
+
+def test_rows_count_in_every_segment_a_request_uses(open_engine: OpenEngine) -> None:
+    """One request with two stages here, as when its origin holds both ends of the pipeline."""
+    engine = open_engine()
+    engine.load(0, 1)
+    engine.load(3, 4)
+    run(engine, "r", 0, 1, 0, TOKENS)
+    run(engine, "r", 3, 4, 0, ROWS)
+    assert [segment.n_rows for segment in engine.segments] == [len(TOKENS), len(ROWS)]
+    engine.release("r")
+    assert [segment.n_rows for segment in engine.segments] == [0, 0]
+
+
+def test_refused_batch_changes_nothing(open_engine: OpenEngine) -> None:
+    engine = open_engine(n_ctx=16)
+    engine.load(0, 2)
+    engine.load(2, 4)
+    run(engine, "a", 0, 4, 0, TOKENS)
+    before = run(engine, "a", 0, 4, len(TOKENS), TOKENS[:1])
+    with pytest.raises(CallError) as caught:
+        run(engine, "b", 0, 4, 0, TOKENS)
+    assert caught.value.kind == "context_full"
+    assert [segment.n_rows for segment in engine.segments] == [11, 11]
+    np.testing.assert_array_equal(run(engine, "a", 0, 4, len(TOKENS), TOKENS[:1]), before)
+
+
+def test_model_that_runs_whole_takes_token_ids_only(open_engine: OpenEngine, make_model: MakeModel) -> None:
+    engine = open_engine("gemma2-27b")
+    assert engine.rule.cut_alignment == 0
+    with pytest.raises(CallError, match="whole") as caught:
+        engine.load(0, 23)
+    assert caught.value.kind == "cannot_cut"
+    engine.load(0, 46)
+    assert np.isfinite(run(engine, "r", 0, 46, 0, TOKENS)).all()
+    with pytest.raises(CallError, match="token ids only"):
+        run(engine, "rows", 0, 46, 0, np.zeros((2, 64), np.float32))
+
+
+def test_slots_are_reused_smallest_first() -> None:
+    slots = Slots(3)
+    assert [slots.take(name) for name in "abc"] == [0, 1, 2]
+    assert slots.take("b") == 1
+    slots.release("b")
+    slots.release("a")
+    assert slots.release("unknown") is None
+    assert slots.take("d") == 0
+    assert len(slots) == 2
+
+
+ranges = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 8)).map(lambda pair: (pair[0], pair[0] + pair[1])),
+    max_size=8,
+)
+
+
+def layers(pieces: list[tuple[int, int]]) -> set[int]:
+    return {layer for start, end in pieces for layer in range(start, end)}
+
+
+@given(ranges, ranges)
+def test_range_arithmetic_is_set_arithmetic(
+    left: list[tuple[int, int]], right: list[tuple[int, int]]
+) -> None:
+    assert layers(merge(left)) == layers(left)
+    assert layers(subtract(left, right)) == layers(left) - layers(right)
+    merged = merge(left)
+    assert all(a_end < b_start for (_, a_end), (b_start, _) in pairwise(merged))

@@ -1,0 +1,100 @@
+"""Samplers: what the parameters do, and that a step can be repeated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from swarmllm_proto.ipc import Sampling
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.sampling import Sampler
+
+N_VOCAB = 50
+LOGITS = np.random.default_rng(5).standard_normal(N_VOCAB).astype(np.float32) * 2
+N_DRAWS = 4000
+
+
+def draw(sampling: Sampling, logits: np.ndarray = LOGITS, n: int = N_DRAWS) -> np.ndarray:
+    """How often each token is drawn over the steps of one request."""
+    sampler = Sampler(sampling)
+    return np.bincount([sampler.sample(logits, index, ()) for index in range(n)], minlength=N_VOCAB)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    return np.asarray(weights / weights.sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float) -> None:
+    counts = draw(Sampling(temperature=temperature, seed=1))
+    expected = softmax(LOGITS / temperature) * N_DRAWS
+    deviation = (counts - expected) / np.sqrt(expected + 1)
+    assert np.abs(deviation).max() < 5  # five standard deviations in 50 tokens: one seed in 30,000
+
+
+def test_greedy_is_the_first_of_the_largest() -> None:
+    logits = LOGITS.copy()
+    logits[[31, 17]] = logits.max() + 1
+    assert Sampler(Sampling(temperature=0.0)).sample(logits, 0, ()) == 17
+
+
+@pytest.mark.parametrize(
+    ("sampling", "n_possible"),
+    [
+        (Sampling(top_k=1, seed=3), 1),
+        (Sampling(top_k=5, seed=3), 5),
+        (Sampling(min_p=1.0, seed=3), 1),
+        (Sampling(top_p=0.0, seed=3), 1),
+    ],
+)
+def test_truncation_keeps_the_most_likely_tokens(sampling: Sampling, n_possible: int) -> None:
+    drawn = np.nonzero(draw(sampling, n=500))[0]
+    assert set(drawn) <= set(np.argsort(-LOGITS)[:n_possible])
+    assert len(drawn) == n_possible
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
+    order = np.argsort(-LOGITS)
+    n_kept = int(np.searchsorted(np.cumsum(softmax(LOGITS)[order]), 0.5)) + 1
+    drawn = set(np.nonzero(draw(Sampling(top_p=0.5, seed=9), n=1000))[0])
+    assert drawn == set(order[:n_kept])
+
+
+def test_a_step_drawn_again_gives_the_same_token_and_another_seed_others() -> None:
+    first = [Sampler(Sampling(seed=7)).sample(LOGITS, index, ()) for index in range(40)]
+    again = Sampler(Sampling(seed=7))
+    assert [again.sample(LOGITS, index, ()) for index in reversed(range(40))] == first[::-1]
+    assert [Sampler(Sampling(seed=8)).sample(LOGITS, index, ()) for index in range(40)] != first
+    assert Sampler(Sampling()).seed != Sampler(Sampling()).seed
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.0, repeat_penalty=10.0),
+        Sampling(temperature=0.0, presence_penalty=2.0),
+        Sampling(temperature=0.0, frequency_penalty=2.0),
+    ],
+)
+def test_penalties_count_what_was_generated(sampling: Sampling) -> None:
+    logits = np.zeros(N_VOCAB, np.float32)
+    logits[4], logits[9] = 3.0, 2.0
+    sampler = Sampler(sampling)
+    assert sampler.sample(logits, 0, ()) == 4
+    assert sampler.sample(logits, 1, (4,)) == 9
+    assert sampler.sample(logits, 1, (9,)) == 4
+
+
+def test_penalty_of_zero_is_refused() -> None:
+    with pytest.raises(CallError) as caught:
+        Sampler(Sampling(repeat_penalty=0.0))
+    assert caught.value.field == "sampling.repeat_penalty"
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    damaged = LOGITS.copy()
+    damaged[3] = np.nan
+    with pytest.raises(CallError, match="finite"):
+        Sampler(Sampling(temperature=0.0)).sample(damaged, 0, ())

@@ -1,0 +1,59 @@
+"""The C tap is built, and it and the Python one notice a graph that is not as promised."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.libllama import Context, ContextSettings, Model
+from swarmllm_workers.tap import Tap, find_library
+
+from .conftest import MakeModel
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler: the tap is optional then")
+def test_native_tap_was_built() -> None:
+    assert find_library() is not None
+
+
+def run_tapped(path: Path, tap: Tap) -> np.ndarray:
+    model = Model(path)
+    settings = ContextSettings(
+        n_ctx=64, n_slots=1, n_threads=1, eval_callback=tap.callback, eval_user_data=tap.user_data
+    )
+    context = Context(model, settings)
+    rows = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    try:
+        tap.arm(rows)
+        context.decode(rows, np.arange(3), np.zeros(3), np.ones(3))
+        return tap.take(3).copy()
+    finally:
+        context.close()
+        model.close()
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(("output", "overwritten"), [("l_out-9", ""), ("l_out-3", "nothing"), ("Kcur-0", "")])
+def test_missing_or_misshapen_tensor_is_an_error(
+    make_model: MakeModel, native: bool, output: str, overwritten: str
+) -> None:
+    tap = Tap(output_name=output, input_name=overwritten, n_embd=64, n_rows_max=8, native=native)
+    with pytest.raises(CallError, match="cannot be cut"):
+        run_tapped(make_model("llama"), tap)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_overwritten_input_decides_the_output(make_model: MakeModel, native: bool) -> None:
+    """Hidden states put in behind layer 2 skip the layers before it."""
+    path = make_model("llama")
+    plain = run_tapped(
+        path, Tap(output_name="l_out-3", input_name="", n_embd=64, n_rows_max=8, native=native)
+    )
+    tap = Tap(output_name="l_out-3", input_name="l_out-2", n_embd=64, n_rows_max=8, native=native)
+    overwritten = run_tapped(path, tap)
+    assert np.isfinite(overwritten).all()
+    assert not np.array_equal(plain, overwritten)

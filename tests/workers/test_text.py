@@ -1,0 +1,211 @@
+"""Tokens, pieces, stop strings and chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from swarmllm_proto.ipc import Sampling
+from swarmllm_workers import template as template_module
+from swarmllm_workers.decoding import Decoding
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile
+from swarmllm_workers.libllama import Model
+from swarmllm_workers.template import ChatTemplate
+from swarmllm_workers.text_stream import TextStream
+from swarmllm_workers.vocabulary import Vocabulary
+
+from .conftest import MakeModel
+from .factory import N_VOCAB, special
+from .test_exactness import GUIDE
+
+USER: list[dict[str, object]] = [{"role": "user", "content": "Hello"}]
+
+
+def streamed(text: bytes, splits: Sequence[int], stop: Sequence[str] = ()) -> tuple[bytes, bool]:
+    """Everything a TextStream shows of `text`, pushed in pieces that end at `splits`."""
+    stream = TextStream(stop)
+    shown = b""
+    bounds = [0, *sorted(at % (len(text) + 1) for at in splits), len(text)]
+    for start, end in pairwise(bounds):
+        part = stream.push(text[start:end])
+        part.decode()  # never half a character
+        shown += part
+    return shown + stream.flush(), stream.is_stopped
+
+
+@given(st.text(), st.lists(st.integers(0, 200), max_size=12))
+def test_text_without_stop_strings_comes_through_unchanged(text: str, splits: list[int]) -> None:
+    assert streamed(text.encode(), splits) == (text.encode(), False)
+
+
+@given(
+    st.text("ab§<", max_size=40),
+    st.lists(st.text("ab§<", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(0, 100), max_size=20),
+)
+@example("aab", ["ab"], [1, 2])
+def test_stop_string_never_leaks_however_it_is_split(text: str, stop: list[str], splits: list[int]) -> None:
+    """What is shown is the text before the first completed stop string. Which one is completed first may
+    depend on the pieces where two overlap; none is ever part of what is shown."""
+    shown, is_stopped = streamed(text.encode(), splits, stop)
+    assert not any(word in shown.decode() for word in stop)
+    assert is_stopped == any(word in text for word in stop)
+    assert text.startswith(shown.decode())
+    if not is_stopped:
+        assert shown.decode() == text
+
+
+def test_bytes_that_are_no_text_become_replacement_characters() -> None:
+    assert streamed(b"a\xff\xc3(\xe2\x82", [2, 3]) == ("a\ufffd\ufffd(\ufffd".encode(), False)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(make_model: MakeModel) -> Vocabulary:
+    path = make_model("llama")
+    return Vocabulary(Model(path, vocab_only=True), GgufFile(path))
+
+
+def test_control_tokens_are_hidden_but_marks_of_tool_calls_are_shown(vocabulary: Vocabulary) -> None:
+    assert vocabulary.piece(special("<|im_end|>")) == b""
+    assert vocabulary.piece(special("<tool_call>")) == b"<tool_call>"
+    assert vocabulary.piece(special("<note>")) == b"<note>"
+    assert vocabulary.piece(ord("A")) == b"A"
+    assert vocabulary.piece(0xE2) == b"\xe2"
+    assert vocabulary.piece(N_VOCAB) == vocabulary.piece(-1) == b""
+    assert vocabulary.end_tokens == {special("<|im_end|>"), special("<|endoftext|>")}
+
+
+@given(st.text())
+def test_text_survives_tokens_and_pieces(vocabulary: Vocabulary, text: str) -> None:
+    tokens = vocabulary.tokenize(text, is_rendered=True)
+    assert tokens.dtype == np.int32
+    hidden = b"".join(vocabulary.piece(int(token)) for token in tokens)
+    if "<|" not in text:
+        assert hidden == text.encode()
+
+
+def test_unpaired_surrogate_is_refused(vocabulary: Vocabulary) -> None:
+    with pytest.raises(CallError) as caught:
+        vocabulary.tokenize("a\ud800", is_rendered=False)
+    assert caught.value.kind == "bad_message"
+
+
+@pytest.mark.slow
+def test_tokens_of_the_guide_equal_libllamas(tmp_path: Path) -> None:
+    vocabulary = Vocabulary(Model(GUIDE, vocab_only=True), GgufFile(GUIDE))
+    reference = llama_cpp.Llama(str(GUIDE), vocab_only=True, verbose=False)
+    for text in ("What is a node?", "<|im_start|>user\nHi<|im_end|>\n", "  Grüße, 世界! \n\tdef f(x): …"):
+        expected = reference.tokenize(text.encode(), add_bos=True, special=True)
+        assert vocabulary.tokenize(text, is_rendered=False).tolist() == expected
+    reference.close()
+
+
+def render(source: str, messages: list[dict[str, object]] | None = None, **fields: object) -> str:
+    chosen = ChatTemplate(source, bos_text="<s>", eos_text="</s>")
+    return chosen.render(messages if messages is not None else list(USER), fields.get("tools"))  # type: ignore[arg-type]
+
+
+def test_template_sees_what_models_expect() -> None:
+    source = (
+        "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "[{{ m['role'] }}]{{ m.content | trim }}{{ eos_token }}{% endfor %}"
+        "{{ tools | tojson }}{% if add_generation_prompt %}>{% endif %}"
+    )
+    tools = [{"name": "ä<b>"}]
+    assert render(source, USER + USER, tools=tools) == '<s>[user]Hello</s>[{"name": "ä<b>"}]>'
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+    assert render("{{ messages[0].content.split('l')[0] }}") == "He"
+
+
+def test_arguments_of_tool_calls_are_objects_for_the_template() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages: list[dict[str, object]] = [{"role": "assistant", "tool_calls": [call]}]
+    source = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    assert render(source, messages) == '{"a": 1}'
+
+
+def test_model_without_template_speaks_chatml() -> None:
+    messages: list[dict[str, object]] = [{"role": "system", "content": "S"}, *USER]
+    assert render("", messages) == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "compile"),
+        ("{{ messages[9].content.x }}", "no element 9"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ 'a' * 10**9 }}", "repeated"),
+        ("{{ 9 ** 999999999 }}", "power"),
+        ("{{ '%0999999999d' % 1 }}", "not supported"),
+        ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "longer"),
+        ("{% for i in range(10**9) %}{% endfor %}", "range"),
+    ],
+)
+def test_template_that_fails_or_attacks_is_refused(source: str, said: str) -> None:
+    with pytest.raises(CallError, match=said) as caught:
+        render(source)
+    assert caught.value.kind == "bad_template"
+
+
+@pytest.mark.slow
+def test_template_is_bounded_in_time_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    doubled = "{% set n = namespace(s='a') %}" + "{% set n.s = n.s ~ n.s %}" * 40 + "{{ n.s | length }}"
+    with pytest.raises(CallError, match="MemoryError"):
+        render(doubled)
+    monkeypatch.setattr(template_module, "RENDER_S", 0.2)
+    with pytest.raises(CallError, match=r"0\.2 s"):
+        render(loops)
+
+
+def logits_for(token: int) -> np.ndarray:
+    logits = np.zeros(N_VOCAB, np.float32)
+    logits[token] = 10.0
+    return logits
+
+
+def decoded(
+    vocabulary: Vocabulary, sampling: Sampling, tokens: Sequence[int]
+) -> list[tuple[bytes, str | None]]:
+    decoding = Decoding(vocabulary, sampling)
+    results = [decoding.decode(logits_for(token), index) for index, token in enumerate(tokens)]
+    return [(result.text, result.finish_reason) for result in results]
+
+
+def test_generation_ends_at_stop_strings_end_tokens_and_the_limit(vocabulary: Vocabulary) -> None:
+    greedy = {"temperature": 0.0, "max_tokens": 4}
+    end = special("<|im_end|>")
+    text = list(b"abcd")
+    assert decoded(vocabulary, Sampling(**greedy), text)[-1] == (b"d", "length")  # type: ignore[arg-type]
+    assert decoded(vocabulary, Sampling(**greedy), [97, end])[-1] == (b"", "stop")  # type: ignore[arg-type]
+    ignoring = Sampling(**greedy, ignore_eos=True)  # type: ignore[arg-type]
+    assert decoded(vocabulary, ignoring, [97, end])[-1] == (b"", None)
+    stopping = Sampling(**greedy, stop=("bc",))  # type: ignore[arg-type]
+    assert decoded(vocabulary, stopping, text[:3]) == [(b"a", None), (b"", None), (b"", "stop")]
+    assert decoded(vocabulary, stopping, [97, 98, end])[-1] == (b"b", "stop")
+
+
+def test_repeated_step_gives_the_same_token_and_text(vocabulary: Vocabulary) -> None:
+    decoding = Decoding(vocabulary, Sampling(temperature=0.0, stop=("zz",), ignore_eos=True))
+    for index, token in enumerate(b"az"):
+        decoding.decode(logits_for(token), index)
+    assert decoding.decode(logits_for(ord("b")), 2).text == b"zb"
+    assert decoding.decode(logits_for(ord("b")), 2).text == b"zb"
+    assert decoding.decode(logits_for(ord("z")), 1).text == b""
+    assert decoding.n_generated == 2
+    with pytest.raises(CallError) as caught:
+        decoding.decode(logits_for(97), 4)
+    assert caught.value.kind == "position_gap"

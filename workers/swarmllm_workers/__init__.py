@@ -1,0 +1,8 @@
+"""The model worker: one process, one model, any of its layer ranges, on libllama.
+
+Runs as `swarmllm-worker --socket PATH` under the daemon and speaks `swarmllm_proto.ipc`. It knows nothing
+of swarms; libllama lives in this package and nowhere else, so a hostile GGUF or a native crash costs one
+process.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,72 @@
+"""What the head keeps for one request: sampler, tokens so far, and the text they make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from swarmllm_proto.ipc import FinishReason, Sampling
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.sampling import Sampler
+from swarmllm_workers.text_stream import TextStream
+from swarmllm_workers.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Decoded:
+    index: int
+    token: int
+    text: bytes
+    """UTF-8 that may be shown now."""
+    finish_reason: FinishReason | None
+
+
+class Decoding:
+    """`decode` is idempotent: asked again for an index that it has passed, it forgets what came after and
+    answers the same (unless the logits have changed)."""
+
+    def __init__(self, vocabulary: Vocabulary, sampling: Sampling) -> None:
+        self._vocabulary = vocabulary
+        self.sampling = sampling
+        self._sampler = Sampler(sampling)
+        self._tokens: list[int] = []
+        self._text = TextStream(sampling.stop)
+
+    @property
+    def n_generated(self) -> int:
+        return len(self._tokens)
+
+    def decode(self, logits: np.ndarray, index: int) -> Decoded:
+        """Sample generated token `index` from f32 [n_vocab]. Raises CallError position_gap where tokens
+        before it are unknown, engine where the logits are not finite."""
+        if not 0 <= index <= len(self._tokens):
+            raise CallError(
+                "position_gap",
+                f"token {index} is asked for after {len(self._tokens)} were generated",
+                "n_prompt_tokens",
+            )
+        if index < len(self._tokens):
+            self._rewind(index)
+        token = self._sampler.sample(logits, index, self._tokens)
+        self._tokens.append(token)
+        text = self._text.push(self._vocabulary.piece(token))
+        finish = self._finish_reason(token)
+        if finish is not None:
+            text += self._text.flush()
+            if self._text.is_stopped:
+                finish = "stop"
+        return Decoded(index, token, text, finish)
+
+    def _finish_reason(self, token: int) -> FinishReason | None:
+        if self._text.is_stopped:
+            return "stop"
+        if token in self._vocabulary.end_tokens and not self.sampling.ignore_eos:
+            return "stop"
+        return "length" if len(self._tokens) >= self.sampling.max_tokens else None
+
+    def _rewind(self, index: int) -> None:
+        del self._tokens[index:]
+        self._text = TextStream(self.sampling.stop)
+        for token in self._tokens:
+            self._text.push(self._vocabulary.piece(token))

@@ -1,0 +1,312 @@
+"""One model and the layer ranges of it that this worker holds.
+
+What is *held* is a set of ranges, what runs is a set of segments that covers them. Usually they are the
+same; they differ after a request asks for a part of a held range: libllama cannot run part of a loaded
+model, so the segment is cut at the request's boundaries. While other requests have rows in it the old one
+stays until the last of them has left ("retired"), so nobody's KV is lost.
+
+The whole model as one range is the original file; everything else goes through segment files. Each segment
+has its own KV, and a slot is the same sequence number in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from swarmllm_proto.architectures import ARCHITECTURES, cut_rule
+from swarmllm_workers.embedding import Embedding
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
+from swarmllm_workers.libllama import Model
+from swarmllm_workers.segment import EngineSettings, Segment, Span
+from swarmllm_workers.segment_cache import SegmentCache
+from swarmllm_workers.segment_file import n_layers_of, refuse_split
+from swarmllm_workers.slots import Slots
+from swarmllm_workers.template import ChatTemplate
+from swarmllm_workers.vocabulary import Vocabulary
+
+Range: TypeAlias = tuple[int, int]
+LoadProgress: TypeAlias = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Segments that run [start, end) one after the other."""
+
+    start: int
+    end: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def is_closed(self) -> bool:
+        return any(segment.is_closed for segment in self.segments)
+
+
+class Engine:
+    """Everything a worker can do with its model, without messages. Raises CallError and nothing else."""
+
+    def __init__(self, path: Path, cache_dir: Path, settings: EngineSettings) -> None:
+        self.source = GgufFile(path)
+        refuse_split(self.source)
+        self.settings = settings
+        self.architecture_name = self.source.text("general.architecture")
+        self.name = self.source.text("general.name", path.stem)
+        self.n_layers = n_layers_of(self.source)
+        self.architecture = ARCHITECTURES.get(self.architecture_name)
+        self.rule = cut_rule(self.architecture_name, self.n_layers, self._number)
+        self._vocabulary_model = Model(path, vocab_only=True)
+        self.context_length = self.source.integer(f"{self.architecture_name}.context_length", 0)
+        self.vocabulary = Vocabulary(self._vocabulary_model, self.source)
+        self.embedding = Embedding(self.source)
+        self.n_embd, self.n_vocab = self.embedding.n_embd, self.embedding.n_vocab
+        self.template_source = self.source.text("tokenizer.chat_template")
+        self._template: ChatTemplate | None = None
+        self._cache = SegmentCache(cache_dir, self.source)
+        self.slots = Slots(settings.n_slots)
+        self._held: list[Range] = []
+        self._segments: list[Segment] = []
+        self._retired: list[Segment] = []
+        self._routes: dict[str, dict[Range, Route]] = {}
+        """Where each request's rows are: a request keeps to its segments, retired or not."""
+
+    def _number(self, key: str) -> int | None:
+        value = self.source.values.get(key)
+        return None if value is None or value.type in (STRING, ARRAY) else int(value.scalar())
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        return tuple(self._held)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(self._segments)
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(segment.weights_bytes for segment in (*self._segments, *self._retired))
+
+    def template(self) -> ChatTemplate:
+        if self._template is None:
+            self._template = ChatTemplate(
+                self.template_source, bos_text=self.vocabulary.bos_text, eos_text=self.vocabulary.eos_text
+            )
+        return self._template
+
+    def load(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
+        """Hold [start, end) too. Raises CallError cannot_cut, bad_model, out_of_memory; holds what it held
+        then."""
+        self._check_cut(start, end)
+        missing = subtract([(start, end)], self._held)
+        loaded: list[Segment] = []
+        try:
+            for piece in missing:
+                segment = self._open_segment(*piece, progress)
+                loaded.append(segment)
+        except CallError:
+            for segment in loaded:
+                segment.close()
+            raise
+        self._segments += loaded
+        self._held = merge([*self._held, *missing])
+
+    def unload(self, start: int, end: int) -> None:
+        """Hold [start, end) no longer. Rows of running requests in affected segments are lost. What remains
+        of a segment is cut anew; the rest of it stays held when that fails and is loaded at its next
+        use."""
+        if not any(s < end and start < e for s, e in self._held):
+            raise CallError("not_loaded", f"layers {start}:{end} are not held", "start")
+        remaining = subtract(self._held, [(start, end)])
+        for piece in remaining:
+            self._check_cut(*piece)
+        affected = [s for s in (*self._segments, *self._retired) if s.start < end and start < s.end]
+        pieces = subtract([(s.start, s.end) for s in affected if s in self._segments], [(start, end)])
+        self._close(affected)
+        self._held = remaining
+        for piece in pieces:
+            self._segments.append(self._open_segment(*piece, None))
+
+    def route(self, request_id: str, start: int, end: int) -> Route:
+        """The request's segments for exactly [start, end), cut where necessary. Raises CallError not_loaded,
+        cannot_cut, and what loading raises."""
+        known = self._routes.get(request_id, {}).get((start, end))
+        if known is not None and not known.is_closed:
+            return known
+        route = self._new_route(start, end)
+        self._routes.setdefault(request_id, {})[start, end] = route
+        return route
+
+    def _new_route(self, start: int, end: int) -> Route:
+        self._check_cut(start, end)
+        missing = subtract([(start, end)], self._held)
+        if missing:
+            held = ", ".join(f"{s}:{e}" for s, e in self._held) or "nothing"
+            raise CallError("not_loaded", f"layers {_join(missing)} are not loaded (held: {held})", "start")
+        path = _find_path(self._segments, start, end)
+        if path is None:
+            self._cut_at(start, end)
+            path = _find_path(self._segments, start, end)
+        if path is None:
+            raise CallError("engine", f"no segments cover {start}:{end}")
+        return Route(start, end, tuple(path))
+
+    def take_slot(self, request_id: str) -> int:
+        return self.slots.take(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Free the request's slot and its rows in every segment."""
+        self._routes.pop(request_id, None)
+        slot = self.slots.release(request_id)
+        if slot is None:
+            return
+        for segment in (*self._segments, *self._retired):
+            segment.truncate(slot, 0)
+        self._close([segment for segment in self._retired if segment.n_rows == 0])
+
+    def release_if_empty(self, request_id: str) -> None:
+        """Free the slot of a request that has no rows anywhere: one whose first forward was refused."""
+        slot = self.slots.get(request_id)
+        if slot is None or not any(segment.lengths[slot] for segment in (*self._segments, *self._retired)):
+            self.release(request_id)
+
+    def check(self, route: Route, spans: Sequence[Span]) -> None:
+        """Raises CallError position_gap, context_full, or not_loaded where the route has been unloaded."""
+        if route.is_closed:
+            raise CallError(
+                "not_loaded", f"layers {route.start}:{route.end} were unloaded while the request ran", "start"
+            )
+        for segment in route.segments:
+            segment.check(spans)
+
+    def run(self, route: Route, spans: Sequence[Span]) -> list[np.ndarray]:
+        """Run spans through a route: `Segment.run` of its segments one after the other, after `check` of
+        all."""
+        self.check(route, spans)
+        spans = [replace(span, data=self._prepare(route.segments[0], span.data)) for span in spans]
+        results: list[np.ndarray] = []
+        for segment in route.segments:
+            results = segment.run(spans)
+            spans = [replace(span, data=result) for span, result in zip(spans, results, strict=True)]
+        return results
+
+    def _prepare(self, first: Segment, data: np.ndarray) -> np.ndarray:
+        """Token ids stay token ids for the original file and become rows for a segment file."""
+        if data.ndim == 1:
+            if first.is_whole:
+                return data
+            data = self.embedding.rows(data)
+        elif first.start == 0 and self.rule.cut_alignment == 0:
+            # Some of these would read several positions per row, some abort.
+            raise CallError(
+                "bad_tensor", f"{self.name} takes token ids only: {self.rule.whole_reason}", "payload"
+            )
+        if first.start == 0 and self.architecture is not None and self.architecture.scales_tokens_only:
+            data = data * np.sqrt(np.float32(self.n_embd))
+        return data
+
+    def _check_cut(self, start: int, end: int) -> None:
+        if not 0 <= start < end <= self.n_layers:
+            field = "start" if start >= min(end, self.n_layers) else "end"
+            raise CallError("cannot_cut", f"layers {start}:{end} of a model of {self.n_layers} layers", field)
+        if (start, end) == (0, self.n_layers):
+            return
+        alignment = self.rule.cut_alignment
+        if alignment == 0:
+            raise CallError("cannot_cut", f"{self.name} runs whole only: {self.rule.whole_reason}", "start")
+        for field, boundary in (("start", start), ("end", end)):
+            if boundary % alignment and boundary != self.n_layers:
+                raise CallError(
+                    "cannot_cut", f"{self.name} can be cut at multiples of {alignment} only", field
+                )
+
+    def _open_segment(self, start: int, end: int, progress: LoadProgress | None) -> Segment:
+        is_whole = (start, end) == (0, self.n_layers)
+        if is_whole:
+            path = self.source.path
+        else:
+            assert self.architecture is not None  # cut_rule lets no other model be cut
+            path = self._cache.ensure(self.architecture, start, end, progress)
+        size_bytes = path.stat().st_size
+
+        def on_progress(fraction: float) -> None:
+            if progress is not None:
+                progress(int(fraction * size_bytes), size_bytes)
+
+        return Segment(
+            path,
+            start,
+            end,
+            n_layers=self.n_layers,
+            architecture=None if is_whole else self.architecture,
+            settings=self.settings,
+            on_progress=on_progress if progress is not None else None,
+        )
+
+    def _cut_at(self, start: int, end: int) -> None:
+        """Replace segments that reach over `start` or `end` by their parts."""
+        for segment in list(self._segments):
+            inside = [boundary for boundary in (start, end) if segment.start < boundary < segment.end]
+            if not inside:
+                continue
+            bounds = [segment.start, *inside, segment.end]
+            self._segments.remove(segment)
+            if segment.n_rows:
+                self._retired.append(segment)
+            else:
+                segment.close()
+            for piece in pairwise(bounds):
+                if _find_path(self._segments, *piece) is None:
+                    self._segments.append(self._open_segment(*piece, None))
+
+    def _close(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            segment.close()
+        self._segments = [s for s in self._segments if not s.is_closed]
+        self._retired = [s for s in self._retired if not s.is_closed]
+
+    def close(self) -> None:
+        self._close([*self._segments, *self._retired])
+        self._vocabulary_model.close()
+
+
+def merge(ranges: Sequence[Range]) -> list[Range]:
+    """The same layers in the fewest ranges, in order."""
+    merged: list[Range] = []
+    for start, end in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def subtract(ranges: Sequence[Range], removed: Sequence[Range]) -> list[Range]:
+    """The layers of `ranges` that are not in `removed`, in order."""
+    remaining = merge(ranges)
+    for cut_start, cut_end in removed:
+        parts: list[Range] = []
+        for start, end in remaining:
+            parts += [(start, min(end, cut_start)), (max(start, cut_end), end)]
+        remaining = [(start, end) for start, end in parts if start < end]
+    return remaining
+
+
+def _find_path(segments: Sequence[Segment], start: int, end: int) -> list[Segment] | None:
+    """Segments that cover [start, end) exactly, the longest first where there is a choice."""
+    if start == end:
+        return []
+    candidates = [segment for segment in segments if segment.start == start and segment.end <= end]
+    for segment in sorted(candidates, key=lambda s: -s.end):
+        rest = _find_path(segments, segment.end, end)
+        if rest is not None:
+            return [segment, *rest]
+    return None
+
+
+def _join(ranges: Sequence[Range]) -> str:
+    return ", ".join(f"{start}:{end}" for start, end in ranges)

@@ -1,0 +1,30 @@
+"""The one exception that becomes an `Error` message. Whatever else escapes a handler is a fault of ours and
+is answered as kind "engine"."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+ErrorKind = Literal[
+    "bad_message",
+    "bad_model",
+    "cannot_cut",
+    "not_loaded",
+    "no_slot",
+    "context_full",
+    "bad_tensor",
+    "position_gap",
+    "bad_template",
+    "out_of_memory",
+    "engine",
+]
+
+
+class CallError(Exception):
+    """A call that cannot be served. `kind` is for machines, `field` names the offending field of the call."""
+
+    def __init__(self, kind: ErrorKind, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.kind: ErrorKind = kind
+        self.message = message
+        self.field = field

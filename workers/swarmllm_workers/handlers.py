@@ -1,0 +1,277 @@
+"""What each message of the daemon does. All it carries is validated here, before the engine sees it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from swarmllm_proto import ipc
+from swarmllm_proto.errors import BadMessage, BadTensor
+from swarmllm_proto.tensors import decode_tensor, encode_tensor
+from swarmllm_workers.decoding import Decoding
+from swarmllm_workers.engine import Engine
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.segment import EngineSettings
+from swarmllm_workers.work import ForwardWork, GenerateWork, Send, Work
+
+log = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S: Final = 0.05
+EMBED_ROWS_MAX: Final = 65536
+
+
+class Handlers:
+    """The worker between two messages: its engine, if a model is open, and the work in progress."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._engine: Engine | None = None
+        self._works: list[Work] = []
+        self._decodings: dict[str, Decoding] = {}
+        self.is_finished = False
+        self._handlers: dict[type, Callable[[Any, memoryview], None]] = {
+            ipc.Open: self._open,
+            ipc.Load: self._load,
+            ipc.Unload: self._unload,
+            ipc.Tokenize: self._tokenize,
+            ipc.Embed: self._embed,
+            ipc.Forward: self._forward,
+            ipc.Generate: self._generate,
+            ipc.CancelRequest: self._cancel,
+            ipc.ReleaseRequestKv: self._release,
+            ipc.Shutdown: self._shutdown,
+        }
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._works)
+
+    def handle(self, message: Any, payload: memoryview) -> None:
+        try:
+            self._handlers[type(message)](message, payload)
+        except Exception as error:
+            self._answer_error(message.id, getattr(message, "request_id", ""), error)
+
+    def step(self) -> None:
+        """One span of every work whose turn it is: of the works of one request, the oldest."""
+        seen: set[str] = set()
+        for work in list(self._works):
+            if work.request_id not in seen and not work.is_finished:
+                seen.add(work.request_id)
+                self._step(work)
+        self._works = [work for work in self._works if not work.is_finished]
+
+    def _step(self, work: Work) -> None:
+        assert self._engine is not None
+        try:
+            route, span = work.next_span()
+            started = time.perf_counter()
+            (result,) = self._engine.run(route, [span])
+            work.accept(result, time.perf_counter() - started)
+        except Exception as error:
+            work.is_finished = True
+            if isinstance(work, GenerateWork):
+                self._engine.release(work.request_id)
+            else:
+                self._engine.release_if_empty(work.request_id)
+            self._answer_error(work.call_id, work.request_id, error)
+
+    def _answer_error(self, call_id: int, request_id: str, error: Exception) -> None:
+        if isinstance(error, CallError):
+            self._send(
+                ipc.Error(
+                    id=call_id,
+                    kind=error.kind,
+                    message=error.message,
+                    field=error.field,
+                    request_id=request_id,
+                )
+            )
+        elif isinstance(error, MemoryError):
+            self._send(
+                ipc.Error(id=call_id, kind="out_of_memory", message="out of memory", request_id=request_id)
+            )
+        else:
+            log.exception("call %d failed", call_id)
+            text = f"{type(error).__name__}: {error}"[:300]
+            self._send(ipc.Error(id=call_id, kind="engine", message=text, request_id=request_id))
+
+    def _opened(self) -> Engine:
+        if self._engine is None:
+            raise CallError("bad_message", "no model is open: Open comes first", "type")
+        return self._engine
+
+    def _open(self, message: ipc.Open, _payload: memoryview) -> None:
+        if self._engine is not None:
+            raise CallError("bad_message", "a model is open already", "type")
+        settings = EngineSettings(
+            n_ctx=message.n_ctx,
+            n_slots=message.n_slots,
+            n_threads=message.n_threads,
+            use_mmap=message.use_mmap,
+            n_gpu_layers=message.n_gpu_layers,
+        )
+        engine = Engine(Path(message.path), Path(message.cache_dir), settings)
+        self._engine = engine
+        self._send(
+            ipc.Opened(
+                id=message.id,
+                architecture=engine.architecture_name,
+                name=engine.name,
+                n_layers=engine.n_layers,
+                n_embd=engine.n_embd,
+                n_vocab=engine.n_vocab,
+                context_length=engine.context_length,
+                cut_alignment=engine.rule.cut_alignment,
+                whole_reason=engine.rule.whole_reason,
+                eos_tokens=tuple(sorted(engine.vocabulary.end_tokens)),
+                has_chat_template=bool(engine.template_source),
+            )
+        )
+
+    def _load(self, message: ipc.Load, _payload: memoryview) -> None:
+        engine = self._opened()
+        told_at = 0.0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal told_at
+            now = time.monotonic()
+            if now - told_at >= PROGRESS_INTERVAL_S or done >= total:
+                told_at = now
+                self._send(ipc.Progress(id=message.id, done_bytes=done, total_bytes=total))
+
+        engine.load(message.start, message.end, progress)
+        self._answer_loaded(message.id)
+
+    def _unload(self, message: ipc.Unload, _payload: memoryview) -> None:
+        engine = self._opened()
+        engine.unload(message.start, message.end)
+        self._answer_loaded(message.id)
+        if not engine.ranges:
+            self._send(ipc.Bye(id=message.id))
+            self.is_finished = True
+
+    def _answer_loaded(self, call_id: int) -> None:
+        engine = self._opened()
+        self._send(ipc.Loaded(id=call_id, ranges=engine.ranges, weights_bytes=engine.weights_bytes))
+
+    def _tokenize(self, message: ipc.Tokenize, _payload: memoryview) -> None:
+        engine = self._opened()
+        if (message.text is None) == (message.messages is None):
+            raise CallError("bad_message", "either text or messages, not both", "text")
+        if message.messages is not None:
+            text = engine.template().render(message.messages, message.tools)
+            tokens = engine.vocabulary.tokenize(text, is_rendered=True)
+        else:
+            tokens = engine.vocabulary.tokenize(message.text or "", is_rendered=False)
+        self._send(ipc.Tokens(id=message.id), encode_tensor(tokens))
+
+    def _embed(self, message: ipc.Embed, payload: memoryview) -> None:
+        engine = self._opened()
+        tokens = self._tokens(payload)
+        if len(tokens) > EMBED_ROWS_MAX:
+            raise CallError("bad_tensor", f"{len(tokens)} tokens, at most {EMBED_ROWS_MAX}", "payload")
+        self._send(ipc.LayerResult(id=message.id), encode_tensor(engine.embedding.rows(tokens)))
+
+    def _forward(self, message: ipc.Forward, payload: memoryview) -> None:
+        engine = self._opened()
+        data = self._tensor(payload)
+        if data.dtype == np.int32:
+            if message.start != 0:
+                raise CallError(
+                    "bad_tensor", "token ids enter at layer 0, hidden states everywhere else", "payload"
+                )
+            data = self._tokens(payload)
+        else:
+            self._check_hidden(data, engine.n_embd)
+        if len(data) == 0:
+            raise CallError("bad_tensor", "at least one row is needed", "payload")
+        if message.position + len(data) > engine.settings.n_ctx:
+            raise CallError(
+                "context_full",
+                f"position {message.position} and {len(data)} rows exceed the context of "
+                f"{engine.settings.n_ctx} (n_ctx)",
+                "position",
+            )
+        if message.want == "hidden" and message.end >= engine.n_layers:
+            raise CallError("bad_message", "the last layer leads to the head, which gives tokens", "want")
+        if message.want == "token" and message.end != engine.n_layers:
+            raise CallError(
+                "bad_message", f"only the range that ends at {engine.n_layers} gives tokens", "want"
+            )
+        if message.want == "token" and message.position + len(data) < message.n_prompt_tokens:
+            raise CallError(
+                "bad_message", "a token is wanted before the end of the prompt", "n_prompt_tokens"
+            )
+        self._works.append(ForwardWork(message, data, engine, self._decodings, self._send))
+
+    def _generate(self, message: ipc.Generate, payload: memoryview) -> None:
+        engine = self._opened()
+        tokens = self._tokens(payload)
+        if len(tokens) == 0:
+            raise CallError("bad_tensor", "the prompt has no tokens", "payload")
+        if any(work.request_id == message.request_id for work in self._works):
+            raise CallError("bad_message", f"request {message.request_id} is running", "request_id")
+        engine.release(message.request_id)
+        self._works.append(GenerateWork(message, tokens, engine, self._send))
+
+    def _cancel(self, message: ipc.CancelRequest, _payload: memoryview) -> None:
+        for work in self._works:
+            if work.request_id == message.request_id:
+                try:
+                    work.cancel()
+                except CallError as error:
+                    self._answer_error(work.call_id, work.request_id, error)
+        self._works = [work for work in self._works if not work.is_finished]
+        self._forget(message.request_id)
+        self._send(ipc.Done(id=message.id))
+
+    def _release(self, message: ipc.ReleaseRequestKv, _payload: memoryview) -> None:
+        if any(work.request_id == message.request_id for work in self._works):
+            raise CallError("bad_message", "the request is running: cancel it", "request_id")
+        self._forget(message.request_id)
+        self._send(ipc.Done(id=message.id))
+
+    def _forget(self, request_id: str) -> None:
+        self._decodings.pop(request_id, None)
+        if self._engine is not None:
+            self._engine.release(request_id)
+
+    def _shutdown(self, message: ipc.Shutdown, _payload: memoryview) -> None:
+        self._send(ipc.Bye(id=message.id))
+        self.is_finished = True
+
+    def _tensor(self, payload: memoryview) -> np.ndarray:
+        try:
+            return decode_tensor(payload, field="payload")
+        except BadTensor as error:
+            raise CallError("bad_tensor", error.reason, error.field) from None
+        except BadMessage as error:
+            raise CallError("bad_message", error.reason, error.field) from None
+
+    def _tokens(self, payload: memoryview) -> np.ndarray:
+        """i32 [n], every id inside the vocabulary."""
+        tokens = self._tensor(payload)
+        if tokens.dtype != np.int32 or tokens.ndim != 1:
+            raise CallError("bad_tensor", "token ids are i32 [n]", "payload")
+        n_vocab = self._opened().n_vocab
+        if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < n_vocab):
+            raise CallError("bad_tensor", f"token ids lie in [0, {n_vocab})", "payload")
+        return tokens
+
+    def _check_hidden(self, data: np.ndarray, n_embd: int) -> None:
+        if data.dtype != np.float32 or data.ndim != 2:
+            raise CallError("bad_tensor", f"hidden states are f32 [n, {n_embd}]", "payload")
+        if data.shape[1] != n_embd:
+            raise CallError("bad_tensor", f"rows are {data.shape[1]} wide, the model {n_embd}", "payload")
+        if not np.isfinite(data).all():
+            raise CallError("bad_tensor", "hidden states hold NaN or infinity", "payload")
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()

@@ -1,0 +1,224 @@
+"""The only file that touches libllama's C interface. What enters here has been validated by the caller.
+
+libllama answers bad input with `abort()` in places, so nothing from outside reaches it unchecked: shapes,
+token ids, positions and free cells are looked at before each call, and the one exception that remains (a
+native crash) costs this process alone.
+
+Context settings that decide the last bit of a logit are fixed here, and are those of `llama_cpp.Llama`: f16
+KV, no flash attention, full-size sliding-window caches (so that any position can be truncated).
+`kv_unified` lets one request use all cells instead of a fixed share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import llama_cpp
+import numpy as np
+from llama_cpp import llama_cpp as lib
+
+from swarmllm_workers.errors import CallError
+
+log = logging.getLogger(__name__)
+
+N_BATCH: Final = 512
+"""Rows of one `llama_decode`; longer forwards are run in parts."""
+
+_LEVELS: Final = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
+"""libllama warns of every dummy vocabulary; its warnings are our news."""
+
+_recent_complaints: deque[str] = deque(maxlen=8)
+
+
+def _on_log(level: int, text: bytes, _user_data: int | None) -> None:
+    line = text.decode("utf-8", "replace").strip()
+    if level == 4:
+        _recent_complaints.append(line)
+    if line:
+        log.log(_LEVELS.get(level, logging.DEBUG), "%s", line)
+
+
+_log_callback = lib.llama_log_callback(_on_log)
+lib.llama_log_set(_log_callback, ctypes.c_void_p())
+lib.llama_backend_init()
+
+
+def engine_version() -> str:
+    return f"llama-cpp-python {llama_cpp.__version__}"
+
+
+def _complaint(what: str) -> CallError:
+    said = "; ".join(_recent_complaints) or "libllama gave no reason"
+    kind = "out_of_memory" if "alloc" in said or "memory" in said else "bad_model"
+    return CallError(kind, f"{what}: {said[:600]}")  # type: ignore[arg-type]
+
+
+class Model:
+    """A loaded GGUF: the original, a segment file, or (`vocab_only`) nothing but its vocabulary.
+
+    Raises CallError bad_model or out_of_memory with libllama's own words.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        use_mmap: bool = True,
+        n_gpu_layers: int = 0,
+        vocab_only: bool = False,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
+        params = lib.llama_model_default_params()
+        params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if use_mmap else lib.LLAMA_LOAD_MODE_NONE
+        params.n_gpu_layers = n_gpu_layers
+        params.vocab_only = vocab_only
+        params.load_mtp = False
+        if on_progress is not None:
+
+            def progressed(fraction: float, _user_data: int | None) -> bool:
+                on_progress(fraction)
+                return True
+
+            params.progress_callback = lib.llama_progress_callback(progressed)
+        _recent_complaints.clear()
+        handle = lib.llama_model_load_from_file(os.fsencode(path), params)
+        if handle is None:
+            raise _complaint(f"{path.name} cannot be loaded")
+        self.handle = handle
+        self.vocabulary = lib.llama_model_get_vocab(handle)
+        self.n_embd = int(lib.llama_model_n_embd(handle))
+        self.n_embd_input = int(lib.llama_model_n_embd_inp(handle))
+        self.n_vocab = int(lib.llama_vocab_n_tokens(self.vocabulary))
+        self.n_layers = int(lib.llama_model_n_layer(handle))
+        self.context_length = int(lib.llama_model_n_ctx_train(handle))
+        self.has_encoder = bool(lib.llama_model_has_encoder(handle))
+        self.has_decoder = bool(lib.llama_model_has_decoder(handle))
+        self.is_recurrent = bool(lib.llama_model_is_recurrent(handle) or lib.llama_model_is_hybrid(handle))
+        self.size_bytes = int(lib.llama_model_size(handle))
+
+    def close(self) -> None:
+        if self.handle is not None:
+            lib.llama_model_free(self.handle)
+            self.handle = None
+
+
+@dataclass(frozen=True)
+class ContextSettings:
+    n_ctx: int
+    n_slots: int
+    n_threads: int
+    n_outputs_max: int = N_BATCH
+    eval_callback: Any = None
+    """A `ggml_backend_sched_eval_callback` and the pointer it is called with; both must outlive the
+    context."""
+    eval_user_data: int | None = None
+
+
+class Context:
+    """KV cells, compute buffers and one reusable batch for a model."""
+
+    def __init__(self, model: Model, settings: ContextSettings) -> None:
+        params = lib.llama_context_default_params()
+        params.n_ctx = settings.n_ctx
+        params.n_batch = params.n_ubatch = N_BATCH
+        params.n_seq_max = settings.n_slots
+        params.n_outputs_max = settings.n_outputs_max
+        params.n_threads = params.n_threads_batch = settings.n_threads
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.kv_unified = True
+        params.swa_full = True
+        params.no_perf = True
+        params.offload_kqv = True
+        if settings.eval_callback is not None:
+            params.cb_eval = settings.eval_callback
+            params.cb_eval_user_data = settings.eval_user_data
+        self._keep = settings
+        _recent_complaints.clear()
+        handle = lib.llama_init_from_model(model.handle, params)
+        if handle is None:
+            raise _complaint("no context can be made")
+        self.handle = handle
+        self._memory = lib.llama_get_memory(handle)
+        if self._memory is None:
+            self.close()
+            raise CallError("bad_model", "the model keeps no state between tokens: it generates nothing")
+        self.n_vocab = model.n_vocab
+        self._n_embd = model.n_embd
+        self._embd = np.zeros((N_BATCH, model.n_embd), np.float32)
+        self._tokens = np.zeros(N_BATCH, np.int32)
+        self._positions = np.zeros(N_BATCH, np.int32)
+        self._n_sequences = np.ones(N_BATCH, np.int32)
+        self._sequences = np.zeros(N_BATCH, np.int32)
+        self._outputs = np.zeros(N_BATCH, np.int8)
+        first = self._sequences.ctypes.data
+        self._sequence_pointers = np.arange(first, first + 4 * N_BATCH, 4, dtype=np.uint64)
+        self._row_batch = self._batch(rows=True)
+        self._token_batch = self._batch(rows=False)
+
+    def _batch(self, *, rows: bool) -> Any:
+        batch = lib.llama_batch()
+        if rows:
+            batch.embd = self._embd.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        else:
+            batch.token = self._tokens.ctypes.data_as(ctypes.POINTER(lib.llama_token))
+        batch.pos = self._positions.ctypes.data_as(ctypes.POINTER(lib.llama_pos))
+        batch.n_seq_id = self._n_sequences.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        batch.seq_id = self._sequence_pointers.ctypes.data_as(
+            ctypes.POINTER(ctypes.POINTER(lib.llama_seq_id))
+        )
+        batch.logits = self._outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+        return batch
+
+    def decode(
+        self,
+        data: np.ndarray,
+        positions: np.ndarray,
+        sequences: np.ndarray | int,
+        outputs: np.ndarray | bool,
+    ) -> None:
+        """One `llama_decode` of n <= N_BATCH rows.
+
+        `data`: f32 [n, n_embd], or i32 [n] token ids. `outputs`: which rows the head computes (tap: all of
+        them). Raises CallError context_full where no cells are free, engine for anything else.
+        """
+        n = len(data)
+        if data.ndim == 2:
+            self._embd[:n] = data
+            batch = self._row_batch
+        else:
+            self._tokens[:n] = data
+            batch = self._token_batch
+        self._positions[:n] = positions
+        self._sequences[:n] = sequences
+        self._outputs[:n] = outputs
+        batch.n_tokens = n
+        status = lib.llama_decode(self.handle, batch)
+        if status == 0:
+            lib.llama_synchronize(self.handle)
+        elif status == 1:
+            raise CallError("context_full", f"no KV cells are free for {n} more rows")
+        else:
+            raise CallError("engine", f"llama_decode failed with status {status}")
+
+    def logits(self, row: int) -> np.ndarray:
+        """f32 [n_vocab] of a row that was marked as output: a view that the next decode overwrites."""
+        pointer = lib.llama_get_logits_ith(self.handle, row)
+        if not pointer:
+            raise CallError("engine", f"row {row} has no logits")
+        return np.ctypeslib.as_array(pointer, (self.n_vocab,))
+
+    def truncate(self, sequence: int, length: int) -> bool:
+        """Forget positions >= length. False where the model cannot forget a part (recurrent state)."""
+        return bool(lib.llama_memory_seq_rm(self._memory, sequence, length, -1))
+
+    def close(self) -> None:
+        if self.handle is not None:
+            lib.llama_free(self.handle)
+            self.handle = None

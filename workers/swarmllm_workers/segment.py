@@ -1,0 +1,222 @@
+"""A layer range in memory, ready to run: libllama's model and context over a segment file (or the whole
+GGUF).
+
+A segment runs *spans*: each is a run of rows of one slot from one position on. Spans of several slots go
+through one `llama_decode`, and libllama keeps their sequences apart; that is the place where batching
+happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+
+from swarmllm_proto.architectures import Architecture
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.libllama import N_BATCH, Context, ContextSettings, Model
+from swarmllm_workers.tap import Tap
+
+Want: TypeAlias = Literal["hidden", "none", "logits"]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    n_ctx: int = 4096
+    """KV cells of each segment, shared by all slots."""
+    n_slots: int = 8
+    n_threads: int = 1
+    use_mmap: bool = True
+    n_gpu_layers: int = 0
+    native_tap: bool = True
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows of one slot at positions [position, position + n)."""
+
+    slot: int
+    position: int
+    data: np.ndarray
+    """Hidden states f32 [n, n_embd], or, for a segment that begins at layer 0, token ids i32 [n]."""
+    want: Want
+    """Of the head segment: logits of the last row or nothing. Every other segment gives hidden states."""
+
+
+class Segment:
+    """Layers [start, end). Closing it gives all of its memory back to the system."""
+
+    def __init__(
+        self,
+        path: Path,
+        start: int,
+        end: int,
+        *,
+        n_layers: int,
+        architecture: Architecture | None,
+        settings: EngineSettings,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self.start, self.end = start, end
+        self.is_whole = start == 0 and end == n_layers
+        self.has_head = end == n_layers
+        self._settings = settings
+        self._model = Model(
+            path, use_mmap=settings.use_mmap, n_gpu_layers=settings.n_gpu_layers, on_progress=on_progress
+        )
+        self.weights_bytes = self._model.size_bytes
+        self.lengths = [0] * settings.n_slots
+        """Rows that each slot has in this segment's KV."""
+        try:
+            if self._model.n_layers != end - start:
+                raise CallError(
+                    "bad_model", f"{path.name} has {self._model.n_layers} layers, not {end - start}"
+                )
+            if self._model.has_encoder or not self._model.has_decoder:
+                raise CallError("bad_model", f"{path.name} is an encoder: it generates nothing")
+            self._tap = self._make_tap(architecture)
+            self._context = Context(
+                self._model,
+                ContextSettings(
+                    n_ctx=settings.n_ctx,
+                    n_slots=settings.n_slots,
+                    n_threads=settings.n_threads,
+                    n_outputs_max=settings.n_slots if self.has_head else N_BATCH,
+                    eval_callback=self._tap.callback if self._tap else None,
+                    eval_user_data=self._tap.user_data if self._tap else None,
+                ),
+            )
+        except CallError:
+            self._model.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.start}:{self.end} rows={self.n_rows}>"
+
+    def _make_tap(self, architecture: Architecture | None) -> Tap | None:
+        if architecture is None:
+            return None
+        output = "" if self.has_head else f"{architecture.tap}-{self.end - self.start - 1}"
+        overwritten = architecture.input_tensor if self.start > 0 else ""
+        if not output and not overwritten:
+            return None
+        return Tap(
+            output_name=output,
+            input_name=overwritten,
+            n_embd=self._model.n_embd,
+            n_rows_max=N_BATCH,
+            native=self._settings.native_tap,
+        )
+
+    @property
+    def n_rows(self) -> int:
+        return sum(self.lengths)
+
+    def check(self, spans: Sequence[Span]) -> None:
+        """Whether these spans can run. Raises CallError position_gap or context_full; changes nothing."""
+        n_after = self.n_rows
+        for span in spans:
+            length = self.lengths[span.slot]
+            if span.position > length:
+                raise CallError(
+                    "position_gap",
+                    f"position {span.position} follows {length} known rows in layers {self.start}:{self.end}",
+                    "position",
+                )
+            n_after += span.position + len(span.data) - length
+        if n_after > self._settings.n_ctx:
+            raise CallError(
+                "context_full",
+                f"{n_after} rows in a context of {self._settings.n_ctx} (n_ctx), shared by all requests",
+            )
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget the slot's rows at positions >= length. Raises CallError position_gap where the model
+        cannot."""
+        if self.lengths[slot] <= length:
+            return
+        if not self._context.truncate(slot, length):
+            self._context.truncate(slot, 0)
+            self.lengths[slot] = 0
+            raise CallError(
+                "position_gap", "this model's state cannot be rolled back: start the request anew", "position"
+            )
+        self.lengths[slot] = length
+
+    def run(self, spans: Sequence[Span]) -> list[np.ndarray]:
+        """One result per span: hidden states f32 [n, n_embd] of every row, or from the head f32 [n_vocab]
+        logits of the last row, empty where nothing was wanted. Views that the next run overwrites.
+
+        All spans together have at most N_BATCH rows and have passed `check`; slots are truncated to their
+        position. Raises CallError position_gap, context_full, engine.
+        """
+        rows = _Rows.of(spans)
+        outputs: bool | np.ndarray = not self.has_head
+        if self.has_head:
+            outputs = np.zeros(rows.n, np.int8)
+            for span, last in zip(spans, rows.lasts, strict=True):
+                outputs[last] = span.want == "logits"
+        for span in spans:
+            self.truncate(span.slot, span.position)
+        if self._tap is not None:
+            self._tap.arm(rows.data)
+        try:
+            self._context.decode(rows.data, rows.positions, rows.slots, outputs)
+            hidden = self._tap.take(rows.n) if self._tap is not None else None
+        except CallError:
+            for span in spans:  # some of the rows may be in the KV: none of them counts
+                self._context.truncate(span.slot, span.position)
+            raise
+        for span in spans:
+            self.lengths[span.slot] = span.position + len(span.data)
+        if self.has_head:
+            return [
+                self._context.logits(last) if span.want == "logits" else _NOTHING
+                for span, last in zip(spans, rows.lasts, strict=True)
+            ]
+        assert hidden is not None
+        return [hidden] if len(spans) == 1 else np.split(hidden, [last + 1 for last in rows.lasts[:-1]])
+
+    @property
+    def is_closed(self) -> bool:
+        return self._model.handle is None
+
+    def close(self) -> None:
+        self._context.close()
+        self._model.close()
+
+
+_NOTHING: Final = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of all spans, one after the other."""
+
+    data: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray | int
+    lasts: list[int]
+    """Index of each span's last row."""
+    n: int
+
+    @staticmethod
+    def of(spans: Sequence[Span]) -> _Rows:
+        if (
+            len(spans) == 1
+        ):  # a lone decode step: each numpy call costs a microsecond, and more from cold caches
+            (span,) = spans
+            n = len(span.data)
+            return _Rows(span.data, np.arange(span.position, span.position + n), span.slot, [n - 1], n)
+        counts = [len(span.data) for span in spans]
+        positions = [np.arange(s.position, s.position + n) for s, n in zip(spans, counts, strict=True)]
+        return _Rows(
+            np.concatenate([span.data for span in spans]),
+            np.concatenate(positions),
+            np.repeat([span.slot for span in spans], counts),
+            (np.cumsum(counts) - 1).tolist(),
+            sum(counts),
+        )

@@ -1,0 +1,135 @@
+"""The worker's loop: one thread, one socket.
+
+While there is work the socket is looked at between two steps and never waited for; without work the loop
+sleeps in `poll`. Output is buffered and written as the socket takes it, so a daemon that reads slowly
+delays nobody's decode step; beyond a bound on that buffer the steps wait. The end of the stream ends the
+worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+from collections import deque
+from typing import Any, Final
+
+import msgspec
+
+from swarmllm_proto import ipc
+from swarmllm_proto.codec import decode_daemon_message, encode_ipc
+from swarmllm_proto.errors import BadMessage, ProtocolError
+from swarmllm_proto.frames import Frame, FrameDecoder
+from swarmllm_workers import __version__
+from swarmllm_workers.handlers import Handlers
+from swarmllm_workers.libllama import engine_version
+
+log = logging.getLogger(__name__)
+
+RECEIVE_SIZE: Final = 256 * 1024
+UNWRITTEN_MAX: Final = 32 * 2**20
+"""Bytes in the output buffer above which no further step is made."""
+PIECES_PER_WRITE: Final = 64
+
+
+class _Call(msgspec.Struct):
+    id: ipc.CallId = 0
+
+
+def _call_id(frame: Frame) -> int:
+    """The id of a message that is wrong elsewhere, so that its caller learns of it; 0 where even that is
+    unreadable."""
+    try:
+        return msgspec.json.decode(frame.header, type=_Call).id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+
+
+class Server:
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._connection = connection
+        self._decoder = FrameDecoder()
+        self._unwritten: deque[memoryview] = deque()
+        self._n_unwritten = 0
+        self._handlers = Handlers(self.send)
+        self._pid = pid
+
+    def send(self, message: Any, payload: Any = b"") -> None:
+        """Queue a message and write what the socket takes now. Payloads are copied only if they have to
+        wait."""
+        for piece in encode_ipc(message, payload):
+            view = memoryview(piece)
+            self._unwritten.append(view)
+            self._n_unwritten += len(view)
+        self._write()
+        if self._unwritten:
+            # Results are views of buffers that the next step overwrites.
+            self._unwritten = deque(memoryview(bytes(view)) for view in self._unwritten)
+
+    def serve(self) -> None:
+        """Until Shutdown, the last Unload, or the end of the stream."""
+        self._connection.setblocking(False)
+        self.send(ipc.Ready(pid=self._pid, version=__version__, engine=engine_version()))
+        poll = select.poll()
+        try:
+            while not self._handlers.is_finished:
+                can_step = self._handlers.has_work and self._n_unwritten <= UNWRITTEN_MAX
+                poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._unwritten else 0))
+                for _, events in poll.poll(0 if can_step else None):
+                    if events & select.POLLOUT:
+                        self._write()
+                    if events & ~select.POLLOUT and not self._read():
+                        return
+                if self._handlers.has_work and self._n_unwritten <= UNWRITTEN_MAX:
+                    self._handlers.step()
+            self._connection.setblocking(True)
+            self._connection.settimeout(1.0)
+            self._write()
+        except (BrokenPipeError, ConnectionResetError):
+            log.info("the daemon has gone")
+        except ProtocolError as error:
+            log.warning("the stream is broken: %s", error)
+            self._send_fatal(error)
+        finally:
+            self._handlers.close()
+
+    def _read(self) -> bool:
+        """Take what has arrived. False at the end of the stream."""
+        try:
+            data = self._connection.recv(RECEIVE_SIZE)
+        except BlockingIOError:
+            return True
+        if not data:
+            return False
+        for frame in self._decoder.feed(data):
+            try:
+                message = decode_daemon_message(frame)
+            except BadMessage as error:
+                self.send(
+                    ipc.Error(id=_call_id(frame), kind="bad_message", message=error.reason, field=error.field)
+                )
+                continue
+            self._handlers.handle(message, frame.payload)
+            if self._handlers.is_finished:
+                break
+        return True
+
+    def _write(self) -> None:
+        while self._unwritten:
+            pieces = [self._unwritten[i] for i in range(min(PIECES_PER_WRITE, len(self._unwritten)))]
+            try:
+                n = self._connection.sendmsg(pieces)
+            except (BlockingIOError, TimeoutError):
+                return
+            self._n_unwritten -= n
+            while self._unwritten and n >= len(self._unwritten[0]):
+                n -= len(self._unwritten.popleft())
+            if n:
+                self._unwritten[0] = self._unwritten[0][n:]
+
+    def _send_fatal(self, error: ProtocolError) -> None:
+        try:
+            self._connection.settimeout(1.0)
+            self.send(ipc.Error(kind="bad_message", message=error.reason, field=error.field, fatal=True))
+        except OSError:
+            log.info("the daemon has gone")
