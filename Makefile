@@ -1,0 +1,39 @@
+# `make run` and `make test` are all a newcomer needs: both make .venv and install what is missing first.
+PYTHON ?= python3
+BIN := .venv/bin
+BOOTSTRAP := $(PYTHON) -I swarmllm/bootstrap.py
+
+.PHONY: help run test lint format install clean
+.DEFAULT_GOAL := help
+
+help:  ## show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install:  ## create .venv and install SwarmLLM into it
+	@$(BOOTSTRAP)
+
+run:  ## start three nodes here, ask the bundled model a question, show its route, stop everything
+	@$(BOOTSTRAP)
+	@$(BIN)/swarmllm demo
+
+test:  ## install what the tests need, then lint, type check and run every test
+	@$(BOOTSTRAP) --extra test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+lint:  ## ruff and mypy only
+	@$(BOOTSTRAP) --extra test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format:  ## let ruff format the tree and fix what it can
+	@$(BOOTSTRAP) --extra test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove .venv, caches and build leftovers
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

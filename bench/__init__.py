@@ -1,0 +1,1 @@
+"""Benchmarks: every figure is a ratio against a rival in the same run. See docs/benchmarks.md."""

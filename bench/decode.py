@@ -1,0 +1,87 @@
+"""Decode tokens/s: uncut in llama-cpp-python, through one daemon, cut over two and over three daemons on loopback.
+
+    python -m bench.decode --model guide --rounds 7
+    python -m bench.decode --model 0.5b --rounds 5
+
+All contestants are resident; they take turns, round by round, so that the machine's drift hits all alike. Ours are timed by
+an HTTP client of the first daemon (first text to finish chunk), the rival inside its own loop: every cost is on our side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench.figures import Figure, ratios, table, write
+from bench.shapes import half_billion
+from bench.swarm_nodes import Answer, Swarm, swarm_of
+from bench.uncut import Uncut
+from swarmllm.guide import GUIDE_PATH
+
+PROMPT = "What is a pipeline?"
+N_CTX = 2048
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["guide", "0.5b"], default="guide")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    arguments = parser.parse_args()
+    gguf, n_layers = (GUIDE_PATH, 12) if arguments.model == "guide" else (half_billion(), 24)
+    command = (
+        f"python -m bench.decode --model {arguments.model} --rounds {arguments.rounds} --tokens {arguments.tokens} "
+        f"--threads {arguments.threads}"
+    )
+    rival = Figure("llama-cpp-python, uncut", "tokens/s")
+    ours = {n: Figure(f"{n} daemon{'s' if n > 1 else ''}", "tokens/s") for n in arguments.nodes}
+    last: dict[int, Answer] = {}
+    with ExitStack() as stack:
+        uncut = Uncut(gguf, N_CTX, arguments.threads)
+        stack.callback(uncut.close)
+        swarms: dict[int, Swarm] = {
+            n: stack.enter_context(swarm_of(n, gguf, n_layers, n_threads=arguments.threads, n_ctx=N_CTX))
+            for n in arguments.nodes
+        }
+        prompt = prompt_tokens(gguf)
+        for round_index in range(arguments.rounds + 1):
+            answer = uncut.generate(prompt, arguments.tokens)
+            answers = {n: swarm.ask(PROMPT, arguments.tokens) for n, swarm in swarms.items()}
+            if round_index == 0:
+                continue  # warm-up: page cache, graphs, pipelines
+            rival.values.append((len(answer["tokens"]) - 1) / answer["decode_s"])
+            for n, each in answers.items():
+                ours[n].values.append(each.tokens_per_s)
+                last[n] = each
+    rows = [(rival, None), *((figure, ratios(figure, rival)) for figure in ours.values())]
+    text = table(rows) + "\n\n" + "\n\n".join(stages(n, answer) for n, answer in last.items())
+    print(text)
+    write(f"decode-{arguments.model}", command, rows, text)
+
+
+def prompt_tokens(gguf: Path) -> list[int]:
+    """Any prompt of the same length serves the rival: decode cost does not depend on the words."""
+    from llama_cpp import Llama
+
+    vocabulary = Llama(str(gguf), vocab_only=True, verbose=False)
+    return vocabulary.tokenize(PROMPT.encode(), add_bos=False) * 3
+
+
+def stages(n_nodes: int, answer: Answer) -> str:
+    """Where a token's time went in the last round."""
+    lines = [f"{n_nodes} node(s), last round:", "", "| stage | layers | compute ms/token | node overhead ms/token | network ms/token |"]
+    lines.append("|---|---|---|---|---|")
+    for stage in answer.swarm["route"]:
+        lines.append(
+            f"| {stage['nickname']} | {stage['layers']} | {stage['compute_ms_per_token']} | "
+            f"{stage.get('overhead_ms_per_token')} | {stage['network_ms_per_token']} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

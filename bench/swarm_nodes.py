@@ -1,0 +1,103 @@
+"""Real daemons on loopback for a benchmark: k processes, each with its share of one model's layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarmllm.cli.chat_stream import Finished, stream_chat
+from swarmllm.cli.client import Client
+from swarmllm.cli.demo_nodes import DemoNodes
+
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed answer as its client saw it."""
+
+    n_tokens: int
+    first_token_s: float
+    decode_s: float
+    text: str
+    swarm: dict[str, Any]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return (self.n_tokens - 1) / self.decode_s
+
+
+class Swarm:
+    """Daemons that hold one model between them; asked through the first."""
+
+    def __init__(self, nodes: DemoNodes, client: Client, model: str) -> None:
+        self.nodes, self.client, self.model = nodes, client, model
+
+    def ask(self, prompt: str, n_tokens: int) -> Answer:
+        """Greedy, `n_tokens` exactly (EOS ignored). Times are the client's: first text to the finish chunk."""
+        start_s = time.perf_counter()
+        first_s = 0.0
+        text: list[str] = []
+        pieces = stream_chat(
+            self.client,
+            self.model,
+            [{"role": "user", "content": prompt}],
+            temperature=0,
+            max_tokens=n_tokens,
+            ignore_eos=True,
+        )
+        for piece in pieces:
+            if isinstance(piece, Finished):
+                end_s = time.perf_counter()
+                return Answer(piece.n_generated, first_s - start_s, end_s - first_s, "".join(text), piece.swarm)
+            if not text:
+                first_s = time.perf_counter()
+            text.append(piece)
+        raise RuntimeError("the answer had no end")
+
+
+@contextmanager
+def swarm_of(n_nodes: int, gguf: Path, n_layers: int, *, n_threads: int, n_ctx: int) -> Iterator[Swarm]:
+    """`n_nodes` daemons, the layers of `gguf` shared out evenly and in order."""
+    bounds = [round(i * n_layers / n_nodes) for i in range(n_nodes + 1)]
+    nodes = DemoNodes()
+    clients: list[Client] = []
+    settings = {"inference": {"n_threads": n_threads, "n_ctx": n_ctx}}
+    try:
+        bootstrap: list[str] = []
+        for i in range(n_nodes):
+            node = nodes.start(f"n{i + 1}", [], bootstrap, settings)
+            announced = _wait(node.announcement, f"{node.name} to start")
+            clients.append(Client(announced["api_url"]))
+            bootstrap = bootstrap or list(announced["addresses"])
+        name = ""
+        for client, start, end in zip(clients, bounds, bounds[1:], strict=False):
+            for event in client.post_progress("/api/admin/models", {"path": str(gguf)}):
+                name = event.get("name", name)
+            for _ in client.post_progress(f"/api/admin/models/{name}/load", {"layers": f"{start}:{end}"}):
+                pass
+        _wait(lambda: _complete(clients[0], name), f"a pipeline for {name}")
+        yield Swarm(nodes, clients[0], name)
+    finally:
+        for client in clients:
+            client.__exit__()
+        nodes.stop()
+        nodes.remove_folder()
+
+
+def _complete(client: Client, name: str) -> bool:
+    models: Sequence[dict[str, Any]] = client.get("/api/admin/models")["models"]
+    return any(model["name"] == name and model["complete"] for model in models)
+
+
+def _wait(probe: Any, what: str) -> Any:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if found := probe():
+            return found
+        time.sleep(0.1)
+    raise TimeoutError(f"waited {START_TIMEOUT_S:.0f} s for {what}")

@@ -1,0 +1,125 @@
+"""What the commands ask of a daemon over HTTP, with every way it can fail turned into a sentence and an
+exit code.
+
+Synchronous httpx: a command does one thing at a time. The environment's proxies are not used; a node's
+endpoint is on the loopback interface, where a proxy can only be in the way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from swarmllm.cli.errors import CommandFailed, DaemonUnreachable, RequestRefused, WrongUsage
+
+ANSWER_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
+LINE_MAX_BYTES = 1 << 20
+REFUSALS = frozenset({"invalid_request_error", "permission_error", "rate_limit_error"})
+
+
+class Client:
+    def __init__(self, api_url: str) -> None:
+        self.api_url = api_url.rstrip("/")
+        if not is_http_url(self.api_url):
+            raise WrongUsage(f"{api_url!r} is not an address like http://127.0.0.1:8800.")
+        timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        # Reading the certificates takes longer than most answers; they are of no use for plain http.
+        verify = self.api_url.startswith("https:")
+        self._http = httpx.Client(base_url=self.api_url, timeout=timeout, trust_env=False, verify=verify)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def get(self, path: str) -> Any:
+        """The JSON body of a GET."""
+        with self._failures_explained():
+            return self._checked(self._http.get(path))
+
+    def get_any(self, path: str) -> Any:
+        """The JSON body of a GET, whatever its status: for /health/ready, where 503 is an answer too."""
+        with self._failures_explained():
+            return self.parse(self._http.get(path).text)
+
+    def post(self, path: str, body: Mapping[str, object]) -> Any:
+        with self._failures_explained():
+            return self._checked(self._http.post(path, json=body))
+
+    def post_lines(self, path: str, body: Mapping[str, object]) -> Iterator[str]:
+        """The lines of the answer as they arrive; an answer may take as long as it likes between two of
+        them."""
+        with (
+            self._failures_explained(),
+            self._http.stream(
+                "POST", path, json=body, timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+            ) as answer,
+        ):
+            if answer.status_code >= 400:
+                answer.read()
+                self._checked(answer)
+            for line in answer.iter_lines():
+                if len(line) > LINE_MAX_BYTES:
+                    raise CommandFailed(f"{self.api_url} sent a line of {len(line)} characters")
+                if line:
+                    yield line
+
+    def post_progress(self, path: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+        """The objects of an NDJSON answer; an `error` among them is raised."""
+        for line in self.post_lines(path, body):
+            event = self.parse(line)
+            if "error" in event:
+                raise failure(event["error"])
+            yield event
+
+    def parse(self, text: str) -> Any:
+        """The value of a piece of JSON from the daemon."""
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise CommandFailed(f"What answers at {self.api_url} is not a SwarmLLM node.") from None
+
+    def _checked(self, answer: httpx.Response) -> Any:
+        body = self.parse(answer.text)
+        if answer.status_code < 400:
+            return body
+        if isinstance(body, dict) and "error" in body:
+            raise failure(body["error"])
+        raise CommandFailed(f"{self.api_url} answered with status {answer.status_code}.")
+
+    @contextmanager
+    def _failures_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            raise DaemonUnreachable(
+                f"No daemon answers at {self.api_url}: start one with `swarmllm daemon`, or name another "
+                "with --api."
+            ) from None
+        except httpx.TimeoutException:
+            raise CommandFailed(f"{self.api_url} did not answer within {ANSWER_TIMEOUT_S:.0f} s.") from None
+        except httpx.HTTPError as error:
+            raise CommandFailed(f"The connection to {self.api_url} broke: {error}") from None
+
+
+def is_http_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False
+
+
+def failure(error: Any) -> CommandFailed:
+    """The exception for an OpenAI error object, which may come as a body or in the middle of a stream."""
+    if not isinstance(error, dict):
+        return CommandFailed(str(error))
+    message = str(error.get("message", error))
+    return RequestRefused(message) if error.get("type") in REFUSALS else CommandFailed(message)

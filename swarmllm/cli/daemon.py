@@ -1,0 +1,83 @@
+"""`swarmllm daemon`: flags become configuration, then the daemon takes over.
+
+Every flag is one configuration key and takes its help from there; the table says which. A flag for each of
+the thirty-odd keys would bury the few that people type, so the rest are set in the file or the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from swarmllm.cli.errors import CommandFailed, WrongUsage
+from swarmllm.config import keys_of, load_config
+from swarmllm.errors import ConfigError, SwarmLLMError
+
+FLAGS = {
+    "--nickname": "node.nickname",
+    "--data-dir": "node.data_dir",
+    "--log-level": "node.log_level",
+    "--listen-host": "network.listen_host",
+    "--libp2p-port": "network.libp2p_port",
+    "--data-port": "network.data_port",
+    "--bootstrap": "network.bootstrap",
+    "--mdns/--no-mdns": "network.mdns",
+    "--api-port": "api.port",
+    "--load": "model.load",
+}
+
+
+def _configuration_flags(command: Callable[..., None]) -> Callable[..., None]:
+    for flag, name in reversed(FLAGS.items()):
+        table, _, key = name.partition(".")
+        field = keys_of(table)[key]
+        many = isinstance(field.default, tuple)
+        text = str(field.metadata["doc"]) + (" May be given several times." if many else "")
+        kind = click.INT if type(field.default) is int else None
+        command = click.option(flag, key, type=kind, multiple=many, default=None, help=text)(command)
+    return command
+
+
+@click.command(
+    short_help="Run a node on this machine until Ctrl-C.",
+    epilog="""\b
+Examples:
+  swarmllm daemon --load guide
+  swarmllm daemon --load guide:0:6 --nickname kitchen
+  swarmllm daemon --load guide:6:12 --bootstrap /ip4/192.0.2.7/tcp/8810/p2p/12D3KooW...
+""",
+)
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="TOML file to read instead of ~/.config/swarmllm/config.toml.",
+)
+@_configuration_flags
+def daemon(config_file: Path | None, **values: object) -> None:
+    """Run a node: join the swarm, serve layers, answer on the HTTP endpoint. Ctrl-C stops it cleanly.
+
+    Settings come from, later ones winning: built-in defaults, the TOML file, SWARMLLM_<TABLE>_<KEY> in the
+    environment, the flags below. Other nodes join this one with --bootstrap and an address that
+    `swarmllm status` shows.
+    """
+    given = {name: values[name.partition(".")[2]] for name in FLAGS.values()}
+    try:
+        config = load_config(
+            config_file, flags={name: None if value == () else value for name, value in given.items()}
+        )
+    except ConfigError as error:
+        raise WrongUsage(error.message) from None
+
+    import trio
+
+    from swarmllm.daemon import run_daemon
+
+    try:
+        trio.run(run_daemon, config)
+    except ConfigError as error:
+        raise WrongUsage(error.message) from None
+    except SwarmLLMError as error:
+        raise CommandFailed(error.message) from None

@@ -1,0 +1,226 @@
+"""`swarmllm demo`: three nodes on this machine, a third of the bundled model on each, one conversation
+through them.
+
+What is shown is what happens: separate daemons, libp2p over TCP between them, the question sent to the
+first node's OpenAI endpoint, the route read from the answer. At the end everything is stopped, and checked
+to be gone; where the demo fails, the end of the failing node's log is shown and all logs are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from swarmllm.cli.chat import Conversation, show_answer
+from swarmllm.cli.client import Client
+from swarmllm.cli.demo_nodes import DemoNode, DemoNodes
+from swarmllm.cli.display import make_console, route_table, short_id, summary
+from swarmllm.cli.errors import EXIT_INTERRUPTED, CommandFailed
+
+MODEL = "guide"
+PARTS = {"node-1": "0:4", "node-2": "4:8", "node-3": "8:12"}
+"""Which node gets which layers; together all of the bundled model's."""
+QUESTIONS = ("What is SwarmLLM?", "What is a pipeline?", "How do I load a model?")
+START_TIMEOUT_S = 120.0
+MAX_TOKENS = 200
+POLL_INTERVAL_S = 0.1
+LOG_TAIL_LINES = 20
+
+
+class NodeFailed(CommandFailed):
+    """A daemon of the demo could not do its part."""
+
+    def __init__(self, message: str, node: DemoNode) -> None:
+        super().__init__(message)
+        self.node = node
+
+
+class Startup:
+    """Starts the daemons, the later ones once the first can be dialled, and knows how far each is."""
+
+    def __init__(self, nodes: DemoNodes) -> None:
+        self._nodes = nodes
+        self._states: dict[str, str] = dict.fromkeys(PARTS, "waits for node-1")
+        self._ready: set[str] = set()
+        self._model_missing = ""
+
+    @property
+    def done(self) -> bool:
+        return self._ready == set(PARTS) and not self._model_missing
+
+    @property
+    def first_api_url(self) -> str:
+        announcement = self._nodes.nodes[0].announcement()
+        assert announcement is not None
+        return str(announcement["api_url"])
+
+    def advance(self) -> None:
+        """Look at every daemon once. Raises NodeFailed."""
+        if not self._nodes.nodes:
+            self._start("node-1", ())
+        first = self._nodes.nodes[0].announcement()
+        if first and len(self._nodes.nodes) == 1:
+            for name in list(PARTS)[1:]:
+                self._start(name, first["addresses"])
+        for node in self._nodes.nodes:
+            self._look_at(node)
+        if first and self._ready == set(PARTS):
+            with Client(str(first["api_url"])) as client:
+                status = client.get(f"/api/admin/models/{MODEL}/status")
+            self._model_missing = "" if status["complete"] else ", ".join(status["missing"]) or "a route"
+
+    def _start(self, name: str, bootstrap: tuple[str, ...] | list[str]) -> None:
+        self._nodes.start(name, MODEL, PARTS[name], bootstrap)
+
+    def _look_at(self, node: DemoNode) -> None:
+        if (status := node.process.poll()) is not None:
+            raise NodeFailed(f"{node.name} stopped by itself (exit status {status}).", node)
+        if node.name in self._ready:
+            return
+        announcement = node.announcement()
+        if announcement is None:
+            self._states[node.name] = "starting"
+            return
+        with Client(str(announcement["api_url"])) as client:
+            health = client.get_any("/health/ready")
+        if health["status"] == "failed":
+            raise NodeFailed(f"{node.name}: {health['reason']}", node)
+        if health["status"] == "ready":
+            self._ready.add(node.name)
+        self._states[node.name] = str(health["reason"] or health["status"])
+
+    def view(self, spinner: Spinner) -> Group:
+        """One line per node, and what is waited for."""
+        grid = Table.grid(padding=(0, 2))
+        for name, layers in PARTS.items():
+            node = next((node for node in self._nodes.nodes if node.name == name), None)
+            announcement = node.announcement() if node else None
+            mark = Text("✓", "green") if name in self._ready else spinner
+            identity = short_id(str(announcement["node_id"])) if announcement else ""
+            grid.add_row(" ", mark, name, Text(identity, "dim"), f"layers {layers}", self._states[name])
+        waiting = f"  node-1 does not see layers {self._model_missing} yet" if self._model_missing else ""
+        return Group(grid, waiting) if waiting else Group(grid)
+
+
+def start_nodes(nodes: DemoNodes, console: Console) -> str:
+    """Start all daemons and wait until the first one sees every layer; returns its API address."""
+    startup = Startup(nodes)
+    spinner = Spinner("dots")
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        while not startup.done:
+            startup.advance()
+            live.update(startup.view(spinner), refresh=console.is_terminal)
+            if time.monotonic() > deadline_s:
+                raise CommandFailed(f"The nodes were not ready within {START_TIMEOUT_S:.0f} s.")
+            time.sleep(POLL_INTERVAL_S)
+        live.update(startup.view(spinner), refresh=True)
+    return startup.first_api_url
+
+
+def converse(api_url: str, questions: tuple[str, ...], console: Console) -> None:
+    """Ask the questions in one conversation, then show the way the last answer took."""
+    with Client(api_url) as client:
+        sampling: dict[str, object] = {"temperature": 0, "max_tokens": MAX_TOKENS}
+        conversation = Conversation(client, MODEL, sampling)
+        for question in questions:
+            console.print(Text.assemble(("\n› ", "bold cyan"), (question, "bold")))
+            show_answer(conversation, question, console)
+            if conversation.last:
+                console.print(summary(conversation.last), style="dim")
+        if conversation.last:
+            console.print("\nThe way of the last answer:", style="bold")
+            console.print(route_table(conversation.last.route))
+
+
+def clean_up(nodes: DemoNodes, console: Console, *, keep_folder: bool) -> None:
+    """Stop everything, check that it is gone. Raises CommandFailed where something is left."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave anything behind
+    n_nodes = len(nodes.nodes)
+    survivors = nodes.stop()
+    if survivors:
+        pids = ", ".join(str(mark.pid) for mark in survivors)
+        raise CommandFailed(f"These processes of the demo are still running: {pids}. Logs: {nodes.folder}")
+    if keep_folder:
+        return
+    nodes.remove_folder()
+    if nodes.folder.exists():
+        raise CommandFailed(f"The folder {nodes.folder} could not be removed.")
+    if n_nodes:
+        console.print(f"\nStopped {n_nodes} nodes and their workers; nothing is left running.", style="dim")
+
+
+def show_log(nodes: list[DemoNode], console: Console) -> None:
+    for node in nodes:
+        console.print(f"\nThe end of {node.log_path}:", style="bold")
+        for line in node.log_tail(LOG_TAIL_LINES):
+            console.print(f"  {line}", style="dim", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def signals_as_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the demo as Ctrl-C does, so that its daemons are stopped too."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        handlers[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@click.command(
+    short_help="Start three nodes here, ask the bundled model, show the route.",
+    epilog="""\b
+Examples:
+  swarmllm demo
+  swarmllm demo "What is a worker?" "And what happens when it dies?"
+""",
+)
+@click.argument("questions", nargs=-1)
+def demo(questions: tuple[str, ...]) -> None:
+    """Start three nodes on this machine, each with a third of the bundled model, and ask it something.
+
+    The QUESTIONS are asked in one conversation, through the OpenAI endpoint of the first node; the answers
+    and the route they took are shown, then everything is stopped and removed. Nothing of yours is touched:
+    the nodes have their own folders and ports.
+    """
+    console = make_console()
+    console.print(
+        f"Three nodes on this machine, a third of the {MODEL} model's layers on each:\n", style="bold"
+    )
+    nodes = DemoNodes()
+    failed = True
+    with signals_as_interrupt():
+        try:
+            api_url = start_nodes(nodes, console)
+            console.print(f"\nnode-1 sees all layers. Its OpenAI endpoint: {api_url}/v1", style="dim")
+            converse(api_url, questions or QUESTIONS, console)
+            failed = False
+        except KeyboardInterrupt:
+            failed = False
+            console.print("\nInterrupted.")
+            raise SystemExit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            failed = False  # nobody reads any more; that is no failure of the nodes
+            raise
+        except CommandFailed as error:
+            show_log([error.node] if isinstance(error, NodeFailed) else nodes.nodes, console)
+            raise
+        finally:
+            clean_up(nodes, console, keep_folder=failed)

@@ -1,0 +1,76 @@
+"""The command group: names and one-line helps are here, each command's code is imported when it is called.
+
+click would import every command to print its group help; rich and httpx alone cost more than the rest of
+`swarmllm --help`. So the table below carries the short helps, and a test compares it with the commands
+themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+import click
+
+from swarmllm import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class LazyCommand:
+    module: str
+    short_help: str
+
+
+COMMANDS = {
+    "daemon": LazyCommand("swarmllm.cli.daemon", "Run a node on this machine until Ctrl-C."),
+    "status": LazyCommand("swarmllm.cli.status", "Show what the node is doing."),
+    "peers": LazyCommand("swarmllm.cli.peers", "Show the nodes this one is connected to."),
+    "models": LazyCommand("swarmllm.cli.models", "List, add, load and unload models."),
+    "chat": LazyCommand("swarmllm.cli.chat", "Talk to a model, or ask it one question."),
+    "demo": LazyCommand(
+        "swarmllm.cli.demo", "Start three nodes here, ask the bundled model, show the route."
+    ),
+}
+
+
+class LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(COMMANDS[cmd_name].module), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.short_help) for name, command in COMMANDS.items()])
+
+
+EPILOG = """\b
+Examples:
+  swarmllm demo                                see it work on this machine
+  swarmllm daemon --load guide                 serve the bundled model
+  swarmllm chat "What is a pipeline?"          ask the running node
+  swarmllm models load guide --layers 0:4      serve a part of a model
+  swarmllm daemon --bootstrap /ip4/192.0.2.7/tcp/8810/p2p/12D3KooW...
+
+\b
+Exit codes:
+  0 done   1 failed   2 wrong usage   3 no daemon answers   4 the daemon refused the request
+"""
+
+
+@click.command(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="swarmllm")
+def main() -> None:
+    """Run large language models across the machines you own or share.
+
+    A node is one running daemon. Nodes that know each other form a swarm; each serves some layers of some
+    models, and a request walks from node to node until it has seen every layer.
+
+    All commands but `daemon` and `demo` talk to a running node: the one named by --api or SWARMLLM_API,
+    else the one that was started with the default data folder.
+    """

@@ -1,0 +1,157 @@
+"""`swarmllm models`: what this node knows, what it has loaded, and what the swarm around it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import click
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from swarmllm.cli.client import Client
+from swarmllm.cli.display import make_console, print_json, safe, size, table
+from swarmllm.cli.errors import CommandFailed
+from swarmllm.cli.options import api_option, json_option
+
+COLUMNS = ("name", "id", "architecture", "layers", "size", "loaded here", "in the swarm")
+ID_SHOWN = 12
+
+
+@click.group(
+    short_help="List, add, load and unload models.",
+    epilog="""\b
+Examples:
+  swarmllm models list
+  swarmllm models add ~/models/qwen2.5-0.5b-instruct-q8_0.gguf --name qwen
+  swarmllm models load qwen --layers 0:12
+  swarmllm models unload qwen
+""",
+)
+def models() -> None:
+    """List, add, load and unload models.
+
+    A model is one GGUF file. `add` makes it known to the node, `load` makes some or all of its layers ready
+    to run and tells the swarm. A model answers when the nodes of the swarm hold all of its layers together.
+    """
+
+
+@models.command("list", short_help="Show the models of this node and of the swarm.")
+@json_option
+@api_option
+def list_(as_json: bool, api_url: str) -> None:
+    """Show the models this node knows, and those that other nodes offer."""
+    with Client(api_url) as client:
+        answer = client.get("/api/admin/models")
+    if as_json:
+        print_json(answer)
+    elif answer["models"]:
+        rows = [_row(model) for model in answer["models"]]
+        make_console().print(table(COLUMNS, rows, right=("layers", "size")))
+    else:
+        click.echo("No models. Add one: swarmllm models add PATH.gguf")
+
+
+@models.command(short_help="Make a GGUF file known to the node.")
+@click.argument("path", type=click.Path(exists=True, dir_okay=False, resolve_path=True, path_type=Path))
+@click.option("--name", help="What to call it.  [default: the name in the file]")
+@json_option
+@api_option
+def add(path: Path, name: str | None, as_json: bool, api_url: str) -> None:
+    """Make a GGUF file known to the node: it is read and hashed, and stays where it is."""
+    with Client(api_url) as client:
+        events = client.post_progress("/api/admin/models", {"path": str(path), "name": name})
+        model = _follow(events, f"hashing {path.name}", show=not as_json)
+    if as_json:
+        print_json(model)
+        return
+    click.echo(f"Added {safe(model['name'])}: {model['n_layers']} layers, {size(model['size_bytes'])}.")
+    if model["whole_reason"]:
+        click.echo(f"It can only be loaded whole: {safe(model['whole_reason'])}.")
+    click.echo(f"Load it: swarmllm models load {safe(model['name'])}")
+
+
+@models.command(short_help="Make layers ready to run on this node.")
+@click.argument("name")
+@click.option("--layers", metavar="START:END", help="Only layers START to END-1.  [default: all]")
+@json_option
+@api_option
+def load(name: str, layers: str | None, as_json: bool, api_url: str) -> None:
+    """Make layers of a model ready to run on this node, and tell the swarm."""
+    with Client(api_url) as client:
+        events = client.post_progress(_path(name, "load"), {"layers": layers})
+        model = _follow(events, f"loading {name} {layers or ''}".strip(), show=not as_json)
+    if as_json:
+        print_json(model)
+        return
+    click.echo(f"{safe(model['name'])}: this node now holds layers {', '.join(model['loaded'])}.")
+    click.echo(_coverage(model))
+
+
+@models.command(short_help="Drop layers from this node.")
+@click.argument("name")
+@click.option("--layers", metavar="START:END", help="Only layers START to END-1.  [default: all]")
+@json_option
+@api_option
+def unload(name: str, layers: str | None, as_json: bool, api_url: str) -> None:
+    """Drop layers from this node and give their memory back."""
+    with Client(api_url) as client:
+        model = client.post(_path(name, "unload"), {"layers": layers})
+    if as_json:
+        print_json(model)
+        return
+    held = ", ".join(model["loaded"])
+    click.echo(
+        f"{safe(model['name'])}: this node {f'still holds layers {held}' if held else 'holds no layers now'}."
+    )
+
+
+def _path(name: str, action: str) -> str:
+    return f"/api/admin/models/{quote(name, safe='')}/{action}"
+
+
+def _follow(events: Iterable[dict[str, Any]], label: str, *, show: bool) -> dict[str, Any]:
+    """Show progress on stderr until the result comes; returns the model."""
+    console = make_console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not (show and console.is_terminal),
+    )
+    with bar:
+        task = bar.add_task(safe(label), total=None)
+        for event in events:
+            if event.get("type") == "progress":
+                bar.update(task, completed=event["done_bytes"], total=event["total_bytes"])
+            elif event.get("type") == "result":
+                model: dict[str, Any] = event["model"]
+                return model
+    raise CommandFailed("The node closed the connection before it was done; see its log.")
+
+
+def _row(model: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        model["name"],
+        model["model_id"][:ID_SHOWN],
+        model["architecture"] or "-",
+        model["n_layers"],
+        "-" if model["size_bytes"] is None else size(model["size_bytes"]),
+        ", ".join(model["loaded"]) or "-",
+        _coverage(model),
+    )
+
+
+def _coverage(model: dict[str, Any]) -> str:
+    n_holders = len(model["holders"])
+    if model["complete"]:
+        return f"complete on {n_holders} node{'s' if n_holders > 1 else ''}"
+    if not n_holders:
+        return "nobody holds it"
+    return (
+        f"layers {', '.join(model['missing'])} missing" if model["missing"] else "its layers do not join up"
+    )

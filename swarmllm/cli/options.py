@@ -1,0 +1,43 @@
+"""Options that every command which talks to a daemon shares, and how the daemon is found."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import click
+
+DEFAULT_API_URL = "http://127.0.0.1:8800"
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+
+def api_option(command: Command) -> Command:
+    """`--api URL`, passed on as `api_url`: the flag, SWARMLLM_API, the default data folder's daemon, port
+    8800."""
+    return click.option(
+        "--api",
+        "api_url",
+        envvar="SWARMLLM_API",
+        default=find_api_url,
+        metavar="URL",
+        help=f"The node's HTTP endpoint (or SWARMLLM_API).  [default: the local node, {DEFAULT_API_URL}]",
+    )(command)
+
+
+def json_option(command: Command) -> Command:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of text.")(
+        command
+    )
+
+
+def find_api_url() -> str:
+    """The address a daemon with the default data folder has written down, else the default port."""
+    from swarmllm.config import default_data_dir
+
+    try:
+        return str(json.loads((default_data_dir(os.environ) / "daemon.json").read_text("utf-8"))["api_url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return DEFAULT_API_URL

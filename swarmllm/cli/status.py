@@ -1,0 +1,55 @@
+"""`swarmllm status`: one node at a glance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+from rich.text import Text
+
+from swarmllm.cli.client import Client
+from swarmllm.cli.display import duration, make_console, print_json, safe
+from swarmllm.cli.options import api_option, json_option
+
+
+@click.command(short_help="Show what the node is doing.")
+@json_option
+@api_option
+def status(as_json: bool, api_url: str) -> None:
+    """Show who the node is, what it has loaded, and how many requests it is working on."""
+    with Client(api_url) as client:
+        stats = client.get("/api/admin/stats")
+    if as_json:
+        print_json(stats)
+    else:
+        console = make_console()
+        for name, value in overview(stats, api_url):
+            # Not a table: an address that is folded into a column cannot be copied.
+            console.print(Text.assemble((f"{name:<11}", "bold"), safe(value)), soft_wrap=True)
+
+
+def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
+    """(heading or "", line), top to bottom."""
+    requests = stats["requests"]
+    state = "ready" if stats["ready"] else "not ready (see its log)"
+    models = [f"{model['name']}  layers {', '.join(model['layers'])}" for model in stats["models"]]
+
+    def lines(name: str, values: Sequence[str]) -> Iterator[tuple[str, str]]:
+        return zip([name, *[""] * (len(values) - 1)], values, strict=True)
+
+    yield "node", f"{stats['nickname']}  {stats['node_id']}"
+    yield (
+        "state",
+        f"{state}, up {duration(stats['uptime_s'])}, process {stats['pid']}, version {stats['version']}",
+    )
+    yield "endpoint", f"{api_url}/v1"
+    yield from lines("addresses", stats["addresses"] or ["none: other nodes cannot dial this one"])
+    yield "peers", f"{stats['peers_connected']} connected"
+    yield from lines("loaded", models or ["nothing: swarmllm models load NAME"])
+    yield "requests", f"{requests['active']} of {requests['max']} running, {requests['queued']} waiting"
+    yield (
+        "",
+        f"{requests['completed']} completed, {requests['failed']} failed, {requests['cancelled']} cancelled",
+    )
+    yield "generated", f"{stats['generated_tokens']} tokens"

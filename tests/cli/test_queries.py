@@ -1,0 +1,199 @@
+"""status, peers and models: what is sent, what is shown, what a program gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from fake_node import FakeNode, ndjson
+
+from swarmllm.cli.errors import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE
+
+Run = Callable[..., Result]
+
+STATS: dict[str, Any] = {
+    "node_id": "12D3KooWSelf",
+    "nickname": "kitchen",
+    "version": "0.1.0",
+    "pid": 4711,
+    "uptime_s": 3725.0,
+    "ready": True,
+    "addresses": ["/ip4/192.0.2.7/tcp/8810/p2p/12D3KooWSelf"],
+    "peers_connected": 2,
+    "requests": {"active": 1, "queued": 3, "max": 10, "completed": 5, "failed": 6, "cancelled": 7},
+    "generated_tokens": 890,
+    "models": [{"name": "guide", "model_id": "ab" * 32, "layers": ["0:4", "8:12"]}],
+}
+
+MODEL: dict[str, Any] = {
+    "name": "guide",
+    "model_id": "ab" * 32,
+    "path": "/models/guide.gguf",
+    "architecture": "llama",
+    "n_layers": 12,
+    "context_length": 2048,
+    "size_bytes": 9_300_000,
+    "cut_alignment": 1,
+    "whole_reason": "",
+    "loaded": ["0:4"],
+    "holders": [{"node_id": "12D3KooWSelf", "nickname": "kitchen", "layers": ["0:4"], "is_self": True}],
+    "complete": False,
+    "missing": ["4:12"],
+}
+
+FOREIGN = MODEL | {
+    "name": "far\x1b[2J",
+    "architecture": None,
+    "size_bytes": None,
+    "loaded": [],
+    "holders": [{}, {}],
+    "complete": True,
+    "missing": [],
+}
+
+PEER: dict[str, Any] = {
+    "node_id": "12D3KooWPeer",
+    "nickname": "attic",
+    "software": "swarmllm/0.1.0",
+    "addresses": ["/ip4/192.0.2.8/tcp/8810"],
+    "rtt_ms": 1.25,
+    "data_plane": "direct",
+    "bytes_sent": 2048,
+    "bytes_received": 10,
+    "connected_s": 12.0,
+    "models": [{"name": "guide", "model_id": "ab" * 32, "layers": ["4:12"]}],
+}
+
+
+def test_status_shows_the_node_at_a_glance(run: Run, node: FakeNode) -> None:
+    node.on("GET", "/api/admin/stats", STATS)
+    shown = run("status").output
+    for expected in (
+        "kitchen", "12D3KooWSelf", "ready, up 1:02:05, process 4711", f"{node.url}/v1",
+        "/ip4/192.0.2.7/tcp/8810",
+        "2 connected", "guide  layers 0:4, 8:12",
+        "1 of 10 running, 3 waiting", "5 completed, 6 failed, 7 cancelled",
+        "890 tokens",
+    ):  # fmt: skip
+        assert expected in shown
+
+
+def test_status_of_a_node_that_is_not_ready_says_so(run: Run, node: FakeNode) -> None:
+    node.on("GET", "/api/admin/stats", STATS | {"ready": False, "models": [], "addresses": []})
+    shown = run("status").output
+    assert "not ready (see its log)" in shown
+    assert "swarmllm models load NAME" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "body"),
+    [
+        (["status"], "/api/admin/stats", STATS),
+        (["peers"], "/api/admin/peers", {"peers": [PEER]}),
+        (["models", "list"], "/api/admin/models", {"models": [MODEL, FOREIGN]}),
+    ],
+    ids=["status", "peers", "models"],
+)
+def test_json_is_what_the_daemon_said(
+    run: Run, node: FakeNode, arguments: list[str], path: str, body: object
+) -> None:
+    node.on("GET", path, body)
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == body
+
+
+def test_peers_shows_distance_and_holdings(run: Run, node: FakeNode) -> None:
+    node.on(
+        "GET", "/api/admin/peers", {"peers": [PEER, PEER | {"rtt_ms": None, "models": [], "nickname": ""}]}
+    )
+    _, first, second = run("peers").output.splitlines()
+    for expected in ("attic", "12D3KooWPeer", "1.2 ms", "direct", "2.0 kB", "10 B", "12.0 s", "guide 4:12"):
+        assert expected in first
+    assert second.split()[0] == "-"
+
+
+def test_no_peers_says_how_to_get_one(run: Run, node: FakeNode) -> None:
+    node.on("GET", "/api/admin/peers", {"peers": []})
+    assert "--bootstrap" in run("peers").output
+
+
+def test_models_list_shows_what_is_missing_and_what_is_complete(run: Run, node: FakeNode) -> None:
+    node.on("GET", "/api/admin/models", {"models": [MODEL, FOREIGN]})
+    _, own, foreign = run("models", "list").output.splitlines()
+    for expected in ("guide", "abababababab", "llama", "12", "9.3 MB", "0:4", "layers 4:12 missing"):
+        assert expected in own
+    assert "far\\x1b[2J" in foreign
+    assert "complete on 2 nodes" in foreign
+
+
+def test_no_models_says_how_to_add_one(run: Run, node: FakeNode) -> None:
+    node.on("GET", "/api/admin/models", {"models": []})
+    assert "swarmllm models add" in run("models", "list").output
+
+
+PROGRESS = {"type": "progress", "done_bytes": 1, "total_bytes": 2}
+
+
+def test_load_sends_the_layers_and_reports_what_is_held(run: Run, node: FakeNode) -> None:
+    node.on("POST", "/api/admin/models/guide/load", ndjson(PROGRESS, {"type": "result", "model": MODEL}))
+    result = run("models", "load", "guide", "--layers", "0:4")
+    assert result.exit_code == 0
+    assert "this node now holds layers 0:4" in result.stdout
+    assert "layers 4:12 missing" in result.stdout
+    assert node.bodies("/api/admin/models/guide/load") == [{"layers": "0:4"}]
+
+
+def test_load_without_layers_asks_for_all(run: Run, node: FakeNode) -> None:
+    node.on("POST", "/api/admin/models/a%2Fb/load", ndjson({"type": "result", "model": MODEL}))
+    result = run("models", "load", "a/b", "--json")
+    assert json.loads(result.stdout) == MODEL
+    assert node.bodies("/api/admin/models/a%2Fb/load") == [{"layers": None}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [("invalid_request_error", EXIT_REFUSED), ("server_error", EXIT_FAILED)]
+)
+def test_load_that_fails_half_way_fails(run: Run, node: FakeNode, kind: str, code: int) -> None:
+    failure = {"type": "error", "error": {"message": "cannot be cut at 5", "type": kind}}
+    node.on("POST", "/api/admin/models/guide/load", ndjson(PROGRESS, failure))
+    result = run("models", "load", "guide")
+    assert (result.exit_code, "cannot be cut at 5" in result.stderr) == (code, True)
+
+
+def test_load_whose_daemon_goes_away_fails(run: Run, node: FakeNode) -> None:
+    node.on("POST", "/api/admin/models/guide/load", ndjson(PROGRESS))
+    assert run("models", "load", "guide").exit_code == EXIT_FAILED
+
+
+def test_add_sends_the_absolute_path(
+    run: Run, node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    whole = MODEL | {"whole_reason": "its layers share KV"}
+    node.on("POST", "/api/admin/models", ndjson({"type": "result", "model": whole}))
+    result = run("models", "add", "m.gguf", "--name", "mine")
+    assert result.exit_code == 0
+    assert "12 layers, 9.3 MB" in result.stdout
+    assert "only be loaded whole: its layers share KV" in result.stdout
+    assert node.bodies("/api/admin/models") == [{"path": str(tmp_path / "m.gguf"), "name": "mine"}]
+
+
+def test_add_of_a_file_that_is_not_there_is_a_usage_error(run: Run, node: FakeNode) -> None:
+    assert run("models", "add", "/nowhere.gguf").exit_code == EXIT_USAGE
+    assert node.requests == []
+
+
+@pytest.mark.parametrize(
+    ("loaded", "words"), [([], "holds no layers now"), (["0:2"], "still holds layers 0:2")]
+)
+def test_unload_says_what_is_left(run: Run, node: FakeNode, loaded: list[str], words: str) -> None:
+    node.on("POST", "/api/admin/models/guide/unload", MODEL | {"loaded": loaded})
+    result = run("models", "unload", "guide", "--layers", "2:4")
+    assert words in result.stdout
+    assert node.bodies("/api/admin/models/guide/unload") == [{"layers": "2:4"}]
