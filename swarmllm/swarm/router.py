@@ -1,9 +1,10 @@
 """What the rest of the daemon may ask of a network: the Router protocol.
 
-Four promises, nothing more: each node has a record that it alone writes; every node can read every record; node ids are
-unique; bytes can be sent to a node id, as a request with a response or as messages on one persistent, ordered stream.
-Two implementations keep them: `Libp2pRouter` and `InMemoryRouter` (ships in the package; carries tests and simulations).
-Everything here is bytes: what they mean is `swarmllm_proto.swarm`'s business.
+Four promises, nothing more: each node has a record that it alone writes; every node can read every record;
+node ids are unique; bytes can be sent to a node id, as a request with a response or as messages on one
+persistent, ordered stream. Two implementations keep them: `Libp2pRouter` and `InMemoryRouter` (ships in the
+package; carries tests and simulations). Everything here is bytes: what they mean is `swarmllm_proto.swarm`'s
+business.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ RequestHandler = Callable[[str, bytes], Awaitable[bytes]]
 """(sender's node id, request body) -> response body. An exception becomes a RemoteError at the caller."""
 
 MessageHandler = Callable[[str, bytes, memoryview], Awaitable[None]]
-"""(sender's node id, header, payload). Called in order per sender; it should hand work on, not do it: while it runs, nothing
-more is read from that sender (that is the back-pressure)."""
+"""(sender's node id, header, payload). Called in order per sender; it should hand work on, not do it: while
+it runs, nothing more is read from that sender (that is the back-pressure)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,8 @@ class Router(Protocol):
     def peers(self) -> tuple[PeerInfo, ...]: ...
 
     def changes(self) -> AbstractAsyncContextManager[AsyncIterator[Change]]:
-        """Subscribe. Bounded: a reader that falls behind loses the oldest changes, never blocks the network."""
+        """Subscribe. Bounded: a reader that falls behind loses the oldest changes, never blocks the
+        network."""
         ...
 
     def serve(self, on_request: RequestHandler, on_message: MessageHandler) -> None:
@@ -83,6 +85,7 @@ class Router(Protocol):
         ...
 
     async def send(self, node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
-        """One message on the persistent stream to that neighbour: ordered, reliable while the stream lives, waits while the
-        neighbour does not read. To this node itself: delivered locally. Raises NodeUnreachable."""
+        """One message on the persistent stream to that neighbour: ordered, reliable while the stream lives,
+        waits while the neighbour does not read. To this node itself: delivered locally. Raises
+        NodeUnreachable."""
         ...

@@ -1,0 +1,117 @@
+"""Addresses as text: /ip4/192.0.2.1/tcp/8811, with or without /p2p/ID at the end.
+
+So little of multiaddr is needed that parsing the forms here is shorter than importing it, and stricter: an
+address from another node is an IP literal and a port or it is nothing, so no name is ever resolved on its
+word. What a person writes in the settings may be a name: /dns/node.example.org/tcp/8810/p2p/ID (also dns4,
+dns6; whatever the name resolves to is tried).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import re
+import socket
+import struct
+from dataclasses import dataclass
+
+import trio
+
+from swarmllm.errors import InvalidRequest
+
+_FORM = re.compile(
+    r"/ip(?P<version>[46])/(?P<ip>[0-9A-Fa-f:.]{2,45})/tcp/(?P<port>\d{1,5})(?:/p2p/(?P<node_id>[0-9A-Za-z]{10,128}))?"
+)
+_NAMED_FORM = re.compile(
+    r"/dns[46]?/(?P<name>[0-9A-Za-z.-]{1,253})/tcp/(?P<port>\d{1,5})/p2p/(?P<node_id>[0-9A-Za-z]{10,128})"
+)
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    ip: str
+    port: int
+    node_id: str | None = None
+
+    def __str__(self) -> str:
+        version = ipaddress.ip_address(self.ip).version
+        return f"/ip{version}/{self.ip}/tcp/{self.port}" + (f"/p2p/{self.node_id}" if self.node_id else "")
+
+    @classmethod
+    def parse(cls, text: str, *, field: str = "address") -> Address:
+        """Raises InvalidRequest naming `field`."""
+        found = _FORM.fullmatch(text)
+        try:
+            if found is None:
+                raise ValueError
+            ip = ipaddress.ip_address(found["ip"])
+            port = int(found["port"])
+            if ip.version != int(found["version"]) or not 0 < port < 65536:
+                raise ValueError
+        except ValueError:
+            raise InvalidRequest(
+                f"{text[:100]!r} is not of the form /ip4/192.0.2.1/tcp/8810 or .../p2p/NODE_ID", field=field
+            ) from None
+        return cls(str(ip), port, found["node_id"])
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAddress:
+    """Where a person says a node is: an IP address or a name, and whom to expect there."""
+
+    host: str
+    port: int
+    node_id: str
+
+    @classmethod
+    def parse(cls, text: str, *, field: str) -> NodeAddress:
+        """Raises InvalidRequest naming `field`."""
+        named = _NAMED_FORM.fullmatch(text)
+        if named is not None and 0 < int(named["port"]) < 65536:
+            return cls(named["name"], int(named["port"]), named["node_id"])
+        address = Address.parse(text, field=field)
+        if address.node_id is None:
+            raise InvalidRequest(
+                f"{text[:100]!r} must end in /p2p/NODE_ID: a node is known by its id alone", field=field
+            )
+        return cls(address.ip, address.port, address.node_id)
+
+    async def resolve(self) -> list[Address]:
+        """Empty when the name leads nowhere at the moment."""
+        try:
+            found = await trio.socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError:
+            return []
+        return list(dict.fromkeys(Address(str(where[0]), self.port) for *_, where in found))
+
+
+def is_loopback(ip: str) -> bool:
+    return ipaddress.ip_address(ip).is_loopback
+
+
+def announced_ips(listen_host: str, announce: tuple[str, ...]) -> list[str]:
+    """The IPs under which others may find a node that listens on `listen_host`. Blocking, briefly.
+
+    A wildcard is of no use to anybody else: it becomes the addresses of this machine's interfaces, loopback
+    last, so that nodes on one machine find each other too.
+    """
+    if announce:
+        return list(announce)
+    if not ipaddress.ip_address(listen_host).is_unspecified:
+        return [listen_host]
+    ips = [ip for ip in _interface_ips() if not is_loopback(ip)]
+    return [*ips, "127.0.0.1"]
+
+
+def _interface_ips() -> list[str]:
+    ips: list[str] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # an interface without an IPv4 address
+                continue
+            ips.append(socket.inet_ntoa(answer[20:24]))
+    return ips

@@ -1,0 +1,283 @@
+"""One connection of the data plane: frames over a wire, with one writer, and a heart.
+
+Frames are `swarmllm_proto.frames`; the first byte of a frame's header says what it is, the rest is the
+sender's header:
+
+    0 hello    MessagePack {v}: the first frame, both ways
+    1 message  for the daemon
+    2 ping     8 bytes, sent back as pong
+    3 pong
+    4 goodbye  the sender leaves on purpose
+
+**Writing.** A message that fits the kernel's buffer is written by its sender on the spot; else it queues and
+its sender waits until it is written, so a slow neighbour holds up exactly those who send to it, and no more
+memory is bound than they hold. The writer task is never cancelled in the middle of a write, because half a
+Noise message makes the rest undecipherable; a sender that is cancelled leaves its message to the writer if it
+has begun. A connection that must end is ended by closing its wire.
+
+**Living.** Each side pings on its own, rather than answering: a peer whose handler is busy reads nothing,
+ours included, and is alive. Silence counts only while this side is ready to read.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable
+from enum import IntEnum
+from struct import Struct
+
+import msgspec
+import trio
+
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.wire import Wire, WireClosed
+from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.frames import Frame, FrameDecoder, encode_frame
+from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
+
+log = logging.getLogger(__name__)
+
+PING_S = 2.0
+SILENCE_S = 5.0
+VERSION = 1
+
+_CHECK_S = 1.0
+_CHUNKS_PER_TURN = 8
+"""Pieces of at most 64 KiB decoded before other tasks get their turn."""
+_RTT_WEIGHT = 0.2
+_TIME = Struct("<d")
+
+
+class Kind(IntEnum):
+    HELLO = 0
+    MESSAGE = 1
+    PING = 2
+    PONG = 3
+    GOODBYE = 4
+
+
+class _Hello(msgspec.Struct, frozen=True):
+    v: int
+
+
+class _Outgoing:
+    """One queued message and its sender's wait for it."""
+
+    def __init__(self, pieces: list[bytes | memoryview]) -> None:
+        self.pieces = pieces
+        self.begun = False
+        self.done = trio.Event()
+        self.failed = False
+
+
+Receive = Callable[["Connection", bytes, memoryview], Awaitable[None]]
+
+
+class Connection:
+    def __init__(self, node_id: str, wire: Wire, receive: Receive, *, dialled: bool) -> None:
+        self.node_id = node_id
+        self.dialled = dialled
+        self.ending = ""
+        """How it ended: "goodbye", "silent", or the wire's words; empty while it lives."""
+        self.ready = trio.Event()
+        """The peer's hello has come."""
+        self.retired = False
+        """The peer has turned to a newer connection: what still arrives here is out of order."""
+        self.rtt_s: float | None = None
+        self.n_bytes_sent = 0
+        self.n_bytes_received = 0
+        self._wire = wire
+        self._receive = receive
+        self._queue: deque[_Outgoing] = deque()
+        self._queued = trio.lowlevel.ParkingLot()
+        self._writing = False
+        self._heard_at_s = math.inf
+        self._handling = False
+        self._decoder = FrameDecoder(SWARM_HEADER_MAX + 1, SWARM_PAYLOAD_MAX)
+
+    def __repr__(self) -> str:
+        direction = "to" if self.dialled else "from"
+        return f"<Connection {self._wire.kind} {direction} {self.node_id} {self.ending or 'alive'}>"
+
+    @property
+    def alive(self) -> bool:
+        return not self.ending
+
+    @property
+    def wire_kind(self) -> str:
+        return self._wire.kind
+
+    async def run(self) -> None:
+        """Until it ends, however it ends; `ending` then says how."""
+        self._heard_at_s = trio.current_time()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write_queue)
+                nursery.start_soon(self._beat)
+                self._queue_control(Kind.HELLO, msgspec.msgpack.encode(_Hello(v=VERSION)))
+                await self._read()
+        except* WireClosed as lost:
+            self.end(str(lost.exceptions[0]))
+        except* ProtocolError as wrong:
+            self.end(f"broke the protocol ({wrong.exceptions[0]})")
+        finally:
+            self.end("closed here")
+
+    def end(self, how: str) -> None:
+        """Now. Whoever waits to send gets NodeUnreachable. Idempotent: the first reason stays."""
+        if self.ending:
+            return
+        self.ending = how
+        self._wire.abort()
+        for outgoing in self._queue:
+            outgoing.failed = True
+            outgoing.done.set()
+        self._queue.clear()
+
+    async def send(self, header: bytes, payload: bytes | memoryview) -> None:
+        """Returns when the message is on its way. Raises NodeUnreachable."""
+        pieces = encode_frame(
+            bytes((Kind.MESSAGE,)) + header,
+            payload,
+            header_max=SWARM_HEADER_MAX + 1,
+            payload_max=SWARM_PAYLOAD_MAX,
+        )
+        size_bytes = sum(len(piece) for piece in pieces)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._require_alive()
+        if not self._write_at_once(pieces):
+            await self._write_in_turn(_Outgoing(pieces))
+        else:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        self.n_bytes_sent += size_bytes
+
+    async def say_goodbye(self) -> None:
+        """Tell the peer that this node leaves; returns when it is on its way or cannot be."""
+        if self.alive:
+            outgoing = _Outgoing(encode_frame(bytes((Kind.GOODBYE,))))
+            try:
+                await self._write_in_turn(outgoing)
+            except NodeUnreachable:
+                return
+
+    def _require_alive(self) -> None:
+        if self.ending:
+            raise NodeUnreachable(f"the connection to node {self.node_id} was lost: {self.ending}")
+
+    def _write_at_once(self, pieces: list[bytes | memoryview]) -> bool:
+        if self._queue or self._writing:
+            return False
+        try:
+            taken = self._wire.write_now(pieces)
+        except WireClosed as lost:
+            self.end(str(lost))
+            self._require_alive()
+        if self._wire.has_leftover:
+            self._enqueue(_Outgoing([]))
+        return taken
+
+    def _enqueue(self, outgoing: _Outgoing) -> None:
+        self._queue.append(outgoing)
+        self._queued.unpark()
+
+    async def _write_in_turn(self, outgoing: _Outgoing) -> None:
+        self._require_alive()
+        self._enqueue(outgoing)
+        try:
+            await outgoing.done.wait()
+        except trio.Cancelled:
+            if not outgoing.begun and outgoing in self._queue:
+                self._queue.remove(outgoing)
+            raise
+        if outgoing.failed:
+            self._require_alive()
+
+    def _queue_control(self, kind: Kind, content: bytes) -> None:
+        """Without waiting, and without piling up behind a neighbour that does not read."""
+        if not self._queue and not self._writing and self.alive:
+            self._enqueue(_Outgoing(encode_frame(bytes((kind,)) + content)))
+
+    async def _write_queue(self) -> None:
+        while True:
+            while not self._queue:
+                await self._queued.park()
+            outgoing = self._queue.popleft()
+            outgoing.begun = self._writing = True
+            outgoing.failed = True
+            try:
+                await self._wire.write(outgoing.pieces)
+                outgoing.failed = False
+            except WireClosed as lost:
+                self.end(str(lost))
+                raise
+            finally:
+                self._writing = False
+                if outgoing.failed:
+                    self.end("closed here")
+                outgoing.done.set()
+
+    async def _read(self) -> None:
+        n_chunks = 0
+        while True:
+            chunk = await self._wire.receive()
+            self._heard_at_s = trio.current_time()
+            self.n_bytes_received += len(chunk)
+            for frame in self._decoder.feed(chunk):
+                await self._take(frame)
+            n_chunks += 1
+            if n_chunks % _CHUNKS_PER_TURN == 0:
+                await trio.lowlevel.checkpoint()
+
+    async def _take(self, frame: Frame) -> None:
+        kind, header = (frame.header[0] if frame.header else None), frame.header[1:]
+        if not self.ready.is_set():
+            if kind != Kind.HELLO:
+                raise WireClosed("the peer did not say hello")
+            _check_hello(header)
+            self.ready.set()
+        elif kind == Kind.MESSAGE:
+            self._handling = True
+            try:
+                await self._receive(self, header, frame.payload)
+            finally:
+                self._handling = False
+                self._heard_at_s = trio.current_time()
+        elif kind == Kind.PING:
+            self._queue_control(Kind.PONG, header[: _TIME.size])
+        elif kind == Kind.PONG:
+            self._measure(header)
+        elif kind == Kind.GOODBYE:
+            raise WireClosed("goodbye")
+        # Other kinds belong to a later version, which may only add what can be ignored.
+
+    def _measure(self, echoed: bytes) -> None:
+        if len(echoed) != _TIME.size:
+            return
+        rtt_s = trio.current_time() - _TIME.unpack(echoed)[0]
+        if 0 <= rtt_s < SILENCE_S:
+            self.rtt_s = rtt_s if self.rtt_s is None else self.rtt_s + _RTT_WEIGHT * (rtt_s - self.rtt_s)
+
+    async def _beat(self) -> None:
+        ping_at_s = trio.current_time()
+        while True:
+            now = trio.current_time()
+            if now >= ping_at_s:
+                self._queue_control(Kind.PING, _TIME.pack(now))
+                ping_at_s = now + PING_S
+            await trio.sleep(_CHECK_S)
+            if trio.current_time() - now > 2 * _CHECK_S:
+                # This process itself was stopped or blocked: what the peer sent meanwhile is yet to be read.
+                self._heard_at_s = trio.current_time()
+            elif not self._handling and trio.current_time() - self._heard_at_s > SILENCE_S:
+                raise WireClosed("silent")
+
+
+def _check_hello(content: bytes) -> None:
+    try:
+        hello = msgspec.msgpack.decode(content, type=_Hello)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise WireClosed("the peer's hello is unreadable") from None
+    if hello.v != VERSION:
+        raise WireClosed(f"the peer speaks version {hello.v}, this node {VERSION}")

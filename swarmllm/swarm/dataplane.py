@@ -1,0 +1,297 @@
+"""The data plane: ordered messages between neighbours, each over one persistent connection.
+
+Which connection? A node sends to a peer on the connection it already has with it, whoever dialled that;
+without one it dials the peer's data addresses, and where none answers it opens a libp2p stream. It stays with
+that connection until it dies. Two nodes that dial each other at the same moment end up with two, and each
+goes on sending on its own: nothing has to be agreed on, and order only ever mattered per direction. When a
+sender turns to a new connection, its old one is dead to it; what still arrives on that is dropped, so order
+holds across a reconnection as well (messages may be missing, never late).
+
+A connection lost unexpectedly is a neighbour lost: messages may be gone, and whoever counted on them should
+learn of it now.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import trio
+
+from swarmllm.errors import ConfigError, NodeUnreachable
+from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.connection import Connection
+from swarmllm.swarm.host import Host, Stream
+from swarmllm.swarm.identity import Identity
+from swarmllm.swarm.noise_wire import HANDSHAKE_S, HandshakeFailed, shake_hands
+from swarmllm.swarm.stream_wire import PROTOCOL, StreamWire
+from swarmllm.swarm.wire import Wire
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 1024
+CONNECTIONS_PER_PEER = 4
+HANDSHAKES_MAX = 64
+"""Accepted connections of which the peer is not known yet; more are closed at once."""
+
+_DIAL_S = 3.0
+_HELLO_S = 5.0
+_BACKOFF_FIRST_S = 0.25
+_BACKOFF_MAX_S = 10.0
+
+Deliver = Callable[[str, bytes, memoryview], Awaitable[None]]
+
+
+@dataclass
+class _Neighbour:
+    connections: set[Connection] = field(default_factory=set)
+    sending: Connection | None = None
+    receiving: Connection | None = None
+    establishing: trio.Lock = field(default_factory=trio.Lock)
+    delivering: trio.Lock = field(default_factory=trio.Lock)
+    n_failures: int = 0
+    retry_at_s: float = 0.0
+    n_bytes_sent: int = 0
+    n_bytes_received: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatus:
+    kind: Literal["direct", "libp2p", "none"]
+    rtt_s: float | None
+    n_bytes_sent: int
+    n_bytes_received: int
+
+
+async def open_listeners(listen_host: str, port: int) -> Sequence[trio.SocketListener]:
+    """Raises ConfigError when the port is taken."""
+    try:
+        return await trio.open_tcp_listeners(port, host=listen_host)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {listen_host} port {port}: {error.strerror}", field="data_port"
+        ) from error
+
+
+class DataPlane:
+    """`addresses(node_id)` says where a peer's data port is; `lost(node_id, how)` is told of every unexpected
+    loss."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        host: Host,
+        nursery: trio.Nursery,
+        *,
+        addresses: Callable[[str], Sequence[Address]],
+        deliver: Deliver,
+        lost: Callable[[str, str], None],
+    ) -> None:
+        self._identity = identity
+        self._host = host
+        self._nursery = nursery
+        self._addresses = addresses
+        self._deliver = deliver
+        self._lost = lost
+        self._neighbours: dict[str, _Neighbour] = {}
+        self._n_handshakes = 0
+        self.port = 0
+
+    def serve(self, listeners: Sequence[trio.SocketListener]) -> None:
+        """Take connections from now on."""
+        self.port = listeners[0].socket.getsockname()[1]
+        self._nursery.start_soon(trio.serve_listeners, self._accept, listeners)
+        self._host.serve(PROTOCOL, self._accept_stream)
+
+    async def send(self, node_id: str, header: bytes, payload: bytes | memoryview) -> None:
+        """Raises NodeUnreachable."""
+        neighbour = self._neighbours.get(node_id)
+        connection = neighbour.sending if neighbour else None
+        if connection is None or not connection.alive:
+            connection = await self.reach(node_id)
+        await connection.send(header, payload)
+
+    async def reach(self, node_id: str) -> Connection:
+        """The connection to send on, established if need be. Raises NodeUnreachable."""
+        neighbour = self._neighbours.setdefault(node_id, _Neighbour())
+        async with neighbour.establishing:
+            if neighbour.sending is not None and neighbour.sending.alive:
+                return neighbour.sending
+            live = [c for c in self.connections(node_id) if not c.retired]
+            neighbour.sending = live[0] if live else await self._establish(node_id, neighbour)
+            return neighbour.sending
+
+    def connections(self, node_id: str) -> list[Connection]:
+        """The ones over which messages can pass now."""
+        neighbour = self._neighbours.get(node_id)
+        return [c for c in neighbour.connections if c.alive and c.ready.is_set()] if neighbour else []
+
+    def has_connection(self, node_id: str) -> bool:
+        return bool(self.connections(node_id))
+
+    def status(self, node_id: str) -> LinkStatus:
+        neighbour = self._neighbours.get(node_id)
+        if neighbour is None:
+            return LinkStatus("none", None, 0, 0)
+        live = self.connections(node_id)
+        used = neighbour.sending if neighbour.sending in live else live[0] if live else None
+        return LinkStatus(
+            "none" if used is None else "direct" if used.wire_kind == "direct" else "libp2p",
+            used.rtt_s if used else None,
+            neighbour.n_bytes_sent + sum(c.n_bytes_sent for c in neighbour.connections),
+            neighbour.n_bytes_received + sum(c.n_bytes_received for c in neighbour.connections),
+        )
+
+    def forgive(self, node_id: str) -> None:
+        """There is news of this peer: the next send may dial at once."""
+        if (neighbour := self._neighbours.get(node_id)) is not None:
+            neighbour.n_failures, neighbour.retry_at_s = 0, 0.0
+
+    def close(self, node_id: str, how: str) -> None:
+        """End every connection with a peer; not reported as a loss."""
+        neighbour = self._neighbours.get(node_id)
+        if neighbour is not None:
+            connections, neighbour.connections = neighbour.connections, set()
+            for connection in connections:
+                connection.end(how)
+            if not neighbour.establishing.locked():
+                del self._neighbours[node_id]
+
+    async def say_goodbye(self) -> None:
+        """To every neighbour that will hear it."""
+        async with trio.open_nursery() as nursery:
+            for neighbour in self._neighbours.values():
+                for connection in neighbour.connections:
+                    nursery.start_soon(connection.say_goodbye)
+
+    async def _establish(self, node_id: str, neighbour: _Neighbour) -> Connection:
+        if trio.current_time() < neighbour.retry_at_s:
+            raise NodeUnreachable(f"node {node_id} could not be reached a moment ago")
+        try:
+            connection = await self._dial(node_id)
+            if connection is None:
+                connection = await self._open_stream(node_id)
+            with trio.move_on_after(_HELLO_S):
+                await connection.ready.wait()
+            if not connection.ready.is_set():
+                connection.end("no hello came")
+                raise NodeUnreachable(f"node {node_id} does not speak the data plane's protocol")
+        except NodeUnreachable:
+            wait_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2**neighbour.n_failures)
+            neighbour.n_failures += 1
+            neighbour.retry_at_s = trio.current_time() + wait_s
+            raise
+        neighbour.n_failures = 0
+        return connection
+
+    async def _dial(self, node_id: str) -> Connection | None:
+        for address in self._addresses(node_id):
+            try:
+                with trio.fail_after(_DIAL_S):
+                    stream = await trio.open_tcp_stream(address.ip, address.port)
+                _, wire = await shake_hands(stream, self._identity, node_id)
+            except (OSError, trio.TooSlowError, HandshakeFailed) as error:
+                log.debug("data port of %s at %s: %s", node_id, address, error)
+                continue
+            return self._start(node_id, wire, dialled=True)
+        return None
+
+    async def _open_stream(self, node_id: str) -> Connection:
+        # In a task of its own: half an opening cancelled would break the libp2p connection.
+        opened: list[Stream] = []
+        done = trio.Event()
+
+        async def open_it() -> None:
+            try:
+                opened.append(await self._host.open_stream(node_id, PROTOCOL))
+            except NodeUnreachable as error:
+                log.debug("no stream to %s: %s", node_id, error)
+            done.set()
+
+        self._nursery.start_soon(open_it)
+        with trio.move_on_after(HANDSHAKE_S):
+            await done.wait()
+        if not opened:
+            raise NodeUnreachable(f"node {node_id} cannot be reached on the data plane")
+        return self._start(node_id, StreamWire(opened[0], self._resetter(opened[0])), dialled=True)
+
+    def _resetter(self, stream: Stream) -> Callable[[], None]:
+        async def reset() -> None:
+            with trio.move_on_after(HANDSHAKE_S):
+                await stream.reset()
+
+        return lambda: self._nursery.start_soon(reset)
+
+    def _start(self, node_id: str, wire: Wire, *, dialled: bool) -> Connection:
+        connection = Connection(node_id, wire, self._take, dialled=dialled)
+        self._neighbours.setdefault(node_id, _Neighbour()).connections.add(connection)
+        self._nursery.start_soon(self._run, connection)
+        return connection
+
+    async def _run(self, connection: Connection) -> None:
+        log.debug("%r begins", connection)
+        await connection.run()
+        log.info("%r", connection)
+        neighbour = self._neighbours.get(connection.node_id)
+        if neighbour is None or connection not in neighbour.connections:
+            return
+        neighbour.connections.discard(connection)
+        neighbour.n_bytes_sent += connection.n_bytes_sent
+        neighbour.n_bytes_received += connection.n_bytes_received
+        in_use = connection in (neighbour.sending, neighbour.receiving)
+        if connection.ready.is_set() and (in_use or not neighbour.connections):
+            self._lost(connection.node_id, connection.ending)
+        elif not neighbour.connections and not neighbour.n_failures and not neighbour.establishing.locked():
+            del self._neighbours[connection.node_id]
+
+    async def _accept(self, stream: trio.SocketStream) -> None:
+        if self._n_handshakes >= HANDSHAKES_MAX:
+            await trio.aclose_forcefully(stream)
+            return
+        self._n_handshakes += 1
+        try:
+            node_id, wire = await shake_hands(stream, self._identity, None)
+        except HandshakeFailed as error:
+            log.debug("a connection was refused: %s", error)
+            return
+        finally:
+            self._n_handshakes -= 1
+        if self._may_come(node_id):
+            self._start(node_id, wire, dialled=False)
+        else:
+            wire.abort()
+
+    async def _accept_stream(self, sender: str, stream: Stream) -> None:
+        if not self._may_come(sender):
+            await stream.reset()
+            return
+        connection = Connection(sender, StreamWire(stream, self._resetter(stream)), self._take, dialled=False)
+        self._neighbours.setdefault(sender, _Neighbour()).connections.add(connection)
+        await self._run(connection)
+
+    def _may_come(self, node_id: str) -> bool:
+        n_all = sum(len(neighbour.connections) for neighbour in self._neighbours.values())
+        neighbour = self._neighbours.get(node_id)
+        n_of_peer = len(neighbour.connections) if neighbour else 0
+        return (
+            node_id != self._identity.node_id and n_all < CONNECTIONS_MAX and n_of_peer < CONNECTIONS_PER_PEER
+        )
+
+    async def _take(self, connection: Connection, header: bytes, payload: memoryview) -> None:
+        neighbour = self._neighbours.get(connection.node_id)
+        if neighbour is None or connection.retired:
+            return
+        if neighbour.receiving is not connection:
+            if neighbour.receiving is not None:
+                neighbour.receiving.retired = True
+            neighbour.receiving = connection
+        try:
+            neighbour.delivering.acquire_nowait()
+        except trio.WouldBlock:
+            await neighbour.delivering.acquire()
+        try:
+            await self._deliver(connection.node_id, header, payload)
+        finally:
+            neighbour.delivering.release()

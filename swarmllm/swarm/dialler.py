@@ -1,0 +1,139 @@
+"""Whom to dial, and when: the full mesh of a swarm, grown from one address.
+
+Addresses come from three places: the settings (bootstrap), mDNS, and the envelopes of nodes heard of. Whoever
+is known and not connected is dialled, with a back-off that doubles and jitters; news of a node (an envelope,
+an mDNS answer) starts it afresh. Of two nodes that learn of each other at once, the one with the smaller id
+dials and the other holds back a moment.
+
+`Dialler` decides and `run` acts; the decisions are pure and take the time as an argument.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+import trio
+
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.addresses import Address
+
+log = logging.getLogger(__name__)
+
+PEERS_MAX = 256
+"""Connections looked for; a larger swarm is not a full mesh."""
+CANDIDATES_MAX = 4096
+ADDRESSES_PER_NODE = 12
+DIALS_MAX = 8
+"""At once."""
+BACKOFF_FIRST_S = 0.5
+BACKOFF_MAX_S = 30.0
+HOLD_BACK_S = 1.0
+
+
+@dataclass
+class _Candidate:
+    addresses: list[Address] = field(default_factory=list)
+    lasting: bool = False
+    """From the settings: never given up."""
+    n_failures: int = 0
+    due_at_s: float = 0.0
+    dialling: bool = False
+
+
+Dial = Callable[[str, list[Address]], Awaitable[None]]
+
+
+class Dialler:
+    def __init__(self, node_id: str, randomness: random.Random) -> None:
+        self._node_id = node_id
+        self._random = randomness
+        self._candidates: dict[str, _Candidate] = {}
+        self._news = trio.Event()
+
+    def suggest(
+        self, node_id: str, addresses: Iterable[Address], now: float, *, lasting: bool = False
+    ) -> None:
+        """This node may be found there; newest first. Not a reason to hurry if it was known."""
+        if node_id == self._node_id:
+            return
+        candidate = self._candidates.get(node_id)
+        if candidate is None:
+            if len(self._candidates) >= CANDIDATES_MAX and not lasting:
+                return
+            hold_back_s = 0.0 if lasting or self._node_id < node_id else HOLD_BACK_S
+            candidate = self._candidates[node_id] = _Candidate(due_at_s=now + hold_back_s)
+        candidate.lasting |= lasting
+        fresh = list(dict.fromkeys(Address(a.ip, a.port) for a in addresses))
+        old = [a for a in candidate.addresses if a not in fresh]
+        if set(fresh) - set(candidate.addresses):
+            candidate.n_failures = 0
+            candidate.due_at_s = min(candidate.due_at_s, now + HOLD_BACK_S)
+        candidate.addresses = [*fresh, *old][:ADDRESSES_PER_NODE]
+        self.wake()
+
+    def lost(self, node_id: str, now: float, *, on_purpose: bool) -> None:
+        """A connection ended. A node that said goodbye is not called back at once."""
+        if (candidate := self._candidates.get(node_id)) is not None:
+            candidate.n_failures = 3 if on_purpose else 0
+            candidate.due_at_s = now + self._backoff_s(candidate)
+            self.wake()
+
+    def forget(self, node_id: str) -> None:
+        candidate = self._candidates.get(node_id)
+        if candidate is not None and not candidate.lasting:
+            del self._candidates[node_id]
+
+    def due(self, now: float, connected: set[str]) -> tuple[list[tuple[str, list[Address]]], float]:
+        """(whom to dial now, when to ask again). The ones returned count as being dialled until `dialled`."""
+        room = min(DIALS_MAX - sum(c.dialling for c in self._candidates.values()), PEERS_MAX - len(connected))
+        ready: list[tuple[str, list[Address]]] = []
+        next_s = math.inf
+        for node_id, candidate in self._candidates.items():
+            if node_id in connected or candidate.dialling or not candidate.addresses:
+                continue
+            if candidate.due_at_s > now:
+                next_s = min(next_s, candidate.due_at_s)
+            elif len(ready) < room:
+                candidate.dialling = True
+                ready.append((node_id, list(candidate.addresses)))
+        return ready, next_s
+
+    def dialled(self, node_id: str, now: float, *, succeeded: bool) -> None:
+        if (candidate := self._candidates.get(node_id)) is not None:
+            candidate.dialling = False
+            candidate.n_failures = 0 if succeeded else candidate.n_failures + 1
+            candidate.due_at_s = now + self._backoff_s(candidate)
+        self.wake()
+
+    async def run(self, dial: Dial, connected: Callable[[], set[str]]) -> None:
+        async with trio.open_nursery() as nursery:
+            while True:
+                self._news = trio.Event()
+                ready, next_s = self.due(trio.current_time(), connected())
+                for node_id, addresses in ready:
+                    nursery.start_soon(self._try, dial, node_id, addresses)
+                # Asked again now and then in any case: a connection may end without a word to anybody.
+                with trio.move_on_at(min(next_s, trio.current_time() + BACKOFF_MAX_S)):
+                    await self._news.wait()
+
+    async def _try(self, dial: Dial, node_id: str, addresses: list[Address]) -> None:
+        succeeded = False
+        try:
+            await dial(node_id, addresses)
+            succeeded = True
+        except NodeUnreachable as error:
+            log.debug("%s", error)
+        finally:
+            self.dialled(node_id, trio.current_time(), succeeded=succeeded)
+
+    def _backoff_s(self, candidate: _Candidate) -> float:
+        longest_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * float(2 ** min(candidate.n_failures, 16)))
+        return longest_s * self._random.uniform(0.5, 1.0)
+
+    def wake(self) -> None:
+        """Who is connected has changed."""
+        self._news.set()

@@ -1,0 +1,101 @@
+"""What travels about a node: signed by that node, so that it may pass through anybody's hands.
+
+An *envelope* wraps the node's record with what the routers themselves need: where to reach the node on both
+planes, and which of its envelopes is the newest. A *heartbeat* says only "I live, and my newest envelope is
+this one": it costs a few hundred bytes, and whoever missed the envelope notices and asks for it.
+
+On the wire both are MessagePack arrays `[body, signature]`: body is the MessagePack of the struct, signature
+is Ed25519 over a domain prefix and the body. Signing the bytes as sent means no canonical encoding is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.limits import RECORD_MAX
+
+ENVELOPE_VERSION = 1
+ENVELOPE_MAX = RECORD_MAX + 8 * 1024
+"""Bytes on the wire: the record, and room for addresses and the signature."""
+HEARTBEAT_MAX = 1024
+ADDRESSES_MAX = 16
+
+_Address = Annotated[str, Meta(min_length=1, max_length=200)]
+_Addresses = Annotated[tuple[_Address, ...], Meta(max_length=ADDRESSES_MAX)]
+_NodeId = Annotated[str, Meta(min_length=1, max_length=128)]
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+Sign = Callable[[bytes], bytes]
+Verify = Callable[[str, bytes, bytes], bool]
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    v: int = ENVELOPE_VERSION
+    node_id: _NodeId
+    started_at_ms: _Count
+    """When the writer's life began, by its own clock and never twice the same: a restarted node's envelopes
+    are newer."""
+    sequence: _Count
+    addresses: _Addresses = ()
+    """Control plane, as multiaddrs without /p2p."""
+    data_addresses: _Addresses = ()
+    """Data plane, as /ip4/ADDRESS/tcp/PORT or /ip6/..."""
+    record: Annotated[bytes, Meta(max_length=RECORD_MAX)] = b""
+    """Empty until the node has published one."""
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.started_at_ms, self.sequence
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    v: int = ENVELOPE_VERSION
+    node_id: _NodeId
+    started_at_ms: _Count
+    sequence: _Count
+    beat: _Count
+    """Counts up within a life, so that no two heartbeats are the same bytes (gossip drops repeats)."""
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.started_at_ms, self.sequence
+
+
+class _Signed(msgspec.Struct, frozen=True, array_like=True):
+    body: bytes
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
+Statement = TypeVar("Statement", Envelope, Heartbeat)
+
+_DOMAINS: dict[type[Envelope] | type[Heartbeat], bytes] = {
+    Envelope: b"swarmllm envelope 1:",
+    Heartbeat: b"swarmllm heartbeat 1:",
+}
+_LIMITS: dict[type[Envelope] | type[Heartbeat], int] = {Envelope: ENVELOPE_MAX, Heartbeat: HEARTBEAT_MAX}
+
+
+def seal(statement: Envelope | Heartbeat, sign: Sign) -> bytes:
+    body = msgspec.msgpack.encode(statement)
+    return msgspec.msgpack.encode(_Signed(body, sign(_DOMAINS[type(statement)] + body)))
+
+
+def unseal(sealed: bytes, kind: type[Statement], verify: Verify) -> Statement:
+    """Raises BadMessage: too large, undecodable, another version, or not signed by the node it speaks of."""
+    if len(sealed) > _LIMITS[kind]:
+        raise BadMessage(kind.__name__.lower(), f"{len(sealed)} bytes, at most {_LIMITS[kind]}")
+    try:
+        signed = msgspec.msgpack.decode(sealed, type=_Signed)
+        statement = msgspec.msgpack.decode(signed.body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadMessage(kind.__name__.lower(), str(error)[:200]) from None
+    if statement.v != ENVELOPE_VERSION:
+        raise BadMessage("v", f"version {statement.v} is not supported")
+    if not verify(statement.node_id, _DOMAINS[kind] + signed.body, signed.signature):
+        raise BadMessage("signature", "does not match the node id")
+    return statement

@@ -1,0 +1,115 @@
+"""Gossip: what a node says about itself, to everybody, through everybody (gossipsub).
+
+Topics: `swarm/models` carries envelopes (on change), `swarm/health` heartbeats (every few seconds).
+
+Messages carry their own signature (see envelope.py), so gossipsub's is off: with it, every receiver parses a
+key of the sender's making, which is one of the ways a message kills a stock host. They are identified by
+their content, not by the sender's claim of origin and number: such a claim is free, and with it anybody could
+have another node's next message taken for a repeat. What does not verify is not forwarded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+from libp2p.pubsub import gossipsub
+from libp2p.pubsub.pubsub import Pubsub
+from libp2p.tools.anyio_service import background_trio_service
+
+from swarmllm.swarm.host import Host
+
+log = logging.getLogger(__name__)
+
+MODELS = "swarm/models"
+HEALTH = "swarm/health"
+
+_HEARTBEAT_S = 1
+"""Of the mesh's upkeep. The library's default of 120 s leaves a new node deaf for minutes."""
+_MESSAGES_PER_TOPIC_PER_S = 1000
+"""Counted on the forwarder, who in a mesh speaks for everybody: the default of 10 silences honest nodes."""
+
+Validate = Callable[[str, bytes], bool]
+Receive = Callable[[str, bytes], None]
+
+
+class Gossip:
+    def __init__(self, pubsub: Any) -> None:
+        self._pubsub = pubsub
+
+    async def publish(self, topic: str, content: bytes) -> None:
+        """Never raises for the network's sake: who misses it learns of it from a heartbeat."""
+        try:
+            await self._pubsub.publish(topic, content)
+        except Exception as error:
+            log.warning("gossip on %s failed: %s", topic, type(error).__name__)
+
+
+@asynccontextmanager
+async def open_gossip(
+    host: Host, nursery: trio.Nursery, validate: Validate, receive: Receive, size_max_bytes: dict[str, int]
+) -> AsyncIterator[Gossip]:
+    """`validate(topic, content)` decides what is passed on, `receive` gets what was; neither may block."""
+    router = gossipsub.GossipSub(
+        protocols=[gossipsub.PROTOCOL_ID_V12, gossipsub.PROTOCOL_ID_V11, gossipsub.PROTOCOL_ID],
+        degree=6,
+        degree_low=4,
+        degree_high=12,
+        heartbeat_interval=_HEARTBEAT_S,
+        max_messages_per_topic_per_second=_MESSAGES_PER_TOPIC_PER_S,
+    )
+    pubsub = Pubsub(
+        host.libp2p_host,
+        router,
+        strict_signing=False,
+        msg_id_constructor=_content_id,
+        allowed_topics={MODELS, HEALTH},
+    )
+    for topic, size_max in size_max_bytes.items():
+        pubsub.set_topic_validator(
+            topic, guarded_validator(topic, size_max, validate), is_async_validator=False
+        )
+    async with background_trio_service(pubsub), background_trio_service(router):
+        await pubsub.wait_until_ready()
+        for topic in size_max_bytes:
+            subscription = await pubsub.subscribe(topic)
+            nursery.start_soon(_drain, subscription, topic, receive)
+        yield Gossip(pubsub)
+
+
+def _content_id(message: Any) -> bytes:
+    return hashlib.sha256(b"\0".join((*(t.encode() for t in message.topicIDs), message.data))).digest()
+
+
+def guarded_validator(topic: str, size_max: int, validate: Validate) -> Callable[[Any, Any], bool]:
+    """A validator that raises would end the process."""
+
+    def validator(_: Any, message: Any) -> bool:
+        try:
+            return (
+                list(message.topicIDs) == [topic]
+                and len(message.data) <= size_max
+                and validate(topic, message.data)
+            )
+        except Exception:
+            log.exception("validating gossip on %s", topic)
+            return False
+
+    return validator
+
+
+async def _drain(subscription: Any, topic: str, receive: Receive) -> None:
+    """The library's queue is short and drops what does not fit: nothing may ever wait in it."""
+    while True:
+        try:
+            message = await subscription.get()
+        except (trio.EndOfChannel, trio.ClosedResourceError):
+            return
+        try:
+            receive(topic, message.data)
+        except Exception:
+            log.exception("taking in gossip on %s", topic)

@@ -1,0 +1,213 @@
+"""The libp2p host: one key, TCP + Noise + yamux, hardened, with the few verbs the swarm needs.
+
+Only Noise is offered: the library's default also accepts plaintext, where knowing a public key is enough to
+be believed. Only yamux: mplex has no back-pressure. No QUIC (4 MB/s, failing streams), no `bootstrap=` (hangs
+when gossip is attached), no automatic connections: whom to dial is `dialler.py`'s business. Everything that
+leaves this file is a node id as text or an error of our own tree.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import trio
+from libp2p import new_host
+from libp2p.abc import INotifee
+from libp2p.crypto.x25519 import create_new_key_pair as create_x25519_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.network.config import ConnectionConfig
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
+from libp2p.security.noise.transport import Transport as Noise
+from libp2p.stream_muxer.yamux import yamux
+from multiaddr import Multiaddr
+
+from swarmllm.errors import ConfigError, NodeUnreachable
+from swarmllm.swarm import host_guards
+from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.identity import Identity
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 300
+_CLOSE_S = 3.0
+
+
+class Stream(Protocol):
+    """What is used of libp2p's NetStream."""
+
+    muxed_conn: Any
+    muxed_stream: Any
+
+    async def read(self, n: int | None = None) -> bytes: ...
+    async def write(self, data: bytes) -> None: ...
+    async def close(self) -> None: ...
+    async def reset(self) -> None: ...
+
+
+class _Watcher(INotifee):  # type: ignore[misc]
+    def __init__(
+        self, host: Host, connected: Callable[[str], None], disconnected: Callable[[str], None]
+    ) -> None:
+        self._host = host
+        self._connected = connected
+        self._disconnected = disconnected
+
+    async def connected(self, network: Any, conn: Any) -> None:
+        host_guards.give_up_on_silent_network(conn)
+        self._connected(str(conn.muxed_conn.peer_id))
+
+    async def disconnected(self, network: Any, conn: Any) -> None:
+        node_id = str(conn.muxed_conn.peer_id)
+        if not self._host.is_connected(node_id):
+            self._disconnected(node_id)
+
+    async def opened_stream(self, network: Any, stream: Any) -> None: ...
+    async def closed_stream(self, network: Any, stream: Any) -> None: ...
+    async def listen(self, network: Any, multiaddr: Any) -> None: ...
+    async def listen_close(self, network: Any, multiaddr: Any) -> None: ...
+
+
+class Host:
+    """Use `open_host`."""
+
+    def __init__(self, identity: Identity, libp2p_host: Any) -> None:
+        self.node_id = identity.node_id
+        self.libp2p_host = libp2p_host
+        self._swarm = libp2p_host.get_network()
+        self._watcher: _Watcher | None = None
+
+    @property
+    def port(self) -> int:
+        """The TCP port it listens on. Raises ConfigError when it listens nowhere."""
+        for listener in self._swarm.listeners.values():
+            for address in listener.get_addrs():
+                return int(address.value_for_protocol("tcp"))
+        raise ConfigError("libp2p listens on no port", field="libp2p_port")
+
+    def watch_peers(self, connected: Callable[[str], None], disconnected: Callable[[str], None]) -> None:
+        """`connected` is called for each connection, `disconnected` when a peer's last one has ended."""
+        self._watcher = _Watcher(self, connected, disconnected)
+        self._swarm.register_notifee(self._watcher)
+
+    def ignore_peers(self) -> None:
+        if self._watcher is not None:
+            self._swarm.remove_notifee(self._watcher)
+
+    def is_connected(self, node_id: str) -> bool:
+        return bool(self._connections(node_id))
+
+    def connected(self) -> set[str]:
+        return {
+            str(peer_id)
+            for peer_id, connections in self._swarm.connections.items()
+            if any(not connection.event_closed.is_set() for connection in connections)
+        }
+
+    def serve(self, protocol: str, handler: Callable[[str, Stream], Awaitable[None]]) -> None:
+        """The handler gets the sender's proven node id. The stream is closed when it returns, reset when it
+        raises."""
+
+        async def handle(stream: Stream) -> None:
+            await handler(str(stream.muxed_conn.peer_id), stream)
+
+        self.libp2p_host.set_stream_handler(TProtocol(protocol), handle)
+
+    async def dial(self, node_id: str, addresses: list[Address]) -> None:
+        """Raises NodeUnreachable. Not to be cancelled: run it in a task of its own."""
+        where = [Multiaddr(str(Address(a.ip, a.port))) for a in addresses]
+        try:
+            peer_id = ID.from_base58(node_id)
+            # The library remembers every address it ever heard of and tries them all.
+            self.libp2p_host.get_peerstore().clear_addrs(peer_id)
+            await self.libp2p_host.connect(PeerInfo(peer_id, where))
+        except Exception as error:
+            raise NodeUnreachable(f"node {node_id} cannot be reached: {type(error).__name__}") from error
+
+    async def open_stream(self, node_id: str, protocol: str) -> Stream:
+        """On an existing connection only. Raises NodeUnreachable. Not to be cancelled."""
+        if not self.is_connected(node_id):
+            raise NodeUnreachable(f"node {node_id} is not connected")
+        try:
+            stream: Stream = await self.libp2p_host.new_stream(ID.from_base58(node_id), [TProtocol(protocol)])
+        except Exception as error:
+            raise NodeUnreachable(f"node {node_id} takes no stream: {type(error).__name__}") from error
+        return stream
+
+    async def close_hard(self, node_id: str) -> None:
+        """End every connection to a node now, whatever is under way on it."""
+        for connection in self._connections(node_id):
+            await host_guards.close_hard(connection)
+
+    def _connections(self, node_id: str) -> list[Any]:
+        connections = self._swarm.connections.get(ID.from_base58(node_id), [])
+        return [c for c in connections if not c.event_closed.is_set()]
+
+
+@asynccontextmanager
+async def open_host(identity: Identity, listen_host: str, port: int, ips: list[str]) -> AsyncIterator[Host]:
+    """Listen and run until the context is left. Raises ConfigError when the port is taken."""
+    host_guards.one_yamux_frame_per_noise_message()
+    host_guards.contain_task_failures()
+    host_guards.quieten_expected_failures()
+    _refuse_taken_port(listen_host, port)
+    listen = Multiaddr(f"/ip{6 if ':' in listen_host else 4}/{listen_host}/tcp/{port}")
+    bound_port = 0
+    libp2p_host = new_host(
+        key_pair=identity.key_pair,
+        listen_addrs=[listen],
+        # Otherwise 0.0.0.0 is told to everybody. The port is only known once it listens.
+        addrs_factory=lambda _: [Multiaddr(str(Address(ip, bound_port))) for ip in ips if bound_port],
+        sec_opt={NOISE: Noise(identity.key_pair, noise_privkey=create_x25519_key_pair().private_key)},
+        muxer_opt={TProtocol(yamux.PROTOCOL_ID): yamux.Yamux},
+        connection_config=ConnectionConfig(
+            max_connections=CONNECTIONS_MAX,
+            min_connections=0,
+            low_watermark=0,
+            high_watermark=CONNECTIONS_MAX,
+            # A frozen peer is never noticed otherwise.
+            enable_health_monitoring=True,
+            health_initial_delay=5,
+            health_warmup_window=0,
+            health_check_interval=10,
+            ping_timeout=5,
+            abort_connection_on_ping_failure=True,
+        ),
+    )
+    swarm = libp2p_host.get_network()
+    host_guards.leave_retrying_to_us(swarm)
+    host_guards.return_inbound_slots(swarm)
+    host_guards.contain_handler_failures(libp2p_host, swarm)
+    host_guards.dial_nobody_unasked(swarm)
+    sockets = host_guards.remember_sockets(swarm)
+    host = Host(identity, libp2p_host)
+    async with libp2p_host.run(listen_addrs=[listen]):
+        try:
+            bound_port = host.port
+            yield host
+        finally:
+            # Leaving run() alone leaks the sockets. A frozen peer must not hold up the end either.
+            with trio.CancelScope(shield=True):
+                for stream in list(sockets):
+                    await trio.aclose_forcefully(stream)
+                with trio.move_on_after(_CLOSE_S):
+                    await libp2p_host.close()
+
+
+def _refuse_taken_port(listen_host: str, port: int) -> None:
+    """libp2p listens with SO_REUSEPORT and would share a taken port without a word; a plain bind is
+    refused."""
+    family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((listen_host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {listen_host} port {port}: {error.strerror}", field="libp2p_port"
+            ) from error

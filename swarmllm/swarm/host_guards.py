@@ -1,0 +1,184 @@
+"""What must be put right in py-libp2p 0.8.1 before it may listen to strangers.
+
+Each guard is one function with the weakness it closes; a test per guard watches that the weakness is closed,
+and so that the private names leant on here are still what they were (the version is pinned exactly). Patching
+was preferred to a fork: it is a page, and it can be thrown away piece by piece as the library catches up.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import socket
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import libp2p.stream_muxer.yamux.yamux as yamux
+import trio
+from libp2p.network.config import RetryConfig
+from libp2p.network.exceptions import SwarmException
+from libp2p.tools.anyio_service import trio_tasks
+from libp2p.tools.anyio_service.exceptions import DaemonTaskExit
+
+log = logging.getLogger(__name__)
+
+_RESET_S = 2.0
+_USER_TIMEOUT_MS = 8000
+
+
+def one_yamux_frame_per_noise_message() -> None:
+    """Stock frames are 17 bytes too long for one Noise message, so each costs two encryptions and two system
+    calls."""
+    yamux.MAX_MESSAGE_SIZE = 65519
+
+
+def quieten_expected_failures() -> None:
+    """A peer that cannot be dialled, speaks another protocol or leaves in the middle is everyday life in a
+    swarm; the library prints it as an error, at length, past the daemon's log. Its own variable LIBP2P_DEBUG
+    brings it back."""
+    if "LIBP2P_DEBUG" not in os.environ:
+        logging.getLogger("libp2p").setLevel(logging.CRITICAL)
+
+
+_original_run = trio_tasks.FunctionTask.run
+
+
+async def _run_without_killing_the_host(self: Any) -> None:
+    try:
+        await _original_run(self)
+    except DaemonTaskExit:
+        raise
+    except Exception as error:
+        if self.daemon or self.name == trio_tasks.TaskType.INTERNAL_SERVICE_RUN.value:
+            raise
+        log.warning(
+            "libp2p task %s failed: %s",
+            self.name,
+            type(error).__name__,
+            exc_info=log.isEnabledFor(logging.DEBUG),
+        )
+
+
+def contain_task_failures() -> None:
+    """Any exception in the task of one message or one connection ends the whole service: a non-UTF-8 protocol
+    name or a gossip message with a junk key, sent by anybody after the handshake, kills the process. Only the
+    service's own main tasks may still end it."""
+    trio_tasks.FunctionTask.run = _run_without_killing_the_host
+
+
+def leave_retrying_to_us(swarm: Any) -> None:
+    """A dial that fails is retried three times on the spot and then bans its peer for 60 s: a node that
+    restarts would be lost for a minute. The dialler has its own back-off."""
+    swarm.retry_config = RetryConfig(max_retries=0)
+    swarm._negative_peer_cache = type(swarm._negative_peer_cache)(ttl=0.0)
+
+
+_from_listener: contextvars.ContextVar[bool] = contextvars.ContextVar("from_listener", default=False)
+
+
+def return_inbound_slots(swarm: Any) -> None:
+    """The handler of an inbound connection waits for the end of the *swarm*, not of the connection, and holds
+    its inbound slot meanwhile: after 250 inbound connections in its life a host refuses everybody. Here it
+    ends with its connection."""
+    upgrade, handle = swarm.upgrade_inbound_raw_conn, swarm._do_handle_inbound_connection
+
+    async def handle_and_mark(stream: Any, address: Any, event: Any) -> None:
+        _from_listener.set(True)
+        await handle(stream, address, event)
+
+    async def upgrade_and_stay(raw_connection: Any, address: Any) -> Any:
+        called_by_listener = _from_listener.get()
+        _from_listener.set(False)
+        muxed = await upgrade(raw_connection, address)
+        if called_by_listener:
+            await muxed.event_closed.wait()
+            # The caller's only way out other than the end of the swarm; it closes the connection, which is
+            # closed.
+            raise SwarmException("the inbound connection has ended")
+        return muxed
+
+    swarm._do_handle_inbound_connection = handle_and_mark
+    swarm.upgrade_inbound_raw_conn = upgrade_and_stay
+
+
+def contain_handler_failures(host: Any, swarm: Any) -> None:
+    """An exception in a stream's handler reaches the connection's nursery and from there the host; an end of
+    stream that a handler does not catch leaves a connection that looks alive and is not."""
+    handle: Callable[[Any], Awaitable[None]] = host._swarm_stream_handler
+
+    async def guarded(stream: Any) -> None:
+        try:
+            await handle(stream)
+        except Exception as error:
+            log.info("stream %s ended by %s", stream.get_protocol(), type(error).__name__)
+            with trio.CancelScope(shield=True), trio.move_on_after(_RESET_S):
+                await stream.reset()
+
+    swarm.set_stream_handler(guarded)
+
+
+def dial_nobody_unasked(swarm: Any) -> None:
+    """The automatic connector aims at half the upper watermark whatever the lower one says, and dials
+    everybody it has heard of."""
+
+    async def leave_alone() -> None:
+        await trio.lowlevel.checkpoint()
+
+    swarm.auto_connector.maybe_connect = leave_alone
+
+
+def remember_sockets(swarm: Any) -> weakref.WeakSet[trio.SocketStream]:
+    """A connection that is between the accept (or dial) and the end of its handshake is in no list of the
+    library's, and its socket leaks when the host ends. All sockets ever opened that still exist are in the
+    set returned here."""
+    sockets: weakref.WeakSet[trio.SocketStream] = weakref.WeakSet()
+    handle = swarm._handle_inbound_connection
+
+    async def handle_and_remember(stream: Any, address: Any) -> None:
+        sockets.add(stream.stream)
+        await handle(stream, address)
+
+    swarm._handle_inbound_connection = handle_and_remember
+    for transport in swarm.transport_manager.get_transports():
+        transport.dial = _remembering(transport.dial, sockets)
+    return sockets
+
+
+def _remembering(
+    dial: Callable[[Any], Awaitable[Any]], sockets: weakref.WeakSet[trio.SocketStream]
+) -> Callable[[Any], Awaitable[Any]]:
+    async def dial_and_remember(address: Any) -> Any:
+        raw_connection = await dial(address)
+        sockets.add(raw_connection.stream.stream)
+        return raw_connection
+
+    return dial_and_remember
+
+
+def socket_stream(connection: Any) -> trio.SocketStream | None:
+    """The TCP stream under a libp2p connection, or None where there is none (a relay) or it is not yet
+    there."""
+    try:
+        stream = connection.muxed_conn.secured_conn.conn.read_writer.read_write_closer.stream.stream
+    except AttributeError:
+        return None
+    return stream if isinstance(stream, trio.SocketStream) else None
+
+
+def give_up_on_silent_network(connection: Any) -> None:
+    """Bytes that nobody acknowledges keep a connection alive for a quarter of an hour; the kernel ends it
+    sooner if told."""
+    if (stream := socket_stream(connection)) is not None:
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+
+
+async def close_hard(connection: Any) -> None:
+    """`connection.close()` waits behind a blocked writer, for ever when the peer is frozen; closing the
+    socket does not."""
+    if (stream := socket_stream(connection)) is not None:
+        await trio.aclose_forcefully(stream)
+    else:
+        with trio.move_on_after(_RESET_S):
+            await connection.close()

@@ -1,0 +1,25 @@
+"""What a node must be told before it can join a swarm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmSettings:
+    data_dir: Path
+    """Where the identity lives. One daemon per folder; the folder is locked while the router runs."""
+    listen_host: str = "0.0.0.0"
+    """IP address to listen on with both ports. On a loopback address only this machine is reached."""
+    libp2p_port: int = 8810
+    """Control plane; 0 takes any free port."""
+    data_port: int = 8811
+    """Data plane; 0 takes any free port."""
+    bootstrap: tuple[str, ...] = ()
+    """Multiaddrs with /p2p/ID of nodes to find the swarm through; tried until connected."""
+    mdns: bool = True
+    """Find and be found on the local network. Never on a loopback address."""
+    announce: tuple[str, ...] = ()
+    """IP addresses to tell other nodes instead of this machine's own, for example behind a port
+    forwarding."""

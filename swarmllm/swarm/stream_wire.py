@@ -1,0 +1,71 @@
+"""A persistent libp2p stream as a wire: the way to a peer whose data port cannot be reached (NAT, a relay).
+
+Slower (0.6 ms instead of 0.2 ms for a small round trip, a third of the throughput), but it goes wherever
+libp2p goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import trio
+
+from swarmllm.swarm.host import Stream
+from swarmllm.swarm.wire import WireClosed
+
+PROTOCOL = "/swarmllm/tensor/1.0.0"
+
+_PIECE_BYTES = 65519 - 12
+"""What fits one yamux frame."""
+_WINDOW_POLL_S = 0.01
+
+
+class StreamWire:
+    kind: Literal["libp2p"] = "libp2p"
+    has_leftover = False
+
+    def __init__(self, stream: Stream, abort: Callable[[], None]) -> None:
+        self._stream = stream
+        self._abort = abort
+        self._closed = False
+
+    def write_now(self, pieces: Sequence[bytes | memoryview]) -> bool:
+        return False
+
+    async def write(self, pieces: Sequence[bytes | memoryview]) -> None:
+        content = b"".join(pieces)
+        position = 0
+        while position < len(content):
+            room = await self._wait_for_window()
+            piece = content[position : position + min(room, _PIECE_BYTES)]
+            try:
+                await self._stream.write(piece)
+            except Exception as error:
+                raise WireClosed(f"lost ({type(error).__name__})") from None
+            position += len(piece)
+
+    async def receive(self) -> bytes:
+        try:
+            received = await self._stream.read(_PIECE_BYTES)
+        except Exception as error:
+            raise WireClosed(f"ended ({type(error).__name__})") from None
+        if not received:
+            raise WireClosed("ended by the peer")
+        return received
+
+    def abort(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._abort()
+
+    async def _wait_for_window(self) -> int:
+        """Bytes the peer has room for. yamux breaks the stream when it waits for room for more than 5 s, and
+        a neighbour that is busy for 5 s is no fault: so it is never made to wait. It has no event for this
+        either; it polls, as this does."""
+        muxed = self._stream.muxed_stream
+        while muxed.send_window <= 0:
+            if self._closed or muxed.closed:
+                raise WireClosed("ended while waiting for the peer to read")
+            await trio.sleep(_WINDOW_POLL_S)
+        return int(muxed.send_window)

@@ -1,0 +1,222 @@
+"""The life of one data connection, over wires in memory and under a clock that jumps."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import pytest
+import trio
+import trio.testing
+from trio.testing import MockClock
+
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.connection import PING_S, SILENCE_S, Connection
+from swarmllm.swarm.wire import WireClosed
+from swarmllm_proto.errors import FrameTooLarge
+from swarmllm_proto.limits import SWARM_HEADER_MAX
+
+PIECES_UNDER_WAY = 4
+
+
+class MemoryWire:
+    """One end of a pipe that holds a few pieces; `write_now` takes what fits without waiting."""
+
+    kind: Literal["direct"] = "direct"
+    has_leftover = False
+
+    def __init__(self, out: trio.MemorySendChannel[bytes], into: trio.MemoryReceiveChannel[bytes]) -> None:
+        self._out = out
+        self._into = into
+        self.frozen = False
+
+    def write_now(self, pieces: Sequence[bytes | memoryview]) -> bool:
+        try:
+            self._out.send_nowait(b"".join(pieces))
+        except trio.WouldBlock:
+            return False
+        except (trio.ClosedResourceError, trio.BrokenResourceError):
+            raise WireClosed("ended by the peer") from None
+        return True
+
+    async def write(self, pieces: Sequence[bytes | memoryview]) -> None:
+        try:
+            await self._out.send(b"".join(pieces))
+        except (trio.ClosedResourceError, trio.BrokenResourceError):
+            raise WireClosed("ended by the peer") from None
+
+    async def receive(self) -> bytes:
+        if self.frozen:
+            await trio.sleep_forever()
+        try:
+            return await self._into.receive()
+        except (trio.ClosedResourceError, trio.EndOfChannel):
+            raise WireClosed("ended by the peer") from None
+
+    def abort(self) -> None:
+        self._out.close()
+        self._into.close()
+
+
+class End:
+    """A connection, what arrived on it, and a handler that can be held."""
+
+    def __init__(self, name: str, wire: MemoryWire) -> None:
+        self.wire = wire
+        self.connection = Connection(f"the peer of {name}", wire, self._receive, dialled=name == "a")
+        self.arrived: list[tuple[bytes, bytes]] = []
+        self.may_handle = trio.Event()
+        self.may_handle.set()
+        self.ended = trio.Event()
+
+    async def run(self) -> None:
+        await self.connection.run()
+        self.ended.set()
+
+    async def _receive(self, connection: Connection, header: bytes, payload: memoryview) -> None:
+        await self.may_handle.wait()
+        self.arrived.append((header, bytes(payload)))
+
+
+@asynccontextmanager
+async def joined() -> AsyncIterator[tuple[End, End, trio.Nursery]]:
+    a_to_b = trio.open_memory_channel[bytes](PIECES_UNDER_WAY)
+    b_to_a = trio.open_memory_channel[bytes](PIECES_UNDER_WAY)
+    a = End("a", MemoryWire(a_to_b[0], b_to_a[1]))
+    b = End("b", MemoryWire(b_to_a[0], a_to_b[1]))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(a.run)
+        nursery.start_soon(b.run)
+        await a.connection.ready.wait()
+        await b.connection.ready.wait()
+        yield a, b, nursery
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_idle_connection_stays_and_measures_its_round_trip(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, _):
+        await trio.sleep(3600)
+        assert a.connection.alive
+        assert b.connection.alive
+        assert a.connection.rtt_s == 0.0
+
+
+async def test_a_peer_that_falls_silent_is_given_up(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, _):
+        b.wire.frozen = True
+        # Frozen whole: it neither reads nor beats.
+        b.connection._queue_control = lambda kind, content: None  # type: ignore[method-assign]
+        started_s = trio.current_time()
+        await a.ended.wait()
+        assert a.connection.ending == "silent"
+        assert SILENCE_S - PING_S <= trio.current_time() - started_s <= SILENCE_S + PING_S + 1
+        with pytest.raises(NodeUnreachable, match="silent"):
+            await a.connection.send(b"", b"")
+
+
+async def test_a_peer_that_is_busy_for_minutes_is_not_silent(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, nursery):
+        b.may_handle = trio.Event()
+        n_messages = PIECES_UNDER_WAY * 3
+
+        async def send_all() -> None:
+            for number in range(n_messages):
+                await a.connection.send(b"%d" % number, bytes(1000))
+
+        nursery.start_soon(send_all)
+        await trio.sleep(300)
+        assert a.connection.alive
+        assert b.connection.alive
+        assert b.arrived == []
+        b.may_handle.set()
+        await trio.sleep(10)
+        assert [header for header, _ in b.arrived] == [b"%d" % number for number in range(n_messages)]
+
+
+async def test_both_ends_busy_with_each_other_recover(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, nursery):
+        a.may_handle, b.may_handle = trio.Event(), trio.Event()
+
+        async def send_all(end: End) -> None:
+            for number in range(PIECES_UNDER_WAY * 3):
+                await end.connection.send(b"%d" % number, b"")
+
+        nursery.start_soon(send_all, a)
+        nursery.start_soon(send_all, b)
+        await trio.sleep(60)
+        a.may_handle.set()
+        b.may_handle.set()
+        await trio.sleep(60)
+        assert len(a.arrived) == len(b.arrived) == PIECES_UNDER_WAY * 3
+        assert a.connection.alive
+        assert b.connection.alive
+
+
+async def test_goodbye_ends_the_other_side_and_says_why(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, _):
+        await a.connection.say_goodbye()
+        await b.ended.wait()
+        assert b.connection.ending == "goodbye"
+
+
+async def test_everybody_who_waits_to_send_is_told_of_the_end(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, nursery):
+        b.may_handle = trio.Event()
+        failures: list[str] = []
+
+        async def send() -> None:
+            try:
+                await a.connection.send(b"", bytes(10))
+            except NodeUnreachable as error:
+                failures.append(error.message)
+
+        n_senders = PIECES_UNDER_WAY * 4
+        for _ in range(n_senders):
+            nursery.start_soon(send)
+        await trio.testing.wait_all_tasks_blocked()
+        n_under_way = n_senders - len(a.connection._queue) - 1
+        a.connection.end("for the test")
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(failures) == n_senders - n_under_way
+        assert all("for the test" in message for message in failures)
+
+
+async def test_a_cancelled_sender_takes_its_message_out_of_the_queue(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, nursery):
+        b.may_handle = trio.Event()
+        scopes = [trio.CancelScope() for _ in range(20)]
+
+        async def send(number: int) -> None:
+            with scopes[number]:
+                await a.connection.send(b"%d" % number, b"")
+
+        for number in range(20):
+            nursery.start_soon(send, number)
+            await trio.testing.wait_all_tasks_blocked()
+        for number in (15, 17, 19):
+            scopes[number].cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        b.may_handle.set()
+        await a.connection.send(b"last", b"")
+        await trio.sleep(1)
+        kept = [number for number in range(20) if number not in (15, 17, 19)]
+        assert [header for header, _ in b.arrived] == [*(b"%d" % number for number in kept), b"last"]
+
+
+async def test_what_is_too_large_is_refused_before_anything_is_written(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, _):
+        with pytest.raises(FrameTooLarge):
+            await a.connection.send(bytes(SWARM_HEADER_MAX + 1), b"")
+        await a.connection.send(b"fine", b"")
+        await trio.sleep(1)
+        assert b.arrived == [(b"fine", b"")]
+
+
+async def test_frames_of_a_later_version_are_ignored(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, _):
+        await a.wire.write([b"\x02\x00\x00\x00\xc8!\x03\x00\x00\x00???"])
+        await a.connection.send(b"known", b"")
+        await trio.sleep(1)
+        assert b.arrived == [(b"known", b"")]
+        assert b.connection.alive

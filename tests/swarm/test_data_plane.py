@@ -1,0 +1,131 @@
+"""Which way messages take: straight, or through libp2p where there is no straight way."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
+from swarmllm.swarm.settings import SwarmSettings
+
+from .conftest import DEADLINE_S, meet, until
+
+pytestmark = pytest.mark.slow
+
+ELSEWHERE = "127.1.2.3"
+"""Loopback, where nobody listens: connections are refused at once."""
+
+
+async def refuse(sender: str, body: bytes) -> bytes:
+    raise AssertionError
+
+
+@asynccontextmanager
+async def two_nodes(
+    folder: Path, *, announce: tuple[str, ...] = ()
+) -> AsyncIterator[tuple[Libp2pRouter, Libp2pRouter]]:
+    def settings(name: str, *bootstrap: str) -> SwarmSettings:
+        return SwarmSettings(
+            folder / name, "127.0.0.1", 0, 0, bootstrap=bootstrap, mdns=False, announce=announce
+        )
+
+    async with open_libp2p_router(settings("a")) as a:
+        door = a.addresses[0].replace(ELSEWHERE, "127.0.0.1")
+        async with open_libp2p_router(settings("b", door)) as b:
+            await meet(a, b)
+            yield a, b
+
+
+async def exchange(a: Libp2pRouter, b: Libp2pRouter, payloads: list[bytes]) -> None:
+    """Send both ways at once and check what arrives."""
+    arrived: dict[str, list[bytes]] = {a.node_id: [], b.node_id: []}
+    complete = trio.Event()
+
+    def keep_for(router: Libp2pRouter) -> None:
+        async def keep(sender: str, header: bytes, payload: memoryview) -> None:
+            arrived[sender].append(bytes(payload))
+            if sum(map(len, arrived.values())) == 2 * len(payloads):
+                complete.set()
+
+        router.serve(refuse, keep)
+
+    async def send_all(source: Libp2pRouter, target: Libp2pRouter) -> None:
+        for payload in payloads:
+            await source.send(target.node_id, b"header", payload)
+
+    keep_for(a)
+    keep_for(b)
+    with trio.fail_after(DEADLINE_S):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send_all, a, b)
+            nursery.start_soon(send_all, b, a)
+        await complete.wait()
+    assert arrived == {a.node_id: payloads, b.node_id: payloads}
+
+
+async def test_neighbours_talk_directly(tmp_path: Path) -> None:
+    async with two_nodes(tmp_path) as (a, b):
+        await exchange(a, b, [b"one", bytes(1_000_000), b"three"])
+        assert [peer.data_plane for peer in (*a.peers(), *b.peers())] == ["direct", "direct"]
+        assert a.peers()[0].bytes_sent >= 1_000_008
+        assert a.peers()[0].bytes_received >= 1_000_008
+
+
+async def test_without_a_data_port_messages_take_a_libp2p_stream(tmp_path: Path) -> None:
+    async with two_nodes(tmp_path, announce=(ELSEWHERE,)) as (a, b):
+        await exchange(a, b, [b"one", bytes(3_000_000), b"", b"four"])
+        assert [peer.data_plane for peer in (*a.peers(), *b.peers())] == ["libp2p", "libp2p"]
+
+
+async def test_over_a_libp2p_stream_a_reader_may_take_its_time(tmp_path: Path) -> None:
+    async with two_nodes(tmp_path, announce=(ELSEWHERE,)) as (a, b):
+        released, arrived = trio.Event(), trio.Event()
+
+        async def wait(sender: str, header: bytes, payload: memoryview) -> None:
+            await released.wait()
+            if header == b"last":
+                arrived.set()
+
+        b.serve(refuse, wait)
+        async with trio.open_nursery() as nursery:
+
+            async def send_all() -> None:
+                await a.send(b.node_id, b"first", bytes(4_000_000))
+                # More than yamux's largest window, 16 MiB.
+                await a.send(b.node_id, b"last", bytes(24 * 1024 * 1024))
+
+            nursery.start_soon(send_all)
+            # Longer than yamux itself would wait for its window before it breaks the stream.
+            with trio.move_on_after(6.0):
+                await arrived.wait()
+            assert a.connected() == {b.node_id}
+            released.set()
+            with trio.fail_after(DEADLINE_S):
+                await arrived.wait()
+
+
+async def test_both_dialling_at_once_lose_and_reorder_nothing(tmp_path: Path) -> None:
+    payloads = [bytes([number % 256]) * (number * 1000) for number in range(100)]
+    async with two_nodes(tmp_path) as (a, b):
+        # At once after meeting, before either has a data connection.
+        await exchange(a, b, payloads)
+
+
+async def test_a_lost_data_connection_is_noticed_and_replaced(tmp_path: Path) -> None:
+    async with two_nodes(tmp_path) as (a, b):
+        await exchange(a, b, [b"before"])
+        async with a.changes() as changes:
+            connection = a.plane.connections(b.node_id)[0]
+            connection.end("cut for the test")
+            kinds = []
+            with trio.fail_after(DEADLINE_S):
+                while kinds[-2:] != ["disconnected", "connected"]:
+                    change = await anext(changes)
+                    if change.kind != "record":
+                        kinds.append(change.kind)
+        await until(b, lambda: b.connected() == {a.node_id})
+        await exchange(a, b, [b"after"])

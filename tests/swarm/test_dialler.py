@@ -1,0 +1,123 @@
+"""Whom to dial and when."""
+
+from __future__ import annotations
+
+import random
+
+import trio
+from trio.testing import MockClock
+
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.dialler import BACKOFF_FIRST_S, BACKOFF_MAX_S, DIALS_MAX, HOLD_BACK_S, PEERS_MAX, Dialler
+
+HERE = [Address("192.0.2.1", 8810)]
+THERE = [Address("192.0.2.2", 8810)]
+
+
+def dialler() -> Dialler:
+    return Dialler("me", random.Random(0))
+
+
+def names(due: tuple[list[tuple[str, list[Address]]], float]) -> list[str]:
+    return [node_id for node_id, _ in due[0]]
+
+
+def test_the_smaller_id_dials_at_once_and_the_larger_holds_back() -> None:
+    d = dialler()
+    d.suggest("zoe", HERE, now=0.0)
+    d.suggest("ann", HERE, now=0.0)
+    ready, next_s = d.due(0.0, set())
+    assert ready == [("zoe", HERE)]
+    assert next_s == HOLD_BACK_S
+    assert names(d.due(HOLD_BACK_S, set())) == ["ann"]
+
+
+def test_oneself_and_the_connected_are_never_dialled() -> None:
+    d = dialler()
+    d.suggest("me", HERE, now=0.0)
+    d.suggest("zoe", HERE, now=0.0)
+    assert names(d.due(0.0, {"zoe"})) == []
+    assert names(d.due(0.0, set())) == ["zoe"]
+
+
+def test_a_failing_node_is_tried_ever_more_rarely_but_for_ever() -> None:
+    d = dialler()
+    d.suggest("zoe", HERE, now=0.0)
+    now, waits = 0.0, []
+    for _ in range(12):
+        assert names(d.due(now, set())) == ["zoe"]
+        assert names(d.due(now, set())) == []
+        d.dialled("zoe", now, succeeded=False)
+        _, next_s = d.due(now, set())
+        waits.append(next_s - now)
+        now = next_s
+    assert waits[0] <= 2 * BACKOFF_FIRST_S
+    assert all(BACKOFF_MAX_S / 2 <= wait <= BACKOFF_MAX_S for wait in waits[-4:])
+
+
+def test_news_of_an_address_starts_the_back_off_afresh() -> None:
+    d = dialler()
+    d.suggest("zoe", HERE, now=0.0)
+    for _ in range(8):
+        d.due(1000.0, set())
+        d.dialled("zoe", 1000.0, succeeded=False)
+    d.suggest("zoe", HERE, now=1000.0)
+    assert d.due(1000.0, set())[1] > 1000.0 + HOLD_BACK_S
+    d.suggest("zoe", THERE, now=1000.0)
+    assert d.due(1000.0 + HOLD_BACK_S, set())[0] == [("zoe", [*THERE, *HERE])]
+
+
+def test_a_lost_node_is_sought_at_once_and_one_that_said_goodbye_later() -> None:
+    for on_purpose in (False, True):
+        d = dialler()
+        d.suggest("zoe", HERE, now=0.0)
+        d.due(0.0, set())
+        d.dialled("zoe", 0.0, succeeded=True)
+        d.lost("zoe", 100.0, on_purpose=on_purpose)
+        _, next_s = d.due(100.0, set())
+        assert (next_s - 100.0 > 1.0) is on_purpose
+
+
+def test_what_the_settings_name_is_never_given_up() -> None:
+    d = dialler()
+    d.suggest("zoe", HERE, now=0.0, lasting=True)
+    d.suggest("zac", HERE, now=0.0)
+    d.forget("zoe")
+    d.forget("zac")
+    assert names(d.due(0.0, set())) == ["zoe"]
+
+
+def test_dials_and_peers_are_bounded() -> None:
+    d = dialler()
+    for number in range(50):
+        d.suggest(f"z{number}", HERE, now=0.0)
+    assert len(names(d.due(0.0, set()))) == DIALS_MAX
+    assert names(d.due(0.0, set())) == []
+    full = {f"peer {number}" for number in range(PEERS_MAX)}
+    d.dialled("z0", 0.0, succeeded=True)
+    assert names(d.due(100.0, full)) == []
+    assert len(names(d.due(100.0, set()))) == 1
+
+
+async def test_running_it_dials_until_everybody_is_connected(autojump_clock: MockClock) -> None:
+    d = dialler()
+    connected: set[str] = set()
+    attempts: dict[str, int] = {}
+
+    async def dial(node_id: str, addresses: list[Address]) -> None:
+        attempts[node_id] = attempts.get(node_id, 0) + 1
+        await trio.sleep(0.1)
+        if attempts[node_id] < 4:
+            raise NodeUnreachable("not yet")
+        connected.add(node_id)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(d.run, dial, lambda: connected)
+        await trio.sleep(1)
+        for number in range(20):
+            d.suggest(f"z{number}", HERE, trio.current_time())
+        await trio.sleep(60)
+        nursery.cancel_scope.cancel()
+    assert connected == {f"z{number}" for number in range(20)}
+    assert set(attempts.values()) == {4}

@@ -1,0 +1,201 @@
+"""Envelopes and the book they are kept in: who may write what, which is the newest, and when it is
+forgotten."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.secp256k1 import create_new_key_pair as create_secp256k1_key_pair
+from libp2p.peer.id import ID
+
+from swarmllm.swarm.envelope import ENVELOPE_MAX, Envelope, Heartbeat, seal, unseal
+from swarmllm.swarm.identity import Identity, verify
+from swarmllm.swarm.record_book import EXPIRY_S, RecordBook
+from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.limits import RECORD_MAX
+
+
+def new_identity(number: int) -> Identity:
+    key_pair = create_new_key_pair(bytes([number]) * 32)
+    return Identity(str(ID.from_pubkey(key_pair.public_key)), key_pair)
+
+
+ME, OTHER, THIRD = (new_identity(number) for number in (1, 2, 3))
+
+
+def envelope(
+    writer: Identity, sequence: int = 0, started_at_ms: int = 1000, record: bytes = b"record"
+) -> bytes:
+    return seal(
+        Envelope(node_id=writer.node_id, started_at_ms=started_at_ms, sequence=sequence, record=record),
+        writer.sign,
+    )
+
+
+def book(owner: Identity = ME, **options: int) -> RecordBook:
+    return RecordBook(owner.node_id, verify, **options)
+
+
+def test_an_envelope_comes_out_as_it_went_in() -> None:
+    written = Envelope(
+        node_id=ME.node_id,
+        started_at_ms=1,
+        sequence=2,
+        addresses=("/ip4/192.0.2.1/tcp/8810",),
+        data_addresses=("/ip4/192.0.2.1/tcp/8811",),
+        record=bytes(RECORD_MAX),
+    )
+    sealed = seal(written, ME.sign)
+    assert len(sealed) <= ENVELOPE_MAX
+    assert unseal(sealed, Envelope, verify) == written
+
+
+def test_nobody_can_write_for_another() -> None:
+    stolen = Envelope(node_id=OTHER.node_id, started_at_ms=1, sequence=1, record=b"forged")
+    with pytest.raises(BadMessage, match="signature"):
+        unseal(seal(stolen, ME.sign), Envelope, verify)
+
+
+@given(position=st.integers(0, 10_000), flip=st.integers(1, 255))
+def test_a_changed_byte_anywhere_is_noticed(position: int, flip: int) -> None:
+    sealed = bytearray(envelope(ME))
+    sealed[position % len(sealed)] ^= flip
+    with pytest.raises(BadMessage):
+        unseal(bytes(sealed), Envelope, verify)
+
+
+@given(st.binary(max_size=400))
+def test_noise_is_refused_as_a_bad_message(noise: bytes) -> None:
+    for kind in (Envelope, Heartbeat):
+        with pytest.raises(BadMessage):
+            unseal(noise, kind, verify)
+
+
+def test_a_heartbeats_signature_does_not_pass_for_an_envelopes() -> None:
+    heartbeat = Heartbeat(node_id=ME.node_id, started_at_ms=1, sequence=1, beat=1)
+    assert unseal(seal(heartbeat, ME.sign), Heartbeat, verify) == heartbeat
+    with pytest.raises(BadMessage, match="signature"):
+        unseal(seal(heartbeat, ME.sign), Envelope, verify)
+
+
+def test_too_large_is_refused_before_it_is_decoded() -> None:
+    with pytest.raises(BadMessage, match="at most"):
+        unseal(bytes(ENVELOPE_MAX + 1), Envelope, verify)
+
+
+def test_another_version_is_refused_and_unknown_fields_are_ignored() -> None:
+    fields = msgspec.to_builtins(
+        Envelope(node_id=ME.node_id, started_at_ms=1, sequence=1, record=b"r"), builtin_types=[bytes]
+    )
+
+    def sealed(**changes: object) -> bytes:
+        body = msgspec.msgpack.encode({**fields, **changes})
+        return msgspec.msgpack.encode((body, ME.sign(b"swarmllm envelope 1:" + body)))
+
+    assert unseal(sealed(colour="blue"), Envelope, verify).record == b"r"
+    with pytest.raises(BadMessage, match="version 2"):
+        unseal(sealed(v=2), Envelope, verify)
+
+
+def test_only_ed25519_ids_verify_and_nothing_raises() -> None:
+    other_kind = create_secp256k1_key_pair()
+    node_id = str(ID.from_pubkey(other_kind.public_key))
+    assert not verify(node_id, b"content", other_kind.private_key.sign(b"content"))
+    assert verify(ME.node_id, b"content", ME.sign(b"content"))
+    assert not verify(ME.node_id, b"content", b"")
+    for junk in ("", "junk", "12D3KooW", "0OIl", ME.node_id[:-1], "z" * 500):
+        assert not verify(junk, b"content", ME.sign(b"content"))
+
+
+@given(order=st.permutations([(1000, 0), (1000, 1), (1000, 7), (2000, 0), (2000, 3)]))
+def test_the_newest_envelope_wins_in_whatever_order_they_come(order: list[tuple[int, int]]) -> None:
+    kept = book()
+    for started_at_ms, sequence in order:
+        kept.take(envelope(OTHER, sequence, started_at_ms, b"%d.%d" % (started_at_ms, sequence)), now=0.0)
+    assert kept.records() == {OTHER.node_id: b"2000.3"}
+
+
+def test_an_envelope_under_ones_own_id_is_refused_when_it_is_newer() -> None:
+    kept = book()
+    own = Envelope(node_id=ME.node_id, started_at_ms=1000, sequence=0, record=b"mine")
+    kept.write_own(own, seal(own, ME.sign), now=0.0)
+    assert kept.take(envelope(ME, sequence=5, record=b"a copy of me"), now=0.0) == ("refused", ME.node_id)
+    assert kept.take(envelope(ME, sequence=5, started_at_ms=10), now=0.0) == ("known", ME.node_id)
+    assert kept.records() == {ME.node_id: b"mine"}
+
+
+@given(
+    held=st.dictionaries(st.sampled_from([ME, OTHER, THIRD]), st.integers(0, 3), max_size=3),
+    known=st.dictionaries(st.sampled_from([ME, OTHER, THIRD]), st.integers(0, 3), max_size=3),
+)
+def test_one_exchange_of_digests_makes_two_books_equal(
+    held: dict[Identity, int], known: dict[Identity, int]
+) -> None:
+    reader = new_identity(9)
+    a, b = book(reader), book(new_identity(10))
+    for target, content in ((a, held), (b, known)):
+        for writer, sequence in content.items():
+            target.take(envelope(writer, sequence, record=b"%d" % sequence), now=0.0)
+    wanted = a.lacking(b.digests(now=1.0), now=1.0)
+    for sealed in b.sealed(wanted, 10**6):
+        assert a.take(sealed, now=1.0, ages_s=wanted)[0] == "new"
+    expected = {
+        writer.node_id: b"%d" % max(held.get(writer, -1), known.get(writer, -1)) for writer in {*held, *known}
+    }
+    assert a.records() == expected
+    assert a.lacking(b.digests(now=1.0), now=1.0) == {}
+
+
+def test_nodes_that_are_neither_heard_nor_connected_are_forgotten() -> None:
+    kept = book()
+    kept.take(envelope(OTHER), now=0.0)
+    kept.take(envelope(THIRD), now=0.0)
+    assert kept.hear(THIRD.node_id, (1000, 0), now=200.0) is False
+    assert kept.expire(EXPIRY_S - 1, connected=()) == []
+    assert kept.expire(EXPIRY_S, connected={OTHER.node_id}) == []
+    assert kept.expire(EXPIRY_S, connected=()) == [OTHER.node_id]
+    assert kept.expire(200.0 + EXPIRY_S, connected=()) == [THIRD.node_id]
+    assert kept.records() == {}
+
+
+def test_a_dead_node_does_not_live_on_by_being_passed_round() -> None:
+    a, b = book(ME), book(OTHER)
+    a.take(envelope(THIRD), now=0.0)
+    for now in (EXPIRY_S * 0.6, EXPIRY_S * 0.9):
+        wanted = b.lacking(a.digests(now), now)
+        for sealed in a.sealed(wanted, 10**6):
+            b.take(sealed, now, ages_s=wanted)
+        wanted = a.lacking(b.digests(now), now)
+        assert wanted == {}
+    assert a.expire(EXPIRY_S, connected=()) == [THIRD.node_id]
+    assert b.expire(EXPIRY_S, connected=()) == [THIRD.node_id]
+
+
+def test_a_heartbeat_of_something_newer_says_so() -> None:
+    kept = book()
+    assert kept.hear(OTHER.node_id, (1000, 0), now=0.0) is True
+    kept.take(envelope(OTHER, sequence=1), now=0.0)
+    assert kept.hear(OTHER.node_id, (1000, 1), now=0.0) is False
+    assert kept.hear(OTHER.node_id, (1000, 2), now=0.0) is True
+    assert kept.hear(OTHER.node_id, (999, 9), now=0.0) is False
+
+
+def test_a_full_book_gives_up_who_was_silent_longest_but_nobody_connected() -> None:
+    kept = book(nodes_max=2)
+    kept.take(envelope(OTHER), now=0.0)
+    kept.take(envelope(THIRD), now=1.0)
+    newcomer = new_identity(4)
+    assert kept.take(envelope(newcomer), now=2.0, connected={OTHER.node_id, THIRD.node_id})[0] == "refused"
+    assert kept.take(envelope(newcomer), now=2.0, connected={OTHER.node_id})[0] == "new"
+    assert set(kept.node_ids()) == {OTHER.node_id, newcomer.node_id}
+
+
+def test_envelopes_asked_for_stop_where_the_response_is_full() -> None:
+    kept = book()
+    for writer in (OTHER, THIRD):
+        kept.take(envelope(writer, record=bytes(1000)), now=0.0)
+    assert len(kept.sealed([OTHER.node_id, THIRD.node_id], 1500)) == 1
+    assert len(kept.sealed([OTHER.node_id, "unknown", THIRD.node_id], 10_000)) == 2
