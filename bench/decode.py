@@ -1,10 +1,11 @@
-"""Decode tokens/s: uncut in llama-cpp-python, through one daemon, cut over two and over three daemons on loopback.
+"""Decode tokens/s: uncut in llama-cpp-python, through one daemon, cut over two and three daemons on loopback.
 
     python -m bench.decode --model guide --rounds 7
     python -m bench.decode --model 0.5b --rounds 5
 
-All contestants are resident; they take turns, round by round, so that the machine's drift hits all alike. Ours are timed by
-an HTTP client of the first daemon (first text to finish chunk), the rival inside its own loop: every cost is on our side.
+All contestants are resident; they take turns, round by round, so that the machine's drift hits all alike.
+Ours are timed by an HTTP client of the first daemon (first text to finish chunk), the rival inside its own
+loop: every cost is on our side.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench.figures import Figure, ratios, table, write
-from bench.shapes import half_billion
+from bench.shapes import HALF_BILLION, build
 from bench.swarm_nodes import Answer, Swarm, swarm_of
 from bench.uncut import Uncut
 from swarmllm.guide import GUIDE_PATH
@@ -25,7 +26,9 @@ N_CTX = 2048
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=["guide", "0.5b"], default="guide")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=7)
@@ -34,8 +37,8 @@ def main() -> None:
     arguments = parser.parse_args()
     gguf, n_layers = (GUIDE_PATH, 12) if arguments.model == "guide" else (half_billion(), 24)
     command = (
-        f"python -m bench.decode --model {arguments.model} --rounds {arguments.rounds} --tokens {arguments.tokens} "
-        f"--threads {arguments.threads}"
+        f"python -m bench.decode --model {arguments.model} --rounds {arguments.rounds} "
+        f"--tokens {arguments.tokens} --threads {arguments.threads}"
     )
     rival = Figure("llama-cpp-python, uncut", "tokens/s")
     ours = {n: Figure(f"{n} daemon{'s' if n > 1 else ''}", "tokens/s") for n in arguments.nodes}
@@ -73,14 +76,22 @@ def prompt_tokens(gguf: Path) -> list[int]:
 
 def stages(n_nodes: int, answer: Answer) -> str:
     """Where a token's time went in the last round."""
-    lines = [f"{n_nodes} node(s), last round:", "", "| stage | layers | compute ms/token | node overhead ms/token | network ms/token |"]
-    lines.append("|---|---|---|---|---|")
-    for stage in answer.swarm["route"]:
-        lines.append(
-            f"| {stage['nickname']} | {stage['layers']} | {stage['compute_ms_per_token']} | "
-            f"{stage.get('overhead_ms_per_token')} | {stage['network_ms_per_token']} |"
-        )
-    return "\n".join(lines)
+    head = ["stage", "layers", "compute ms/token", "IPC and queue ms/token", "network ms/token"]
+    keys = ["nickname", "layers", "compute_ms_per_token", "overhead_ms_per_token", "network_ms_per_token"]
+    rows = [
+        head,
+        ["---"] * len(head),
+        *([str(stage[key]) for key in keys] for stage in answer.swarm["route"]),
+    ]
+    return "\n".join([f"{n_nodes} node(s), last round:", "", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def half_billion() -> Path:
+    path = Path(__file__).parent / "cache" / "half-billion-q8_0.gguf"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        build(HALF_BILLION, path)
+    return path
 
 
 if __name__ == "__main__":

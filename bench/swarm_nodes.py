@@ -38,7 +38,7 @@ class Swarm:
         self.nodes, self.client, self.model = nodes, client, model
 
     def ask(self, prompt: str, n_tokens: int) -> Answer:
-        """Greedy, `n_tokens` exactly (EOS ignored). Times are the client's: first text to the finish chunk."""
+        """Greedy, `n_tokens` exactly (EOS ignored). Times are the client's: first text to finish chunk."""
         start_s = time.perf_counter()
         first_s = 0.0
         text: list[str] = []
@@ -53,7 +53,8 @@ class Swarm:
         for piece in pieces:
             if isinstance(piece, Finished):
                 end_s = time.perf_counter()
-                return Answer(piece.n_generated, first_s - start_s, end_s - first_s, "".join(text), piece.swarm)
+                wait_s, decode_s = first_s - start_s, end_s - first_s
+                return Answer(piece.n_generated, wait_s, decode_s, "".join(text), piece.swarm)
             if not text:
                 first_s = time.perf_counter()
             text.append(piece)
@@ -66,11 +67,11 @@ def swarm_of(n_nodes: int, gguf: Path, n_layers: int, *, n_threads: int, n_ctx: 
     bounds = [round(i * n_layers / n_nodes) for i in range(n_nodes + 1)]
     nodes = DemoNodes()
     clients: list[Client] = []
-    settings = {"inference": {"n_threads": n_threads, "n_ctx": n_ctx}}
+    inference = {"n_threads": n_threads, "n_ctx": n_ctx}
     try:
         bootstrap: list[str] = []
         for i in range(n_nodes):
-            node = nodes.start(f"n{i + 1}", [], bootstrap, settings)
+            node = nodes.start(f"n{i + 1}", [], bootstrap, inference)
             announced = _wait(node.announcement, f"{node.name} to start")
             clients.append(Client(announced["api_url"]))
             bootstrap = bootstrap or list(announced["addresses"])

@@ -1,7 +1,8 @@
 """The rival: llama-cpp-python's own `Llama` on the same GGUF, uncut, in a process of its own.
 
-Reads one JSON object per line on stdin ({"prompt": [token ids], "n_tokens": N}) and answers with one JSON line: seconds of
-prefill and of decode, and the tokens. Greedy, no stop at EOS, sampling and detokenising included, as in a plain script.
+Reads one JSON object per line on stdin ({"prompt": [token ids], "n_tokens": N}) and answers with one JSON
+line: seconds of prefill and of decode, and the tokens. Greedy, no stop at EOS, sampling and detokenising
+included, as in a plain script.
 """
 
 from __future__ import annotations

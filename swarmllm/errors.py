@@ -1,8 +1,8 @@
 """Every error that leaves a module of the daemon, on one page.
 
-Foreign exceptions (trio, libp2p, msgspec, sqlite, OS) are mapped into this tree at the edge where they arise. Local faults
-and faults reported by another node are different types, because they call for different remedies. Each carries the HTTP
-status and the OpenAI error type it becomes.
+Foreign exceptions (trio, libp2p, msgspec, sqlite, OS) are mapped into this tree at the edge where they
+arise. Local faults and faults reported by another node are different types, because they call for different
+remedies. Each carries the HTTP status and the OpenAI error type it becomes.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class NoPipeline(SwarmLLMError):
 
 
 class WorkerError(SwarmLLMError):
-    """This node's worker refused or failed one call; the worker lives on. `kind` is the worker's own word for it
-    (see `swarmllm_proto.ipc.Error.kind`), empty where the fault was noticed on this side."""
+    """This node's worker refused or failed one call; the worker lives on. `kind` is the worker's own word
+    for it (see `swarmllm_proto.ipc.Error.kind`), empty where the fault was noticed on this side."""
 
     code = "worker_error"
 
@@ -102,6 +102,14 @@ class RemoteError(SwarmLLMError):
 class NodeUnreachable(RemoteError):
     http_status = 503
     code = "node_unreachable"
+
+
+class NodeBusy(RemoteError):
+    """Another node has as much to do as it may."""
+
+    http_status = 429
+    error_type = "rate_limit_error"
+    code = "node_busy"
 
 
 class DeadlineExceeded(SwarmLLMError):

@@ -111,6 +111,8 @@ class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     request_id: RequestId
     accepted: bool
     reason: ShortText = ""
+    busy: bool = False
+    """Refused only for now: the node has as much to do as it may."""
 
 
 class CancelInference(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -218,7 +218,9 @@ REQUEST = swarm.PipelineAssignment(
     n_prompt_tokens=130,
     sampling=SAMPLING,
 )
-RESPONSE = swarm.PipelineAck(request_id=REQUEST_ID, accepted=False, reason="layers 4:12 are not loaded here")
+RESPONSE = swarm.PipelineAck(
+    request_id=REQUEST_ID, accepted=False, reason="the model has 8 requests here already", busy=True
+)
 
 TENSORS: list[tuple[str, Tensor]] = [
     ("f32", HIDDEN),

@@ -12,13 +12,14 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import TypeVar
 
 import msgspec
 from quart import Response, request
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
-from swarmllm.errors import InvalidRequest, Overloaded, SwarmLLMError
+from swarmllm.errors import InvalidRequest, SwarmLLMError
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def error_object(error: SwarmLLMError) -> dict[str, object]:
 def error_response(error: SwarmLLMError) -> Response:
     body = msgspec.json.encode({"error": error_object(error)})
     response = Response(body, status=error.http_status, content_type="application/json")
-    if isinstance(error, Overloaded):
+    if error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
         response.headers["Retry-After"] = str(DEFAULT_RETRY_AFTER_S)
     if isinstance(error, TooLarge):
         response.headers["Connection"] = "close"

@@ -38,6 +38,7 @@ def _stage(stage: StageReport) -> Json:
         "nickname": stage.nickname,
         "layers": str(stage.layers),
         "compute_ms_per_token": _ms(stage.compute_s),
+        "overhead_ms_per_token": _ms(stage.overhead_s),
         "network_ms_per_token": _ms(stage.network_s),
         "prefill_ms": _ms(stage.prefill_s),
     }

@@ -30,7 +30,7 @@ from swarmllm.cli.errors import EXIT_INTERRUPTED, CommandFailed
 MODEL = "guide"
 PARTS = {"node-1": "0:4", "node-2": "4:8", "node-3": "8:12"}
 """Which node gets which layers; together all of the bundled model's."""
-QUESTIONS = ("What is SwarmLLM?", "What is a pipeline?", "How do I load a model?")
+QUESTIONS = ("What is SwarmLLM?", "What is a pipeline?", "Why is that useful?")
 START_TIMEOUT_S = 120.0
 MAX_TOKENS = 200
 POLL_INTERVAL_S = 0.1
@@ -80,7 +80,7 @@ class Startup:
             self._model_missing = "" if status["complete"] else ", ".join(status["missing"]) or "a route"
 
     def _start(self, name: str, bootstrap: tuple[str, ...] | list[str]) -> None:
-        self._nodes.start(name, MODEL, PARTS[name], bootstrap)
+        self._nodes.start(name, [f"{MODEL}:{PARTS[name]}"], bootstrap)
 
     def _look_at(self, node: DemoNode) -> None:
         if (status := node.process.poll()) is not None:

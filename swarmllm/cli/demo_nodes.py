@@ -18,13 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 STOP_TIMEOUT_S = 15.0
 PR_SET_PDEATHSIG = 1
+ONE_THREAD = {"n_threads": 1}
+"""Three workers share this machine, and only one computes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,6 @@ class DemoNode:
     """One daemon of the demo."""
 
     name: str
-    layers: str
     folder: Path
     process: subprocess.Popen[bytes]
 
@@ -71,11 +72,18 @@ class DemoNodes:
         self.folder = Path(tempfile.mkdtemp(prefix="swarmllm-demo-"))
         self.nodes: list[DemoNode] = []
 
-    def start(self, name: str, model: str, layers: str, bootstrap: Sequence[str]) -> DemoNode:
+    def start(
+        self,
+        name: str,
+        load: Sequence[str],
+        bootstrap: Sequence[str],
+        inference: Mapping[str, object] = ONE_THREAD,
+    ) -> DemoNode:
+        """A daemon that loads `load` (NAME:START:END each) and dials `bootstrap`."""
         folder = self.folder / name
         folder.mkdir()
         config = folder / "config.toml"
-        config.write_text(configuration(name, folder / "data", f"{model}:{layers}", bootstrap), "utf-8")
+        config.write_text(configuration(name, folder / "data", load, bootstrap, inference), "utf-8")
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMLLM_")}
         libc = ctypes.CDLL(None)
         parent = os.getpid()
@@ -95,7 +103,7 @@ class DemoNodes:
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
-        node = DemoNode(name, layers, folder, process)
+        node = DemoNode(name, folder, process)
         self.nodes.append(node)
         return node
 
@@ -120,9 +128,14 @@ class DemoNodes:
         shutil.rmtree(self.folder)
 
 
-def configuration(name: str, data_dir: Path, load: str, bootstrap: Sequence[str]) -> str:
-    """A daemon's TOML file. One thread each: three workers share this machine, and only one computes at a
-    time."""
+def configuration(
+    name: str,
+    data_dir: Path,
+    load: Sequence[str],
+    bootstrap: Sequence[str],
+    inference: Mapping[str, object],
+) -> str:
+    """A daemon's TOML file."""
     tables: dict[str, dict[str, object]] = {
         "node": {"nickname": name, "data_dir": str(data_dir)},
         "network": {
@@ -133,8 +146,8 @@ def configuration(name: str, data_dir: Path, load: str, bootstrap: Sequence[str]
             "mdns": False,
         },
         "api": {"port": 0},
-        "inference": {"n_threads": 1},
-        "model": {"load": [load]},
+        "inference": dict(inference),
+        "model": {"load": list(load)},
     }
     return "\n".join(
         line

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 import trio
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.errors import DeadlineExceeded, NodeBusy, NodeUnreachable, RemoteError, SwarmLLMError
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
@@ -26,8 +26,8 @@ async def assign(
     timeout_s: float,
     on_failure: Callable[[str], None] = lambda node_id: None,
 ) -> None:
-    """Returns when every stage elsewhere has accepted. Raises RemoteError for the first that did not, after
-    `on_failure` has been told its node id."""
+    """Returns when every stage elsewhere has accepted. Raises RemoteError (NodeBusy where
+    it may be asked again later) for the first that did not, after `on_failure` has been told its node id."""
     failures: list[SwarmLLMError] = []
     async with trio.open_nursery() as nursery:
 
@@ -59,4 +59,5 @@ async def _ask(router: Router, node_id: str, assignment: PipelineAssignment, tim
     except ProtocolError as error:
         raise RemoteError(f"node {node_id} answered nonsense: {error}") from error
     if ack.request_id != assignment.request_id or not ack.accepted:
-        raise RemoteError(f"node {node_id} refused: {ack.reason or 'no reason given'}")
+        text = f"node {node_id} refused: {ack.reason or 'no reason given'}"
+        raise NodeBusy(text) if ack.busy else RemoteError(text)

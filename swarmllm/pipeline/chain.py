@@ -19,7 +19,9 @@ import trio
 from swarmllm.errors import (
     ContextFull,
     DeadlineExceeded,
+    NodeBusy,
     NodeUnreachable,
+    Overloaded,
     RemoteError,
     SwarmLLMError,
 )
@@ -267,4 +269,6 @@ def _as_error(kind: str, text: str) -> SwarmLLMError:
         return NodeUnreachable(text)
     if kind == DeadlineExceeded.code:
         return DeadlineExceeded(text)
+    if kind in (NodeBusy.code, Overloaded.code):
+        return NodeBusy(text)
     return RemoteError(text)

@@ -49,6 +49,14 @@ def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_
 class Refused(Exception):
     """Why this node takes no part."""
 
+    busy = False
+
+
+class Busy(Refused):
+    """It would, once something else has ended."""
+
+    busy = True
+
 
 @dataclass(slots=True)
 class Sessions:
@@ -66,7 +74,12 @@ class Sessions:
         try:
             await self._accept(sender, assignment)
         except Refused as refusal:
-            return PipelineAck(request_id=assignment.request_id, accepted=False, reason=str(refusal)[:200])
+            return PipelineAck(
+                request_id=assignment.request_id,
+                accepted=False,
+                reason=str(refusal)[:200],
+                busy=refusal.busy,
+            )
         return PipelineAck(request_id=assignment.request_id, accepted=True)
 
     def open(self, context: RequestContext, origin_side: OriginSide | None = None) -> Session:
@@ -119,9 +132,9 @@ class Sessions:
         self._check_layers(context)
         self._check_neighbours(context)
         if self.n_for_others() >= self.settings.max_stage_requests:
-            raise Refused(f"this node takes part in {self.settings.max_stage_requests} requests already")
+            raise Busy(f"this node takes part in {self.settings.max_stage_requests} requests already")
         if self.n_for_others(entry.model_id) >= self.settings.max_requests_per_model:
-            raise Refused(f"the model has {self.settings.max_requests_per_model} requests here already")
+            raise Busy(f"the model has {self.settings.max_requests_per_model} requests here already")
         self.open(context)
 
     def _check_layers(self, context: RequestContext) -> None:

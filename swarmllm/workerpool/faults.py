@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmllm.errors import BadModel, ContextFull, InvalidRequest, SwarmLLMError, WorkerError
+from swarmllm.errors import BadModel, ContextFull, InvalidRequest, Overloaded, SwarmLLMError, WorkerError
 from swarmllm_proto.ipc import Error
 
 _MAPPED: dict[str, type[SwarmLLMError]] = {
@@ -10,6 +10,7 @@ _MAPPED: dict[str, type[SwarmLLMError]] = {
     "bad_model": BadModel,
     "cannot_cut": BadModel,
     "bad_template": InvalidRequest,
+    "no_slot": Overloaded,
 }
 """By kind; every other kind is a WorkerError that carries it."""
 

@@ -54,6 +54,7 @@ async def test_an_answer_has_openais_shape_and_says_how_it_was_made(tmp_path: Pa
         "nickname": "küche",
         "layers": "0:12",
         "compute_ms_per_token": 2.0,
+        "overhead_ms_per_token": 0.0,
         "network_ms_per_token": 0.0,
         "prefill_ms": 10.0,
     }

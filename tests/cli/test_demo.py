@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.cli.demo import MODEL, PARTS
-from swarmllm.cli.demo_nodes import configuration, family, is_alive, mark_of
+from swarmllm.cli.demo_nodes import ONE_THREAD, configuration, family, is_alive, mark_of
 from swarmllm.config import load_config
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, build_manifest, merge
@@ -151,7 +151,7 @@ def test_the_daemons_read_the_configuration_that_the_demo_wrote(
     tmp_path_factory: pytest.TempPathFactory, name: str, bootstrap: list[str]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "demo.toml"
-    path.write_text(configuration(name, Path("/tmp/x"), f"{MODEL}:0:4", bootstrap), "utf-8")
+    path.write_text(configuration(name, Path("/tmp/x"), [f"{MODEL}:0:4"], bootstrap, ONE_THREAD), "utf-8")
     config = load_config(path, env={})
     assert (config.node.nickname, config.network.bootstrap) == (name, tuple(bootstrap))
     assert (config.api.port, config.network.mdns, config.model.load) == (0, False, ("guide:0:4",))

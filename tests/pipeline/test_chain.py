@@ -14,6 +14,7 @@ from swarmllm.errors import (
     ContextFull,
     DeadlineExceeded,
     InvalidRequest,
+    NodeBusy,
     NodeUnreachable,
     NoPipeline,
     RemoteError,
@@ -277,7 +278,7 @@ async def test_a_stage_refuses_more_requests_than_it_may_take() -> None:
     settings = PipelineSettings(max_requests_per_model=1)
     async with open_swarm(pools, settings=settings) as swarm:
         async with swarm["a"].pipelines.generate(Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=50)):
-            with pytest.raises(RemoteError, match="the model has 1 requests here already"):
+            with pytest.raises(NodeBusy, match="the model has 1 requests here already"):
                 await ask(swarm, "a")
         await swarm.quiet()
         assert await ask(swarm, "a") == await uncut(PROMPT, 12)

@@ -46,6 +46,7 @@ def worker_environment() -> dict[str, str]:
 
 class Worker:
     def __init__(self, socket_path: Path, arguments: Sequence[str] = ()) -> None:
+        self._cache_dir = socket_path.parent / "segments"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(socket_path))
             listener.listen(1)
@@ -97,7 +98,7 @@ class Worker:
         return answer
 
     def open(self, path: Path, *ranges: tuple[int, int], **settings: Any) -> ipc.Opened:
-        settings.setdefault("cache_dir", str(path.parent / "segments"))
+        settings.setdefault("cache_dir", str(self._cache_dir))
         opened = self.call(ipc.Open, path=str(path), **settings).message
         assert isinstance(opened, ipc.Opened), opened
         for start, end in ranges:
