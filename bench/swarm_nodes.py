@@ -78,7 +78,7 @@ def swarm_of(n_nodes: int, gguf: Path, n_layers: int, *, n_threads: int, n_ctx: 
         name = ""
         for client, start, end in zip(clients, bounds, bounds[1:], strict=False):
             for event in client.post_progress("/api/admin/models", {"path": str(gguf)}):
-                name = event.get("name", name)
+                name = event.get("model", {}).get("name", name)
             for _ in client.post_progress(f"/api/admin/models/{name}/load", {"layers": f"{start}:{end}"}):
                 pass
         _wait(lambda: _complete(clients[0], name), f"a pipeline for {name}")

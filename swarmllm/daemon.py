@@ -82,16 +82,11 @@ async def open_daemon(config: Config) -> AsyncIterator[Whereabouts]:
     """A running daemon; leaving the block stops it. Raises ConfigError where folder or ports are taken."""
     data_dir = await trio.to_thread.run_sync(prepare_data_dir, config.data_dir)
     catalogue = await trio.to_thread.run_sync(open_catalogue, data_dir)
-    failure: Exception | None = None
-    async with open_libp2p_router(swarm_settings(config, data_dir)) as router:
-        try:
-            async with _open_rooms(config, data_dir, catalogue, router) as whereabouts:
-                yield whereabouts
-        except Exception as error:
-            # Kept aside: libp2p's services lose an exception that passes through their nurseries.
-            failure = error
-    if failure is not None:
-        raise failure
+    async with (
+        open_libp2p_router(swarm_settings(config, data_dir)) as router,
+        _open_rooms(config, data_dir, catalogue, router) as whereabouts,
+    ):
+        yield whereabouts
 
 
 @asynccontextmanager

@@ -25,6 +25,7 @@ class RouteStage:
     nickname: str
     layers: str
     compute_ms_per_token: float | None
+    overhead_ms_per_token: float | None
     network_ms_per_token: float | None
     prefill_ms: float | None
 
@@ -96,6 +97,7 @@ def _stage(stage: dict[str, Any]) -> RouteStage:
         nickname=str(stage.get("nickname", "")),
         layers=str(stage.get("layers", "")),
         compute_ms_per_token=stage.get("compute_ms_per_token"),
+        overhead_ms_per_token=stage.get("overhead_ms_per_token"),
         network_ms_per_token=stage.get("network_ms_per_token"),
         prefill_ms=stage.get("prefill_ms"),
     )

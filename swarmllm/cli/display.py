@@ -81,13 +81,14 @@ def short_id(identifier: str) -> str:
 
 
 def route_table(route: Sequence[RouteStage]) -> Table:
-    numbers = ("compute ms/token", "network ms/token", "prefill ms")
+    numbers = ("compute ms/token", "node ms/token", "network ms/token", "prefill ms")
     rows = (
         (
             stage.nickname or "-",
             short_id(stage.node_id),
             stage.layers,
             milliseconds(stage.compute_ms_per_token),
+            milliseconds(stage.overhead_ms_per_token),
             milliseconds(stage.network_ms_per_token),
             milliseconds(stage.prefill_ms),
         )

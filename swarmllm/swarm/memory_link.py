@@ -59,7 +59,7 @@ class MemoryLink:
         while True:
             try:
                 message = await self._exit.receive()
-            except trio.ClosedResourceError:
+            except (trio.ClosedResourceError, trio.EndOfChannel):
                 return
             if message.arrival_s > trio.current_time():
                 await trio.sleep_until(message.arrival_s)

@@ -41,6 +41,7 @@ class PeerInfo:
     bytes_sent: int = 0
     bytes_received: int = 0
     connected_since: float = 0.0
+    """By trio's clock."""
     extra: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -13,8 +13,9 @@ from swarmllm.errors import ConfigError, InvalidRequest
 from swarmllm.swarm.addresses import Address, NodeAddress, announced_ips
 from swarmllm.swarm.change_feed import QUEUE_MAX, ChangeFeed
 from swarmllm.swarm.identity import KEY_NAME, load_or_create_identity, verify
-from swarmllm.swarm.libp2p_router import _next_incarnation, open_libp2p_router
+from swarmllm.swarm.libp2p_router import open_libp2p_router
 from swarmllm.swarm.lock import locked_data_dir
+from swarmllm.swarm.record_spread import next_incarnation
 from swarmllm.swarm.router import Change
 from swarmllm.swarm.settings import SwarmSettings
 
@@ -69,13 +70,12 @@ def test_a_folder_is_locked_against_another_process_and_free_after_its_end(tmp_p
 
 
 def test_every_life_begins_later_than_the_last_whatever_the_clock_says(tmp_path: Path) -> None:
-    first = _next_incarnation(tmp_path)
-    assert _next_incarnation(tmp_path) > first
-    future = first + 10**9
-    (tmp_path / "incarnation").write_text(str(future))
-    assert _next_incarnation(tmp_path) == future + 1
+    assert next_incarnation(tmp_path, now_ms=5000) == 5000
+    assert next_incarnation(tmp_path, now_ms=5000) == 5001
+    assert next_incarnation(tmp_path, now_ms=10) == 5002
+    assert next_incarnation(tmp_path, now_ms=9000) == 9000
     (tmp_path / "incarnation").write_text("damaged")
-    assert _next_incarnation(tmp_path) >= first
+    assert next_incarnation(tmp_path, now_ms=9000) == 9000
 
 
 @pytest.mark.parametrize("port", ["libp2p_port", "data_port"])

@@ -268,6 +268,18 @@ async def test_the_failure_of_one_of_the_librarys_tasks_does_not_end_its_service
         await trio.testing.wait_all_tasks_blocked(0.05)
 
 
+async def test_a_node_dials_nobody_of_the_librarys_own_accord(libp2p_swarm: Libp2pSwarm) -> None:
+    async with works_before_and_after(libp2p_swarm) as victim:
+        network = victim.host.libp2p_host.get_network()
+        other = new_host(key_pair=create_new_key_pair())
+        async with other.run(listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")]):
+            network.peerstore.add_addrs(other.get_id(), other.get_transport_addrs(), 60)
+            await network.auto_connector.maybe_connect()
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            assert not victim.host.is_connected(other.get_id().to_base58())
+            await other.close()
+
+
 def test_a_validator_that_raises_refuses_the_message() -> None:
     def validate(topic: str, content: bytes) -> bool:
         raise KeyError(topic)

@@ -48,6 +48,7 @@ async def pair(swarm: Swarm) -> tuple[Router, Router]:
 
 
 async def test_every_node_sees_every_record_and_all_are_connected(swarm: Swarm) -> None:
+    before_s = trio.current_time()
     routers = [await swarm.start(name) for name in ("a", "b", "c")]
     for index, router in enumerate(routers):
         await router.publish(b"record %d" % index)
@@ -57,6 +58,8 @@ async def test_every_node_sees_every_record_and_all_are_connected(swarm: Swarm) 
         await until(router, lambda r=router: dict(r.records()) == expected)  # type: ignore[misc]
         assert router.connected() == expected.keys() - {router.node_id}
         assert {peer.node_id for peer in router.peers()} == router.connected()
+        for peer in router.peers():
+            assert before_s <= peer.connected_since <= trio.current_time()
 
 
 async def test_node_ids_are_unique_and_addresses_carry_them(swarm: Swarm) -> None:

@@ -1,0 +1,132 @@
+"""Who is connected: decided here, in one place.
+
+A peer counts from the moment its records have been exchanged (so whoever sees it connected also sees its
+record) until the first of
+  - its data connection is lost: it died, froze or lost its network, and messages may be missing;
+  - it said goodbye;
+  - libp2p lost it and did not find it again for some seconds, or at once where there is no data connection.
+Then everything that leads to it is closed together, its pending requests fail, and the dialler starts over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from swarmllm.errors import NodeUnreachable, SwarmLLMError
+from swarmllm.swarm.change_feed import ChangeFeed
+from swarmllm.swarm.dataplane import DataPlane
+from swarmllm.swarm.dialler import Dialler
+from swarmllm.swarm.host import Host
+from swarmllm.swarm.requests import Requests
+from swarmllm.swarm.router import Change
+
+log = logging.getLogger(__name__)
+
+_GREET_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+_LIBP2P_GRACE_S = 10.0
+"""How long a healthy data connection carries a peer that libp2p has lost."""
+_LARGER_ID_WAITS_S = 3.0
+
+
+class Liveness:
+    """`greet(node_id)` exchanges records; it raises an error of our tree when the peer does not answer as a
+    node."""
+
+    def __init__(
+        self,
+        host: Host,
+        nursery: trio.Nursery,
+        feed: ChangeFeed,
+        dialler: Dialler,
+        requests: Requests,
+        greet: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._feed = feed
+        self._dialler = dialler
+        self._requests = requests
+        self._exchange_records = greet
+        self._greeting: set[str] = set()
+        self._plane: DataPlane | None = None
+        self.connected_since_s: dict[str, float] = {}
+        """By node id, in seconds since the epoch. The connected peers are its keys."""
+
+    def begin(self, plane: DataPlane) -> None:
+        self._plane = plane
+        self._host.watch_peers(self._libp2p_connected, self._libp2p_disconnected)
+
+    def drop(self, node_id: str, how: str) -> None:
+        """The peer is gone, or as good as gone."""
+        was_connected = self.connected_since_s.pop(node_id, None) is not None
+        if self._plane is not None:
+            self._plane.close(node_id, how)
+        self._requests.lose(node_id)
+        self._dialler.lost(node_id, trio.current_time(), on_purpose=how == "goodbye")
+        self._nursery.start_soon(self._host.close_hard, node_id)
+        if was_connected:
+            log.info("node %s disconnected: %s", node_id, how)
+            self._feed.announce(Change("disconnected", node_id))
+
+    def _libp2p_connected(self, node_id: str) -> None:
+        if node_id not in self._greeting and node_id != self._host.node_id:
+            self._greeting.add(node_id)
+            self._nursery.start_soon(self._greet, node_id)
+
+    async def _greet(self, node_id: str) -> None:
+        try:
+            if not await self._answers_as_a_node(node_id):
+                return
+        finally:
+            self._greeting.discard(node_id)
+        if self._host.is_connected(node_id) and node_id not in self.connected_since_s:
+            self.connected_since_s[node_id] = trio.current_time()
+            log.info("node %s connected", node_id)
+            self._feed.announce(Change("connected", node_id))
+            await self._reach_early(node_id)
+
+    async def _answers_as_a_node(self, node_id: str) -> bool:
+        for retry_s in (*_GREET_RETRY_S, None):
+            if not self._host.is_connected(node_id):
+                return False
+            try:
+                await self._exchange_records(node_id)
+            except SwarmLLMError as error:
+                log.debug("greeting %s: %s", node_id, error)
+            else:
+                return True
+            if retry_s is not None:
+                await trio.sleep(retry_s)
+        log.info("peer %s does not answer as a node; letting it go", node_id)
+        await self._host.close_hard(node_id)
+        return False
+
+    async def _reach_early(self, node_id: str) -> None:
+        """Have the data connection before it is needed: it also tells of life. One end dials, the other only
+        if it must."""
+        if self._host.node_id > node_id:
+            await trio.sleep(_LARGER_ID_WAITS_S)
+        plane = self._plane
+        if plane is not None and node_id in self.connected_since_s and not plane.has_connection(node_id):
+            try:
+                await plane.reach(node_id)
+            except NodeUnreachable as error:
+                log.info("no data connection to %s yet: %s", node_id, error)
+
+    def _libp2p_disconnected(self, node_id: str) -> None:
+        self._dialler.wake()
+        if node_id not in self.connected_since_s:
+            return
+        if self._plane is not None and self._plane.has_connection(node_id):
+            self._dialler.lost(node_id, trio.current_time(), on_purpose=False)
+            self._nursery.start_soon(self._await_libp2p, node_id)
+        else:
+            self.drop(node_id, "libp2p lost it")
+
+    async def _await_libp2p(self, node_id: str) -> None:
+        await trio.sleep(_LIBP2P_GRACE_S)
+        if node_id in self.connected_since_s and not self._host.is_connected(node_id):
+            self.drop(node_id, "libp2p lost it and did not find it again")
