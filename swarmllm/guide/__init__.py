@@ -1,0 +1,17 @@
+"""The bundled model "guide", its draft, and everything that makes them.
+
+Importing this package gives the paths of the two files and costs nothing; `corpus`, `train` and the
+modules beside it are needed only to make the files again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["DRAFT_PATH", "GUIDE_PATH"]
+
+GUIDE_PATH = Path(__file__).with_name("guide.gguf")
+"""The guide: a 12-layer llama chat model of at most 10 MB that answers questions about SwarmLLM."""
+
+DRAFT_PATH = Path(__file__).with_name("guide-draft.gguf")
+"""Its draft for speculative decoding: the same tokenizer, one layer."""

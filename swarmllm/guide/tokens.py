@@ -1,0 +1,53 @@
+"""The tokenizer: a byte-level BPE trained on the corpus, with the pre-tokenizer that libllama calls "qwen2".
+
+All 256 bytes are tokens, so any UTF-8 text makes the round trip. "qwen2" splits numbers into single
+digits, which makes copying a number the same task as copying a word. Qwen's own NFC normaliser is left
+out, as libllama has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from .template import SPECIAL_TOKENS
+
+PRE_TOKENIZER = "qwen2"
+PATTERN = (
+    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _with_parts(tokenizer: Tokenizer) -> Tokenizer:
+    split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
+    """A BPE of exactly `n_vocab` tokens; the special ones come first."""
+    tokenizer = _with_parts(Tokenizer(models.BPE()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_vocab,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != n_vocab:
+        raise ValueError(f"the texts give {tokenizer.get_vocab_size()} tokens, not {n_vocab}")
+    return tokenizer
+
+
+def rebuild_tokenizer(tokens: list[str], merges: list[str]) -> Tokenizer:
+    """The tokenizer of a GGUF, from its `tokenizer.ggml.tokens` and `tokenizer.ggml.merges`."""
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+    tokenizer = _with_parts(Tokenizer(models.BPE(vocab=vocab, merges=pairs)))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL_TOKENS])
+    return tokenizer

@@ -1,0 +1,1 @@
+"""Tests of the bundled model; a package so that they can share `measure`."""

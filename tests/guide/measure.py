@@ -1,0 +1,75 @@
+"""Measure a GGUF on the held-out conversations: `python tests/guide/measure.py`.
+
+What is measured is the quantised file through libllama with greedy decoding, that is, what a user gets,
+and not the weights in PyTorch. The tests take their samples through `Answerer` too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+from swarmllm.guide import GUIDE_PATH
+from swarmllm.guide.corpus import Sample, heldout
+from swarmllm.guide.scoring import Verdict, judge, summary
+from swarmllm.guide.template import answer_text, render
+
+MAX_ANSWER_TOKENS = 200
+
+
+class Answerer:
+    """A GGUF that answers greedily."""
+
+    def __init__(self, path: Path, n_threads: int = 1) -> None:
+        self.llama = llama_cpp.Llama(
+            str(path), n_ctx=1024, n_threads=n_threads, n_threads_batch=n_threads, verbose=False
+        )
+
+    def answer(self, sample: Sample) -> str:
+        """What the model says in place of the last message of the sample."""
+        prompt = render(sample.messages[:-1], sample.tools, add_generation_prompt=True)
+        ids = self.llama.tokenize(prompt.encode(), add_bos=False, special=True)
+        completion: Any = self.llama.create_completion(ids, max_tokens=MAX_ANSWER_TOKENS, temperature=0.0)
+        text: str = completion["choices"][0]["text"]
+        return text
+
+    def judge_all(self, samples: Iterable[Sample]) -> list[Verdict]:
+        return [judge(sample, self.answer(sample)) for sample in samples]
+
+    def close(self) -> None:
+        self.llama.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=GUIDE_PATH)
+    parser.add_argument("--every", type=int, default=1, help="take every n-th conversation")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--wrong", type=int, default=0, help="show this many wrong answers per category")
+    parser.add_argument("--json", type=Path, help="file for the table")
+    args = parser.parse_args()
+    verdicts = Answerer(args.model, args.threads).judge_all(heldout()[:: args.every])
+    table = summary(verdicts)
+    for group, row in table.items():
+        names = f"  name right {row['name_right']:.3f}" if "name_right" in row else ""
+        shares = f"right {row['right']:.3f}  on topic {row['on_topic']:.3f}"
+        print(f"{group:24} n {row['n']:4.0f}  {shares}{names}")
+    shown: dict[str, int] = defaultdict(int)
+    for verdict in verdicts:
+        category = verdict.sample.category
+        if not verdict.on_topic and shown[category] < args.wrong:
+            shown[category] += 1
+            print(f"\n[{category}] {verdict.sample.messages[-2]['content']}")
+            print(f"  expected: {answer_text(verdict.sample.messages[-1])}\n  answered: {verdict.answer}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
