@@ -46,18 +46,18 @@ def test_a_table_shows_markup_as_text() -> None:
 
 
 STAGES = (
-    RouteStage("12D3KooWaaaaAAAAAAAA", "node-1", "0:4", 0.5, 0.25, 3.0),
-    RouteStage("12D3KooWbbbbBBBBBBBB", "", "4:8", None, None, None),
+    RouteStage("12D3KooWaaaaAAAAAAAA", "node-1", "0:4", 0.5, 0.125, 0.25, 3.0),
+    RouteStage("12D3KooWbbbbBBBBBBBB", "", "4:8", None, None, None, None),
 )
 
 
 def test_the_route_names_node_layers_and_times() -> None:
     lines = rendered(route_table(STAGES)).splitlines()
     assert lines[0].split() == [
-        "node", "id", "layers", "compute", "ms/token", "network", "ms/token", "prefill", "ms",
+        "node", "id", "layers", "compute", "ms/token", "node", "ms/token", "network", "ms/token", "prefill", "ms",
     ]  # fmt: skip
-    assert lines[1].split() == ["node-1", "…AAAAAAAA", "0:4", "0.50", "0.25", "3.00"]
-    assert lines[2].split() == ["-", "…BBBBBBBB", "4:8", "-", "-", "-"]
+    assert lines[1].split() == ["node-1", "…AAAAAAAA", "0:4", "0.50", "0.12", "0.25", "3.00"]
+    assert lines[2].split() == ["-", "…BBBBBBBB", "4:8", "-", "-", "-", "-"]
 
 
 def test_the_summary_says_how_fast_and_over_how_many_nodes() -> None:

@@ -34,6 +34,7 @@ SWARM = {
             "nickname": f"node-{index}",
             "layers": layers,
             "compute_ms_per_token": 0.5,
+            "overhead_ms_per_token": 0.125,
             "network_ms_per_token": 0.25,
             "prefill_ms": 2.0,
         }
