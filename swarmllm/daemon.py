@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,9 +60,13 @@ class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def run_daemon(
-    config: Config, *, task_status: TaskStatus[Whereabouts] = trio.TASK_STATUS_IGNORED
+    config: Config,
+    *,
+    on_serving: Callable[[Whereabouts], None] = lambda whereabouts: None,
+    task_status: TaskStatus[Whereabouts] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or cancellation; started when HTTP answers (models may still load).
+    """Serve until SIGINT, SIGTERM or cancellation; started when HTTP answers (models may still load), which
+    `on_serving` is told too.
 
     Raises ConfigError, and other SwarmLLMErrors for what keeps a daemon from running.
     """
@@ -71,6 +75,7 @@ async def run_daemon(
         async with trio.open_nursery() as nursery:
             await nursery.start(_stop_on_signal, nursery.cancel_scope)
             async with open_daemon(config) as whereabouts:
+                on_serving(whereabouts)
                 task_status.started(whereabouts)
                 await trio.sleep_forever()
     except BaseExceptionGroup as group:

@@ -6,6 +6,7 @@ connection, which stops the computation on every node; the part that was shown s
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 import click
 from rich.console import Console
 
-from swarmllm.cli.chat_stream import Finished, Message, as_json, stream_chat
+from swarmllm.cli.chat_stream import Finished, Message, as_fields, stream_chat
 from swarmllm.cli.client import Client
 from swarmllm.cli.display import make_console, route_table, safe, summary
 from swarmllm.cli.errors import EXIT_INTERRUPTED, CommandFailed, WrongUsage
@@ -192,7 +193,7 @@ def answer_once(
     if as_json_object:
         answer = "".join(conversation.ask(text))
         assert conversation.last is not None
-        click.echo(as_json(answer, conversation.last))
+        click.echo(json.dumps(as_fields(answer, conversation.last), ensure_ascii=False))
         return
     show_answer(conversation, text, console)
     if show_route and conversation.last:

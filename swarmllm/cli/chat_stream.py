@@ -6,7 +6,6 @@ adds to the last chunk: which node ran which layers, and how long it took.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,17 +102,14 @@ def _stage(stage: dict[str, Any]) -> RouteStage:
     )
 
 
-def as_json(text: str, finished: Finished) -> str:
+def as_fields(text: str, finished: Finished) -> dict[str, object]:
     """An answer for programs."""
-    return json.dumps(
-        {
-            "text": text,
-            "finish_reason": finished.finish_reason,
-            "usage": {
-                "prompt_tokens": finished.n_prompt_tokens,
-                "completion_tokens": finished.n_generated,
-            },
-            "swarm": finished.swarm,
+    return {
+        "text": text,
+        "finish_reason": finished.finish_reason,
+        "usage": {
+            "prompt_tokens": finished.n_prompt_tokens,
+            "completion_tokens": finished.n_generated,
         },
-        ensure_ascii=False,
-    )
+        "swarm": finished.swarm,
+    }

@@ -7,9 +7,11 @@ the thirty-odd keys would bury the few that people type, so the rest are set in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
+import msgspec
 
 from swarmllm.cli.errors import CommandFailed, WrongUsage
 from swarmllm.config import keys_of, load_config
@@ -40,6 +42,10 @@ def _configuration_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def _print_line(whereabouts: msgspec.Struct) -> None:
+    click.echo(msgspec.json.encode(whereabouts))
+
+
 @click.command(
     short_help="Run a node on this machine until Ctrl-C.",
     epilog="""\b
@@ -56,7 +62,13 @@ Examples:
     help="TOML file to read instead of ~/.config/swarmllm/config.toml.",
 )
 @_configuration_flags
-def daemon(config_file: Path | None, **values: object) -> None:
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one line of JSON (pid, api_url, node_id, addresses) when the node serves.",
+)
+def daemon(config_file: Path | None, as_json: bool, **values: object) -> None:
     """Run a node: join the swarm, serve layers, answer on the HTTP endpoint. Ctrl-C stops it cleanly.
 
     Settings come from, later ones winning: built-in defaults, the TOML file, SWARMLLM_<TABLE>_<KEY> in the
@@ -76,7 +88,7 @@ def daemon(config_file: Path | None, **values: object) -> None:
     from swarmllm.daemon import run_daemon
 
     try:
-        trio.run(run_daemon, config)
+        trio.run(partial(run_daemon, config, on_serving=_print_line if as_json else lambda whereabouts: None))
     except ConfigError as error:
         raise WrongUsage(error.message) from None
     except SwarmLLMError as error:

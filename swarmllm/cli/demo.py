@@ -9,6 +9,7 @@ to be gone; where the demo fails, the end of the failing node's log is shown and
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +23,12 @@ from rich.table import Table
 from rich.text import Text
 
 from swarmllm.cli.chat import Conversation, show_answer
+from swarmllm.cli.chat_stream import as_fields
 from swarmllm.cli.client import Client
 from swarmllm.cli.demo_nodes import DemoNode, DemoNodes
 from swarmllm.cli.display import make_console, route_table, short_id, summary
 from swarmllm.cli.errors import EXIT_INTERRUPTED, CommandFailed
+from swarmllm.cli.options import json_option
 
 MODEL = "guide"
 PARTS = {"node-1": "0:4", "node-2": "4:8", "node-3": "8:12"}
@@ -128,8 +131,10 @@ def start_nodes(nodes: DemoNodes, console: Console) -> str:
     return startup.first_api_url
 
 
-def converse(api_url: str, questions: tuple[str, ...], console: Console) -> None:
-    """Ask the questions in one conversation, then show the way the last answer took."""
+def converse(api_url: str, questions: tuple[str, ...], console: Console) -> list[dict[str, object]]:
+    """Ask the questions in one conversation, then show the way the last answer took. Returns each question
+    with its answer and how it went, for programs."""
+    answers: list[dict[str, object]] = []
     with Client(api_url) as client:
         sampling: dict[str, object] = {"temperature": 0, "max_tokens": MAX_TOKENS}
         conversation = Conversation(client, MODEL, sampling)
@@ -138,9 +143,12 @@ def converse(api_url: str, questions: tuple[str, ...], console: Console) -> None
             show_answer(conversation, question, console)
             if conversation.last:
                 console.print(summary(conversation.last), style="dim")
+                answer = conversation.messages[-1]["content"]
+                answers.append({"question": question} | as_fields(answer, conversation.last))
         if conversation.last:
             console.print("\nThe way of the last answer:", style="bold")
             console.print(route_table(conversation.last.route))
+    return answers
 
 
 def clean_up(nodes: DemoNodes, console: Console, *, keep_folder: bool) -> None:
@@ -193,14 +201,15 @@ Examples:
 """,
 )
 @click.argument("questions", nargs=-1)
-def demo(questions: tuple[str, ...]) -> None:
+@json_option
+def demo(questions: tuple[str, ...], as_json: bool) -> None:
     """Start three nodes on this machine, each with a third of the bundled model, and ask it something.
 
     The QUESTIONS are asked in one conversation, through the OpenAI endpoint of the first node; the answers
     and the route they took are shown, then everything is stopped and removed. Nothing of yours is touched:
     the nodes have their own folders and ports.
     """
-    console = make_console()
+    console = make_console(stderr=as_json)
     console.print(
         f"Three nodes on this machine, a third of the {MODEL} model's layers on each:\n", style="bold"
     )
@@ -210,8 +219,10 @@ def demo(questions: tuple[str, ...]) -> None:
         try:
             api_url = start_nodes(nodes, console)
             console.print(f"\nnode-1 sees all layers. Its OpenAI endpoint: {api_url}/v1", style="dim")
-            converse(api_url, questions or QUESTIONS, console)
+            answers = converse(api_url, questions or QUESTIONS, console)
             failed = False
+            if as_json:
+                click.echo(json.dumps(answers, ensure_ascii=False))
         except KeyboardInterrupt:
             failed = False
             console.print("\nInterrupted.")

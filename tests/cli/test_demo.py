@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -34,16 +35,16 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def start_demo(folder: Path, *questions: str) -> subprocess.Popen[str]:
+def start_demo(folder: Path, *arguments: str, stderr: int = subprocess.STDOUT) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "swarmllm", "demo", *questions],
+        [sys.executable, "-m", "swarmllm", "demo", *arguments],
         env={
             **os.environ,
             "TMPDIR": str(folder),
             "SWARMLLM_API_PORT": "not a port: the demo must not read this",
         },
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
         start_new_session=True,
     )
@@ -79,10 +80,20 @@ def test_the_demo_answers_over_three_nodes_and_leaves_nothing(folder: Path) -> N
     assert demo.returncode == 0, output
     assert output.index("› What is a node?") < output.index("› Why?")
     for name, layers in PARTS.items():
-        assert re.search(rf"^{name} +…\w+ +{layers} +[\d.]+ +[\d.]+ +[\d.]+$", output, re.MULTILINE), output
+        assert re.search(rf"^{name} +…\w+ +{layers} +[\d.]+( +[\d.]+){{3}}$", output, re.MULTILINE), output
     assert "nothing is left running" in output
     assert daemons_of(folder) == []
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_for_programs_the_demo_prints_its_answers_as_json(folder: Path) -> None:
+    with start_demo(folder, "--json", "What is a pipeline?", stderr=subprocess.DEVNULL) as demo:
+        output, _ = demo.communicate(timeout=TIMEOUT_S)
+    (answer,) = json.loads(output)
+    assert (demo.returncode, answer["question"]) == (0, "What is a pipeline?")
+    assert "stages" in answer["text"]
+    assert [stage["layers"] for stage in answer["swarm"]["route"]] == list(PARTS.values())
 
 
 @pytest.mark.slow

@@ -54,7 +54,8 @@ STAGES = (
 def test_the_route_names_node_layers_and_times() -> None:
     lines = rendered(route_table(STAGES)).splitlines()
     assert lines[0].split() == [
-        "node", "id", "layers", "compute", "ms/token", "node", "ms/token", "network", "ms/token", "prefill", "ms",
+        "node", "id", "layers",
+        "compute", "ms/token", "node", "ms/token", "network", "ms/token", "prefill", "ms",
     ]  # fmt: skip
     assert lines[1].split() == ["node-1", "…AAAAAAAA", "0:4", "0.50", "0.12", "0.25", "3.00"]
     assert lines[2].split() == ["-", "…BBBBBBBB", "4:8", "-", "-", "-", "-"]
