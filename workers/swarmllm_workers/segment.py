@@ -64,6 +64,7 @@ class Segment:
         self.is_whole = start == 0 and end == n_layers
         self.has_head = end == n_layers
         self._settings = settings
+        self._feeds_tokens = architecture is not None and architecture.feeds_tokens
         self._model = Model(
             path, use_mmap=settings.use_mmap, n_gpu_layers=settings.n_gpu_layers, on_progress=on_progress
         )
@@ -100,7 +101,7 @@ class Segment:
         if architecture is None:
             return None
         output = "" if self.has_head else f"{architecture.tap}-{self.end - self.start - 1}"
-        overwritten = architecture.input_tensor if self.start > 0 else ""
+        overwritten = architecture.input_tensor if self.start > 0 or architecture.feeds_tokens else ""
         if not output and not overwritten:
             return None
         return Tap(
@@ -120,6 +121,13 @@ class Segment:
         n_after = self.n_rows
         for span in spans:
             length = self.lengths[span.slot]
+            if self._model.is_recurrent and 0 < span.position < length:
+                raise CallError(
+                    "position_gap",
+                    f"layers {self.start}:{self.end} have {length} rows and a state that cannot be rolled "
+                    f"back to {span.position}: begin again at position 0",
+                    "position",
+                )
             if span.position > length:
                 raise CallError(
                     "position_gap",
@@ -147,6 +155,18 @@ class Segment:
         self.lengths[slot] = length
 
     def run(self, spans: Sequence[Span]) -> list[np.ndarray]:
+        """As `_run`. Recurrent models get spans of different lengths one length at a time, because libllama
+        would reorder their rows into several graphs."""
+        if not self._model.is_recurrent or len({len(span.data) for span in spans}) <= 1:
+            return self._run(spans)
+        results: dict[int, np.ndarray] = {}
+        for n_rows in sorted({len(span.data) for span in spans}):
+            group = [i for i, span in enumerate(spans) if len(span.data) == n_rows]
+            for i, result in zip(group, self._run([spans[i] for i in group]), strict=True):
+                results[i] = result.copy()
+        return [results[i] for i in range(len(spans))]
+
+    def _run(self, spans: Sequence[Span]) -> list[np.ndarray]:
         """One result per span: hidden states f32 [n, n_embd] of every row, or from the head f32 [n_vocab]
         logits of the last row, empty where nothing was wanted. Views that the next run overwrites.
 
@@ -161,14 +181,19 @@ class Segment:
                 outputs[last] = span.want == "logits"
         for span in spans:
             self.truncate(span.slot, span.position)
+        fed = rows.data
         if self._tap is not None:
             self._tap.arm(rows.data)
+            if self._feeds_tokens and fed.ndim == 2:
+                fed = np.zeros(rows.n, np.int32)
         try:
-            self._context.decode(rows.data, rows.positions, rows.slots, outputs)
+            self._context.decode(fed, rows.positions, rows.slots, outputs)
             hidden = self._tap.take(rows.n) if self._tap is not None else None
         except CallError:
             for span in spans:  # some of the rows may be in the KV: none of them counts
-                self._context.truncate(span.slot, span.position)
+                if not self._context.truncate(span.slot, span.position):
+                    self._context.truncate(span.slot, 0)
+                    self.lengths[span.slot] = 0
             raise
         for span in spans:
             self.lengths[span.slot] = span.position + len(span.data)

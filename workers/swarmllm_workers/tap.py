@@ -71,7 +71,7 @@ class Tap:
     ) -> None:
         self._rows = np.zeros((n_rows_max, n_embd), np.float32)
         self._row_bytes = n_embd * 4
-        self._reads, self._writes = bool(output_name), bool(input_name)
+        self._reads, self._writes = bool(output_name), False
         self._names = (output_name or "\x00").encode(), input_name.encode() or None
         self._state = _State(
             get_name=_address(_get_name),
@@ -93,11 +93,13 @@ class Tap:
             self.user_data = 0
 
     def arm(self, rows: np.ndarray) -> None:
-        """Before a decode of `rows` f32 [n, n_embd]."""
+        """Before a decode of `rows`: f32 [n, n_embd], or token ids [n], over which nothing is written."""
         size = len(rows) * self._row_bytes
         state = self._state
         state.output_size = state.input_size = size
         state.n_read = state.n_written = state.n_mismatched = 0
+        self._writes = self._names[1] is not None and rows.ndim == 2
+        state.input_name = self._names[1] if self._writes else None
         if self._writes:
             self._input = np.ascontiguousarray(rows, np.float32)
             state.input = self._input.ctypes.data
@@ -125,7 +127,7 @@ class Tap:
                 else:
                     state.n_mismatched += 1
             return ask
-        if name == self._names[1]:
+        if self._writes and name == self._names[1]:
             if not ask:
                 if _n_bytes(tensor) == state.input_size:
                     _write(tensor, state.input, 0, state.input_size)
