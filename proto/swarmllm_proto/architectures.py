@@ -5,16 +5,18 @@ the worker's `segment_file`). That is all most architectures need. The others di
 column here: a layer's kind that depends on its absolute index, an input that is transformed before layer 0,
 another name for the last layer's output, or state shared between layers, which no cut can keep.
 
-An architecture that is not in the table runs whole. Every row has been checked with llama-cpp-python 0.3.36
-on random models of 8 layers from llama.cpp's own test program (`tests/test-llama-archs.cpp`): for every cut
-the row allows, prefill and 20 decode steps gave libllama's own logits bit for bit. Left out, with the
-reason:
+An architecture that is not in the table runs whole. Rows are checked with llama-cpp-python 0.3.36, by
+`tests/workers/test_families.py` on models with the metadata of published files, the others once on random
+models of 8 layers from llama.cpp's own test program (`tests/test-llama-archs.cpp`): for every cut the row
+allows, prefill and decode gave libllama's own logits bit for bit. Left out, with the reason:
 
-- the number of layers decides the computation: baichuan, deepseek2, minicpm, minicpm3;
-- libllama refuses to be fed rows: glm4, glm4moe (as text models);
+- the number of layers is in the arithmetic and in no metadata: minicpm3, and the members that
+  `whole_n_layers` names (the 27B models of gemma2 and gemma3 scale their queries in a way of their own);
 - what a cut gives differs: afmoe, smallthinker, talkie; mpt is exact only with learned positions;
-- state that cannot be rolled back: mamba, mamba2, falcon-h1 and other recurrent models;
-- several positions per row, or state shared between layers: qwen2vl, gemma3n, gemma4.
+- state shared between layers: gemma3n, gemma4.
+
+Models with recurrent layers are cut where every part has layers of both kinds. Their state cannot be rolled
+back; what that costs is the worker's matter.
 """
 
 from __future__ import annotations
@@ -176,7 +178,6 @@ _PLAIN: Final = (
     "qwen3 qwen3moe refact seed_oss stablelm starcoder2 xverse"
 )
 """Architectures that need nothing."""
-
 
 
 def _minicpm_residual_scale(n_layers: int) -> float:

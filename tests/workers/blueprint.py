@@ -40,9 +40,7 @@ class _ReadSettings(ctypes.Structure):
 
 
 _get_name = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(("ggml_get_name", _ggml))
-_read_gguf = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, _ReadSettings)(
-    ("gguf_init_from_file", _ggml)
-)
+_read_gguf = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, _ReadSettings)(("gguf_init_from_file", _ggml))
 _free_gguf = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(("gguf_free", _ggml))
 
 _ALWAYS_ABSENT = (r".*\.(scale|input_scale)|rope_freqs\.weight|rope_factors_\w+\.weight",)

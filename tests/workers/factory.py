@@ -293,9 +293,7 @@ def quantise(weights: np.ndarray, type_: Type) -> np.ndarray:
     encoded = np.zeros((*weights.shape[:-1], n_columns // block * block_bytes), np.uint8)
     n_rows = weights.size // n_columns
     weights = np.ascontiguousarray(weights)
-    size = _quantize_chunk(
-        type_, weights.ctypes.data, encoded.ctypes.data, 0, n_rows, n_columns, None
-    )
+    size = _quantize_chunk(type_, weights.ctypes.data, encoded.ctypes.data, 0, n_rows, n_columns, None)
     assert size == encoded.nbytes, type_
     return encoded
 

@@ -91,9 +91,7 @@ FAMILIES: Final[dict[str, Family]] = {
         "qwen2moe", {**BASE, **MOE, "expert_shared_feed_forward_length": 64}, absent=(NO_OUTPUT_BIAS,)
     ),
     "qwen3": Family("qwen3", {**BASE, **WIDE_HEADS}, absent=(NO_BIAS,), tied=True),
-    "qwen3-moe": Family(
-        "qwen3moe", {**BASE, **WIDE_HEADS, **MOE}, absent=(NO_BIAS,)
-    ),
+    "qwen3-moe": Family("qwen3moe", {**BASE, **WIDE_HEADS, **MOE}, absent=(NO_BIAS,)),
     "qwen3-next": Family(
         "qwen3next",
         {
@@ -136,7 +134,12 @@ FAMILIES: Final[dict[str, Family]] = {
         absent=(NO_BIAS,),
         n_layers=8,
     ),
-    "gemma": Family("gemma", {**without(BASE, "rope.freq_base"), **WIDE_HEADS, "embedding_length": 96}, absent=(NO_BIAS,), tied=True),
+    "gemma": Family(
+        "gemma",
+        {**without(BASE, "rope.freq_base"), **WIDE_HEADS, "embedding_length": 96},
+        absent=(NO_BIAS,),
+        tied=True,
+    ),
     "gemma-2": Family(
         "gemma2",
         {
@@ -159,7 +162,12 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "phi-3, su": Family(
         "phi3",
-        {**BASE, "rope.scaling.original_context_length": 16, "rope.scaling.attn_factor": 1.19, "attention.sliding_window": 8},
+        {
+            **BASE,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.attn_factor": 1.19,
+            "attention.sliding_window": 8,
+        },
         absent=(NO_BIAS,),
         extra=("rope_factors_long.weight", "rope_factors_short.weight"),
         fused_qkv=True,
@@ -217,9 +225,7 @@ FAMILIES: Final[dict[str, Family]] = {
         absent=(NO_OUTPUT_BIAS,),
         n_layers=5,
     ),
-    "starcoder2": Family(
-        "starcoder2", {**without(BASE, "attention.layer_norm_rms_epsilon"), **LAYER_NORM}
-    ),
+    "starcoder2": Family("starcoder2", {**without(BASE, "attention.layer_norm_rms_epsilon"), **LAYER_NORM}),
     "gpt-oss": Family(
         "gpt-oss",
         {**BASE, **WIDE_HEADS, **MOE, **YARN, "attention.sliding_window": 8},
@@ -431,9 +437,7 @@ FAMILIES: Final[dict[str, Family]] = {
         absent=(NO_BIAS,),
         n_layers=8,
     ),
-    "baichuan 7b": Family(
-        "baichuan", {**BASE, "attention.head_count_kv": 4}, absent=(NO_BIAS,), n_layers=32
-    ),
+    "baichuan 7b": Family("baichuan", {**BASE, "attention.head_count_kv": 4}, absent=(NO_BIAS,), n_layers=32),
     "baichuan 13b": Family(
         "baichuan", {**BASE, "attention.head_count_kv": 4}, absent=(NO_BIAS,), n_layers=40
     ),
@@ -446,5 +450,37 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "qwen2.5-vl": Family(
         "qwen2vl", {**BASE, "rope.dimension_sections": [4, 2, 2, 0]}, absent=(NO_OUTPUT_BIAS,)
+    ),
+    "ernie-4.5 moe, every second layer": Family(
+        "ernie4_5-moe",
+        {
+            **BASE,
+            **WIDE_HEADS,
+            **MOE,
+            "interleave_moe_layer_step": 2,
+            "leading_dense_block_count": 1,
+            "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 64,
+        },
+        absent=(NO_BIAS,),
+        n_layers=6,
+    ),
+    "nemotron-3": Family(
+        "nemotron_h_moe",
+        {
+            **BASE,
+            **WIDE_HEADS,
+            **SSM,
+            **MOE,
+            "feed_forward_length": [0, 96, 0, 96, 0, 96, 0, 96],
+            "attention.head_count_kv": [0, 0, 2, 0, 0, 0, 2, 0],
+            "attention.layer_norm_epsilon": 1e-5,
+            "expert_shared_feed_forward_length": 64,
+            "expert_shared_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+        },
+        absent=(NO_BIAS, r"blk\.\d+\.ffn_latent.*"),
+        n_layers=8,
     ),
 }

@@ -16,6 +16,7 @@ from swarmllm_workers.tap import Tap
 
 from .factory import N_VOCAB, QUANTISATIONS, Spec, build
 
+
 @pytest.mark.parametrize("kind", QUANTISATIONS, ids=lambda kind: kind.name)
 def test_rows_equal_libllamas_lookup_bit_for_bit(kind: Type, tmp_path: Path) -> None:
     spec = Spec("llama", n_layers=1, n_embd=256, n_ff=64, head_size=64, embedding_type=kind)

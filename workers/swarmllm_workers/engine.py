@@ -24,6 +24,7 @@ from swarmllm_workers.embedding import Embedding
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
 from swarmllm_workers.libllama import Model
+from swarmllm_workers.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.segment import EngineSettings, Segment, Span
 from swarmllm_workers.segment_cache import SegmentCache
 from swarmllm_workers.segment_file import n_layers_of, refuse_split
@@ -60,6 +61,8 @@ class Engine:
         self.n_layers = n_layers_of(self.source)
         self.architecture = ARCHITECTURES.get(self.architecture_name)
         self.rule = cut_rule(self.architecture_name, self.n_layers, self._number, self._numbers)
+        refuse_impossible_rotation(self.source)
+        refuse_what_aborts(path)
         self._vocabulary_model = Model(path, vocab_only=True)
         self.context_length = self.source.integer(f"{self.architecture_name}.context_length", 0)
         self.vocabulary = Vocabulary(self._vocabulary_model, self.source)

@@ -100,7 +100,8 @@ class Model:
         self.context_length = int(lib.llama_model_n_ctx_train(handle))
         self.has_encoder = bool(lib.llama_model_has_encoder(handle))
         self.has_decoder = bool(lib.llama_model_has_decoder(handle))
-        self.is_recurrent = bool(lib.llama_model_is_recurrent(handle) or lib.llama_model_is_hybrid(handle))
+        self.is_hybrid = bool(lib.llama_model_is_hybrid(handle))
+        self.is_recurrent = self.is_hybrid or bool(lib.llama_model_is_recurrent(handle))
         self.size_bytes = int(lib.llama_model_size(handle))
 
     def close(self) -> None:

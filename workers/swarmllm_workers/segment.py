@@ -155,16 +155,31 @@ class Segment:
         self.lengths[slot] = length
 
     def run(self, spans: Sequence[Span]) -> list[np.ndarray]:
-        """As `_run`. Recurrent models get spans of different lengths one length at a time, because libllama
-        would reorder their rows into several graphs."""
-        if not self._model.is_recurrent or len({len(span.data) for span in spans}) <= 1:
+        """As `_run`, in as few graphs as the model's state allows."""
+        if not self._model.is_recurrent or len(spans) == 1:
             return self._run(spans)
         results: dict[int, np.ndarray] = {}
-        for n_rows in sorted({len(span.data) for span in spans}):
-            group = [i for i, span in enumerate(spans) if len(span.data) == n_rows]
+        for group in self._groups(spans):
             for i, result in zip(group, self._run([spans[i] for i in group]), strict=True):
                 results[i] = result.copy()
         return [results[i] for i in range(len(spans))]
+
+    def _groups(self, spans: Sequence[Span]) -> list[list[int]]:
+        """Which spans may share a graph of a recurrent model: those of one length, and without attention
+        only those of neighbouring slots. libllama would distribute others over several graphs in an order
+        of its own, and the tap sees one."""
+        groups: list[list[int]] = []
+        for i in sorted(range(len(spans)), key=lambda i: (len(spans[i].data), spans[i].slot)):
+            last = spans[groups[-1][-1]] if groups else None
+            if (
+                last is not None
+                and len(last.data) == len(spans[i].data)
+                and (self._model.is_hybrid or last.slot + 1 == spans[i].slot)
+            ):
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+        return groups
 
     def _run(self, spans: Sequence[Span]) -> list[np.ndarray]:
         """One result per span: hidden states f32 [n, n_embd] of every row, or from the head f32 [n_vocab]
