@@ -44,7 +44,9 @@ def test_the_page_of_architectures_is_drawn_from_the_table() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [line for line in drawing_script("draw_architecture").drawing().splitlines() if line.endswith("| - |")]
+    silent = [
+        line for line in drawing_script("draw_architecture").drawing().splitlines() if line.endswith("| - |")
+    ]
     assert silent == []
 
 

@@ -173,9 +173,9 @@ class CutRule:
 
 _PLAIN: Final = (
     "arcee arctic bailingmoe bailingmoe2 chatglm codeshell command-r dbrx deci deepseek dots1 ernie4_5 "
-    "exaone falcon falcon-h1 gptneox grovemoe hunyuan-dense hunyuan-moe internlm2 jais llama maincoder mamba mamba2 minimax-m2 "
-    "mistral3 nemotron olmo olmoe openelm orion pangu-embedded phi2 phi3 phimoe plamo qwen qwen2 qwen2moe "
-    "qwen3 qwen3moe refact seed_oss stablelm starcoder2 xverse"
+    "exaone falcon falcon-h1 gptneox grovemoe hunyuan-dense hunyuan-moe internlm2 jais llama maincoder "
+    "mamba mamba2 minimax-m2 mistral3 nemotron olmo olmoe openelm orion pangu-embedded phi2 phi3 phimoe "
+    "plamo qwen qwen2 qwen2moe qwen3 qwen3moe refact seed_oss stablelm starcoder2 xverse"
 )
 """Architectures that need nothing."""
 
