@@ -57,6 +57,8 @@ def needs(row: Architecture) -> Iterator[str]:
         yield f"whole where `{key}` is 0"
     if row.whole_n_layers:
         yield f"whole with {_numbers(row.whole_n_layers)} layers"
+    if row.scaled_by_width_n_layers:
+        yield f"with {_numbers(row.scaled_by_width_n_layers)} layers the scale of queries is put right"
     if row.avoided_n_layers:
         yield f"parts of {_numbers(row.avoided_n_layers)} layers are loaded as two"
 

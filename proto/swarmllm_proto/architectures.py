@@ -11,7 +11,7 @@ models of 8 layers from llama.cpp's own test program (`tests/test-llama-archs.cp
 allows, prefill and decode gave libllama's own logits bit for bit. Left out, with the reason:
 
 - the number of layers is in the arithmetic and in no metadata: minicpm3, and the members that
-  `whole_n_layers` names (the 27B models of gemma2 and gemma3 scale their queries in a way of their own);
+  `whole_n_layers` names;
 - what a cut gives differs: afmoe, smallthinker, talkie; mpt is exact only with learned positions;
 - state shared between layers: gemma3n, gemma4.
 
@@ -117,6 +117,9 @@ class Architecture:
     whole_n_layers: frozenset[int] = frozenset()
     """libllama tells this family's members apart by their number of layers and computes these differently:
     they run whole, and no segment has so many layers."""
+    scaled_by_width_n_layers: frozenset[int] = frozenset()
+    """In models of so many layers libllama scales queries by 1/sqrt(n_embd / n_heads), in all others by
+    1/sqrt(head size): segments have the factor put right in the graph."""
     avoided_n_layers: frozenset[int] = frozenset()
     """No segment has so many layers: libllama would take it for another member of the family."""
 
@@ -210,14 +213,19 @@ _TABLE: Final = (
     Architecture("exaone4", whole_n_layers=frozenset({64})),
     Architecture("gemma", input_tensor="inp_scaled"),
     Architecture(
-        "gemma2", sliding_window_period=2, input_tensor="inp_scaled", whole_n_layers=frozenset({46})
+        "gemma2",
+        sliding_window_period=2,
+        input_tensor="inp_scaled",
+        scaled_by_width_n_layers=frozenset({46}),
+        avoided_n_layers=frozenset({46}),
     ),
     Architecture(
         "gemma3",
         sliding_window_period=6,
         window_is_optional=True,
         scales_tokens_only=True,
-        whole_n_layers=frozenset({62}),
+        scaled_by_width_n_layers=frozenset({62}),
+        avoided_n_layers=frozenset({62}),
     ),
     Architecture("glm4", input_tensor="embd", feeds_tokens=True),
     Architecture("glm4moe", input_tensor="embd", feeds_tokens=True),

@@ -153,11 +153,32 @@ FAMILIES: Final[dict[str, Family]] = {
         absent=(NO_BIAS,),
         tied=True,
     ),
+    "gemma-2 27b": Family(
+        "gemma2",
+        {
+            **without(BASE, "rope.freq_base"),
+            **WIDE_HEADS,
+            "embedding_length": 96,
+            "attention.sliding_window": 8,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        absent=(NO_BIAS,),
+        tied=True,
+        n_layers=46,
+    ),
     "gemma-3": Family(
         "gemma3",
         {**BASE, **WIDE_HEADS, "embedding_length": 96, "rope.freq_base": 1e6, "attention.sliding_window": 8},
         absent=(NO_BIAS, r"output\.weight", r"dense_\d.*"),
         n_layers=7,
+        tied=True,
+    ),
+    "gemma-3 27b": Family(
+        "gemma3",
+        {**BASE, **WIDE_HEADS, "embedding_length": 96, "rope.freq_base": 1e6, "attention.sliding_window": 8},
+        absent=(NO_BIAS, r"output\.weight", r"dense_\d.*"),
+        n_layers=62,
         tied=True,
     ),
     "phi-3, su": Family(

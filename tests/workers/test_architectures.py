@@ -35,8 +35,7 @@ def test_alignment_comes_from_the_table_or_from_the_metadata() -> None:
     ("architecture", "n_layers", "said"),
     [
         ("unheard-of", 4, "unheard-of"),
-        ("gemma2", 46, "46 layers"),
-        ("gemma3", 62, "62 layers"),
+        ("exaone4", 64, "64 layers"),
         ("smollm3", 4, "multiples of 4"),
         ("llama", 1, "multiples of 1"),
         ("baichuan", 12, "32 and 40"),

@@ -95,6 +95,17 @@ def test_daemon_and_worker_read_the_same_rule_from_a_file(
     engine.close()
 
 
+@pytest.mark.parametrize("name", ["gemma-2 27b", "glm-4"])
+def test_tap_in_python_serves_them_too(name: str, family_file: Callable[[str], Path], tmp_path: Path) -> None:
+    path = family_file(name)
+    engine = open_engine(path, tmp_path, native_tap=False)
+    engine.load(0, engine.n_layers)
+    tokens = tokens_for(engine.n_vocab)
+    got = chain_logits(engine, [0, 2, engine.n_layers], tokens, CHUNKING)
+    np.testing.assert_array_equal(got, uncut_logits(path, tokens, CHUNKING))
+    engine.close()
+
+
 def in_batches(engine: Engine, bounds: Sequence[int]) -> np.ndarray:
     """Logits of three requests of different lengths that share their forwards, prefill beside decode."""
     tokens = tokens_for(engine.n_vocab)

@@ -18,7 +18,7 @@ import numpy as np
 from swarmllm_proto.architectures import Architecture
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.libllama import N_BATCH, Context, ContextSettings, Model
-from swarmllm_workers.tap import Tap
+from swarmllm_workers.tap import Rescaling, Tap
 
 Want: TypeAlias = Literal["hidden", "none", "logits"]
 
@@ -63,6 +63,7 @@ class Segment:
         self.start, self.end = start, end
         self.is_whole = start == 0 and end == n_layers
         self.has_head = end == n_layers
+        self._n_layers = n_layers
         self._settings = settings
         self._feeds_tokens = architecture is not None and architecture.feeds_tokens
         self._model = Model(
@@ -102,7 +103,8 @@ class Segment:
             return None
         output = "" if self.has_head else f"{architecture.tap}-{self.end - self.start - 1}"
         overwritten = architecture.input_tensor if self.start > 0 or architecture.feeds_tokens else ""
-        if not output and not overwritten:
+        rescaling = self._make_rescaling(architecture)
+        if not output and not overwritten and rescaling is None:
             return None
         return Tap(
             output_name=output,
@@ -110,7 +112,16 @@ class Segment:
             n_embd=self._model.n_embd,
             n_rows_max=N_BATCH,
             native=self._settings.native_tap,
+            rescaling=rescaling,
         )
+
+    def _make_rescaling(self, architecture: Architecture) -> Rescaling | None:
+        if self.is_whole or self._n_layers not in architecture.scaled_by_width_n_layers:
+            return None
+        width = self._model.n_embd // self._model.n_heads
+        head_size = self._model.number(f"{architecture.name}.attention.key_length") or width
+        wrong, right = (float(np.float32(1) / np.sqrt(np.float32(size))) for size in (head_size, width))
+        return Rescaling(wrong, right, self.end - self.start)
 
     @property
     def n_rows(self) -> int:
