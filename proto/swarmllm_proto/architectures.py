@@ -264,6 +264,15 @@ _TABLE: Final = (
     Architecture("olmo2", sliding_window_period=4, window_is_optional=True),
     Architecture("plamo3", sliding_window_period=8, window_is_optional=True),
     Architecture("qwen2vl", input_tensor="embd", feeds_tokens=True),
+    *(  # Text only: what images add to the first layers is left out.
+        Architecture(
+            name,
+            input_tensor="embd",
+            feeds_tokens=True,
+            written_out=(WrittenOut("n_deepstack_layers", 0, replaces=True),),
+        )
+        for name in ("qwen3vl", "qwen3vlmoe")
+    ),
     Architecture("qwen35", recurrent_period=4, input_tensor="model.input_embed", feeds_tokens=True),
     Architecture("qwen35moe", recurrent_period=4, input_tensor="model.input_embed", feeds_tokens=True),
     Architecture("qwen3next", recurrent_period=4),

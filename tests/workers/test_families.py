@@ -188,6 +188,20 @@ def test_whole_model_takes_rows_as_it_takes_tokens(
     engine.close()
 
 
+def test_whole_model_with_wide_inputs_takes_tokens_only(
+    family_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    engine = open_engine(family_file("qwen3-vl"), tmp_path)
+    rows = engine.embedding.rows(np.arange(4, dtype=np.int32))
+    engine.load(0, engine.n_layers)
+    with pytest.raises(CallError, match="token ids only"):
+        engine.run(engine.route("r", 0, engine.n_layers), [Span(0, 0, rows, "logits")])
+    engine.unload(0, engine.n_layers)
+    engine.load(0, 2)
+    assert engine.run(engine.route("r", 0, 2), [Span(0, 0, rows, "hidden")])[0].shape == rows.shape
+    engine.close()
+
+
 def test_no_segment_has_as_many_layers_as_another_member_of_its_family(tmp_path: Path) -> None:
     """libllama takes 27 layers of deepseek2 for V2 Lite, whose tensors are other ones."""
     path = write(tmp_path / "m.gguf", replace(FAMILIES["deepseek-v3"], n_layers=28))

@@ -209,11 +209,10 @@ class Engine:
             if first.is_whole:
                 return data
             data = self.embedding.rows(data)
-        elif first.start == 0 and self.rule.cut_alignment == 0:
+        elif first.start == 0 and (self.rule.cut_alignment == 0 or not first.takes_rows):
             # Some of these would read several positions per row, some abort.
-            raise CallError(
-                "bad_tensor", f"{self.name} takes token ids only: {self.rule.whole_reason}", "payload"
-            )
+            reason = self.rule.whole_reason or "whole, its inputs are wider than a row"
+            raise CallError("bad_tensor", f"{self.name} takes token ids only: {reason}", "payload")
         if first.start == 0 and self.architecture is not None and self.architecture.scales_tokens_only:
             data = data * np.sqrt(np.float32(self.n_embd))
         return data

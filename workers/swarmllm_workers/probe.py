@@ -2,9 +2,9 @@
 
 libllama answers some nonsense in a GGUF (three experts used of two, a head of size 0, a token listed twice)
 with `abort()`, and checking all that it assumes would be writing it again. So a fork loads the file first,
-mapped and without computing anything, and makes a small context, which builds the graph. Dying by a signal
-there is the answer; any lesser complaint is left to the real call, which may not need the part that is
-broken.
+without its weights, and makes a small context, which builds the graph: some 10 to 30 ms whatever the size.
+Dying by a signal there is the answer; any lesser complaint is left to the real call, which may not need the
+part that is broken.
 
 Only where libllama was built without a GPU: a driver does not survive a fork.
 """
@@ -80,7 +80,8 @@ def _try(path: Path, writer: int) -> None:
         os.dup2(writer, 2)
         lib.llama_log_set(_silent, None)
         params = lib.llama_model_default_params()
-        params.load_mode = lib.LLAMA_LOAD_MODE_MMAP
+        params.load_mode = lib.LLAMA_LOAD_MODE_NONE
+        params.no_alloc = True  # neither reads nor makes room for the weights
         params.n_gpu_layers = 0
         params.use_extra_bufts = False
         params.load_mtp = False

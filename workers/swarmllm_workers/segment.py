@@ -124,6 +124,11 @@ class Segment:
         return Rescaling(wrong, right, self.end - self.start)
 
     @property
+    def takes_rows(self) -> bool:
+        """False for a whole model whose inputs are wider than its hidden states (pictures go in beside)."""
+        return self._model.n_embd_input == self._model.n_embd
+
+    @property
     def n_rows(self) -> int:
         return sum(self.lengths)
 
