@@ -22,8 +22,8 @@ def page_name(page: object) -> str:
     return str(page.relative_to(ROOT)) if isinstance(page, Path) else ""
 
 
-def draw_architecture() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw_architecture", ROOT / "docs" / "draw_architecture.py")
+def drawing_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -32,13 +32,21 @@ def draw_architecture() -> ModuleType:
 
 
 def test_the_architecture_page_is_drawn_from_this_source() -> None:
-    drawn = draw_architecture().page_with_drawing()
+    drawn = drawing_script("draw_architecture").page_with_drawing()
     page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     assert page == drawn, "the source has changed; run: python docs/draw_architecture.py"
 
 
+def test_the_page_of_architectures_is_drawn_from_the_table() -> None:
+    drawn = drawing_script("draw_architectures").page_with_table()
+    page = (ROOT / "docs" / "architectures.md").read_text("utf-8")
+    assert page == drawn, "the table has changed; run: python docs/draw_architectures.py"
+
+
 def test_every_module_says_what_it_is() -> None:
-    silent = [line for line in draw_architecture().drawing().splitlines() if line.endswith("| - |")]
+    silent = [
+        line for line in drawing_script("draw_architecture").drawing().splitlines() if line.endswith("| - |")
+    ]
     assert silent == []
 
 

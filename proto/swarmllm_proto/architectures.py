@@ -5,24 +5,29 @@ the worker's `segment_file`). That is all most architectures need. The others di
 column here: a layer's kind that depends on its absolute index, an input that is transformed before layer 0,
 another name for the last layer's output, or state shared between layers, which no cut can keep.
 
-An architecture that is not in the table runs whole. Every row has been checked with llama-cpp-python 0.3.36
-on random models of 8 layers from llama.cpp's own test program (`tests/test-llama-archs.cpp`): for every cut
-the row allows, prefill and 20 decode steps gave libllama's own logits bit for bit. Left out, with the
-reason:
+An architecture that is not in the table runs whole. Rows are checked with llama-cpp-python 0.3.36, by
+`tests/workers/test_families.py` on models with the metadata of published files, the others once on random
+models of 8 layers from llama.cpp's own test program (`tests/test-llama-archs.cpp`): for every cut the row
+allows, prefill and decode gave libllama's own logits bit for bit. Left out, with the reason:
 
-- the number of layers decides the computation: baichuan, deepseek2, minicpm, minicpm3;
-- libllama refuses to be fed rows: glm4, glm4moe (as text models);
+- the number of layers is in the arithmetic and in no metadata: minicpm3, and the members that
+  `whole_n_layers` names;
 - what a cut gives differs: afmoe, smallthinker, talkie; mpt is exact only with learned positions;
-- state that cannot be rolled back: mamba, mamba2, falcon-h1 and other recurrent models;
-- several positions per row, or state shared between layers: qwen2vl, gemma3n, gemma4.
+- state shared between layers: gemma3n, gemma4.
+
+Models with recurrent layers are cut where every part has layers of both kinds. Their state cannot be rolled
+back; what that costs is the worker's matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 from types import MappingProxyType
 from typing import Final
+
+import numpy as np
 
 PER_LAYER_KEYS: Final = frozenset(
     {
@@ -47,12 +52,29 @@ PER_LAYER_KEYS: Final = frozenset(
 
 
 @dataclass(frozen=True)
+class WrittenOut:
+    """Metadata that every segment states, because libllama would derive it from the number of layers."""
+
+    key: str
+    """Without the architecture's prefix."""
+    value: int | float | Callable[[int], float]
+    """Or a function of the model's number of layers."""
+    n_layers: frozenset[int] = frozenset()
+    """Only in models of so many layers; empty: in all."""
+    n_vocab: int = 0
+    """Only in models with so many tokens; 0: in all."""
+    replaces: bool = False
+    """Even where the model states it: libllama overlooks it there."""
+
+
+@dataclass(frozen=True)
 class Architecture:
     name: str
     cut_alignment: int = 1
     """Layers may be cut at multiples of this."""
     alignment_key: str = ""
-    """Metadata key (without prefix) whose number, where present, takes the place of `cut_alignment`."""
+    """Metadata key (without prefix) of another number whose multiples the boundaries must be, where it is
+    present."""
     sliding_window_period: int = 0
     """Every so many layers one attends to everything and the others to a window, unless the metadata says
     which: segments then get the list written out, and any cut works. 0: not so, or always in the
@@ -63,26 +85,84 @@ class Architecture:
     """Without `attention.sliding_window` libllama builds the model with full attention everywhere. A
     segment none of whose layers has a window loses the key; in other architectures, where libllama
     insists on a window, its layers get one that is wider than any context."""
+    recurrent_period: int = 0
+    """The last of every so many layers (or `full_attention_interval` in the metadata) attends, the others
+    are recurrent, unless the metadata says which: segments get the list written out."""
+    recurrent_where_zero: tuple[str, ...] = ()
+    """Layers are recurrent where the metadata's lists of these names hold 0, and attend where the first
+    does not."""
     tap: str = "l_out"
     """Name in libllama's graph of a layer's output, which the graph completes with `-{layer}`."""
     input_tensor: str = ""
     """Name of the tensor that libllama derives from what it is fed (scaled, normalised, with positions
     added) and hands to layer 0. Segments that do not begin at layer 0 have it overwritten with the
     hidden state."""
+    feeds_tokens: bool = False
+    """libllama refuses to be fed rows, or wants several positions with each: segments are fed token 0 in
+    their place, and `input_tensor` is overwritten in every segment."""
     scales_tokens_only: bool = False
     """libllama multiplies embeddings of tokens by sqrt(n_embd), rows it is fed by nothing: the worker
     multiplies."""
     reset_keys: tuple[tuple[str, float], ...] = ()
     """Metadata (without prefix) set to these values in segments that do not begin at layer 0."""
+    written_out: tuple[WrittenOut, ...] = ()
+    """The first that fits of each key counts."""
+    stand_ins: tuple[tuple[int, str], ...] = ()
+    """(number of layers, architecture): libllama computes models of so many layers as that other
+    architecture would, and segments say they are of it. Models of other sizes run whole."""
     whole_reason: str = ""
     """Why it cannot be cut at all; "" where it can."""
+    whole_if_zero: tuple[str, ...] = ()
+    """It runs whole where one of these numbers in the metadata (without prefix) is 0."""
     whole_n_layers: frozenset[int] = frozenset()
-    """libllama tells this family's members apart by their number of layers and computes these differently."""
+    """libllama tells this family's members apart by their number of layers and computes these differently:
+    they run whole, and no segment has so many layers."""
+    scaled_by_width_n_layers: frozenset[int] = frozenset()
+    """In models of so many layers libllama scales queries by 1/sqrt(n_embd / n_heads), in all others by
+    1/sqrt(head size): segments have the factor put right in the graph."""
+    avoided_n_layers: frozenset[int] = frozenset()
+    """No segment has so many layers: libllama would take it for another member of the family."""
 
     def attends_in_window(self, layer: int, period: int) -> bool:
         """Whether a layer (absolute index) attends to a window, by a period. 0: every layer does."""
         at = layer % period if period else 1
         return period == 0 or (at != 0 if self.sliding_window_dense_first else at < period - 1)
+
+    def pieces(self, start: int, end: int, cut_alignment: int) -> tuple[tuple[int, int], ...]:
+        """Layers [start, end) as one segment, or as two where one may not have so many layers."""
+        size = end - start
+        if size not in self.avoided_n_layers | self.whole_n_layers:
+            return ((start, end),)
+        middle = start + max(size // 2 // cut_alignment, 1) * cut_alignment
+        return (*self.pieces(start, middle, cut_alignment), *self.pieces(middle, end, cut_alignment))
+
+    def kinds(
+        self,
+        n_layers: int,
+        number: Callable[[str], int | None],
+        numbers: Callable[[str], Sequence[int] | None],
+    ) -> tuple[list[bool], list[bool]] | None:
+        """Which layers attend and which are recurrent, in a model that has both kinds of layer. None: the
+        metadata does not say."""
+        if self.recurrent_period:
+            listed = numbers(f"{self.name}.attention.recurrent_layers")
+            period = number(f"{self.name}.full_attention_interval") or self.recurrent_period
+            if listed is None:
+                listed = [(layer + 1) % period != 0 for layer in range(n_layers)]
+            recurrent = [bool(item) for item in listed[:n_layers]]
+            attending = [not item for item in recurrent]
+        else:
+            lists = [numbers(f"{self.name}.{key}") for key in self.recurrent_where_zero]
+            if lists[0] is None:
+                return None
+            attending = [bool(item) for item in lists[0][:n_layers]]
+            columns = zip(*(item[:n_layers] for item in lists if item is not None), strict=True)
+            recurrent = [not any(column) for column in columns]
+        return (attending, recurrent) if len(recurrent) == n_layers else None
+
+    def stand_in(self, n_layers: int) -> str:
+        """The architecture that a segment says it is of."""
+        return dict(self.stand_ins).get(n_layers, self.name)
 
 
 @dataclass(frozen=True)
@@ -96,40 +176,106 @@ class CutRule:
 
 _PLAIN: Final = (
     "arcee arctic bailingmoe bailingmoe2 chatglm codeshell command-r dbrx deci deepseek dots1 ernie4_5 "
-    "exaone falcon gptneox grovemoe hunyuan-dense hunyuan-moe internlm2 jais llama maincoder minimax-m2 "
-    "mistral3 nemotron olmo olmoe openelm orion pangu-embedded phi2 phi3 phimoe plamo qwen qwen2 qwen2moe "
-    "qwen3 qwen3moe refact seed_oss stablelm starcoder2 xverse"
+    "exaone falcon falcon-h1 gptneox grovemoe hunyuan-dense hunyuan-moe internlm2 jais llama maincoder "
+    "mamba mamba2 minimax-m2 mistral3 nemotron olmo olmoe openelm orion pangu-embedded phi2 phi3 phimoe "
+    "plamo qwen qwen2 qwen2moe qwen3 qwen3moe refact seed_oss stablelm starcoder2 xverse"
 )
 """Architectures that need nothing."""
 
+
+def _minicpm_residual_scale(n_layers: int) -> float:
+    """In single precision, step by step, as libllama computes it."""
+    return float(np.float32(1.4) / np.sqrt(np.float32(n_layers)))
+
+
+_ZERO_KV_HEADS: Final = ("attention.head_count_kv",)
 _UNSCALED: Final = (("embedding_scale", 1.0),)
 
 _TABLE: Final = (
     *(Architecture(name) for name in _PLAIN.split()),
+    # 7B is llama under another name; 13B has ALiBi instead of rotation, which refact does likewise.
+    Architecture("baichuan", stand_ins=((32, "llama"), (40, "refact"))),
     Architecture("bloom", input_tensor="inp_norm-0"),
     # Its windowed layers rotate positions and the others do not: both kinds must stay what they are.
     Architecture("cohere2", cut_alignment=4),
+    Architecture(
+        "deepseek2",
+        written_out=(
+            # V2 Lite and its kin: queries are not compressed, whatever the file says.
+            WrittenOut("attention.q_lora_rank", 0, n_layers=frozenset({26, 27}), replaces=True),
+            WrittenOut("attention.q_lora_rank", 0, n_layers=frozenset({48}), n_vocab=128256, replaces=True),
+            WrittenOut("expert_gating_func", 2, n_layers=frozenset({47, 48}), n_vocab=154880),
+            WrittenOut("expert_gating_func", 1),
+        ),
+        avoided_n_layers=frozenset({26, 27, 48}),
+    ),
     Architecture("ernie4_5-moe", alignment_key="interleave_moe_layer_step"),
     Architecture("exaone4", whole_n_layers=frozenset({64})),
     Architecture("gemma", input_tensor="inp_scaled"),
     Architecture(
-        "gemma2", sliding_window_period=2, input_tensor="inp_scaled", whole_n_layers=frozenset({46})
+        "gemma2",
+        sliding_window_period=2,
+        input_tensor="inp_scaled",
+        scaled_by_width_n_layers=frozenset({46}),
+        avoided_n_layers=frozenset({46}),
     ),
     Architecture(
         "gemma3",
         sliding_window_period=6,
         window_is_optional=True,
         scales_tokens_only=True,
-        whole_n_layers=frozenset({62}),
+        scaled_by_width_n_layers=frozenset({62}),
+        avoided_n_layers=frozenset({62}),
     ),
+    Architecture("glm4", input_tensor="embd", feeds_tokens=True),
+    Architecture("glm4moe", input_tensor="embd", feeds_tokens=True),
     Architecture("gpt-oss", sliding_window_period=2),
     Architecture("gpt2", input_tensor="inpL"),
     Architecture("granite", reset_keys=_UNSCALED),
     Architecture("granitemoe", reset_keys=_UNSCALED),
+    Architecture("granitehybrid", recurrent_where_zero=_ZERO_KV_HEADS, reset_keys=_UNSCALED),
     Architecture("grok", reset_keys=_UNSCALED),
+    Architecture("jamba", recurrent_where_zero=_ZERO_KV_HEADS),
+    Architecture("kimi-linear", recurrent_where_zero=_ZERO_KV_HEADS),
+    Architecture("lfm2", recurrent_where_zero=_ZERO_KV_HEADS),
+    Architecture("lfm2moe", recurrent_where_zero=_ZERO_KV_HEADS),
+    # Every fourth layer does not rotate positions; a window of 0 means that all but the very last do.
+    Architecture(
+        "llama4",
+        cut_alignment=4,
+        alignment_key="interleave_moe_layer_step",
+        whole_if_zero=("attention.sliding_window",),
+    ),
     Architecture("mellum", sliding_window_period=4),
+    Architecture(
+        "minicpm",
+        reset_keys=_UNSCALED,
+        written_out=(WrittenOut("residual_scale", _minicpm_residual_scale),),
+    ),
+    # Some of its layers neither attend nor recur: they have a feed-forward part alone.
+    *(
+        Architecture(
+            name,
+            recurrent_where_zero=(*_ZERO_KV_HEADS, "feed_forward_length"),
+            tap="nemotron_h_block_out",
+        )
+        for name in ("nemotron_h", "nemotron_h_moe")
+    ),
     Architecture("olmo2", sliding_window_period=4, window_is_optional=True),
     Architecture("plamo3", sliding_window_period=8, window_is_optional=True),
+    Architecture("qwen2vl", input_tensor="embd", feeds_tokens=True),
+    *(  # Text only: what images add to the first layers is left out.
+        Architecture(
+            name,
+            input_tensor="embd",
+            feeds_tokens=True,
+            written_out=(WrittenOut("n_deepstack_layers", 0, replaces=True),),
+        )
+        for name in ("qwen3vl", "qwen3vlmoe")
+    ),
+    Architecture("qwen35", recurrent_period=4, input_tensor="model.input_embed", feeds_tokens=True),
+    Architecture("qwen35moe", recurrent_period=4, input_tensor="model.input_embed", feeds_tokens=True),
+    Architecture("qwen3next", recurrent_period=4),
     Architecture("smollm3", cut_alignment=4),
     Architecture("starcoder", input_tensor="inpL"),
 )
@@ -137,8 +283,14 @@ _TABLE: Final = (
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType({row.name: row for row in _TABLE})
 
 
-def cut_rule(architecture: str, n_layers: int, number: Callable[[str], int | None]) -> CutRule:
-    """The rule for a model; `number` looks up one of its metadata numbers by the full key (None: absent)."""
+def cut_rule(
+    architecture: str,
+    n_layers: int,
+    number: Callable[[str], int | None],
+    numbers: Callable[[str], Sequence[int] | None],
+) -> CutRule:
+    """The rule for a model; `number` and `numbers` look up its metadata, whole numbers and lists of them,
+    by the full key (None: absent, or something else)."""
     row = ARCHITECTURES.get(architecture)
     if row is None:
         return CutRule(0, f"cutting the architecture {architecture} has not been verified")
@@ -146,9 +298,34 @@ def cut_rule(architecture: str, n_layers: int, number: Callable[[str], int | Non
         return CutRule(0, row.whole_reason)
     if n_layers in row.whole_n_layers:
         return CutRule(0, f"libllama treats {architecture} with {n_layers} layers as a kind of its own")
+    if row.stand_ins and n_layers not in dict(row.stand_ins):
+        sizes = " and ".join(str(size) for size, _ in row.stand_ins)
+        return CutRule(0, f"{architecture} can be cut with {sizes} layers only")
+    for key in row.whole_if_zero:
+        if number(f"{architecture}.{key}") == 0:
+            return CutRule(0, f"its {key} is 0, and its last layer then differs by its number")
     alignment = row.cut_alignment
     if row.alignment_key:
-        alignment = number(f"{architecture}.{row.alignment_key}") or alignment
+        alignment = lcm(alignment, number(f"{architecture}.{row.alignment_key}") or 1)
+    if row.recurrent_period or row.recurrent_where_zero:
+        kinds = row.kinds(n_layers, number, numbers)
+        if kinds is None:
+            return CutRule(0, "its metadata does not say which of its layers are recurrent")
+        alignment = _mixed_alignment(alignment, n_layers, *kinds)
+        if alignment >= n_layers:
+            return CutRule(
+                0, "every part needs layers of both kinds, and its layers cannot be divided evenly so"
+            )
     if alignment >= n_layers:
         return CutRule(0, f"its layers may be cut at multiples of {alignment} only, and it has {n_layers}")
     return CutRule(alignment)
+
+
+def _mixed_alignment(alignment: int, n_layers: int, attending: list[bool], recurrent: list[bool]) -> int:
+    """The smallest multiple of `alignment` at whose multiples the layers can be cut so that each part has
+    both kinds: libllama aborts where its two sorts of state are not both in use."""
+    for candidate in range(alignment, n_layers, alignment):
+        parts = [slice(at, at + candidate) for at in range(0, n_layers, candidate)]
+        if all(any(attending[part]) and any(recurrent[part]) for part in parts):
+            return candidate
+    return n_layers

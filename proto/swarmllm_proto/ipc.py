@@ -109,6 +109,7 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     i32 [n] token ids (the worker embeds them).
 
     The request's KV is truncated to `position` first, so a repeated forward is idempotent; a gap is an error.
+    Where layers are recurrent only position 0 can be gone back to, anything else is an error too.
     want: "hidden" -> LayerResult with f32 [n, n_embd]; "none" -> LayerResult without tensor (prefill at the
     last stage); "token" -> Token sampled from the last row (needs the head). `sampling` must come with the
     first "token".

@@ -108,6 +108,14 @@ class GgufHeader:
         value = self.keys[key].value if key in self.keys else None
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
+    def numbers(self, key: str) -> tuple[int, ...] | None:
+        """A list of whole numbers or truths; None where the key is missing, something else, or too long to
+        have been kept."""
+        value = self.keys[key].value if key in self.keys else None
+        if not isinstance(value, tuple) or not all(isinstance(item, int) for item in value):
+            return None
+        return tuple(int(item) for item in value)
+
     def _required(self, key: str) -> Value | None:
         if key not in self.keys:
             raise BadModel(f"GGUF key {key} is missing")

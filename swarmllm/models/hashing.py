@@ -90,11 +90,12 @@ def _manifest(file: BinaryIO, header: GgufHeader, path: Path, progress: Progress
         raise BadModel("GGUF key general.architecture is not a word")
     if header.count("split.count", default=1) > 1:
         raise BadModel("this is one part of a split GGUF; join the parts first (llama-gguf-split --merge)")
-    n_layers = header.count(f"{architecture}.block_count", maximum=MAX_LAYER)
-    if n_layers == 0:
+    n_blocks = header.count(f"{architecture}.block_count", maximum=MAX_LAYER)
+    n_layers = n_blocks - header.count(f"{architecture}.nextn_predict_layers", default=0)
+    if n_layers <= 0:
         raise BadModel(f"GGUF key {architecture}.block_count says that the model has no layers")
-    shards = _shards(file, header, architecture, n_layers, progress)
-    rule = cut_rule(architecture, n_layers, header.number)
+    shards = _shards(file, header, architecture, n_layers, n_blocks, progress)
+    rule = cut_rule(architecture, n_layers, header.number, header.numbers)
     tokens = header.keys.get("tokenizer.ggml.tokens")
     by_kind = {shard.kind: shard for shard in shards}
     return Manifest(
@@ -118,14 +119,15 @@ def _model_name(header: GgufHeader, path: Path) -> str:
 
 
 def _shards(
-    file: BinaryIO, header: GgufHeader, architecture: str, n_layers: int, progress: Progress
+    file: BinaryIO, header: GgufHeader, architecture: str, n_layers: int, n_blocks: int, progress: Progress
 ) -> tuple[Shard, ...]:
+    """Blocks from `n_layers` on predict further tokens: they go with the head."""
     places: dict[tuple[ShardKind, int], list[TensorEntry]] = defaultdict(list)
     for tensor in header.tensors:
         kind, layer = tensor_place(tensor.name)
-        if kind == "layer" and layer >= n_layers:
+        if kind == "layer" and layer >= n_blocks:
             raise BadModel(
-                f"tensor {tensor.name} lies beyond the {n_layers} layers of {architecture}.block_count"
+                f"tensor {tensor.name} lies beyond the {n_blocks} layers of {architecture}.block_count"
             )
     total_bytes = sum(tensor.size_bytes for tensor in header.tensors)
     done_bytes = 0
@@ -142,7 +144,8 @@ def _shards(
             left -= n
             done_bytes += n
             progress(done_bytes, total_bytes)
-        places[tensor_place(tensor.name)].append(
+        kind, layer = tensor_place(tensor.name)
+        places[("head", 0) if kind == "layer" and layer >= n_layers else (kind, layer)].append(
             TensorEntry(
                 name=tensor.name,
                 ggml_type=tensor.ggml_type,

@@ -6,15 +6,42 @@ every logit. The vocabulary is GPT-2's 256 byte letters and a few special tokens
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter, TokenType
 from gguf.constants import GGML_QUANT_SIZES
-from gguf.quants import quantize
+from gguf.quants import dequantize
+
+_ggml = ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-base.so"))
+_quantize_chunk = ctypes.CFUNCTYPE(
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_int64,
+    ctypes.c_int64,
+    ctypes.c_void_p,
+)(("ggml_quantize_chunk", _ggml))
+
+QUANTISATIONS: tuple[Type, ...] = (
+    *(Type.F32, Type.F16, Type.BF16),
+    *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0),
+    *(Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K),
+    *(Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S),
+    *(Type.IQ3_XXS, Type.IQ3_S, Type.IQ4_NL, Type.IQ4_XS),
+    *(Type.TQ1_0, Type.TQ2_0, Type.MXFP4),
+)
+"""Every type that published files hold matrices in."""
+
+SLOW_TO_ENCODE = (Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S)
+"""ggml takes up to twelve seconds to prepare for these."""
 
 SPECIAL_TOKENS = (
     ("<|endoftext|>", TokenType.CONTROL),
@@ -213,6 +240,12 @@ def _add_metadata(writer: GGUFWriter, spec: Spec) -> None:
     for key, number in spec.plain_keys.items():
         writer.add_uint32(key, number)
     writer.add_array("general.tags", [])
+    add_vocabulary(writer)
+    if spec.template:
+        writer.add_chat_template(spec.template)
+
+
+def add_vocabulary(writer: GGUFWriter) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(_byte_letters() + [text for text, _ in SPECIAL_TOKENS])
@@ -221,37 +254,48 @@ def _add_metadata(writer: GGUFWriter, spec: Spec) -> None:
     writer.add_eos_token_id(special("<|im_end|>"))
     writer.add_bos_token_id(special("<|endoftext|>"))
     writer.add_add_bos_token(False)
-    if spec.template:
-        writer.add_chat_template(spec.template)
 
 
 def random_matrix(rng: np.random.Generator, shape: tuple[int, ...], type_: Type) -> np.ndarray:
     """Weights of standard deviation 1/sqrt(columns), encoded as `type_`."""
-    scale = shape[-1] ** -0.5
-    if type_ in (Type.Q4_K, Type.Q6_K):
-        return _random_k_quants(rng, shape, type_, scale)
-    weights = (rng.standard_normal(shape) * scale).astype(np.float32)
-    return weights if type_ == Type.F32 else np.asarray(quantize(weights, type_))
+    if type_ in SLOW_TO_ENCODE:
+        return _random_bits(rng, shape, type_)
+    return quantise((rng.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32), type_)
 
 
-def _random_k_quants(
-    rng: np.random.Generator, shape: tuple[int, ...], type_: Type, scale: float
-) -> np.ndarray:
-    """gguf-py cannot quantise these: random bits with scales of the right size are as good."""
+def _random_bits(rng: np.random.Generator, shape: tuple[int, ...], type_: Type) -> np.ndarray:
+    """Random quants are as good as fitted ones, with a scale that gives the weights their size."""
     block, n_bytes = GGML_QUANT_SIZES[type_]
-    n_blocks = int(np.prod(shape)) // block
-    data = rng.integers(0, 256, (n_blocks, n_bytes), dtype=np.uint8)
+    data = rng.integers(0, 256, (int(np.prod(shape)) // block, n_bytes), dtype=np.uint8)
 
-    def half(values: np.ndarray) -> np.ndarray:
-        return values.astype(np.float16).view(np.uint8).reshape(n_blocks, 2)
+    def set_scale(scale: float) -> None:
+        bits = int(np.float16(scale).view(np.uint16))
+        if type_ == Type.IQ1_M:  # four bits at the top of each of the last four words
+            words = data[:, -8:].copy().view(np.uint16)
+            words = words & 0x0FFF | np.array([bits >> 4 * i & 15 for i in range(4)], np.uint16) << 12
+            data[:, -8:] = words.view(np.uint8)
+        else:
+            data[:, 0:2] = np.array([bits], np.uint16).view(np.uint8)
 
-    spread = 0.8 + 0.4 * rng.random(n_blocks)
-    if type_ == Type.Q4_K:  # d, dmin, 12 bytes of scales, 128 of quants: d * scale * q - dmin * min
-        data[:, 0:2] = half(spread * scale / 240)
-        data[:, 2:4] = half(spread * scale / 32)
-    else:  # Q6_K: 128 + 64 bytes of quants, 16 of scales, d: d * scale * (q - 32)
-        data[:, 208:210] = half(spread * scale / 1300)
+    set_scale(1.0)
+    set_scale(shape[-1] ** -0.5 / float(dequantize(data, type_).std()))
     return data.reshape(*shape[:-1], -1)
+
+
+def quantise(weights: np.ndarray, type_: Type) -> np.ndarray:
+    """f32 [..., n_columns] as libllama's own tool would encode it: u8 [..., n_bytes], or f32, f16."""
+    if type_ == Type.F32:
+        return weights
+    if type_ == Type.F16:
+        return weights.astype(np.float16)
+    block, block_bytes = GGML_QUANT_SIZES[type_]
+    n_columns = weights.shape[-1]
+    encoded = np.zeros((*weights.shape[:-1], n_columns // block * block_bytes), np.uint8)
+    n_rows = weights.size // n_columns
+    weights = np.ascontiguousarray(weights)
+    size = _quantize_chunk(type_, weights.ctypes.data, encoded.ctypes.data, 0, n_rows, n_columns, None)
+    assert size == encoded.nbytes, type_
+    return encoded
 
 
 def _byte_letters() -> list[str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarmllm_proto.architectures import ARCHITECTURES, Architecture, cut_rule
 
@@ -13,31 +16,86 @@ def numbers(**values: int) -> Callable[[str], int | None]:
     return {key.replace("__", "."): value for key, value in values.items()}.get
 
 
+def no_lists(key: str) -> None:
+    return None
+
+
 def test_plain_architecture_is_cut_anywhere() -> None:
-    assert cut_rule("llama", 32, numbers()).cut_alignment == 1
+    assert cut_rule("llama", 32, numbers(), no_lists).cut_alignment == 1
 
 
 def test_alignment_comes_from_the_table_or_from_the_metadata() -> None:
-    assert cut_rule("smollm3", 36, numbers()).cut_alignment == 4
-    assert cut_rule("ernie4_5-moe", 28, numbers()).cut_alignment == 1
+    assert cut_rule("smollm3", 36, numbers(), no_lists).cut_alignment == 4
+    assert cut_rule("ernie4_5-moe", 28, numbers(), no_lists).cut_alignment == 1
     step = {"ernie4_5-moe.interleave_moe_layer_step": 2}
-    assert cut_rule("ernie4_5-moe", 28, step.get).cut_alignment == 2
+    assert cut_rule("ernie4_5-moe", 28, step.get, no_lists).cut_alignment == 2
 
 
 @pytest.mark.parametrize(
     ("architecture", "n_layers", "said"),
     [
         ("unheard-of", 4, "unheard-of"),
-        ("gemma2", 46, "46 layers"),
-        ("gemma3", 62, "62 layers"),
+        ("exaone4", 64, "64 layers"),
         ("smollm3", 4, "multiples of 4"),
         ("llama", 1, "multiples of 1"),
+        ("baichuan", 12, "32 and 40"),
+        ("lfm2", 16, "does not say"),
+        ("qwen3next", 4, "both kinds"),
     ],
 )
 def test_model_that_cannot_be_cut_says_why(architecture: str, n_layers: int, said: str) -> None:
-    rule = cut_rule(architecture, n_layers, numbers())
+    rule = cut_rule(architecture, n_layers, numbers(), no_lists)
     assert rule.cut_alignment == 0
     assert said in rule.whole_reason
+
+
+def test_a_window_of_zero_makes_llama4_run_whole() -> None:
+    window = {"llama4.attention.sliding_window": 0}
+    assert cut_rule("llama4", 48, window.get, no_lists).cut_alignment == 0
+    step = {"llama4.interleave_moe_layer_step": 6}
+    assert cut_rule("llama4", 48, step.get, no_lists).cut_alignment == 12
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "alignment"),
+    [
+        ([0, 0, 8, 0, 0, 8, 0, 0, 8, 0, 8, 0, 8, 0, 8, 0], 4),  # LFM2 1.2B
+        ([*([0, 0, 0, 1] * 7)[:26], 1], 4),  # Kimi Linear 48B
+        ([0, 4] * 3, 2),
+        ([0, 0, 0, 0, 0, 4], 0),
+        ([4] * 6, 0),
+    ],
+)
+def test_parts_of_a_hybrid_have_layers_of_both_kinds(kv_heads: list[int], alignment: int) -> None:
+    lists = {"lfm2.attention.head_count_kv": kv_heads}
+    rule = cut_rule("lfm2", len(kv_heads), numbers(), lists.get)
+    assert rule.cut_alignment == alignment
+    assert bool(rule.whole_reason) == (alignment == 0)
+    if alignment:
+        for at in range(0, len(kv_heads), alignment):
+            part = kv_heads[at : at + alignment]
+            assert any(part)
+            assert 0 in part
+
+
+def test_interval_or_list_says_which_layers_attend() -> None:
+    interval = {"qwen35.full_attention_interval": 6}
+    assert cut_rule("qwen35", 24, interval.get, no_lists).cut_alignment == 6
+    assert cut_rule("qwen35", 24, numbers(), no_lists).cut_alignment == 4
+    lists = {"qwen35.attention.recurrent_layers": [1, 0] * 12}
+    assert cut_rule("qwen35", 24, interval.get, lists.get).cut_alignment == 2
+
+
+@given(st.integers(0, 60), st.integers(1, 60), st.sampled_from([1, 2, 4]))
+def test_pieces_cover_a_range_without_forbidden_sizes(start: int, size: int, alignment: int) -> None:
+    row = ARCHITECTURES["deepseek2"]
+    end = start + size * alignment
+    pieces = row.pieces(start, end, alignment)
+    assert pieces[0][0] == start
+    assert pieces[-1][1] == end
+    assert all(a[1] == b[0] for a, b in pairwise(pieces))
+    assert not {b - a for a, b in pieces} & row.avoided_n_layers
+    assert all((a - start) % alignment == 0 for a, _ in pieces)
 
 
 def test_windows_follow_their_period() -> None:

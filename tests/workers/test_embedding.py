@@ -14,23 +14,10 @@ from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.libllama import Context, ContextSettings, Model
 from swarmllm_workers.tap import Tap
 
-from .factory import N_VOCAB, Spec, build
-
-TYPES = [
-    Type.F32,
-    Type.F16,
-    Type.BF16,
-    Type.Q8_0,
-    Type.Q4_0,
-    Type.Q4_1,
-    Type.Q5_0,
-    Type.Q5_1,
-    Type.Q4_K,
-    Type.Q6_K,
-]
+from .factory import N_VOCAB, QUANTISATIONS, Spec, build
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", QUANTISATIONS, ids=lambda kind: kind.name)
 def test_rows_equal_libllamas_lookup_bit_for_bit(kind: Type, tmp_path: Path) -> None:
     spec = Spec("llama", n_layers=1, n_embd=256, n_ff=64, head_size=64, embedding_type=kind)
     path = build(tmp_path / "m.gguf", spec)

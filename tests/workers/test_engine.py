@@ -17,13 +17,12 @@ from swarmllm_workers.errors import CallError
 from swarmllm_workers.segment import EngineSettings, Span
 from swarmllm_workers.slots import Slots
 
+from .blueprint import write
 from .conftest import MakeModel
-from .factory import SPECS
+from .families import FAMILIES
 
 TOKENS = np.arange(65, 75, dtype=np.int32)
 ROWS = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
-
-GEMMA2_27B = replace(SPECS["gemma2"], n_layers=46, n_embd=64, n_ff=32)
 
 OpenEngine = Callable[..., Engine]
 
@@ -34,8 +33,7 @@ def open_engine(make_model: MakeModel, tmp_path: Path) -> Iterator[OpenEngine]:
 
     def open_(name: str = "llama", **settings: int) -> Engine:
         chosen = replace(EngineSettings(n_ctx=64, n_slots=2, n_threads=1), **settings)  # type: ignore[arg-type]
-        spec = GEMMA2_27B if name == "gemma2-27b" else name
-        engines.append(Engine(make_model(spec), tmp_path / "segments", chosen))
+        engines.append(Engine(make_model(name), tmp_path / "segments", chosen))
         return engines[-1]
 
     yield open_
@@ -155,16 +153,22 @@ def test_refused_batch_changes_nothing(open_engine: OpenEngine) -> None:
     np.testing.assert_array_equal(run(engine, "a", 0, 4, len(TOKENS), TOKENS[:1]), before)
 
 
-def test_model_that_runs_whole_takes_token_ids_only(open_engine: OpenEngine, make_model: MakeModel) -> None:
-    engine = open_engine("gemma2-27b")
+def test_model_that_runs_whole_takes_token_ids_only(tmp_path: Path) -> None:
+    """One layer attends and two are recurrent: no cut leaves both kinds on both sides."""
+    family = FAMILIES["lfm2"]
+    family = replace(family, keys={**family.keys, "attention.head_count_kv": [0, 0, 2]}, n_layers=3)
+    engine = Engine(
+        write(tmp_path / "m.gguf", family), tmp_path, EngineSettings(n_ctx=64, n_slots=2, n_threads=1)
+    )
     assert engine.rule.cut_alignment == 0
     with pytest.raises(CallError, match="whole") as caught:
-        engine.load(0, 23)
+        engine.load(0, 2)
     assert caught.value.kind == "cannot_cut"
-    engine.load(0, 46)
-    assert np.isfinite(run(engine, "r", 0, 46, 0, TOKENS)).all()
+    engine.load(0, 3)
+    assert np.isfinite(run(engine, "r", 0, 3, 0, TOKENS)).all()
     with pytest.raises(CallError, match="token ids only"):
-        run(engine, "rows", 0, 46, 0, np.zeros((2, 64), np.float32))
+        run(engine, "rows", 0, 3, 0, np.zeros((2, 64), np.float32))
+    engine.close()
 
 
 def test_slots_are_reused_smallest_first() -> None:

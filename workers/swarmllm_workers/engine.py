@@ -11,7 +11,7 @@ has its own KV, and a slot is the same sequence number in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ from swarmllm_workers.embedding import Embedding
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
 from swarmllm_workers.libllama import Model
+from swarmllm_workers.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.segment import EngineSettings, Segment, Span
 from swarmllm_workers.segment_cache import SegmentCache
 from swarmllm_workers.segment_file import n_layers_of, refuse_split
@@ -59,7 +60,9 @@ class Engine:
         self.name = self.source.text("general.name", path.stem)
         self.n_layers = n_layers_of(self.source)
         self.architecture = ARCHITECTURES.get(self.architecture_name)
-        self.rule = cut_rule(self.architecture_name, self.n_layers, self._number)
+        self.rule = cut_rule(self.architecture_name, self.n_layers, self._number, self._numbers)
+        refuse_impossible_rotation(self.source)
+        refuse_what_aborts(path)
         self._vocabulary_model = Model(path, vocab_only=True)
         self.context_length = self.source.integer(f"{self.architecture_name}.context_length", 0)
         self.vocabulary = Vocabulary(self._vocabulary_model, self.source)
@@ -78,6 +81,12 @@ class Engine:
     def _number(self, key: str) -> int | None:
         value = self.source.values.get(key)
         return None if value is None or value.type in (STRING, ARRAY) else int(value.scalar())
+
+    def _numbers(self, key: str) -> list[int] | None:
+        value = self.source.values.get(key)
+        if value is None or value.type != ARRAY or value.element_type in (STRING, ARRAY):
+            return None
+        return [int(number) for number in value.numbers()]
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -105,7 +114,7 @@ class Engine:
         missing = subtract([(start, end)], self._held)
         loaded: list[Segment] = []
         try:
-            for piece in missing:
+            for piece in self._pieces(missing):
                 segment = self._open_segment(*piece, progress)
                 loaded.append(segment)
         except CallError:
@@ -128,7 +137,7 @@ class Engine:
         pieces = subtract([(s.start, s.end) for s in affected if s in self._segments], [(start, end)])
         self._close(affected)
         self._held = remaining
-        for piece in pieces:
+        for piece in self._pieces(pieces):
             self._segments.append(self._open_segment(*piece, None))
 
     def route(self, request_id: str, start: int, end: int) -> Route:
@@ -200,11 +209,10 @@ class Engine:
             if first.is_whole:
                 return data
             data = self.embedding.rows(data)
-        elif first.start == 0 and self.rule.cut_alignment == 0:
+        elif first.start == 0 and (self.rule.cut_alignment == 0 or not first.takes_rows):
             # Some of these would read several positions per row, some abort.
-            raise CallError(
-                "bad_tensor", f"{self.name} takes token ids only: {self.rule.whole_reason}", "payload"
-            )
+            reason = self.rule.whole_reason or "whole, its inputs are wider than a row"
+            raise CallError("bad_tensor", f"{self.name} takes token ids only: {reason}", "payload")
         if first.start == 0 and self.architecture is not None and self.architecture.scales_tokens_only:
             data = data * np.sqrt(np.float32(self.n_embd))
         return data
@@ -224,6 +232,24 @@ class Engine:
                     "cannot_cut", f"{self.name} can be cut at multiples of {alignment} only", field
                 )
 
+    @property
+    def _is_fed_tokens(self) -> bool:
+        return self.architecture is not None and self.architecture.feeds_tokens
+
+    def _pieces(self, ranges: Iterable[Range]) -> list[Range]:
+        """The ranges, those in several pieces that no single segment may hold."""
+        if self.architecture is None or self.rule.cut_alignment == 0:
+            return list(ranges)
+        return [
+            piece
+            for start, end in ranges
+            for piece in (
+                ((start, end),)
+                if (start, end) == (0, self.n_layers)
+                else self.architecture.pieces(start, end, self.rule.cut_alignment)
+            )
+        ]
+
     def _open_segment(self, start: int, end: int, progress: LoadProgress | None) -> Segment:
         is_whole = (start, end) == (0, self.n_layers)
         if is_whole:
@@ -242,7 +268,7 @@ class Engine:
             start,
             end,
             n_layers=self.n_layers,
-            architecture=None if is_whole else self.architecture,
+            architecture=None if is_whole and not self._is_fed_tokens else self.architecture,
             settings=self.settings,
             on_progress=on_progress if progress is not None else None,
         )
@@ -259,7 +285,7 @@ class Engine:
                 self._retired.append(segment)
             else:
                 segment.close()
-            for piece in pairwise(bounds):
+            for piece in self._pieces(pairwise(bounds)):
                 if _find_path(self._segments, *piece) is None:
                     self._segments.append(self._open_segment(*piece, None))
 

@@ -1,4 +1,5 @@
-"""The only file that touches libllama's C interface. What enters here has been validated by the caller.
+"""Models and contexts of libllama, through its C interface (which only the tap and the probe touch beside
+this file). What enters here has been validated by the caller.
 
 libllama answers bad input with `abort()` in places, so nothing from outside reaches it unchecked: shapes,
 token ids, positions and free cells are looked at before each call, and the one exception that remains (a
@@ -100,8 +101,20 @@ class Model:
         self.context_length = int(lib.llama_model_n_ctx_train(handle))
         self.has_encoder = bool(lib.llama_model_has_encoder(handle))
         self.has_decoder = bool(lib.llama_model_has_decoder(handle))
-        self.is_recurrent = bool(lib.llama_model_is_recurrent(handle) or lib.llama_model_is_hybrid(handle))
+        self.is_hybrid = bool(lib.llama_model_is_hybrid(handle))
+        self.is_recurrent = self.is_hybrid or bool(lib.llama_model_is_recurrent(handle))
         self.size_bytes = int(lib.llama_model_size(handle))
+
+    @property
+    def n_heads(self) -> int:
+        """Of the first layer. Not for a model of which only the vocabulary is loaded: libllama aborts."""
+        return int(lib.llama_model_n_head(self.handle))
+
+    def number(self, key: str) -> int | None:
+        """A whole number of the metadata, None where it is missing or something else."""
+        buffer = ctypes.create_string_buffer(24)
+        size = lib.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
+        return int(buffer.value) if size > 0 and buffer.value.isdigit() else None
 
     def close(self) -> None:
         if self.handle is not None:

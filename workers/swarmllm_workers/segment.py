@@ -18,7 +18,7 @@ import numpy as np
 from swarmllm_proto.architectures import Architecture
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.libllama import N_BATCH, Context, ContextSettings, Model
-from swarmllm_workers.tap import Tap
+from swarmllm_workers.tap import Rescaling, Tap
 
 Want: TypeAlias = Literal["hidden", "none", "logits"]
 
@@ -63,7 +63,9 @@ class Segment:
         self.start, self.end = start, end
         self.is_whole = start == 0 and end == n_layers
         self.has_head = end == n_layers
+        self._n_layers = n_layers
         self._settings = settings
+        self._feeds_tokens = architecture is not None and architecture.feeds_tokens
         self._model = Model(
             path, use_mmap=settings.use_mmap, n_gpu_layers=settings.n_gpu_layers, on_progress=on_progress
         )
@@ -100,8 +102,9 @@ class Segment:
         if architecture is None:
             return None
         output = "" if self.has_head else f"{architecture.tap}-{self.end - self.start - 1}"
-        overwritten = architecture.input_tensor if self.start > 0 else ""
-        if not output and not overwritten:
+        overwritten = architecture.input_tensor if self.start > 0 or architecture.feeds_tokens else ""
+        rescaling = self._make_rescaling(architecture)
+        if not output and not overwritten and rescaling is None:
             return None
         return Tap(
             output_name=output,
@@ -109,7 +112,21 @@ class Segment:
             n_embd=self._model.n_embd,
             n_rows_max=N_BATCH,
             native=self._settings.native_tap,
+            rescaling=rescaling,
         )
+
+    def _make_rescaling(self, architecture: Architecture) -> Rescaling | None:
+        if self.is_whole or self._n_layers not in architecture.scaled_by_width_n_layers:
+            return None
+        width = self._model.n_embd // self._model.n_heads
+        head_size = self._model.number(f"{architecture.name}.attention.key_length") or width
+        wrong, right = (float(np.float32(1) / np.sqrt(np.float32(size))) for size in (head_size, width))
+        return Rescaling(wrong, right, self.end - self.start)
+
+    @property
+    def takes_rows(self) -> bool:
+        """False for a whole model whose inputs are wider than its hidden states (pictures go in beside)."""
+        return self._model.n_embd_input == self._model.n_embd
 
     @property
     def n_rows(self) -> int:
@@ -120,6 +137,13 @@ class Segment:
         n_after = self.n_rows
         for span in spans:
             length = self.lengths[span.slot]
+            if self._model.is_recurrent and 0 < span.position < length:
+                raise CallError(
+                    "position_gap",
+                    f"layers {self.start}:{self.end} have {length} rows and a state that cannot be rolled "
+                    f"back to {span.position}: begin again at position 0",
+                    "position",
+                )
             if span.position > length:
                 raise CallError(
                     "position_gap",
@@ -147,6 +171,33 @@ class Segment:
         self.lengths[slot] = length
 
     def run(self, spans: Sequence[Span]) -> list[np.ndarray]:
+        """As `_run`, in as few graphs as the model's state allows."""
+        if not self._model.is_recurrent or len(spans) == 1:
+            return self._run(spans)
+        results: dict[int, np.ndarray] = {}
+        for group in self._groups(spans):
+            for i, result in zip(group, self._run([spans[i] for i in group]), strict=True):
+                results[i] = result.copy()
+        return [results[i] for i in range(len(spans))]
+
+    def _groups(self, spans: Sequence[Span]) -> list[list[int]]:
+        """Which spans may share a graph of a recurrent model: those of one length, and without attention
+        only those of neighbouring slots. libllama would distribute others over several graphs in an order
+        of its own, and the tap sees one."""
+        groups: list[list[int]] = []
+        for i in sorted(range(len(spans)), key=lambda i: (len(spans[i].data), spans[i].slot)):
+            last = spans[groups[-1][-1]] if groups else None
+            if (
+                last is not None
+                and len(last.data) == len(spans[i].data)
+                and (self._model.is_hybrid or last.slot + 1 == spans[i].slot)
+            ):
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+        return groups
+
+    def _run(self, spans: Sequence[Span]) -> list[np.ndarray]:
         """One result per span: hidden states f32 [n, n_embd] of every row, or from the head f32 [n_vocab]
         logits of the last row, empty where nothing was wanted. Views that the next run overwrites.
 
@@ -161,14 +212,19 @@ class Segment:
                 outputs[last] = span.want == "logits"
         for span in spans:
             self.truncate(span.slot, span.position)
+        fed = rows.data
         if self._tap is not None:
             self._tap.arm(rows.data)
+            if self._feeds_tokens and fed.ndim == 2:
+                fed = np.zeros(rows.n, np.int32)
         try:
-            self._context.decode(rows.data, rows.positions, rows.slots, outputs)
+            self._context.decode(fed, rows.positions, rows.slots, outputs)
             hidden = self._tap.take(rows.n) if self._tap is not None else None
         except CallError:
             for span in spans:  # some of the rows may be in the KV: none of them counts
-                self._context.truncate(span.slot, span.position)
+                if not self._context.truncate(span.slot, span.position):
+                    self._context.truncate(span.slot, 0)
+                    self.lengths[span.slot] = 0
             raise
         for span in spans:
             self.lengths[span.slot] = span.position + len(span.data)

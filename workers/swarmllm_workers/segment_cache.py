@@ -19,7 +19,7 @@ from swarmllm_workers import segment_file
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
 
-LAYOUT_VERSION: Final = 1
+LAYOUT_VERSION: Final = 2
 """To be raised when `segment_file` writes something else for the same range."""
 QUOTA_BYTES: Final = 64 * 2**30
 YOUNG_S: Final = 120.0

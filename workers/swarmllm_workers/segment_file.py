@@ -119,12 +119,49 @@ def plan_values(
         )
     if architecture.sliding_window_period:
         _set_windows(values, source, architecture, start, end)
+    if architecture.recurrent_period:
+        _set_recurrent(values, source, architecture, start, end)
+    _write_out(values, source, architecture)
     if start > 0:
         for key, number in architecture.reset_keys:
             values[f"{prefix}.{key}"] = scalar_value(FLOAT32, number)
     values[f"{prefix}.vocab_size"] = scalar_value(UINT32, n_vocab)
     values["tokenizer.ggml.model"] = scalar_value(STRING, "none")
-    return values
+    stand_in = architecture.stand_in(n_layers_of(source))
+    if stand_in == prefix:
+        return values
+    values["general.architecture"] = scalar_value(STRING, stand_in)
+    return {
+        f"{stand_in}.{key.removeprefix(f'{prefix}.')}" if key.startswith(f"{prefix}.") else key: value
+        for key, value in values.items()
+    }
+
+
+def _write_out(values: dict[str, Value], source: GgufFile, row: Architecture) -> None:
+    """State what libllama would derive from the number of layers of the whole model."""
+    n_layers, n_vocab = n_layers_of(source), source.tensors["token_embd.weight"].shape[-1]
+    done: set[str] = set()
+    for entry in row.written_out:
+        key = f"{row.name}.{entry.key}"
+        fits = (not entry.n_layers or n_layers in entry.n_layers) and entry.n_vocab in (0, n_vocab)
+        if fits and key not in done and (entry.replaces or key not in values):
+            number = entry.value(n_layers) if callable(entry.value) else entry.value
+            done.add(key)
+            values[key] = scalar_value(FLOAT32 if isinstance(number, float) else UINT32, number)
+
+
+def _set_recurrent(
+    values: dict[str, Value], source: GgufFile, row: Architecture, start: int, end: int
+) -> None:
+    """Write out which of the segment's layers are recurrent."""
+    key = f"{row.name}.attention.recurrent_layers"
+    if key in values and values[key].type == ARRAY:
+        return
+    period = source.integer(f"{row.name}.full_attention_interval", row.recurrent_period)
+    if period <= 0:
+        raise CallError("bad_model", f"{row.name}.full_attention_interval is {period}", "path")
+    recurrent = np.array([(layer + 1) % period != 0 for layer in range(start, end)])
+    values[key] = array_value(UINT32, recurrent)
 
 
 def _set_windows(values: dict[str, Value], source: GgufFile, row: Architecture, start: int, end: int) -> None:

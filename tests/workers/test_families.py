@@ -1,0 +1,215 @@
+"""Every family of models that must be cut is cut exactly, in every way its rule allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swarmllm.models.hashing import build_manifest
+from swarmllm_proto.architectures import ARCHITECTURES
+from swarmllm_workers.engine import Engine
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.segment import Span
+
+from .blueprint import write
+from .families import FAMILIES
+from .test_exactness import chain_logits, cuts, open_engine, steps, tokens_for, uncut_logits
+
+pytestmark = pytest.mark.slow
+
+CHUNKING = [1, 7, 32]
+RECURRENT = [
+    "mamba",
+    "mamba-2",
+    "falcon-h1",
+    "qwen3-next",
+    "qwen3.5",
+    "kimi-linear",
+    "lfm2",
+    "granite-4 hybrid",
+    "nemotron-h",
+]
+FED_BY_TOKEN = ["glm-4", "glm-4 moe", "qwen2.5-vl", "qwen3.5"]
+REQUIRED = (
+    "llama llama4 qwen2 qwen2moe qwen3 qwen3moe qwen35 qwen35moe qwen3next gemma gemma2 gemma3 phi3 "
+    "deepseek2 glm4 glm4moe starcoder2 gpt-oss command-r cohere2 olmo2 granite falcon-h1 mamba2 mistral3 "
+    "seed_oss smollm3 ernie4_5 ernie4_5-moe hunyuan-dense hunyuan-moe minimax-m2 kimi-linear lfm2"
+)
+
+
+@pytest.fixture(scope="module")
+def family_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("families")
+
+    def make(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        return path if path.exists() else write(path, FAMILIES[name])
+
+    return make
+
+
+def test_the_required_architectures_have_a_family() -> None:
+    assert set(REQUIRED.split()) <= {family.architecture for family in FAMILIES.values()}
+    assert {family.architecture for family in FAMILIES.values()} <= set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_is_exact_under_every_cut_that_its_rule_allows(
+    name: str, family_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = family_file(name)
+    engine = open_engine(path, tmp_path)
+    alignment = engine.rule.cut_alignment
+    assert alignment > 0, engine.rule.whole_reason
+    tokens = tokens_for(engine.n_vocab)
+    expected = uncut_logits(path, tokens, CHUNKING)
+    assert np.isfinite(expected).all()
+    assert expected.std() > 0.05
+    ways = list(cuts(engine.n_layers, alignment))
+    if len(ways) > 12:  # of the large ones the ends, the middle and the smallest pieces
+        ways = [*ways[:2], ways[len(ways) // 2], *ways[-3:]]
+    for bounds in ([0, engine.n_layers], *ways):
+        engine.load(0, engine.n_layers)
+        got = chain_logits(engine, bounds, tokens, CHUNKING)
+        assert np.abs(got - expected).max() == 0.0, bounds
+        engine.unload(0, engine.n_layers)
+    engine.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_daemon_and_worker_read_the_same_rule_from_a_file(
+    name: str, family_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    engine = open_engine(family_file(name), tmp_path)
+    manifest = build_manifest(family_file(name))
+    assert (manifest.n_layers, manifest.cut_alignment, manifest.whole_reason) == (
+        engine.n_layers,
+        engine.rule.cut_alignment,
+        engine.rule.whole_reason,
+    )
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["gemma-2 27b", "glm-4"])
+def test_tap_in_python_serves_them_too(name: str, family_file: Callable[[str], Path], tmp_path: Path) -> None:
+    path = family_file(name)
+    engine = open_engine(path, tmp_path, native_tap=False)
+    engine.load(0, engine.n_layers)
+    tokens = tokens_for(engine.n_vocab)
+    got = chain_logits(engine, [0, 2, engine.n_layers], tokens, CHUNKING)
+    np.testing.assert_array_equal(got, uncut_logits(path, tokens, CHUNKING))
+    engine.close()
+
+
+def in_batches(engine: Engine, bounds: Sequence[int]) -> np.ndarray:
+    """Logits of three requests of different lengths that share their forwards, prefill beside decode."""
+    tokens = tokens_for(engine.n_vocab)
+    for start, end in pairwise(bounds):
+        engine.load(start, end)
+    routes = [engine.route("all", start, end) for start, end in pairwise(bounds)]
+    rows = []
+    for batch in (
+        [(0, 0, 9), (1, 0, 9), (2, 0, 4)],
+        [(0, 9, 10), (1, 9, 30), (2, 4, 5)],
+        [(2, 5, 6), (0, 10, 11), (1, 30, 31)],
+    ):
+        data = [tokens[start:end] for _, start, end in batch]
+        for route in routes:
+            spans = [
+                Span(slot, start, rows_of, "logits")
+                for (slot, start, _), rows_of in zip(batch, data, strict=True)
+            ]
+            data = [result.copy() for result in engine.run(route, spans)]
+        rows += data
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, "glm-4", "deepseek-v3"])
+def test_requests_that_share_batches_equal_the_uncut_model(
+    name: str, family_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    results = []
+    for is_cut in (False, True):
+        engine = open_engine(family_file(name), tmp_path, n_slots=3)
+        middle = engine.rule.cut_alignment
+        results.append(in_batches(engine, [0, middle, engine.n_layers] if is_cut else [0, engine.n_layers]))
+        engine.close()
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_state_is_never_rolled_back_by_halves(
+    name: str, family_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A repeated forward is refused and disturbs nothing; the request goes on, or begins again at 0."""
+    path = family_file(name)
+    engine = open_engine(path, tmp_path)
+    middle, end = engine.rule.cut_alignment, engine.n_layers
+    engine.load(0, middle)
+    engine.load(middle, end)
+    tokens = tokens_for(engine.n_vocab)
+    expected = uncut_logits(path, tokens, CHUNKING)
+    slot, route = engine.take_slot("r"), engine.route("r", 0, end)
+
+    def run(start: int, stop: int) -> np.ndarray:
+        return engine.run(route, [Span(slot, start, tokens[start:stop], "logits")])[0].copy()
+
+    for _ in range(2):
+        got = [run(start, stop) for start, stop in steps(CHUNKING)]
+        np.testing.assert_array_equal(got, expected)
+    for start, stop in steps(CHUNKING)[:-1]:
+        run(start, stop)
+    with pytest.raises(CallError) as caught:
+        run(20, 21)
+    assert (caught.value.kind, caught.value.field) == ("position_gap", "position")
+    assert "position 0" in caught.value.message
+    np.testing.assert_array_equal(run(*steps(CHUNKING)[-1]), expected[-1])
+    engine.close()
+
+
+@pytest.mark.parametrize("name", FED_BY_TOKEN)
+def test_whole_model_takes_rows_as_it_takes_tokens(
+    name: str, family_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """libllama alone would abort, or read several positions for each row."""
+    engine = open_engine(family_file(name), tmp_path)
+    engine.load(0, engine.n_layers)
+    tokens = tokens_for(engine.n_vocab)
+    route = engine.route("r", 0, engine.n_layers)
+    assert len(route.segments) == 1
+    by_token = engine.run(route, [Span(0, 0, tokens, "logits")])[0].copy()
+    by_row = engine.run(route, [Span(1, 0, engine.embedding.rows(tokens), "logits")])[0].copy()
+    np.testing.assert_allclose(by_row, by_token, atol=1e-3)  # other cells of the KV: another order of sums
+    engine.close()
+
+
+def test_whole_model_with_wide_inputs_takes_tokens_only(
+    family_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    engine = open_engine(family_file("qwen3-vl"), tmp_path)
+    rows = engine.embedding.rows(np.arange(4, dtype=np.int32))
+    engine.load(0, engine.n_layers)
+    with pytest.raises(CallError, match="token ids only"):
+        engine.run(engine.route("r", 0, engine.n_layers), [Span(0, 0, rows, "logits")])
+    engine.unload(0, engine.n_layers)
+    engine.load(0, 2)
+    assert engine.run(engine.route("r", 0, 2), [Span(0, 0, rows, "hidden")])[0].shape == rows.shape
+    engine.close()
+
+
+def test_no_segment_has_as_many_layers_as_another_member_of_its_family(tmp_path: Path) -> None:
+    """libllama takes 27 layers of deepseek2 for V2 Lite, whose tensors are other ones."""
+    path = write(tmp_path / "m.gguf", replace(FAMILIES["deepseek-v3"], n_layers=28))
+    engine = open_engine(path, tmp_path)
+    engine.load(0, 27)
+    engine.load(27, 28)
+    assert [(segment.start, segment.end) for segment in engine.segments] == [(0, 13), (13, 27), (27, 28)]
+    tokens = tokens_for(engine.n_vocab)
+    got = chain_logits(engine, [0, 27, 28], tokens, CHUNKING)
+    np.testing.assert_array_equal(got, uncut_logits(path, tokens, CHUNKING))
+    engine.close()
