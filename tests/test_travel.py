@@ -161,3 +161,11 @@ def test_a_node_killed_while_it_fetches_goes_on_where_it_was(tmp_path: Path, mod
             assert b.http.delete(f"/api/admin/models/{NAME}").status_code == 200
             assert not folder.exists()
             assert b.stop() == 0
+
+
+def test_a_node_can_start_with_layers_that_only_others_have(tmp_path: Path, model_file: Path) -> None:
+    with running_daemon(tmp_path, "a", load=[]) as a:
+        assert lines(a, "", {"path": str(model_file), "name": NAME})[-1]["type"] == "result"
+        with running_daemon(tmp_path, "b", load=[f"{NAME}:4:8"], bootstrap=a.addresses) as b:
+            wait_for(lambda: b.http.get("/health/ready").status_code == 200, 40, "b to have its layers")
+            assert b.stats()["models"][0]["layers"] == ["4:8"]

@@ -164,7 +164,10 @@ def verify(name: str, as_json: bool, api_url: str) -> None:
 @json_option
 @api_option
 def rm(name: str, as_json: bool, api_url: str) -> None:
-    """Forget a model. What came from other nodes is deleted; a file that was added stays where it is."""
+    """Forget a model. What came from other nodes is deleted; a file that was added stays where it is.
+
+    Segment files that were cut from it stay in the cache until their room is needed.
+    """
     with Client(api_url) as client:
         model = client.delete(_path(name))
     if as_json:

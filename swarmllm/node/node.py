@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import trio
 
 from swarmllm import __version__
 from swarmllm.config import Config
-from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, SwarmLLMError
-from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge
+from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, NodeUnreachable, SwarmLLMError
+from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge, needed_tensors
 from swarmllm.node.admission import Admission
 from swarmllm.node.memory import memory_bytes
 from swarmllm.node.views import HolderView, ModelView, PeerView, Readiness, RequestCounts
@@ -45,6 +46,10 @@ log = logging.getLogger("swarmllm.node")
 
 SOFTWARE = f"swarmllm/{__version__}"
 MAX_TOKENS = 2**20
+JOINING_S = 30.0
+"""How long after the start a model that others have is waited for."""
+LOOK_AGAIN_S = 0.25
+T = TypeVar("T")
 Progress = Callable[[int, int], None]
 Holdings = tuple[tuple[ShardAnnounce, ...], tuple[FileAnnounce, ...]]
 """(layers ready to run, files to give)"""
@@ -111,10 +116,10 @@ class Node:
         Raises SwarmLLMError for an entry that cannot be meant (no such model, layers it does not have); a
         load that fails is logged and leaves the node running, not ready.
         """
-        wanted = [await self._wanted(text) for text in self._config.model.load]
+        wanted = [await self._patiently(partial(self._wanted, text)) for text in self._config.model.load]
         for entry, layers in wanted:
             try:
-                await self._load(entry, layers, _unseen, _unseen)
+                await self._patiently(partial(self._load, entry, layers, _unseen, _unseen))
             except SwarmLLMError as error:
                 log.error(  # noqa: TRY400 (the message says it all)
                     "loading %s %s failed: %s", entry.name, layers, error.message
@@ -178,8 +183,8 @@ class Node:
         return await self.model(entry.model_id), damaged
 
     async def remove(self, name_or_id: str) -> ModelView:
-        """Forget a model, delete what was fetched of it. Raises ModelNotFound, Conflict (it is loaded, or
-        part of the program)."""
+        """Forget a model, delete what was fetched of it. Raises ModelNotFound, Conflict (it is
+        loaded)."""
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         if entry.model_id in self._pool.models():
             raise Conflict(
@@ -209,7 +214,9 @@ class Node:
         ContextFull, and what pipelines raise.
         """
         entry = await self._resolve(model)
-        entry = await self._travel.ensure(entry, None, _unseen, origin=True)
+        if entry.is_stored and entry.absent(needed_tensors(entry.manifest, origin=True)):
+            self._pipelines.stages_for(entry)
+            entry = await self._travel.ensure(entry, None, _unseen, origin=True)
         # Pipelines shorten it to what the context leaves.
         sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens or MAX_TOKENS)
         generation: Generation | None = None
@@ -270,6 +277,17 @@ class Node:
             except ModelNotFound:
                 # The catalogue's words: it also knows what was meant, perhaps.
                 raise unknown from None
+
+    async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
+        """Right after the start, who has what is needed may not be connected yet."""
+        until_s = trio.current_time() + (JOINING_S if self._config.network.bootstrap else 0)
+        while True:
+            try:
+                return await act()
+            except (ModelNotFound, NodeUnreachable):
+                if trio.current_time() >= until_s:
+                    raise
+            await trio.sleep(LOOK_AGAIN_S)
 
     async def _wanted(self, text: str) -> tuple[CatalogueEntry, LayerRange]:
         name, colon, layers = text.partition(":")

@@ -38,6 +38,7 @@ from swarmllm_proto.swarm import FetchPiece, FileAnnounce, Piece
 log = logging.getLogger(__name__)
 
 MAX_ANNOUNCED = 256
+"""Models, and ranges of each, that a record has room for."""
 
 
 @dataclass(slots=True)
@@ -134,9 +135,11 @@ class Travel:
         Returns the entry as it is then. Raises NodeUnreachable where nobody gives a part, StoreFull,
         BadModel; what has arrived is kept in any case.
         """
+        if not entry.is_stored:
+            return entry
         needed = needed_tensors(entry.manifest, layers, origin=origin)
         if not entry.absent(needed):
-            if entry.is_stored and layers is not None:
+            if layers is not None:
                 await trio.to_thread.run_sync(self._store.touch, entry)
             return entry
         async with self._locks[entry.model_id]:
@@ -259,7 +262,7 @@ def announcement(entry: CatalogueEntry) -> FileAnnounce:
         model_id=entry.model_id,
         name=entry.name,
         n_layers=entry.manifest.n_layers,
-        layers=tuple((each.start, each.end) for each in layers),
+        layers=tuple((each.start, each.end) for each in layers)[:MAX_ANNOUNCED],
         embedding=("embedding", 0) in whole,
         head=("head", 0) in whole,
     )

@@ -150,6 +150,7 @@ class Stand:
     network: InMemoryNetwork
     router: InMemoryRouter
     registry: Registry
+    catalogue: Catalogue
     url: str = ""
     http: httpx.AsyncClient = field(default_factory=httpx.AsyncClient)
 
@@ -200,7 +201,7 @@ async def open_node(
         pool.failure = pool_failure
         await nursery.start(node.run)
         await node.start()
-        yield Stand(node, pipelines, pool, config, network, router, registry)
+        yield Stand(node, pipelines, pool, config, network, router, registry, catalogue)
         nursery.cancel_scope.cancel()
 
 

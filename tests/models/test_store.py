@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf_parts import LLAMA, gguf_bytes, tensors, write_gguf
@@ -174,6 +178,83 @@ def test_what_belongs_to_no_model_is_swept(source: Source, store: Store, tmp_pat
     assert store.sweep() == 2
     assert [path.name for path in (tmp_path / "models").iterdir()] == [entry.model_id]
     assert store.sweep() == 0
+
+
+def crash_at_step(folder: Path, step: int) -> bool:
+    """Fetch the whole model in a process that is gone at its `step`-th touch of the disk; whether it came
+    to the end instead."""
+    pid = os.fork()
+    if pid:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code in (0, CRASHED)
+        return code == 0
+    try:
+        n_steps = 0
+
+        def touch() -> None:
+            nonlocal n_steps
+            n_steps += 1
+            if n_steps == step:
+                os._exit(CRASHED)
+
+        def around(act: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*args: Any, **options: Any) -> Any:
+                touch()
+                result = act(*args, **options)
+                touch()
+                return result
+
+            return counted
+
+        for name in ("pwrite", "fsync", "fdatasync", "ftruncate", "utime", "rename", "mkdir", "replace"):
+            setattr(os, name, around(getattr(os, name)))
+        Path.rename = around(Path.rename)  # type: ignore[method-assign]
+        Catalogue.database = around(Catalogue.database)  # type: ignore[method-assign]
+        fetch_all(folder)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def fetch_all(folder: Path) -> CatalogueEntry:
+    """What a daemon does from its start until a model is there."""
+    source = Source(folder / "source.gguf")
+    store = Store(Catalogue(folder / "catalogue.sqlite"), folder / "models")
+    store.sweep()
+    known = {entry.model_id: entry for entry in store.catalogue.list()}
+    entry = known.get(source.manifest.model_id) or source.adopt(store)
+    for tensor in entry.absent(source.tensors):
+        writer = store.open_tensor(entry, tensor)
+        for at in range(writer.n_bytes, tensor.size_bytes, 16):
+            writer.append(source.bytes_of(tensor.name)[at : at + 16])
+            writer.save()
+        assert writer.finish()
+        writer.close()
+    return store.seal(entry)
+
+
+CRASHED = 9
+
+
+@pytest.mark.slow
+def test_a_crash_at_any_step_leaves_a_store_that_can_go_on(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    step = 0
+    while True:
+        step += 1
+        folder = tmp_path_factory.mktemp("crash")
+        finished = crash_at_step(folder, step)
+        store = Store(Catalogue(folder / "catalogue.sqlite"), folder / "models")
+        for entry in store.catalogue.list():
+            assert store.verify(entry, lambda done, total: None) == (), f"step {step}"
+        if finished:
+            break
+        entry = fetch_all(folder)
+        assert entry.path.read_bytes() == (folder / "source.gguf").read_bytes(), f"step {step}"
+        assert len(list((folder / "models").iterdir())) == 1
+    assert step > 50
 
 
 def test_damage_is_found_and_counts_as_absent_from_then_on(source: Source, store: Store) -> None:
