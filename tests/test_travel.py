@@ -156,6 +156,7 @@ def test_a_node_killed_while_it_fetches_goes_on_where_it_was(tmp_path: Path, mod
             assert fetched_bytes(b) < total_bytes
             assert ask(b)
             folder = Path(b.http.get(f"/api/admin/models/{NAME}/status").json()["path"]).parent
+            assert b.http.post(f"/api/admin/models/{NAME}/pin", json={}).json()["pinned"]
             assert b.http.delete(f"/api/admin/models/{NAME}").status_code == 409
             assert b.http.post(f"/api/admin/models/{NAME}/unload", json={}).status_code == 200
             assert b.http.delete(f"/api/admin/models/{NAME}").status_code == 200

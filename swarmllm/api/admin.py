@@ -18,7 +18,7 @@ from swarmllm.api.chat_reply import encode
 from swarmllm.api.connection import own_feed
 from swarmllm.api.context import current_config, current_node
 from swarmllm.api.errors import error_object, read_body
-from swarmllm.api.schema import AddModel, ModelLayers
+from swarmllm.api.schema import AddModel, ModelLayers, PinModel
 from swarmllm.api.work import Work
 from swarmllm.config import as_dict
 from swarmllm.errors import InvalidRequest
@@ -126,6 +126,12 @@ async def verify(name: str) -> Response:
     return _progress(Work(lambda report: node.verify(name, report), from_thread=True))
 
 
+@admin.post("/models/<name>/pin")
+async def pin(name: str) -> Response:
+    body = await read_body(PinModel, optional=True)
+    return _json(_model(await current_node().pin(name, body.pinned)))
+
+
 @admin.delete("/models/<name>")
 async def remove(name: str) -> Response:
     return _json(_model(await current_node().remove(name)))
@@ -178,6 +184,7 @@ def _model(view: ModelView) -> Json:
         "cut_alignment": manifest.cut_alignment if manifest else None,
         "whole_reason": manifest.whole_reason if manifest else None,
         "stored": entry.is_stored if entry else False,
+        "pinned": entry.pinned if entry else False,
         "files": _files(view.files) if view.files else None,
         "sources": view.sources,
         "loaded": _texts(view.loaded),

@@ -159,6 +159,34 @@ def verify(name: str, as_json: bool, api_url: str) -> None:
         raise CommandFailed(f"{len(damaged)} tensors of {safe(name)} are damaged ({shown}); {remedy}.")
 
 
+@models.command(short_help="Keep a fetched model when room is needed.")
+@click.argument("name")
+@json_option
+@api_option
+def pin(name: str, as_json: bool, api_url: str) -> None:
+    """Keep a model that came from other nodes, even when room is needed for another."""
+    _pin(name, True, as_json, api_url)
+
+
+@models.command(short_help="Let a fetched model go when room is needed.")
+@click.argument("name")
+@json_option
+@api_option
+def unpin(name: str, as_json: bool, api_url: str) -> None:
+    """Let a model that came from other nodes be removed when room is needed for another."""
+    _pin(name, False, as_json, api_url)
+
+
+def _pin(name: str, pinned: bool, as_json: bool, api_url: str) -> None:
+    with Client(api_url) as client:
+        model = client.post(_path(name, "pin"), {"pinned": pinned})
+    if as_json:
+        print_json(model)
+        return
+    fate = "stays" if model["pinned"] else "may be removed"
+    click.echo(f"{safe(model['name'])}: it {fate} when room is needed.")
+
+
 @models.command(short_help="Forget a model; delete what was fetched of it.")
 @click.argument("name")
 @json_option
@@ -194,7 +222,8 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
         cuts = f"at multiples of {model['cut_alignment']}"
         yield "can be cut", model["whole_reason"] or cuts
         yield "file", model["path"]
-        yield "came from", "other nodes" if model["stored"] else "this machine"
+        pinned = " (pinned)" if model["pinned"] else ""
+        yield "came from", f"other nodes{pinned}" if model["stored"] else "this machine"
         yield "in the file", ", ".join([*files["layers"], *ends]) or "only the header"
     yield "loaded here", ", ".join(model["loaded"]) or "-"
     yield "in the swarm", _coverage(model)

@@ -48,7 +48,8 @@ CREATE TABLE IF NOT EXISTS models (
     """
 CREATE TABLE IF NOT EXISTS containers (
     model_id TEXT PRIMARY KEY,
-    used_at REAL NOT NULL
+    used_at REAL NOT NULL,
+    pinned INTEGER NOT NULL
 ) STRICT
 """,
     """
@@ -80,6 +81,9 @@ class CatalogueEntry:
     present: frozenset[str] | None = None
     """Names of the tensors that are there, of a file that the store owns; None: the whole file is the
     user's."""
+
+    pinned: bool = False
+    """It is not removed to make room."""
 
     @property
     def is_stored(self) -> bool:
@@ -159,7 +163,7 @@ class Catalogue:
         """Every model, by name. Does not look at the files."""
         with self.database() as database:
             rows = database.execute(f"SELECT {_COLUMNS} FROM models ORDER BY name").fetchall()
-            return tuple(_entry(row, _present(database, row[0])) for row in rows)
+            return tuple(_entry(row, *_stored(database, row[0])) for row in rows)
 
     def get(self, name_or_id: str) -> CatalogueEntry:
         """By name, or by the first digits of the ModelId. Raises ModelNotFound, InvalidRequest (ambiguous
@@ -180,7 +184,7 @@ class Catalogue:
                 raise InvalidRequest(
                     f"several models' ids begin with {name_or_id}; give more digits", field="model"
                 )
-            return _entry(found[0], _present(database, found[0][0]))
+            return _entry(found[0], *_stored(database, found[0][0]))
 
     def resolve(self, name_or_id: str) -> CatalogueEntry:
         """`get`, for use: also raises BadModel where the file is gone or has changed."""
@@ -207,7 +211,7 @@ class Catalogue:
             entry = replace(entry, name=name, present=frozenset())
             _forget(database, entry.model_id)
             _write(database, entry)
-            database.execute("INSERT INTO containers VALUES (?, ?)", (entry.model_id, time.time()))
+            database.execute("INSERT INTO containers VALUES (?, ?, 0)", (entry.model_id, time.time()))
         return entry
 
     @contextmanager
@@ -300,15 +304,19 @@ def _forget(database: sqlite3.Connection, model_id: str) -> None:
         database.execute(f"DELETE FROM {table} WHERE model_id = ?", (model_id,))
 
 
-def _present(database: sqlite3.Connection, model_id: str) -> frozenset[str] | None:
-    if database.execute("SELECT 1 FROM containers WHERE model_id = ?", (model_id,)).fetchone() is None:
-        return None
+def _stored(database: sqlite3.Connection, model_id: str) -> tuple[frozenset[str] | None, bool]:
+    """(tensors present, pinned)"""
+    row = database.execute("SELECT pinned FROM containers WHERE model_id = ?", (model_id,)).fetchone()
+    if row is None:
+        return None, False
     rows = database.execute("SELECT name FROM tensors WHERE model_id = ? AND complete", (model_id,))
-    return frozenset(row[0] for row in rows)
+    return frozenset(name for (name,) in rows), bool(row[0])
 
 
 def _entry(
-    row: tuple[str, str, str, int, int, bytes], present: frozenset[str] | None = None
+    row: tuple[str, str, str, int, int, bytes],
+    present: frozenset[str] | None = None,
+    pinned: bool = False,
 ) -> CatalogueEntry:
     model_id, name, path, size_bytes, mtime_ns, manifest = row
     return CatalogueEntry(
@@ -318,4 +326,5 @@ def _entry(
         _manifest_decoder.decode(manifest),
         FileState(size_bytes, mtime_ns),
         present,
+        pinned,
     )

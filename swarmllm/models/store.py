@@ -32,7 +32,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from swarmllm.errors import BadModel, StoreFull
+from swarmllm.errors import BadModel, Conflict, StoreFull
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES, read_header
 from swarmllm.models.hashing import READ_BYTES, FileState, Progress, manifest_of
@@ -117,13 +117,27 @@ class Store:
                 "UPDATE containers SET used_at = ? WHERE model_id = ?", (time.time(), entry.model_id)
             )
 
+    def pin(self, entry: CatalogueEntry, pinned: bool) -> CatalogueEntry:
+        """Keep a container, or no longer, when room is needed. Raises Conflict for a file of the user's,
+        which stays anyway."""
+        if not entry.is_stored:
+            raise Conflict(
+                f"{entry.name} is a file of this machine, which is never removed to make room", field="model"
+            )
+        with self.catalogue.database() as database:
+            database.execute(
+                "UPDATE containers SET pinned = ? WHERE model_id = ?", (int(pinned), entry.model_id)
+            )
+        return self.catalogue.get(entry.model_id)
+
     def used_bytes(self) -> int:
         """On the disk, holes not counted."""
         return sum(_allocated_bytes(entry.path) for entry in self._entries())
 
     def make_room(self, n_bytes: int, may_go: Callable[[CatalogueEntry], bool]) -> list[CatalogueEntry]:
         """Remove what was not used for longest, as long as `n_bytes` more do not fit and it `may_go`;
-        returns what was removed. Raises StoreFull where that is not enough, having removed nothing."""
+        returns what was removed. What is pinned stays. Raises StoreFull where that is not enough, having
+        removed nothing."""
         sizes = {entry.model_id: _allocated_bytes(entry.path) for entry in self._entries()}
         with _disk_faults(self._folder):
             excess = n_bytes - shutil.disk_usage(self._folder).free
@@ -133,7 +147,7 @@ class Store:
         for entry in self._entries():
             if excess <= 0:
                 break
-            if may_go(entry):
+            if not entry.pinned and may_go(entry):
                 going.append(entry)
                 excess -= sizes[entry.model_id]
         if excess > 0:

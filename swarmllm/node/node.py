@@ -182,6 +182,12 @@ class Node:
         damaged = await self._travel.verify(entry, progress)
         return await self.model(entry.model_id), damaged
 
+    async def pin(self, name_or_id: str, pinned: bool) -> ModelView:
+        """Whether a model may be removed to make room. Raises ModelNotFound, Conflict (it never is)."""
+        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        entry = await self._travel.pin(entry, pinned)
+        return self._view(entry, self._registry.models().get(entry.model_id))
+
     async def remove(self, name_or_id: str) -> ModelView:
         """Forget a model, delete what was fetched of it. Raises ModelNotFound, Conflict (it is
         loaded)."""

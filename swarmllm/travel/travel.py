@@ -178,6 +178,10 @@ class Travel:
                 self._changed(entry)
             return damaged
 
+    async def pin(self, entry: CatalogueEntry, pinned: bool) -> CatalogueEntry:
+        """Raises Conflict for a file of the user's."""
+        return await trio.to_thread.run_sync(self._store.pin, entry, pinned)
+
     async def remove(self, entry: CatalogueEntry) -> None:
         """Forget a model, and delete what was fetched of it."""
         async with self._locks[entry.model_id]:

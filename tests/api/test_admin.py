@@ -92,6 +92,13 @@ async def test_verifying_names_what_is_damaged(tmp_path: Path) -> None:
     assert missing.status_code == 404
 
 
+async def test_a_file_of_ones_own_cannot_be_pinned(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        answer = await stand.http.post(f"{MODELS}/guide/pin")
+    assert answer.status_code == 409
+    assert "never removed" in answer.json()["error"]["message"]
+
+
 async def test_a_model_is_removed_unless_it_is_loaded_and_its_own_file_stays(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         await load(stand, "0:4")

@@ -41,6 +41,7 @@ MODEL: dict[str, Any] = {
     "whole_reason": "",
     "loaded": ["0:4"],
     "stored": True,
+    "pinned": True,
     "files": {"layers": ["0:4", "6:8"], "embedding": True, "head": False},
     "sources": ["12D3KooWPeer"],
     "holders": [{"node_id": "12D3KooWSelf", "nickname": "kitchen", "layers": ["0:4"], "is_self": True}],
@@ -206,7 +207,7 @@ def test_show_tells_what_is_here_and_who_has_the_rest(run: Run, node: FakeNode) 
     node.on("GET", "/api/admin/models/guide/status", MODEL)
     shown = run("models", "show", "guide").output
     for expected in (
-        "ab" * 32, "9.3 MB", "2048", "at multiples of 1", "/models/guide.gguf", "other nodes",
+        "ab" * 32, "9.3 MB", "2048", "at multiples of 1", "/models/guide.gguf", "other nodes (pinned)",
         "0:4, 6:8, embedding", "layers 4:12 missing", "kitchen: 0:4", "12D3KooWPeer",
     ):  # fmt: skip
         assert expected in shown
@@ -230,6 +231,17 @@ def test_verify_fails_where_something_is_damaged(run: Run, node: FakeNode) -> No
     assert wrong.exit_code == EXIT_FAILED
     assert json.loads(wrong.stdout)["damaged"] == ["blk.0.x", "blk.1.x"]
     assert "2 tensors of guide are damaged (blk.0.x, blk.1.x); load it again" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "pinned", "words"), [("pin", True, "it stays"), ("unpin", False, "it may be removed")]
+)
+def test_pin_and_unpin_say_what_happens_when_room_is_needed(
+    run: Run, node: FakeNode, command: str, pinned: bool, words: str
+) -> None:
+    node.on("POST", "/api/admin/models/guide/pin", MODEL | {"pinned": pinned})
+    assert words in run("models", command, "guide").stdout
+    assert node.bodies("/api/admin/models/guide/pin") == [{"pinned": pinned}]
 
 
 @pytest.mark.parametrize(
