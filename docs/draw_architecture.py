@@ -26,6 +26,7 @@ TOP_DOWN = (
     "swarmllm.node",
     "swarmllm.pipeline",
     "swarmllm.workerpool",
+    "swarmllm.travel",
     "swarmllm.swarm",
     "swarmllm.scheduling",
     "swarmllm.models",

@@ -138,6 +138,24 @@ class ResourcesTable:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreTable:
+    """Models that come from other nodes, and what this node gives to others."""
+
+    quota_gib: Annotated[float, Meta(ge=0, le=2**20)] = _setting(
+        0.0, "Disk space in GiB for models fetched from other nodes; 0 means no limit but the disk."
+    )
+    share: bool = _setting(
+        True, "Give this node's models to connected nodes that ask for them; they load them by name."
+    )
+    upload_mib_s: Annotated[float, Meta(ge=0, le=2**20)] = _setting(
+        0.0, "MiB per second that this node gives to others at most, all together; 0 means no limit."
+    )
+    max_uploads: Annotated[int, Meta(ge=1, le=256)] = _setting(
+        4, "Pieces of models (of 1 MiB) that are read and sent at the same time; more wait, then are put off."
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     node: NodeTable = dataclasses.field(default_factory=NodeTable)
     network: NetworkTable = dataclasses.field(default_factory=NetworkTable)
@@ -145,6 +163,7 @@ class Config:
     inference: InferenceTable = dataclasses.field(default_factory=InferenceTable)
     model: ModelTable = dataclasses.field(default_factory=ModelTable)
     resources: ResourcesTable = dataclasses.field(default_factory=ResourcesTable)
+    store: StoreTable = dataclasses.field(default_factory=StoreTable)
 
     @property
     def data_dir(self) -> Path:
@@ -168,6 +187,7 @@ TABLES: dict[str, type] = {
     "inference": InferenceTable,
     "model": ModelTable,
     "resources": ResourcesTable,
+    "store": StoreTable,
 }
 
 

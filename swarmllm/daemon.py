@@ -29,7 +29,7 @@ from swarmllm.api import open_api
 from swarmllm.config import Config
 from swarmllm.errors import ConfigError, SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
-from swarmllm.models import Catalogue
+from swarmllm.models import Catalogue, Store
 from swarmllm.node import Node
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
@@ -38,6 +38,7 @@ from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.settings import SwarmSettings
+from swarmllm.travel import Travel, TravelSettings
 from swarmllm.workerpool import WorkerPool, WorkerSettings
 
 if TYPE_CHECKING:
@@ -104,10 +105,32 @@ async def _open_rooms(
     async with pool.running(), trio.open_nursery() as nursery:
         registry = Registry(router.node_id)
         await nursery.start(follow_router, registry, router)
-        pipelines = Pipelines(router, registry, pool, catalogue, router.node_id, pipeline_settings(config))
+        travel = Travel(
+            router,
+            registry,
+            await trio.to_thread.run_sync(open_store, config, data_dir, catalogue),
+            travel_settings(config),
+            in_use=lambda: pool.models().keys(),
+            on_change=lambda: node.holdings_changed(),
+        )
+        pipelines = Pipelines(
+            router,
+            registry,
+            pool,
+            catalogue,
+            router.node_id,
+            pipeline_settings(config),
+            give_piece=travel.answer,
+        )
         await nursery.start(pipelines.run)
         node = Node(
-            config, router=router, registry=registry, pool=pool, catalogue=catalogue, pipelines=pipelines
+            config,
+            router=router,
+            registry=registry,
+            pool=pool,
+            catalogue=catalogue,
+            pipelines=pipelines,
+            travel=travel,
         )
         await nursery.start(node.run)
         async with open_api(node, config) as api_url:
@@ -146,6 +169,23 @@ def open_catalogue(data_dir: Path) -> Catalogue:
     catalogue = Catalogue(data_dir / "catalogue.sqlite")
     catalogue.ensure(GUIDE_PATH, GUIDE_NAME)
     return catalogue
+
+
+def open_store(config: Config, data_dir: Path, catalogue: Catalogue) -> Store:
+    """The models that come from other nodes. Only with the data folder locked: it removes what an earlier
+    run left half done."""
+    store = Store(catalogue, data_dir / "models", int(config.store.quota_gib * 2**30))
+    if n_strays := store.sweep():
+        log.info("%d unfinished folders removed from %s", n_strays, data_dir / "models")
+    return store
+
+
+def travel_settings(config: Config) -> TravelSettings:
+    return TravelSettings(
+        share=config.store.share,
+        upload_bytes_s=config.store.upload_mib_s * 2**20,
+        max_uploads=config.store.max_uploads,
+    )
 
 
 def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:

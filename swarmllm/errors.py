@@ -65,6 +65,13 @@ class Overloaded(SwarmLLMError):
     code = "overloaded"
 
 
+class StoreFull(SwarmLLMError):
+    """There is no room for what was to be stored: the quota, or the disk. What is there is intact."""
+
+    http_status = 507
+    code = "store_full"
+
+
 class NoPipeline(SwarmLLMError):
     """No set of connected holders covers every layer of the model."""
 

@@ -103,7 +103,7 @@ def toml(
         "model": {"load": load},
     }
     for table, keys in tables.items():
-        settings[table] |= keys
+        settings.setdefault(table, {}).update(keys)
     lines: list[str] = []
     for table, keys in settings.items():
         lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]

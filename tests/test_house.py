@@ -30,6 +30,7 @@ LAYERS = (
     "swarmllm.node",
     "swarmllm.pipeline",
     "swarmllm.workerpool",
+    "swarmllm.travel",
     "swarmllm.swarm",
     "swarmllm.scheduling",
     "swarmllm.models",
@@ -44,6 +45,7 @@ LAYERS = (
 
 PURE = (
     "swarmllm.scheduling",
+    "swarmllm.travel.plan",
     "swarmllm.pipeline.assembly",
     "swarmllm.pipeline.job",
     "swarmllm.pipeline.processor",

@@ -129,7 +129,8 @@ def encode_request(request: SwarmRequest) -> bytes:
 def decode_request(data: Buffer) -> SwarmRequest:
     """Raises UnsupportedVersion, BadMessage, FrameTooLarge."""
     _check_size("request", len(data), REQUEST_MAX)
-    return _decode(_requests, data)
+    request: SwarmRequest = _decode(_requests, data)
+    return request
 
 
 def encode_response(response: SwarmResponse) -> bytes:
@@ -140,7 +141,8 @@ def encode_response(response: SwarmResponse) -> bytes:
 def decode_response(data: Buffer) -> SwarmResponse:
     """Raises UnsupportedVersion, BadMessage, FrameTooLarge."""
     _check_size("response", len(data), REQUEST_MAX)
-    return _decode(_responses, data)
+    response: SwarmResponse = _decode(_responses, data)
+    return response
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: Buffer) -> T:

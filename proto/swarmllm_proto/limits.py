@@ -31,6 +31,13 @@ RECORD_MAX: Final = 256 * KIB
 """What a node may say about itself. Gossip silently loses messages above 900 KB, and everybody stores every
 record."""
 
+PIECE_MAX: Final = MIB
+"""Bytes of a model in one response: enough that the round trip hardly counts, little enough that the
+connection is soon free for others."""
+
+OUTLINE_MAX: Final = 64 * MIB
+"""What describes a model's tensors: 65 536 of them, with the longest names, are 38 MB."""
+
 TENSOR_MAX_NDIM: Final = 8
 """Activations have two dimensions, images four; eight leaves room and bounds the shape that is read."""
 

@@ -24,6 +24,7 @@ from swarmllm_proto.ipc import (
     TokenId,
     require_layer_range,
 )
+from swarmllm_proto.limits import PIECE_MAX
 
 WIRE_VERSION: Final = 1
 """The `v` of every message. A reader ignores fields it does not know and refuses another version."""
@@ -35,6 +36,8 @@ NodeId = Annotated[str, Meta(min_length=1, max_length=128)]
 ModelId = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
 ShortText = Annotated[str, Meta(max_length=200)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
+TensorName = Annotated[str, Meta(max_length=512)]
 
 
 class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -49,6 +52,22 @@ class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         for start, end in self.ranges:
             if not start < end <= self.n_layers:
                 raise ValueError(f"field `ranges`: {start}:{end} is no range of {self.n_layers} layers")
+
+
+class FileAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One model of which a node has bytes on its disk and gives them to whoever asks with FetchPiece."""
+
+    model_id: ModelId
+    name: ShortText
+    n_layers: LayerIndex
+    layers: Annotated[tuple[tuple[LayerIndex, LayerIndex], ...], Meta(max_length=256)] = ()
+    embedding: bool = False
+    head: bool = False
+
+    def __post_init__(self) -> None:
+        for start, end in self.layers:
+            if not start < end <= self.n_layers:
+                raise ValueError(f"field `layers`: {start}:{end} is no range of {self.n_layers} layers")
 
 
 class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -72,6 +91,7 @@ class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sequence: Count = 0
     models: Annotated[tuple[ShardAnnounce, ...], Meta(max_length=256)] = ()
     capability: NodeCapability = NodeCapability()
+    files: Annotated[tuple[FileAnnounce, ...], Meta(max_length=256)] = ()
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +133,42 @@ class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reason: ShortText = ""
     busy: bool = False
     """Refused only for now: the node has as much to do as it may."""
+
+
+class FetchPiece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Request: some bytes of a model. Answered by Piece.
+
+    "outline": of the msgpack of the model's Outline. "header": of the GGUF before its first tensor. "tensor":
+    of the tensor's data, wherever they lie in the holder's file.
+    """
+
+    v: int = WIRE_VERSION
+    model_id: ModelId
+    part: Literal["outline", "header", "tensor"]
+    tensor: TensorName = ""
+    offset: Count = 0
+    """From the start of the part."""
+    size_bytes: Annotated[int, Meta(ge=1, le=PIECE_MAX)]
+
+
+class Piece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Response to FetchPiece. Fewer bytes than asked for: the part ends there."""
+
+    v: int = WIRE_VERSION
+    status: Literal["ok", "busy", "absent"]
+    """busy: ask again later. absent: not here."""
+    data: Annotated[bytes, Meta(max_length=PIECE_MAX)] = b""
+
+
+class Outline(msgspec.Struct, frozen=True, kw_only=True):
+    """What nobody can see in a GGUF's header but needs to check a ModelId. Travels inside Pieces."""
+
+    header_bytes: Count
+    """Before the first tensor."""
+    size_bytes: Count
+    """Of the holder's file."""
+    digests: dict[TensorName, Digest]
+    """Tensor name -> BLAKE3 of its data."""
 
 
 class CancelInference(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -192,5 +248,5 @@ class PipelineError(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 JobMessage: TypeAlias = LayerForward | StreamingToken | PrefillProgress | PipelineError | CancelInference
-SwarmRequest: TypeAlias = PipelineAssignment
-SwarmResponse: TypeAlias = PipelineAck
+SwarmRequest: TypeAlias = PipelineAssignment | FetchPiece
+SwarmResponse: TypeAlias = PipelineAck | Piece

@@ -209,6 +209,11 @@ RECORD = swarm.NodeRecord(
     capability=swarm.NodeCapability(
         memory_total_bytes=2**36, memory_free_bytes=2**35 + 1, active_requests=1, max_requests=10
     ),
+    files=(
+        swarm.FileAnnounce(
+            model_id=MODEL_ID, name="guide", n_layers=12, layers=((0, 4),), embedding=True, head=True
+        ),
+    ),
 )
 REQUEST = swarm.PipelineAssignment(
     request_id=REQUEST_ID,
@@ -221,6 +226,10 @@ REQUEST = swarm.PipelineAssignment(
 RESPONSE = swarm.PipelineAck(
     request_id=REQUEST_ID, accepted=False, reason="the model has 8 requests here already", busy=True
 )
+FETCH_PIECE = swarm.FetchPiece(
+    model_id=MODEL_ID, part="tensor", tensor="blk.4.attn_q.weight", offset=2**20, size_bytes=2**20
+)
+PIECE = swarm.Piece(status="ok", data=bytes(range(256)))
 
 TENSORS: list[tuple[str, Tensor]] = [
     ("f32", HIDDEN),
@@ -245,7 +254,9 @@ def vectors() -> Iterator[tuple[str, bytes]]:
         yield f"job/{name}.bin", encode_job_frame(job, payload)
     yield "record/node-record.bin", encode_record(RECORD)
     yield "request/pipeline-assignment.bin", encode_request(REQUEST)
+    yield "request/fetch-piece.bin", encode_request(FETCH_PIECE)
     yield "response/pipeline-ack.bin", encode_response(RESPONSE)
+    yield "response/piece.bin", encode_response(PIECE)
     for name, array in TENSORS:
         yield f"tensor/{name}.bin", tensor_bytes(array)
     yield "blocks/two-of-150-tokens.bin", b"".join(block_hashes(MODEL_ID, 4, 12, BLOCK_PROMPT))

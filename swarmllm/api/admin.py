@@ -6,7 +6,9 @@ import dataclasses
 import os
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import trio
 from quart import Blueprint, Response
@@ -16,13 +18,14 @@ from swarmllm.api.chat_reply import encode
 from swarmllm.api.connection import own_feed
 from swarmllm.api.context import current_config, current_node
 from swarmllm.api.errors import error_object, read_body
-from swarmllm.api.schema import AddModel, ModelLayers
+from swarmllm.api.schema import AddModel, ModelLayers, PinModel
 from swarmllm.api.work import Work
 from swarmllm.config import as_dict
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import LayerRange
 from swarmllm.node import ModelView, PeerView
 from swarmllm.workerpool import WorkerStatistics
+from swarmllm_proto.swarm import FileAnnounce
 
 Json = dict[str, object]
 
@@ -59,6 +62,7 @@ async def stats() -> Response:
             "generated_tokens": counts.generated_tokens,
             "models": loaded,
             "pipelines": node.pipeline_statistics(),
+            "travel": node.travel_statistics(),
             "workers": [_worker(worker) for worker in node.worker_statistics()],
         }
     )
@@ -100,7 +104,13 @@ async def load(name: str) -> Response:
     body = await read_body(ModelLayers, optional=True)
     node = current_node()
     entry, layers = await node.resolve(name, body.layers)
-    return _progress(Work(lambda report: node.load(entry, layers, report)))
+    return _progress(
+        Work(
+            lambda report: node.load(
+                entry, layers, partial(report, phase="loading"), partial(report, phase="fetching")
+            )
+        )
+    )
 
 
 @admin.post("/models/<name>/unload")
@@ -109,20 +119,42 @@ async def unload(name: str) -> Response:
     return _json(_model(await current_node().unload(name, body.layers)))
 
 
-def _progress(work: Work[ModelView]) -> Response:
+@admin.post("/models/<name>/verify")
+async def verify(name: str) -> Response:
+    node = current_node()
+    await node.model(name)
+    return _progress(Work(lambda report: node.verify(name, report), from_thread=True))
+
+
+@admin.post("/models/<name>/pin")
+async def pin(name: str) -> Response:
+    body = await read_body(PinModel, optional=True)
+    return _json(_model(await current_node().pin(name, body.pinned)))
+
+
+@admin.delete("/models/<name>")
+async def remove(name: str) -> Response:
+    return _json(_model(await current_node().remove(name)))
+
+
+def _progress(work: Work[Any]) -> Response:
     own_feed(work)
     response = Response(_lines(work), content_type="application/x-ndjson")
     response.timeout = None
     return response
 
 
-async def _lines(work: Work[ModelView]) -> AsyncIterator[bytes]:
-    async for done_bytes, total_bytes in work:
-        yield _line({"type": "progress", "done_bytes": done_bytes, "total_bytes": total_bytes})
+async def _lines(work: Work[Any]) -> AsyncIterator[bytes]:
+    async for done_bytes, total_bytes, phase in work:
+        progress: Json = {"type": "progress", "done_bytes": done_bytes, "total_bytes": total_bytes}
+        yield _line(progress | ({"phase": phase} if phase else {}))
     if work.error is not None:
         yield _line({"type": "error", "error": error_object(work.error)})
-    elif work.result is not None:
+    elif isinstance(work.result, ModelView):
         yield _line({"type": "result", "model": _model(work.result)})
+    elif work.result is not None:
+        view, damaged = work.result
+        yield _line({"type": "result", "model": _model(view), "damaged": damaged})
 
 
 def _line(fields: Json) -> bytes:
@@ -151,10 +183,22 @@ def _model(view: ModelView) -> Json:
         "size_bytes": manifest.size_bytes if manifest else None,
         "cut_alignment": manifest.cut_alignment if manifest else None,
         "whole_reason": manifest.whole_reason if manifest else None,
+        "stored": entry.is_stored if entry else False,
+        "pinned": entry.pinned if entry else False,
+        "files": _files(view.files) if view.files else None,
+        "sources": view.sources,
         "loaded": _texts(view.loaded),
         "holders": holders,
         "complete": view.complete,
         "missing": _texts(view.missing),
+    }
+
+
+def _files(files: FileAnnounce) -> Json:
+    return {
+        "layers": [f"{start}:{end}" for start, end in files.layers],
+        "embedding": files.embedding,
+        "head": files.head,
     }
 
 
@@ -178,6 +222,10 @@ def _peer(view: PeerView) -> Json:
                 "layers": [f"{start}:{end}" for start, end in model.ranges],
             }
             for model in announced
+        ],
+        "files": [
+            {"name": files.name, "model_id": files.model_id} | _files(files)
+            for files in (record.files if record else ())
         ],
     }
 

@@ -171,6 +171,12 @@ class AddModel(Body, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
 
 
+class PinModel(Body, frozen=True):
+    """POST /api/admin/models/{model}/pin."""
+
+    pinned: bool = True
+
+
 class ModelLayers(Body, frozen=True):
     """POST /api/admin/models/{model}/load and /unload; None is all of them."""
 

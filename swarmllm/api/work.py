@@ -15,24 +15,25 @@ from swarmllm.api.errors import as_swarmllm_error
 from swarmllm.errors import SwarmLLMError
 
 T = TypeVar("T")
-Report = Callable[[int, int], None]
+Report = Callable[..., None]
+"""(done_bytes, total_bytes, phase=""), where the work has several."""
 
 
 class Work(Generic[T]):
-    """`async for done_bytes, total_bytes in work`; then `result` or `error` is set."""
+    """`async for done_bytes, total_bytes, phase in work`; then `result` or `error` is set."""
 
     def __init__(self, task: Callable[[Report], Awaitable[T]], *, from_thread: bool = False) -> None:
         self._task = task
         self._from_thread = from_thread
         self._scope = trio.CancelScope()
         self._news = trio.Event()
-        self._progress: tuple[int, int] | None = None
+        self._progress: tuple[int, int, str] | None = None
         self._finished = False
         self.result: T | None = None
         self.error: SwarmLLMError | None = None
 
     async def run(self) -> None:
-        report = self._report
+        report: Report = self._report
         if self._from_thread:
             token = trio.lowlevel.current_trio_token()
 
@@ -51,7 +52,7 @@ class Work(Generic[T]):
     def stop(self) -> None:
         self._scope.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, int]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, int, str]]:
         while True:
             await self._news.wait()
             self._news = trio.Event()
@@ -61,6 +62,6 @@ class Work(Generic[T]):
             if self._finished:
                 return
 
-    def _report(self, done_bytes: int, total_bytes: int) -> None:
-        self._progress = (done_bytes, total_bytes)
+    def _report(self, done_bytes: int, total_bytes: int, phase: str = "") -> None:
+        self._progress = (done_bytes, total_bytes, phase)
         self._news.set()

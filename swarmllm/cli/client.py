@@ -53,6 +53,10 @@ class Client:
         with self._failures_explained():
             return self._checked(self._http.post(path, json=body))
 
+    def delete(self, path: str) -> Any:
+        with self._failures_explained():
+            return self._checked(self._http.delete(path))
+
     def post_lines(self, path: str, body: Mapping[str, object]) -> Iterator[str]:
         """The lines of the answer as they arrive; an answer may take as long as it likes between two of
         them."""

@@ -25,7 +25,7 @@ COMMANDS = {
     "daemon": LazyCommand("swarmllm.cli.daemon", "Run a node on this machine until Ctrl-C."),
     "status": LazyCommand("swarmllm.cli.status", "Show what the node is doing."),
     "peers": LazyCommand("swarmllm.cli.peers", "Show the nodes this one is connected to."),
-    "models": LazyCommand("swarmllm.cli.models", "List, add, load and unload models."),
+    "models": LazyCommand("swarmllm.cli.models", "List, add, fetch, load, check and remove models."),
     "chat": LazyCommand("swarmllm.cli.chat", "Talk to a model, or ask it one question."),
     "demo": LazyCommand(
         "swarmllm.cli.demo", "Start three nodes here, ask the bundled model, show the route."

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import click
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from swarmllm.cli.client import Client
 from swarmllm.cli.display import make_console, print_json, safe, size, table
@@ -20,20 +27,24 @@ ID_SHOWN = 12
 
 
 @click.group(
-    short_help="List, add, load and unload models.",
+    short_help="List, add, fetch, load, check and remove models.",
     epilog="""\b
 Examples:
   swarmllm models list
   swarmllm models add ~/models/qwen2.5-0.5b-instruct-q8_0.gguf --name qwen
   swarmllm models load qwen --layers 0:12
   swarmllm models unload qwen
+  swarmllm models show qwen
+  swarmllm models verify qwen
+  swarmllm models rm qwen
 """,
 )
 def models() -> None:
-    """List, add, load and unload models.
+    """List, add, fetch, load, check and remove models.
 
     A model is one GGUF file. `add` makes it known to the node, `load` makes some or all of its layers ready
-    to run and tells the swarm. A model answers when the nodes of the swarm hold all of its layers together.
+    to run and tells the swarm. What the node does not have of a model, `load` fetches from the nodes that
+    do. A model answers when the nodes of the swarm hold all of its layers together.
     """
 
 
@@ -62,7 +73,7 @@ def add(path: Path, name: str | None, as_json: bool, api_url: str) -> None:
     """Make a GGUF file known to the node: it is read and hashed, and stays where it is."""
     with Client(api_url) as client:
         events = client.post_progress("/api/admin/models", {"path": str(path), "name": name})
-        model = _follow(events, f"hashing {path.name}", show=not as_json)
+        model = _follow(events, f"hashing {path.name}", show=not as_json)["model"]
     if as_json:
         print_json(model)
         return
@@ -78,10 +89,14 @@ def add(path: Path, name: str | None, as_json: bool, api_url: str) -> None:
 @json_option
 @api_option
 def load(name: str, layers: str | None, as_json: bool, api_url: str) -> None:
-    """Make layers of a model ready to run on this node, and tell the swarm."""
+    """Make layers of a model ready to run on this node, and tell the swarm.
+
+    A model that only other nodes have is fetched from them: just what the layers need, checked against the
+    model's id before it counts. An interrupted load continues where it was when it is repeated.
+    """
     with Client(api_url) as client:
         events = client.post_progress(_path(name, "load"), {"layers": layers})
-        model = _follow(events, f"loading {name} {layers or ''}".strip(), show=not as_json)
+        model = _follow(events, f"loading {name} {layers or ''}".strip(), show=not as_json)["model"]
     if as_json:
         print_json(model)
         return
@@ -107,30 +122,142 @@ def unload(name: str, layers: str | None, as_json: bool, api_url: str) -> None:
     )
 
 
-def _path(name: str, action: str) -> str:
-    return f"/api/admin/models/{quote(name, safe='')}/{action}"
+@models.command(short_help="Show all that is known of one model.")
+@click.argument("name")
+@json_option
+@api_option
+def show(name: str, as_json: bool, api_url: str) -> None:
+    """Show all that is known of one model: what it is, what of it is here, who holds and who gives it."""
+    with Client(api_url) as client:
+        model = client.get(_path(name, "status"))
+    if as_json:
+        print_json(model)
+        return
+    make_console().print(table(("model", safe(model["name"])), list(_facts(model))))
+
+
+@models.command(short_help="Check the files of a model against its id.")
+@click.argument("name")
+@json_option
+@api_option
+def verify(name: str, as_json: bool, api_url: str) -> None:
+    """Read what is here of a model and compare its hashes; exits with 1 where something is damaged.
+
+    Damaged parts that came from other nodes are fetched again by the next load.
+    """
+    with Client(api_url) as client:
+        events = client.post_progress(_path(name, "verify"), {})
+        result = _follow(events, f"checking {name}", show=not as_json)
+    damaged = result["damaged"]
+    if as_json:
+        print_json({"model": result["model"], "damaged": damaged})
+    elif not damaged:
+        click.echo(f"{safe(result['model']['name'])}: what is here is right.")
+    if damaged:
+        remedy = "load it again to fetch them" if result["model"]["stored"] else "replace its file"
+        shown = ", ".join(map(safe, damaged[:5])) + (" ..." if len(damaged) > 5 else "")
+        raise CommandFailed(f"{len(damaged)} tensors of {safe(name)} are damaged ({shown}); {remedy}.")
+
+
+@models.command(short_help="Keep a fetched model when room is needed.")
+@click.argument("name")
+@json_option
+@api_option
+def pin(name: str, as_json: bool, api_url: str) -> None:
+    """Keep a model that came from other nodes, even when room is needed for another."""
+    _pin(name, True, as_json, api_url)
+
+
+@models.command(short_help="Let a fetched model go when room is needed.")
+@click.argument("name")
+@json_option
+@api_option
+def unpin(name: str, as_json: bool, api_url: str) -> None:
+    """Let a model that came from other nodes be removed when room is needed for another."""
+    _pin(name, False, as_json, api_url)
+
+
+def _pin(name: str, pinned: bool, as_json: bool, api_url: str) -> None:
+    with Client(api_url) as client:
+        model = client.post(_path(name, "pin"), {"pinned": pinned})
+    if as_json:
+        print_json(model)
+        return
+    fate = "stays" if model["pinned"] else "may be removed"
+    click.echo(f"{safe(model['name'])}: it {fate} when room is needed.")
+
+
+@models.command(short_help="Forget a model; delete what was fetched of it.")
+@click.argument("name")
+@json_option
+@api_option
+def rm(name: str, as_json: bool, api_url: str) -> None:
+    """Forget a model. What came from other nodes is deleted; a file that was added stays where it is.
+
+    Segment files that were cut from it stay in the cache until their room is needed.
+    """
+    with Client(api_url) as client:
+        model = client.delete(_path(name))
+    if as_json:
+        print_json(model)
+    elif model["stored"]:
+        click.echo(f"{safe(model['name'])}: forgotten, and what was fetched of it is deleted.")
+    else:
+        click.echo(f"{safe(model['name'])}: forgotten; its file stays at {safe(model['path'])}.")
+
+
+def _path(name: str, action: str = "") -> str:
+    return f"/api/admin/models/{quote(name, safe='')}{'/' if action else ''}{action}"
+
+
+def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    files = model["files"]
+    yield "id", model["model_id"]
+    yield "layers", str(model["n_layers"])
+    if files:
+        ends = [end for end in ("embedding", "head") if files[end]]
+        yield "architecture", model["architecture"]
+        yield "size", size(model["size_bytes"])
+        yield "context", str(model["context_length"])
+        cuts = f"at multiples of {model['cut_alignment']}"
+        yield "can be cut", model["whole_reason"] or cuts
+        yield "file", model["path"]
+        pinned = " (pinned)" if model["pinned"] else ""
+        yield "came from", f"other nodes{pinned}" if model["stored"] else "this machine"
+        yield "in the file", ", ".join([*files["layers"], *ends]) or "only the header"
+    yield "loaded here", ", ".join(model["loaded"]) or "-"
+    yield "in the swarm", _coverage(model)
+    for holder in model["holders"]:
+        name = holder["nickname"] or holder["node_id"]
+        yield "held by", f"{name}: {', '.join(holder['layers'])}"
+    for node_id in model["sources"]:
+        yield "given by", node_id
 
 
 def _follow(events: Iterable[dict[str, Any]], label: str, *, show: bool) -> dict[str, Any]:
-    """Show progress on stderr until the result comes; returns the model."""
+    """Show progress on stderr until the result comes; returns its line. Each phase has a bar of its own."""
     console = make_console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
+        TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=console,
         transient=True,
         disable=not (show and console.is_terminal),
     )
     with bar:
-        task = bar.add_task(safe(label), total=None)
+        tasks = {"": bar.add_task(safe(label), total=None)}
         for event in events:
             if event.get("type") == "progress":
-                bar.update(task, completed=event["done_bytes"], total=event["total_bytes"])
+                phase = str(event.get("phase", ""))
+                if phase not in tasks:
+                    tasks[phase] = bar.add_task(safe(f"{phase} {label.partition(' ')[2]}"), total=None)
+                    bar.update(tasks[""], visible=False)
+                bar.update(tasks[phase], completed=event["done_bytes"], total=event["total_bytes"])
             elif event.get("type") == "result":
-                model: dict[str, Any] = event["model"]
-                return model
+                return event
     raise CommandFailed("The node closed the connection before it was done; see its log.")
 
 

@@ -7,6 +7,8 @@ from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.models.hashing import build_manifest
 from swarmllm.models.layers import LayerRange, covers, merge, subtract
 from swarmllm.models.manifest import Manifest, Shard, TensorEntry
+from swarmllm.models.needs import needed_tensors
+from swarmllm.models.store import Store
 
 __all__ = [
     "Catalogue",
@@ -14,9 +16,11 @@ __all__ = [
     "LayerRange",
     "Manifest",
     "Shard",
+    "Store",
     "TensorEntry",
     "build_manifest",
     "covers",
     "merge",
+    "needed_tensors",
     "subtract",
 ]

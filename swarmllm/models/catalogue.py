@@ -5,7 +5,8 @@ process look on. A connection per call: calls come from whatever thread trio len
 fraction of a millisecond.
 
 Hashing a model costs minutes, so a manifest is kept with the size and modification time of the file it
-describes and believed while those hold. The catalogue never owns a model file and never deletes one.
+describes and believed while those hold. The catalogue never owns a model file and never deletes one; files
+that came from other nodes belong to the store, which keeps what it knows about them in this database too.
 
 Every method blocks; call it in a thread.
 """
@@ -16,23 +17,24 @@ import difflib
 import re
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound
 from swarmllm.models.hashing import FileState, Progress, hash_model
-from swarmllm.models.manifest import Manifest
+from swarmllm.models.manifest import Manifest, TensorEntry
 
 SCHEMA_VERSION = 1
 MAX_NAME_LENGTH = 100
 MIN_ID_PREFIX = 6
 """Shorter prefixes of a ModelId are more likely typing errors than ids."""
 
-_SCHEMA = """
+_TABLES = (
+    """
 CREATE TABLE IF NOT EXISTS models (
     model_id TEXT PRIMARY KEY,
     name TEXT NOT NULL UNIQUE,
@@ -42,7 +44,27 @@ CREATE TABLE IF NOT EXISTS models (
     added_at REAL NOT NULL,
     manifest BLOB NOT NULL
 ) STRICT
-"""
+""",
+    """
+CREATE TABLE IF NOT EXISTS containers (
+    model_id TEXT PRIMARY KEY,
+    used_at REAL NOT NULL,
+    pinned INTEGER NOT NULL
+) STRICT
+""",
+    """
+CREATE TABLE IF NOT EXISTS tensors (
+    model_id TEXT NOT NULL,
+    name TEXT NOT NULL,
+    n_bytes INTEGER NOT NULL,
+    complete INTEGER NOT NULL,
+    PRIMARY KEY (model_id, name)
+) STRICT, WITHOUT ROWID
+""",
+)
+"""`containers`: the models whose files the store owns, and `tensors`: what those hold of them (see
+`store.py`)."""
+
 _COLUMNS = "model_id, name, path, size_bytes, mtime_ns, manifest"
 
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
@@ -56,6 +78,23 @@ class CatalogueEntry:
     manifest: Manifest
     state: FileState
     """How the file looked when it was hashed."""
+    present: frozenset[str] | None = None
+    """Names of the tensors that are there, of a file that the store owns; None: the whole file is the
+    user's."""
+
+    pinned: bool = False
+    """It is not removed to make room."""
+
+    @property
+    def is_stored(self) -> bool:
+        """The file came from other nodes and belongs to the store."""
+        return self.present is not None
+
+    def absent(self, tensors: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
+        """Those of `tensors` that are not in the file."""
+        if self.present is None:
+            return ()
+        return tuple(tensor for tensor in tensors if tensor.name not in self.present)
 
     def check_file(self) -> None:
         """Raises BadModel where the file is gone or no longer what was hashed. Blocking."""
@@ -66,7 +105,13 @@ class CatalogueEntry:
                 f"the file of model {self.name} cannot be read ({self.path}: {error.strerror}); put it back"
                 f" or add the model again from where it is now: swarmllm models add PATH --name {self.name}"
             ) from error
-        if now != self.state:
+        if self.is_stored:
+            if now.size_bytes != self.state.size_bytes:
+                raise BadModel(
+                    f"the file of model {self.name} was damaged ({self.path}); fetch it anew:"
+                    f" swarmllm models rm {self.name}, then load it again"
+                )
+        elif now != self.state:
             raise BadModel(
                 f"the file of model {self.name} has changed since it was added ({self.path}); add it again: "
                 f"swarmllm models add {self.path} --name {self.name}"
@@ -78,14 +123,15 @@ class Catalogue:
         """`path`: the database file; its folder must exist. Raises BadModel for a database of another
         version."""
         self._path = path
-        with self._database() as database:
+        with self.database() as database:
             version = database.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, SCHEMA_VERSION):
                 raise BadModel(
                     f"{path} was written by another version of swarmllm (schema {version}, this one reads"
                     f" {SCHEMA_VERSION}); move it away and add the models again"
                 )
-            database.execute(_SCHEMA)
+            for table in _TABLES:
+                database.execute(table)
             database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def __repr__(self) -> str:
@@ -115,13 +161,14 @@ class Catalogue:
 
     def list(self) -> tuple[CatalogueEntry, ...]:
         """Every model, by name. Does not look at the files."""
-        with self._database() as database:
-            return tuple(map(_entry, database.execute(f"SELECT {_COLUMNS} FROM models ORDER BY name")))
+        with self.database() as database:
+            rows = database.execute(f"SELECT {_COLUMNS} FROM models ORDER BY name").fetchall()
+            return tuple(_entry(row, *_stored(database, row[0])) for row in rows)
 
     def get(self, name_or_id: str) -> CatalogueEntry:
         """By name, or by the first digits of the ModelId. Raises ModelNotFound, InvalidRequest (ambiguous
         digits)."""
-        with self._database() as database:
+        with self.database() as database:
             found = database.execute(
                 f"SELECT {_COLUMNS} FROM models WHERE name = ?", (name_or_id,)
             ).fetchall()
@@ -133,11 +180,11 @@ class Catalogue:
             if not found:
                 names = [row[0] for row in database.execute("SELECT name FROM models ORDER BY name")]
                 raise ModelNotFound(_not_found(name_or_id, names), field="model")
-        if len(found) > 1:
-            raise InvalidRequest(
-                f"several models' ids begin with {name_or_id}; give more digits", field="model"
-            )
-        return _entry(found[0])
+            if len(found) > 1:
+                raise InvalidRequest(
+                    f"several models' ids begin with {name_or_id}; give more digits", field="model"
+                )
+            return _entry(found[0], *_stored(database, found[0][0]))
 
     def resolve(self, name_or_id: str) -> CatalogueEntry:
         """`get`, for use: also raises BadModel where the file is gone or has changed."""
@@ -148,12 +195,27 @@ class Catalogue:
     def remove(self, name_or_id: str) -> CatalogueEntry:
         """Forget a model; its file stays. Raises as `get` does."""
         entry = self.get(name_or_id)
-        with self._database() as database:
-            database.execute("DELETE FROM models WHERE model_id = ?", (entry.model_id,))
+        with self.database() as database:
+            _forget(database, entry.model_id)
+        return entry
+
+    def adopt(self, entry: CatalogueEntry) -> CatalogueEntry:
+        """Make known a model whose file, holding no tensor yet, the store owns from now on. A name that is
+        taken gets the first digits of the id added."""
+        with self.database() as database:
+            database.execute("BEGIN IMMEDIATE")
+            name = normalise_name(entry.name)
+            row = database.execute("SELECT model_id FROM models WHERE name = ?", (name,)).fetchone()
+            if row is not None and row[0] != entry.model_id:
+                name = f"{name[: MAX_NAME_LENGTH - 13]}-{entry.model_id[:12]}"
+            entry = replace(entry, name=name, present=frozenset())
+            _forget(database, entry.model_id)
+            _write(database, entry)
+            database.execute("INSERT INTO containers VALUES (?, ?, 0)", (entry.model_id, time.time()))
         return entry
 
     @contextmanager
-    def _database(self) -> Iterator[sqlite3.Connection]:
+    def database(self) -> Iterator[sqlite3.Connection]:
         try:
             with closing(sqlite3.connect(self._path, timeout=10.0)) as database, database:
                 yield database
@@ -161,7 +223,7 @@ class Catalogue:
             raise BadModel(f"the model catalogue {self._path} cannot be used: {error}") from error
 
     def _remembered(self, path: Path) -> tuple[Manifest, FileState] | None:
-        with self._database() as database:
+        with self.database() as database:
             rows = database.execute(f"SELECT {_COLUMNS} FROM models WHERE path = ?", (str(path),)).fetchall()
         for entry in map(_entry, rows):
             try:
@@ -172,14 +234,14 @@ class Catalogue:
         return None
 
     def _known_name(self, manifest: Manifest) -> str | None:
-        with self._database() as database:
+        with self.database() as database:
             row = database.execute(
                 "SELECT name FROM models WHERE model_id = ?", (manifest.model_id,)
             ).fetchone()
         return row[0] if row else None
 
     def _insert(self, entry: CatalogueEntry, *, takes_over: bool) -> CatalogueEntry:
-        with self._database() as database:
+        with self.database() as database:
             # Taken before the check, so that of two callers with one name exactly one is refused.
             database.execute("BEGIN IMMEDIATE")
             row = database.execute(
@@ -191,21 +253,9 @@ class Catalogue:
                     f"the name {entry.name} already belongs to another model ({row[1]}); choose with --name",
                     field="name",
                 )
-            database.execute(
-                "DELETE FROM models WHERE name = ? OR model_id = ?", (entry.name, entry.model_id)
-            )
-            database.execute(
-                f"INSERT INTO models ({_COLUMNS}, added_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    entry.model_id,
-                    entry.name,
-                    str(entry.path),
-                    entry.state.size_bytes,
-                    entry.state.mtime_ns,
-                    msgspec.msgpack.encode(entry.manifest),
-                    time.time(),
-                ),
-            )
+            for model_id in {entry.model_id, row[0] if row else entry.model_id}:
+                _forget(database, model_id)
+            _write(database, entry)
         return entry
 
 
@@ -234,8 +284,47 @@ def _not_found(wanted: str, names: list[str]) -> str:
     return f"model {shown!r} is not known here (known: {known}); add it with: swarmllm models add PATH"
 
 
-def _entry(row: tuple[str, str, str, int, int, bytes]) -> CatalogueEntry:
+def _write(database: sqlite3.Connection, entry: CatalogueEntry) -> None:
+    database.execute(
+        f"INSERT INTO models ({_COLUMNS}, added_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            entry.model_id,
+            entry.name,
+            str(entry.path),
+            entry.state.size_bytes,
+            entry.state.mtime_ns,
+            msgspec.msgpack.encode(entry.manifest),
+            time.time(),
+        ),
+    )
+
+
+def _forget(database: sqlite3.Connection, model_id: str) -> None:
+    for table in ("models", "containers", "tensors"):
+        database.execute(f"DELETE FROM {table} WHERE model_id = ?", (model_id,))
+
+
+def _stored(database: sqlite3.Connection, model_id: str) -> tuple[frozenset[str] | None, bool]:
+    """(tensors present, pinned)"""
+    row = database.execute("SELECT pinned FROM containers WHERE model_id = ?", (model_id,)).fetchone()
+    if row is None:
+        return None, False
+    rows = database.execute("SELECT name FROM tensors WHERE model_id = ? AND complete", (model_id,))
+    return frozenset(name for (name,) in rows), bool(row[0])
+
+
+def _entry(
+    row: tuple[str, str, str, int, int, bytes],
+    present: frozenset[str] | None = None,
+    pinned: bool = False,
+) -> CatalogueEntry:
     model_id, name, path, size_bytes, mtime_ns, manifest = row
     return CatalogueEntry(
-        model_id, name, Path(path), _manifest_decoder.decode(manifest), FileState(size_bytes, mtime_ns)
+        model_id,
+        name,
+        Path(path),
+        _manifest_decoder.decode(manifest),
+        FileState(size_bytes, mtime_ns),
+        present,
+        pinned,
     )

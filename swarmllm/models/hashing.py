@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -67,7 +67,9 @@ def hash_model(path: Path, progress: Progress | None = None) -> tuple[Manifest, 
             if not stat.S_ISREG(before.st_mode):
                 raise BadModel(f"{path} is not a regular file")
             header = read_header(file)
-            manifest = _manifest(file, header, path, progress or (lambda done, total: None))
+            check_model(header)
+            digests = _hash_tensors(file, header, progress or (lambda done, total: None))
+            manifest = manifest_of(file, header, digests, path.stem)
             if FileState.of(os.fstat(file.fileno())) != FileState.of(before):
                 raise BadModel(f"{path} was changed while it was read; add it again when it is complete")
             return manifest, FileState.of(before)
@@ -79,7 +81,8 @@ def hash_model(path: Path, progress: Progress | None = None) -> tuple[Manifest, 
         raise BadModel(f"{path}: {error.message}", field=error.field) from error
 
 
-def _manifest(file: BinaryIO, header: GgufHeader, path: Path, progress: Progress) -> Manifest:
+def check_model(header: GgufHeader) -> tuple[str, int]:
+    """(architecture, layers) of a header that can be a model's. Raises BadModel naming what is wrong."""
     architecture = header.text("general.architecture")
     if (
         not architecture
@@ -94,12 +97,28 @@ def _manifest(file: BinaryIO, header: GgufHeader, path: Path, progress: Progress
     n_layers = n_blocks - header.count(f"{architecture}.nextn_predict_layers", default=0)
     if n_layers <= 0:
         raise BadModel(f"GGUF key {architecture}.block_count says that the model has no layers")
-    shards = _shards(file, header, architecture, n_layers, n_blocks, progress)
+    found = {tensor_place(tensor.name) for tensor in header.tensors}
+    for kind, layer in found:
+        if kind == "layer" and layer >= n_blocks:
+            raise BadModel(f"there are tensors of layer {layer}, beyond the {n_blocks} layers of block_count")
+    for layer in range(n_layers):
+        if ("layer", layer) not in found and architecture not in MAY_LACK_TENSORS:
+            raise BadModel(f"layer {layer} of {n_layers} has no tensors")
+    return architecture, n_layers
+
+
+def manifest_of(
+    file: BinaryIO, header: GgufHeader, digests: Mapping[str, str], fallback_name: str
+) -> Manifest:
+    """The manifest of the model whose header is in `file`, given each tensor's BLAKE3. The tensors' data
+    are not read, so that whoever has only a header can check a ModelId. Raises BadModel."""
+    architecture, n_layers = check_model(header)
+    shards = _shards(file, header, n_layers, digests)
     rule = cut_rule(architecture, n_layers, header.number, header.numbers)
     tokens = header.keys.get("tokenizer.ggml.tokens")
     by_kind = {shard.kind: shard for shard in shards}
     return Manifest(
-        name=_model_name(header, path),
+        name=_model_name(header, fallback_name),
         architecture=architecture,
         n_layers=n_layers,
         n_embd=header.count(f"{architecture}.embedding_length"),
@@ -113,24 +132,15 @@ def _manifest(file: BinaryIO, header: GgufHeader, path: Path, progress: Progress
     )
 
 
-def _model_name(header: GgufHeader, path: Path) -> str:
+def _model_name(header: GgufHeader, fallback_name: str) -> str:
     entry = header.keys.get("general.name")
-    return entry.value if entry and isinstance(entry.value, str) and entry.value.strip() else path.stem
+    return entry.value if entry and isinstance(entry.value, str) and entry.value.strip() else fallback_name
 
 
-def _shards(
-    file: BinaryIO, header: GgufHeader, architecture: str, n_layers: int, n_blocks: int, progress: Progress
-) -> tuple[Shard, ...]:
-    """Blocks from `n_layers` on predict further tokens: they go with the head."""
-    places: dict[tuple[ShardKind, int], list[TensorEntry]] = defaultdict(list)
-    for tensor in header.tensors:
-        kind, layer = tensor_place(tensor.name)
-        if kind == "layer" and layer >= n_blocks:
-            raise BadModel(
-                f"tensor {tensor.name} lies beyond the {n_blocks} layers of {architecture}.block_count"
-            )
+def _hash_tensors(file: BinaryIO, header: GgufHeader, progress: Progress) -> dict[str, str]:
     total_bytes = sum(tensor.size_bytes for tensor in header.tensors)
     done_bytes = 0
+    digests: dict[str, str] = {}
     buffer = memoryview(bytearray(READ_BYTES))
     for tensor in header.tensors:
         hasher = blake3(max_threads=blake3.AUTO if tensor.size_bytes > 16 * READ_BYTES else 1)
@@ -144,6 +154,18 @@ def _shards(
             left -= n
             done_bytes += n
             progress(done_bytes, total_bytes)
+        digests[tensor.name] = hasher.hexdigest()
+    return digests
+
+
+def _shards(
+    file: BinaryIO, header: GgufHeader, n_layers: int, digests: Mapping[str, str]
+) -> tuple[Shard, ...]:
+    """Blocks from `n_layers` on predict further tokens: they go with the head."""
+    places: dict[tuple[ShardKind, int], list[TensorEntry]] = defaultdict(list)
+    for tensor in header.tensors:
+        if tensor.name not in digests:
+            raise BadModel(f"there is no digest of tensor {tensor.name}")
         kind, layer = tensor_place(tensor.name)
         places[("head", 0) if kind == "layer" and layer >= n_layers else (kind, layer)].append(
             TensorEntry(
@@ -152,12 +174,9 @@ def _shards(
                 shape=tensor.shape,
                 offset=tensor.offset,
                 size_bytes=tensor.size_bytes,
-                blake3=hasher.hexdigest(),
+                blake3=digests[tensor.name],
             )
         )
-    for layer in range(n_layers):
-        if ("layer", layer) not in places and architecture not in MAY_LACK_TENSORS:
-            raise BadModel(f"layer {layer} of {n_layers} has no tensors")
     return (
         make_shard("header", 0, places["header", 0], _metadata_digests(file, header)),
         make_shard("embedding", 0, places["embedding", 0]),

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import trio
 
 from swarmllm import __version__
 from swarmllm.config import Config
-from swarmllm.errors import BadModel, InvalidRequest, ModelNotFound, SwarmLLMError
-from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge
+from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, NodeUnreachable, SwarmLLMError
+from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge, needed_tensors
 from swarmllm.node.admission import Admission
 from swarmllm.node.memory import memory_bytes
 from swarmllm.node.views import HolderView, ModelView, PeerView, Readiness, RequestCounts
@@ -31,10 +32,12 @@ from swarmllm.pipeline.prompt import Prompt
 from swarmllm.scheduling.route import choose_route, missing_layers
 from swarmllm.swarm.registry import Registry, SwarmModel
 from swarmllm.swarm.router import Router
+from swarmllm.travel import Travel, TravelStatistics
+from swarmllm.travel.travel import announcement
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerStatistics
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import NodeCapability, NodeRecord, ShardAnnounce
+from swarmllm_proto.swarm import FileAnnounce, NodeCapability, NodeRecord, ShardAnnounce
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -43,7 +46,13 @@ log = logging.getLogger("swarmllm.node")
 
 SOFTWARE = f"swarmllm/{__version__}"
 MAX_TOKENS = 2**20
+JOINING_S = 30.0
+"""How long after the start a model that others have is waited for."""
+LOOK_AGAIN_S = 0.25
+T = TypeVar("T")
 Progress = Callable[[int, int], None]
+Holdings = tuple[tuple[ShardAnnounce, ...], tuple[FileAnnounce, ...]]
+"""(layers ready to run, files to give)"""
 
 
 class Node:
@@ -56,6 +65,7 @@ class Node:
         pool: WorkerPool,
         catalogue: Catalogue,
         pipelines: Pipelines,
+        travel: Travel,
     ) -> None:
         inference = config.inference
         self.nickname = config.nickname
@@ -70,8 +80,9 @@ class Node:
         self._pool = pool
         self._catalogue = catalogue
         self._pipelines = pipelines
+        self._travel = travel
         self._sequence = 0
-        self._published: tuple[ShardAnnounce, ...] | None = None
+        self._published: Holdings | None = None
         self._changed = trio.Event()
         self._publishing = trio.Lock()
         self._readiness = Readiness("starting", "loading models")
@@ -96,16 +107,19 @@ class Node:
     def worker_statistics(self) -> tuple[WorkerStatistics, ...]:
         return self._pool.statistics()
 
+    def travel_statistics(self) -> TravelStatistics:
+        return self._travel.statistics()
+
     async def start(self) -> None:
         """Load what the configuration names.
 
         Raises SwarmLLMError for an entry that cannot be meant (no such model, layers it does not have); a
         load that fails is logged and leaves the node running, not ready.
         """
-        wanted = [await self._wanted(text) for text in self._config.model.load]
+        wanted = [await self._patiently(partial(self._wanted, text)) for text in self._config.model.load]
         for entry, layers in wanted:
             try:
-                await self._load(entry, layers, None)
+                await self._patiently(partial(self._load, entry, layers, _unseen, _unseen))
             except SwarmLLMError as error:
                 log.error(  # noqa: TRY400 (the message says it all)
                     "loading %s %s failed: %s", entry.name, layers, error.message
@@ -141,19 +155,51 @@ class Node:
             progress(done_bytes, total_bytes)
 
         entry = await trio.to_thread.run_sync(self._catalogue.add, path, name, report)
+        await self.publish()
         return self._view(entry, self._registry.models().get(entry.model_id))
 
     async def resolve(self, name_or_id: str, layers: str | None) -> tuple[CatalogueEntry, LayerRange]:
-        """What a load means. Raises ModelNotFound, BadModel, InvalidRequest naming the field."""
-        entry = await trio.to_thread.run_sync(self._catalogue.resolve, name_or_id)
+        """What a load means; makes a model known that only other nodes have.
+
+        Raises ModelNotFound, BadModel, InvalidRequest naming the field, and what `Travel.find` raises.
+        """
+        entry = await self._resolve(name_or_id)
         wanted = entry.manifest.whole if layers is None else LayerRange.parse(layers)
         _check_layers(entry, wanted)
         return entry, wanted
 
-    async def load(self, entry: CatalogueEntry, layers: LayerRange, progress: Progress) -> ModelView:
-        """Make layers ready and tell the swarm. Raises BadModel, WorkerError."""
-        await self._load(entry, layers, progress)
+    async def load(
+        self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, fetching: Progress
+    ) -> ModelView:
+        """Make layers ready and tell the swarm; what is not here is fetched from other nodes first, which
+        `fetching` tells of. Raises BadModel, WorkerError, and what `Travel.ensure` raises."""
+        entry = await self._load(entry, layers, progress, fetching)
         return self._view(entry, self._registry.models().get(entry.model_id))
+
+    async def verify(self, name_or_id: str, progress: Progress) -> tuple[ModelView, tuple[str, ...]]:
+        """Hash what is here of a model; the names of its damaged tensors. Raises ModelNotFound, BadModel."""
+        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        damaged = await self._travel.verify(entry, progress)
+        return await self.model(entry.model_id), damaged
+
+    async def pin(self, name_or_id: str, pinned: bool) -> ModelView:
+        """Whether a model may be removed to make room. Raises ModelNotFound, Conflict (it never is)."""
+        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        entry = await self._travel.pin(entry, pinned)
+        return self._view(entry, self._registry.models().get(entry.model_id))
+
+    async def remove(self, name_or_id: str) -> ModelView:
+        """Forget a model, delete what was fetched of it. Raises ModelNotFound, Conflict (it is
+        loaded)."""
+        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        if entry.model_id in self._pool.models():
+            raise Conflict(
+                f"{entry.name} is loaded; unload it first: swarmllm models unload {entry.name}", field="model"
+            )
+        view = self._view(entry, self._registry.models().get(entry.model_id))
+        await self._travel.remove(entry)
+        await self.publish()
+        return view
 
     async def unload(self, name_or_id: str, layers: str | None) -> ModelView:
         """Drop layers; None: all. Raises ModelNotFound, InvalidRequest, Conflict (none is loaded)."""
@@ -173,7 +219,10 @@ class Node:
         Leaving early cancels it on every node. Raises ModelNotFound, BadModel, Overloaded, NoPipeline,
         ContextFull, and what pipelines raise.
         """
-        entry = await trio.to_thread.run_sync(self._catalogue.resolve, model)
+        entry = await self._resolve(model)
+        if entry.is_stored and entry.absent(needed_tensors(entry.manifest, origin=True)):
+            self._pipelines.stages_for(entry)
+            entry = await self._travel.ensure(entry, None, _unseen, origin=True)
         # Pipelines shorten it to what the context leaves.
         sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens or MAX_TOKENS)
         generation: Generation | None = None
@@ -217,17 +266,42 @@ class Node:
                 await self._router.publish(encode_record(self._record(holdings)))
                 self._published = holdings
 
-    async def _load(self, entry: CatalogueEntry, layers: LayerRange, progress: Progress | None) -> None:
+    async def _load(
+        self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, fetching: Progress
+    ) -> CatalogueEntry:
+        entry = await self._travel.ensure(entry, layers, fetching)
         await self._pool.load(ModelFile(entry.model_id, entry.path), layers, progress)
         await self.publish()
+        return entry
+
+    async def _resolve(self, name_or_id: str) -> CatalogueEntry:
+        try:
+            return await trio.to_thread.run_sync(self._catalogue.resolve, name_or_id)
+        except ModelNotFound as unknown:
+            try:
+                return await self._travel.find(name_or_id)
+            except ModelNotFound:
+                # The catalogue's words: it also knows what was meant, perhaps.
+                raise unknown from None
+
+    async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
+        """Right after the start, who has what is needed may not be connected yet."""
+        until_s = trio.current_time() + (JOINING_S if self._config.network.bootstrap else 0)
+        while True:
+            try:
+                return await act()
+            except (ModelNotFound, NodeUnreachable):
+                if trio.current_time() >= until_s:
+                    raise
+            await trio.sleep(LOOK_AGAIN_S)
 
     async def _wanted(self, text: str) -> tuple[CatalogueEntry, LayerRange]:
         name, colon, layers = text.partition(":")
         return await self.resolve(name, layers if colon else None)
 
-    async def _holdings(self) -> tuple[ShardAnnounce, ...]:
+    async def _holdings(self) -> Holdings:
         entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
-        return tuple(
+        ready = tuple(
             ShardAnnounce(
                 model_id=model_id,
                 name=entries[model_id].name,
@@ -237,8 +311,9 @@ class Node:
             for model_id, ranges in sorted(self._pool.models().items())
             if model_id in entries
         )
+        return ready, self._travel.announcements(entries.values())
 
-    def _record(self, holdings: tuple[ShardAnnounce, ...]) -> NodeRecord:
+    def _record(self, holdings: Holdings) -> NodeRecord:
         total_bytes, free_bytes = memory_bytes()
         capability = NodeCapability(
             memory_total_bytes=total_bytes,
@@ -252,8 +327,9 @@ class Node:
             software=SOFTWARE,
             started_at=self.started_at,
             sequence=self._sequence,
-            models=holdings,
+            models=holdings[0],
             capability=capability,
+            files=holdings[1],
         )
 
     def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None) -> ModelView:
@@ -272,6 +348,8 @@ class Node:
             name=entry.name if entry else model.name if model else "",
             n_layers=n_layers,
             entry=entry,
+            files=announcement(entry) if entry else None,
+            sources=self._travel.sources(model_id),
             loaded=loaded,
             holders=tuple(self._holder(node_id, held[node_id]) for node_id in held),
             missing=tuple(missing_layers(n_layers, ranges)),
@@ -290,6 +368,10 @@ class Node:
             self.counts.failed += 1
         else:
             self.counts.cancelled += 1
+
+
+def _unseen(done_bytes: int, total_bytes: int) -> None:
+    """Nobody watches this progress."""
 
 
 def _account(generation: Generation) -> str:

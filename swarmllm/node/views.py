@@ -7,7 +7,7 @@ from typing import Literal
 
 from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.swarm.router import PeerInfo
-from swarmllm_proto.swarm import NodeRecord
+from swarmllm_proto.swarm import FileAnnounce, NodeRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,10 @@ class ModelView:
     name: str
     n_layers: int
     entry: CatalogueEntry | None
+    files: FileAnnounce | None
+    """What of it lies on this node's disk."""
+    sources: tuple[str, ...]
+    """Other connected nodes that give its files."""
     loaded: tuple[LayerRange, ...]
     holders: tuple[HolderView, ...]
     missing: tuple[LayerRange, ...]

@@ -16,7 +16,7 @@ from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import PipelineAssignment
+from swarmllm_proto.swarm import PipelineAck, PipelineAssignment
 
 
 async def assign(
@@ -58,6 +58,8 @@ async def _ask(router: Router, node_id: str, assignment: PipelineAssignment, tim
         raise NodeUnreachable(f"node {node_id} did not acknowledge within {timeout_s:g} s") from None
     except ProtocolError as error:
         raise RemoteError(f"node {node_id} answered nonsense: {error}") from error
+    if not isinstance(ack, PipelineAck):
+        raise RemoteError(f"node {node_id} answered something else than an acknowledgement")
     if ack.request_id != assignment.request_id or not ack.accepted:
         text = f"node {node_id} refused: {ack.reason or 'no reason given'}"
         raise NodeBusy(text) if ack.busy else RemoteError(text)

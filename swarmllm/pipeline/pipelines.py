@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -45,7 +45,14 @@ from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import decode_job, decode_request, encode_response
 from swarmllm_proto.errors import DamagedJob, ProtocolError
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import CancelInference, LayerForward, PipelineAssignment, Stage
+from swarmllm_proto.swarm import (
+    CancelInference,
+    FetchPiece,
+    LayerForward,
+    Piece,
+    PipelineAssignment,
+    Stage,
+)
 from swarmllm_proto.tensors import Tensor
 
 if TYPE_CHECKING:
@@ -84,7 +91,11 @@ class Pipelines:
         catalogue: Catalogue,
         node_id: str,
         settings: PipelineSettings,
+        *,
+        give_piece: Callable[[FetchPiece], Awaitable[Piece]] | None = None,
     ) -> None:
+        """`give_piece` answers requests for bytes of models; without it none are given."""
+        self._give_piece = give_piece
         self._router = router
         self._registry = registry
         self._pool = pool
@@ -187,6 +198,9 @@ class Pipelines:
 
     async def on_request(self, sender: str, body: bytes) -> bytes:
         assignment = decode_request(body)
+        if isinstance(assignment, FetchPiece):
+            absent = Piece(status="absent")
+            return encode_response(await self._give_piece(assignment) if self._give_piece else absent)
         return encode_response(await self._sessions.acknowledge(sender, assignment))
 
     async def on_message(self, sender: str, header: bytes, payload: memoryview) -> None:

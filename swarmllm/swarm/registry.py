@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from swarmllm.models.layers import LayerRange
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.errors import BadMessage
-from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
+from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -28,7 +28,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class SwarmModel:
-    """A model of which connected nodes hold layers."""
+    """A model of which connected nodes hold layers, or have files to give."""
 
     model_id: str
     name: str
@@ -83,13 +83,15 @@ class Registry:
         )
 
     def models(self) -> dict[str, SwarmModel]:
-        """What connected nodes and this one hold, by model id.
+        """What connected nodes and this one hold or have files of, by model id.
 
         The id fixes the number of layers, so holders can only disagree about it when one lies or errs: this
         node's own word wins, else the most frequent. Names are free: same rule.
         """
         said: dict[str, Counter[tuple[str, int]]] = {}
-        for node_id, announced in self._announced():
+        everything: list[tuple[str, ShardAnnounce | FileAnnounce]]
+        everything = [*self._announced(), *self._announced_files()]
+        for node_id, announced in everything:
             weight = len(self._records) + 1 if node_id == self._node_id else 1
             said.setdefault(announced.model_id, Counter())[announced.name, announced.n_layers] += weight
         models: dict[str, SwarmModel] = {}
@@ -98,6 +100,20 @@ class Registry:
             holders = tuple(h for h in self.holders(model_id) if h.layers.end <= n_layers)
             models[model_id] = SwarmModel(model_id, name, n_layers, holders)
         return models
+
+    def files(self) -> dict[str, dict[str, FileAnnounce]]:
+        """What other connected nodes have files of: model id -> node id -> what it said."""
+        files: dict[str, dict[str, FileAnnounce]] = {}
+        for node_id, announced in self._announced_files():
+            if node_id != self._node_id:
+                files.setdefault(announced.model_id, {})[node_id] = announced
+        return files
+
+    def _announced_files(self) -> Iterable[tuple[str, FileAnnounce]]:
+        for node_id, record in self._records.items():
+            if node_id == self._node_id or node_id in self._connected:
+                for announced in record.files:
+                    yield node_id, announced
 
     def _announced(self) -> Iterable[tuple[str, ShardAnnounce]]:
         for node_id, record in self._records.items():

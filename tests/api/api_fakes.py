@@ -19,7 +19,7 @@ from swarmllm.api.server import open_api
 from swarmllm.config import ApiTable, Config, InferenceTable
 from swarmllm.errors import SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
-from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge, subtract
+from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store, merge, subtract
 from swarmllm.node import Node
 from swarmllm.pipeline.generation import GeneratedText, StageReport, Timings
 from swarmllm.pipeline.pipelines import PipelineStatistics
@@ -27,6 +27,7 @@ from swarmllm.pipeline.prompt import Prompt
 from swarmllm.swarm.memory import InMemoryNetwork, InMemoryRouter
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
+from swarmllm.travel import Travel, TravelSettings
 from swarmllm.workerpool import WorkerStatistics
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.ipc import Sampling
@@ -149,6 +150,7 @@ class Stand:
     network: InMemoryNetwork
     router: InMemoryRouter
     registry: Registry
+    catalogue: Catalogue
     url: str = ""
     http: httpx.AsyncClient = field(default_factory=httpx.AsyncClient)
 
@@ -179,6 +181,14 @@ async def open_node(
         router = network.add("node-a")
         registry = Registry("node-a")
         await nursery.start(follow_router, registry, router)
+        travel = Travel(
+            router,
+            registry,
+            Store(catalogue, folder / "models"),
+            TravelSettings(),
+            in_use=pool.models,
+            on_change=lambda: node.holdings_changed(),
+        )
         node = Node(
             config,
             router=router,
@@ -186,11 +196,12 @@ async def open_node(
             pool=pool,  # type: ignore[arg-type]
             catalogue=catalogue,
             pipelines=pipelines,  # type: ignore[arg-type]
+            travel=travel,
         )
         pool.failure = pool_failure
         await nursery.start(node.run)
         await node.start()
-        yield Stand(node, pipelines, pool, config, network, router, registry)
+        yield Stand(node, pipelines, pool, config, network, router, registry, catalogue)
         nursery.cancel_scope.cancel()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from api_fakes import Stand, open_node, serve_node
 
 from swarmllm.config import Config, ModelTable
 from swarmllm.errors import InvalidRequest, ModelNotFound, WorkerError
-from swarmllm.guide import DRAFT_PATH
+from swarmllm.guide import DRAFT_PATH, GUIDE_PATH
 from swarmllm.models import LayerRange
 from swarmllm_proto.codec import decode_record
 
@@ -33,7 +34,7 @@ async def load(stand: Stand, layers: str | None = None) -> list[dict[str, Any]]:
 async def test_loading_shows_progress_and_then_the_model(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         progress, result = await load(stand, "0:4")
-    assert progress == {"type": "progress", "done_bytes": 50, "total_bytes": 100}
+    assert progress == {"type": "progress", "done_bytes": 50, "total_bytes": 100, "phase": "loading"}
     assert result["type"] == "result"
     model = result["model"]
     assert (model["loaded"], model["missing"], model["complete"]) == (["0:4"], ["4:12"], False)
@@ -53,10 +54,13 @@ async def test_without_layers_the_whole_model_is_loaded_and_unloaded(tmp_path: P
 async def test_the_swarm_is_told_what_is_held(tmp_path: Path) -> None:
     async with open_node(tmp_path) as stand:
         entry, layers = await stand.node.resolve("guide", "4:8")
-        await stand.node.load(entry, layers, lambda done, total: None)
+        await stand.node.load(entry, layers, lambda done, total: None, lambda done, total: None)
         record = decode_record(stand.router.records()["node-a"])
         assert [(model.name, model.n_layers, model.ranges) for model in record.models] == [
             ("guide", 12, ((4, 8),))
+        ]
+        assert [(files.name, files.layers, files.embedding, files.head) for files in record.files] == [
+            ("guide", ((0, 12),), True, True)
         ]
         await stand.node.publish()
         assert decode_record(stand.router.records()["node-a"]) == record, "nothing new, nothing said"
@@ -65,6 +69,49 @@ async def test_the_swarm_is_told_what_is_held(tmp_path: Path) -> None:
         with trio.fail_after(2):
             while decode_record(stand.router.records()["node-a"]).models:
                 await trio.lowlevel.checkpoint()
+
+
+async def test_verifying_names_what_is_damaged(tmp_path: Path) -> None:
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(DRAFT_PATH.read_bytes())
+    async with serve_node(tmp_path) as stand:
+        await stand.http.post(MODELS, json={"path": str(copy), "name": "copy"})
+        intact = lines((await stand.http.post(f"{MODELS}/copy/verify")).text)
+        status = (await stand.http.get(f"{MODELS}/copy/status")).json()
+        with copy.open("r+b") as file:
+            file.seek(-1, 2)
+            last = file.read(1)[0]
+            file.seek(-1, 2)
+            file.write(bytes([last ^ 1]))
+        os.utime(copy, ns=(0, stand.catalogue.get("copy").state.mtime_ns))
+        damaged = lines((await stand.http.post(f"{MODELS}/copy/verify")).text)
+        missing = await stand.http.post(f"{MODELS}/nothing/verify")
+    assert intact[-1] == {"type": "result", "model": status, "damaged": []}
+    assert intact[-2]["done_bytes"] == intact[-2]["total_bytes"]
+    assert len(damaged[-1]["damaged"]) == 1
+    assert missing.status_code == 404
+
+
+async def test_a_file_of_ones_own_cannot_be_pinned(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        answer = await stand.http.post(f"{MODELS}/guide/pin")
+    assert answer.status_code == 409
+    assert "never removed" in answer.json()["error"]["message"]
+
+
+async def test_a_model_is_removed_unless_it_is_loaded_and_its_own_file_stays(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        await load(stand, "0:4")
+        refused = await stand.http.delete(f"{MODELS}/guide")
+        await stand.http.post(f"{MODELS}/guide/unload")
+        removed = await stand.http.delete(f"{MODELS}/guide")
+        gone = await stand.http.delete(f"{MODELS}/guide")
+        record = decode_record(stand.router.records()["node-a"])
+    assert (refused.status_code, removed.status_code, gone.status_code) == (409, 200, 404)
+    assert "swarmllm models unload guide" in refused.json()["error"]["message"]
+    assert removed.json()["stored"] is False
+    assert removed.json()["path"] == str(GUIDE_PATH)
+    assert record.files == ()
 
 
 @pytest.mark.parametrize(

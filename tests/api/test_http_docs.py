@@ -21,7 +21,9 @@ DOCS = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 def test_every_endpoint_is_documented() -> None:
     app = create_app(cast(Node, None), Config())
     paths = {re.sub(r"<\w+>", "{}", rule.rule) for rule in app.url_map.iter_rules()}
-    documented = {re.sub(r"\{\w+\}", "{}", path) for path in re.findall(r"`(?:GET|POST) (/[^`?]*)`", DOCS)}
+    documented = {
+        re.sub(r"\{\w+\}", "{}", path) for path in re.findall(r"`(?:GET|POST|DELETE) (/[^`?]*)`", DOCS)
+    }
     assert documented == paths
 
 

@@ -97,6 +97,9 @@ def running_fake_node() -> Iterator[FakeNode]:
         def do_POST(self) -> None:
             self._respond()
 
+        def do_DELETE(self) -> None:
+            self._respond()
+
         def log_message(self, format: str, *args: Any) -> None:
             pass
 

@@ -40,6 +40,10 @@ MODEL: dict[str, Any] = {
     "cut_alignment": 1,
     "whole_reason": "",
     "loaded": ["0:4"],
+    "stored": True,
+    "pinned": True,
+    "files": {"layers": ["0:4", "6:8"], "embedding": True, "head": False},
+    "sources": ["12D3KooWPeer"],
     "holders": [{"node_id": "12D3KooWSelf", "nickname": "kitchen", "layers": ["0:4"], "is_self": True}],
     "complete": False,
     "missing": ["4:12"],
@@ -197,3 +201,52 @@ def test_unload_says_what_is_left(run: Run, node: FakeNode, loaded: list[str], w
     result = run("models", "unload", "guide", "--layers", "2:4")
     assert words in result.stdout
     assert node.bodies("/api/admin/models/guide/unload") == [{"layers": "2:4"}]
+
+
+def test_show_tells_what_is_here_and_who_has_the_rest(run: Run, node: FakeNode) -> None:
+    node.on("GET", "/api/admin/models/guide/status", MODEL)
+    shown = run("models", "show", "guide").output
+    for expected in (
+        "ab" * 32, "9.3 MB", "2048", "at multiples of 1", "/models/guide.gguf", "other nodes (pinned)",
+        "0:4, 6:8, embedding", "layers 4:12 missing", "kitchen: 0:4", "12D3KooWPeer",
+    ):  # fmt: skip
+        assert expected in shown
+    assert json.loads(run("models", "show", "guide", "--json").output) == MODEL
+
+
+def test_show_of_a_model_that_only_others_have_is_short(run: Run, node: FakeNode) -> None:
+    node.on("GET", "/api/admin/models/far/status", FOREIGN | {"files": None, "holders": []})
+    shown = run("models", "show", "far").output
+    assert "far\\x1b[2J" in shown
+    assert "architecture" not in shown
+
+
+def test_verify_fails_where_something_is_damaged(run: Run, node: FakeNode) -> None:
+    path = "/api/admin/models/guide/verify"
+    node.on("POST", path, ndjson(PROGRESS, {"type": "result", "model": MODEL, "damaged": []}))
+    right = run("models", "verify", "guide")
+    assert (right.exit_code, "what is here is right" in right.stdout) == (0, True)
+    node.on("POST", path, ndjson({"type": "result", "model": MODEL, "damaged": ["blk.0.x", "blk.1.x"]}))
+    wrong = run("models", "verify", "guide", "--json")
+    assert wrong.exit_code == EXIT_FAILED
+    assert json.loads(wrong.stdout)["damaged"] == ["blk.0.x", "blk.1.x"]
+    assert "2 tensors of guide are damaged (blk.0.x, blk.1.x); load it again" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "pinned", "words"), [("pin", True, "it stays"), ("unpin", False, "it may be removed")]
+)
+def test_pin_and_unpin_say_what_happens_when_room_is_needed(
+    run: Run, node: FakeNode, command: str, pinned: bool, words: str
+) -> None:
+    node.on("POST", "/api/admin/models/guide/pin", MODEL | {"pinned": pinned})
+    assert words in run("models", command, "guide").stdout
+    assert node.bodies("/api/admin/models/guide/pin") == [{"pinned": pinned}]
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"), [(True, "fetched of it is deleted"), (False, "its file stays at /models/guide.gguf")]
+)
+def test_rm_says_what_became_of_the_file(run: Run, node: FakeNode, stored: bool, words: str) -> None:
+    node.on("DELETE", "/api/admin/models/guide", MODEL | {"stored": stored})
+    assert words in run("models", "rm", "guide").stdout

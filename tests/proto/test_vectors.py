@@ -101,21 +101,31 @@ def test_golden_tensor_decodes_to_its_array(
     assert decoded.tobytes() == array.tobytes()
 
 
+def test_golden_pieces_decode_to_their_messages() -> None:
+    assert codec.decode_request(read("request/fetch-piece.bin")) == script.FETCH_PIECE
+    assert codec.decode_response(read("response/piece.bin")) == script.PIECE
+
+
 def test_every_message_of_the_protocol_has_a_golden_file() -> None:
     shown = {
         *(type(message) for _, message, _ in (*script.IPC_MESSAGES, *script.JOB_MESSAGES)),
         *(type(script.RECORD), type(script.REQUEST), type(script.RESPONSE)),
+        *(type(script.FETCH_PIECE), type(script.PIECE)),
     }
-    unions = (ipc.AnyDaemonMessage, ipc.AnyWorkerMessage, swarm.JobMessage)
+    unions = (
+        *(ipc.AnyDaemonMessage, ipc.AnyWorkerMessage),
+        *(swarm.JobMessage, swarm.SwarmRequest, swarm.SwarmResponse),
+    )
     assert shown == {
         *(message for union in unions for message in get_args(union)),
-        *(swarm.NodeRecord, swarm.SwarmRequest, swarm.SwarmResponse),
+        swarm.NodeRecord,
     }
 
 
 def test_every_field_takes_another_value_than_its_default_in_some_golden_file() -> None:
     messages = [message for _, message, _ in (*script.IPC_MESSAGES, *script.JOB_MESSAGES)]
     messages += [script.RECORD, script.REQUEST, script.RESPONSE, script.RECORD.capability, script.SAMPLING]
+    messages += [script.FETCH_PIECE, script.PIECE, *script.RECORD.files]
     unseen = {(type(m).__name__, name) for m in messages for name in type(m).__struct_fields__}
     for message in messages:
         defaults = dict(

@@ -31,6 +31,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *get_args(ipc.AnyWorkerMessage),
     *(swarm.NodeRecord, swarm.ShardAnnounce, swarm.NodeCapability),
     *(swarm.PipelineAssignment, swarm.Stage, swarm.PipelineAck, swarm.StageTiming),
+    *(swarm.FileAnnounce, swarm.FetchPiece, swarm.Piece, swarm.Outline),
     *get_args(swarm.JobMessage),
     *(Envelope, Heartbeat, Digest),
 )

@@ -1,0 +1,342 @@
+"""Models that come from other nodes: one file per model, of which only some tensors are there.
+
+A *container* is a sparse GGUF in the layout of the file it comes from: the whole header, each tensor at its
+place, a hole where one is absent. So whatever reads GGUF files reads it as it is, provided it reads only
+what is there, and layers can be added at any time. The alternative, a file per layer, would need a reader of
+its own everywhere and assembly before every use.
+
+What is there is written in the catalogue's database, tensor by tensor, and only after the tensor's bytes
+have the right BLAKE3 and are on the disk; of a tensor on its way, how many of its first bytes are. A process
+killed at any moment leaves nothing that counts but is not there. Folders that the catalogue does not know
+(killed between two steps of adopting or removing) are swept at start.
+
+A container keeps its modification time, whatever is added, because segment files are cut from it and
+recognised by that time; it moves on when damage is found.
+
+Wart: segments cut from a container are copies, so a loaded layer lies on the disk twice.
+
+Every method blocks; call it in a thread. One process at a time (the daemon locks its data folder).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from blake3 import blake3
+
+from swarmllm.errors import BadModel, Conflict, StoreFull
+from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.models.gguf_header import MAX_HEADER_BYTES, read_header
+from swarmllm.models.hashing import READ_BYTES, FileState, Progress, manifest_of
+from swarmllm.models.manifest import TensorEntry
+from swarmllm_proto.swarm import Outline
+
+FILE_NAME = "model.gguf"
+INCOMING = ".incoming-"
+MAX_GAP_BYTES = 2**20
+"""Between two tensors: the largest alignment a GGUF may have."""
+SAVE_BYTES = 16 * 2**20
+"""A kill costs at most this much of each tensor on its way."""
+MTIME_STEP_NS = 10**9
+MAX_CONTAINER_HEADER_BYTES = MAX_HEADER_BYTES + MAX_GAP_BYTES
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class Store:
+    def __init__(self, catalogue: Catalogue, folder: Path, quota_bytes: int = 0) -> None:
+        """`folder` is made where it is missing. `quota_bytes` 0: no limit but the disk."""
+        self.catalogue = catalogue
+        self._folder = folder
+        self._quota_bytes = quota_bytes
+        with _disk_faults(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def __repr__(self) -> str:
+        return f"<Store {self._folder}>"
+
+    def sweep(self) -> int:
+        """Remove what belongs to no model; returns the number of folders. Only while nothing else uses the
+        store."""
+        known = {entry.path.parent for entry in self._entries()}
+        strays = [path for path in self._folder.iterdir() if path not in known]
+        for path in strays:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        return len(strays)
+
+    def adopt(self, model_id: str, name: str, outline: Outline, header: bytes) -> CatalogueEntry:
+        """A new container from what another node says the model looks like; no tensor is there yet.
+
+        Everything is checked against `model_id`, which covers every byte of metadata and every tensor's
+        digest. Raises BadModel where it is not that model's, StoreFull.
+        """
+        incoming = self._folder / f"{INCOMING}{uuid.uuid4().hex}"
+        path = incoming / FILE_NAME
+        try:
+            with _disk_faults(path):
+                incoming.mkdir(mode=0o700)
+                entry = self._write_header(path, model_id, name, outline, header)
+                final = self._folder / model_id
+                if final.exists():
+                    shutil.rmtree(final)
+                incoming.rename(final)
+                _sync(self._folder)
+            return self.catalogue.adopt(replace(entry, path=final / FILE_NAME))
+        finally:
+            shutil.rmtree(incoming, ignore_errors=True)
+
+    def open_tensor(self, entry: CatalogueEntry, tensor: TensorEntry) -> TensorWriter:
+        """For adding a tensor to a container, from where an earlier attempt was interrupted. Raises
+        BadModel."""
+        with self.catalogue.database() as database:
+            row = database.execute(
+                "SELECT n_bytes FROM tensors WHERE model_id = ? AND name = ? AND NOT complete",
+                (entry.model_id, tensor.name),
+            ).fetchone()
+        return TensorWriter(self.catalogue, entry, tensor, row[0] if row else 0)
+
+    def seal(self, entry: CatalogueEntry) -> CatalogueEntry:
+        """After a change: give the file back its modification time; returns the entry as it is now."""
+        now = self.catalogue.get(entry.model_id)
+        with _disk_faults(entry.path):
+            os.utime(now.path, ns=(now.state.mtime_ns, now.state.mtime_ns))
+        return now
+
+    def touch(self, entry: CatalogueEntry) -> None:
+        """It is used now: what was not used for longest goes first when room is needed."""
+        with self.catalogue.database() as database:
+            database.execute(
+                "UPDATE containers SET used_at = ? WHERE model_id = ?", (time.time(), entry.model_id)
+            )
+
+    def pin(self, entry: CatalogueEntry, pinned: bool) -> CatalogueEntry:
+        """Keep a container, or no longer, when room is needed. Raises Conflict for a file of the user's,
+        which stays anyway."""
+        if not entry.is_stored:
+            raise Conflict(
+                f"{entry.name} is a file of this machine, which is never removed to make room", field="model"
+            )
+        with self.catalogue.database() as database:
+            database.execute(
+                "UPDATE containers SET pinned = ? WHERE model_id = ?", (int(pinned), entry.model_id)
+            )
+        return self.catalogue.get(entry.model_id)
+
+    def used_bytes(self) -> int:
+        """On the disk, holes not counted."""
+        return sum(_allocated_bytes(entry.path) for entry in self._entries())
+
+    def make_room(self, n_bytes: int, may_go: Callable[[CatalogueEntry], bool]) -> list[CatalogueEntry]:
+        """Remove what was not used for longest, as long as `n_bytes` more do not fit and it `may_go`;
+        returns what was removed. What is pinned stays. Raises StoreFull where that is not enough, having
+        removed nothing."""
+        sizes = {entry.model_id: _allocated_bytes(entry.path) for entry in self._entries()}
+        with _disk_faults(self._folder):
+            excess = n_bytes - shutil.disk_usage(self._folder).free
+        if self._quota_bytes:
+            excess = max(excess, sum(sizes.values()) + n_bytes - self._quota_bytes)
+        going: list[CatalogueEntry] = []
+        for entry in self._entries():
+            if excess <= 0:
+                break
+            if not entry.pinned and may_go(entry):
+                going.append(entry)
+                excess -= sizes[entry.model_id]
+        if excess > 0:
+            raise StoreFull(
+                f"{n_bytes} bytes do not fit: {excess} too many for "
+                f"{'the quota (store.quota_gib) or ' if self._quota_bytes else ''}the disk of {self._folder};"
+                " remove a model with swarmllm models rm NAME"
+            )
+        for entry in going:
+            self.remove(entry)
+        return going
+
+    def remove(self, entry: CatalogueEntry) -> None:
+        """Forget a model; its file goes only if it is the store's."""
+        self.catalogue.remove(entry.model_id)
+        if entry.is_stored:
+            shutil.rmtree(entry.path.parent, ignore_errors=True)
+
+    def verify(self, entry: CatalogueEntry, progress: Progress) -> tuple[str, ...]:
+        """Read and hash every tensor that is there; returns the names of the damaged ones. In a container
+        those are absent from then on, so that the next load fetches them again. Raises BadModel."""
+        tensors = [tensor for shard in entry.manifest.shards for tensor in shard.tensors]
+        there = sorted(
+            (tensor for tensor in tensors if entry.present is None or tensor.name in entry.present),
+            key=lambda tensor: tensor.offset,
+        )
+        total_bytes = sum(tensor.size_bytes for tensor in there)
+        done_bytes = 0
+        damaged = []
+        with _disk_faults(entry.path), entry.path.open("rb") as file:
+            for tensor in there:
+                hasher = blake3()
+                for data in _pieces(file.fileno(), tensor.offset, tensor.size_bytes):
+                    hasher.update(data)
+                    done_bytes += len(data)
+                    progress(done_bytes, total_bytes)
+                if hasher.hexdigest() != tensor.blake3:
+                    damaged.append(tensor.name)
+        if damaged and entry.is_stored:
+            self._lose(entry, damaged)
+        return tuple(damaged)
+
+    def _lose(self, entry: CatalogueEntry, names: list[str]) -> None:
+        with self.catalogue.database() as database:
+            database.executemany(
+                "DELETE FROM tensors WHERE model_id = ? AND name = ?",
+                [(entry.model_id, name) for name in names],
+            )
+            database.execute(
+                "UPDATE models SET mtime_ns = mtime_ns + ? WHERE model_id = ?",
+                (MTIME_STEP_NS, entry.model_id),
+            )
+        self.seal(entry)
+
+    def _entries(self) -> list[CatalogueEntry]:
+        """The containers, those that were not used for longest first."""
+        with self.catalogue.database() as database:
+            ids = [row[0] for row in database.execute("SELECT model_id FROM containers ORDER BY used_at")]
+        return [self.catalogue.get(model_id) for model_id in ids]
+
+    def _write_header(
+        self, path: Path, model_id: str, name: str, outline: Outline, header: bytes
+    ) -> CatalogueEntry:
+        n_bytes = outline.header_bytes
+        if not len(header) == n_bytes <= outline.size_bytes < 2**62:
+            raise BadModel("the header has not the size that was announced")
+        with path.open("wb+") as file:
+            file.write(header)
+            file.flush()
+            # A hole: the parser wants to know where the file ends.
+            os.ftruncate(file.fileno(), outline.size_bytes)
+            parsed = read_header(file)
+            tensor_bytes = sum(tensor.size_bytes for tensor in parsed.tensors)
+            if not parsed.tensors or parsed.tensors[0].offset != n_bytes:
+                raise BadModel("the header does not end where the first tensor begins")
+            if outline.size_bytes > n_bytes + tensor_bytes + MAX_GAP_BYTES * (len(parsed.tensors) + 1):
+                raise BadModel("the file is much larger than its tensors")
+            manifest = manifest_of(file, parsed, outline.digests, name)
+            if manifest.model_id != model_id:
+                raise BadModel("the header or the tensors' digests are those of another model")
+            state = FileState(outline.size_bytes, time.time_ns() // MTIME_STEP_NS * MTIME_STEP_NS)
+            os.utime(file.fileno(), ns=(state.mtime_ns, state.mtime_ns))
+            os.fsync(file.fileno())
+        _sync(path.parent)
+        return CatalogueEntry(model_id, name, path, manifest, state)
+
+
+class TensorWriter:
+    """One tensor on its way into a container, front to back."""
+
+    def __init__(
+        self, catalogue: Catalogue, entry: CatalogueEntry, tensor: TensorEntry, n_bytes: int
+    ) -> None:
+        self.tensor = tensor
+        self.n_bytes = n_bytes
+        """Written so far."""
+        self._catalogue = catalogue
+        self._model_id = entry.model_id
+        self._path = entry.path
+        self._saved_bytes = n_bytes
+        self._hasher = blake3()
+        with _disk_faults(self._path):
+            self._file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                for data in _pieces(self._file, tensor.offset, n_bytes):
+                    self._hasher.update(data)
+            except BaseException:
+                self.close()
+                raise
+
+    def append(self, data: bytes) -> None:
+        """Raises StoreFull; ValueError beyond the tensor's end."""
+        if self.n_bytes + len(data) > self.tensor.size_bytes:
+            raise ValueError(f"{self.tensor.name} has {self.tensor.size_bytes} bytes")
+        with _disk_faults(self._path):
+            left = memoryview(data)
+            while left:
+                n = os.pwrite(self._file, left, self.tensor.offset + self.n_bytes)
+                self._hasher.update(left[:n])
+                self.n_bytes += n
+                left = left[n:]
+        if self.n_bytes - self._saved_bytes >= SAVE_BYTES:
+            self.save()
+
+    def save(self) -> None:
+        """Let a later attempt begin here."""
+        if self.n_bytes != self._saved_bytes:
+            self._record(complete=False)
+
+    def finish(self) -> bool:
+        """Whether the whole tensor is there and right; if it is not, it begins anew."""
+        if self.n_bytes == self.tensor.size_bytes and self._hasher.hexdigest() == self.tensor.blake3:
+            self._record(complete=True)
+            return True
+        self.restart()
+        return False
+
+    def restart(self) -> None:
+        self.n_bytes = 0
+        self._hasher = blake3()
+        self.save()
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _record(self, *, complete: bool) -> None:
+        with _disk_faults(self._path):
+            os.fdatasync(self._file)
+        with self._catalogue.database() as database:
+            database.execute(
+                "INSERT OR REPLACE INTO tensors VALUES (?, ?, ?, ?)",
+                (self._model_id, self.tensor.name, self.n_bytes, int(complete)),
+            )
+        self._saved_bytes = self.n_bytes
+
+
+def _pieces(file: int, offset: int, size_bytes: int) -> Iterator[bytes]:
+    while size_bytes:
+        data = os.pread(file, min(READ_BYTES, size_bytes), offset)
+        if not data:
+            raise BadModel("the file is shorter than it should be")
+        yield data
+        offset += len(data)
+        size_bytes -= len(data)
+
+
+def _allocated_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _sync(folder: Path) -> None:
+    """Make a rename in `folder` outlast a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _disk_faults(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise StoreFull(
+                f"{path} cannot be written: {error.strerror}; what is there already is kept"
+            ) from error
+        raise BadModel(f"{path} cannot be used: {error.strerror or error}") from error

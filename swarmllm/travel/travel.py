@@ -1,0 +1,272 @@
+"""What a node does with models that travel: find one by name, get what is needed of it, say what it has.
+
+The catalogue comes first: a name that is known here is the model that is known here, whatever others call
+so. A model is believed by its ModelId alone, which covers all of it; who asked for a name gets the model
+that the connected nodes call so, and is asked for the id where they do not agree.
+
+One fetch per model at a time; whoever wants more of it waits, and then finds most of it there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+import trio
+
+from swarmllm.errors import (
+    BadModel,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    NodeUnreachable,
+    RemoteError,
+    SwarmLLMError,
+)
+from swarmllm.models import CatalogueEntry, LayerRange, Store, TensorEntry, merge, needed_tensors
+from swarmllm.models.catalogue import MIN_ID_PREFIX
+from swarmllm.models.hashing import Progress
+from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.router import Router
+from swarmllm.travel.fetch import Asking, Fetch, fetch_container
+from swarmllm.travel.settings import TravelSettings
+from swarmllm.travel.uploads import Uploads
+from swarmllm_proto.swarm import FetchPiece, FileAnnounce, Piece
+
+log = logging.getLogger(__name__)
+
+MAX_ANNOUNCED = 256
+"""Models, and ranges of each, that a record has room for."""
+
+
+@dataclass(slots=True)
+class TravelStatistics:
+    """Since the start."""
+
+    fetched_bytes: int = 0
+    given_bytes: int = 0
+    liars: list[str] = field(default_factory=list)
+    """Nodes that sent wrong bytes; they are not asked again."""
+
+
+class Travel:
+    def __init__(
+        self,
+        router: Router,
+        registry: Registry,
+        store: Store,
+        settings: TravelSettings,
+        *,
+        in_use: Callable[[], Collection[str]],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`in_use`: ids of the models that must stay; `on_change` is called when there is more or less to
+        give."""
+        self._router = router
+        self._registry = registry
+        self._store = store
+        self._settings = settings
+        self._in_use = in_use
+        self._on_change = on_change
+        self._uploads = Uploads(store.catalogue, settings)
+        self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
+        self._statistics = TravelStatistics()
+
+    def statistics(self) -> TravelStatistics:
+        self._statistics.given_bytes = self._uploads.n_bytes
+        return self._statistics
+
+    async def answer(self, request: FetchPiece) -> Piece:
+        """Another node asks for bytes."""
+        return await self._uploads.answer(request)
+
+    def announcements(self, entries: Iterable[CatalogueEntry]) -> tuple[FileAnnounce, ...]:
+        """What this node has to give, of everything it knows."""
+        if not self._settings.share:
+            return ()
+        return tuple(announcement(entry) for entry in entries)[:MAX_ANNOUNCED]
+
+    def sources(self, model_id: str) -> tuple[str, ...]:
+        """The connected nodes that have files of a model."""
+        return tuple(sorted(self._registry.files().get(model_id, ())))
+
+    async def find(self, name_or_id: str) -> CatalogueEntry:
+        """Make a model known that only other nodes have; none of its tensors is fetched yet.
+
+        Raises ModelNotFound, InvalidRequest where the name means several, BadModel, RemoteError, StoreFull.
+        """
+        found = {
+            model_id: files
+            for model_id, files in self._registry.files().items()
+            if (len(name_or_id) >= MIN_ID_PREFIX and model_id.startswith(name_or_id))
+            or any(announced.name == name_or_id for announced in files.values())
+        }
+        if not found:
+            raise ModelNotFound(
+                f"model {name_or_id[:80]!r} is known neither here nor to a connected node; add its file with:"
+                " swarmllm models add PATH",
+                field="model",
+            )
+        if len(found) > 1:
+            ids = ", ".join(model_id[:12] for model_id in sorted(found))
+            raise InvalidRequest(
+                f"connected nodes have several models called {name_or_id}; name one by its id: {ids}",
+                field="model",
+            )
+        ((model_id, files),) = found.items()
+        async with self._locks[model_id]:
+            try:
+                return await trio.to_thread.run_sync(self._store.catalogue.get, model_id)
+            except ModelNotFound:
+                return await self._adopt(model_id, files)
+
+    async def ensure(
+        self,
+        entry: CatalogueEntry,
+        layers: LayerRange | None,
+        progress: Progress,
+        *,
+        origin: bool = False,
+    ) -> CatalogueEntry:
+        """Fetch what is not here of what running `layers` needs, and, as `origin`, embedding prompts.
+
+        Returns the entry as it is then. Raises NodeUnreachable where nobody gives a part, StoreFull,
+        BadModel; what has arrived is kept in any case.
+        """
+        if not entry.is_stored:
+            return entry
+        needed = needed_tensors(entry.manifest, layers, origin=origin)
+        if not entry.absent(needed):
+            if layers is not None:
+                await trio.to_thread.run_sync(self._store.touch, entry)
+            return entry
+        async with self._locks[entry.model_id]:
+            entry = await trio.to_thread.run_sync(self._store.catalogue.get, entry.model_id)
+            missing = entry.absent(needed)
+            if not missing:
+                return entry
+            await trio.to_thread.run_sync(self._store.touch, entry)
+            gone = await trio.to_thread.run_sync(
+                self._store.make_room, sum(tensor.size_bytes for tensor in missing), self._replaceable(entry)
+            )
+            for other in gone:
+                log.info("removed %s to make room", other.name)
+                self._uploads.forget(other.model_id)
+            try:
+                await self._fetch(entry, missing, progress)
+            finally:
+                with trio.CancelScope(shield=True):
+                    entry = await trio.to_thread.run_sync(self._store.seal, entry)
+                self._changed(entry)
+        return entry
+
+    async def verify(self, entry: CatalogueEntry, progress: Progress) -> tuple[str, ...]:
+        """Names of the tensors whose bytes are not what they should be; `progress` is called in a thread.
+        Raises BadModel."""
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            trio.from_thread.check_cancelled()
+            progress(done_bytes, total_bytes)
+
+        async with self._locks[entry.model_id]:
+            entry = await trio.to_thread.run_sync(self._store.catalogue.resolve, entry.model_id)
+            damaged = await trio.to_thread.run_sync(self._store.verify, entry, report)
+            if damaged:
+                log.warning("%d tensors of %s are damaged: %s", len(damaged), entry.name, damaged[0])
+                self._changed(entry)
+            return damaged
+
+    async def pin(self, entry: CatalogueEntry, pinned: bool) -> CatalogueEntry:
+        """Raises Conflict for a file of the user's."""
+        return await trio.to_thread.run_sync(self._store.pin, entry, pinned)
+
+    async def remove(self, entry: CatalogueEntry) -> None:
+        """Forget a model, and delete what was fetched of it."""
+        async with self._locks[entry.model_id]:
+            await trio.to_thread.run_sync(self._store.remove, entry)
+            self._changed(entry)
+
+    async def _adopt(self, model_id: str, files: dict[str, FileAnnounce]) -> CatalogueEntry:
+        failure: SwarmLLMError = ModelNotFound("nobody has it any more", field="model")
+        for node_id, announced in sorted(files.items()):
+            if node_id in self._statistics.liars:
+                continue
+            asking = Asking(self._router, self._settings, node_id, model_id)
+            try:
+                entry = await fetch_container(asking, self._store, model_id, announced.name)
+            except BadModel as error:
+                failure = RemoteError(f"node {node_id}: {error.message}")
+                log.warning("node %s does not have the model it announces: %s", node_id, error.message)
+                self._blame({node_id})
+            except (RemoteError, DeadlineExceeded) as error:
+                failure = error
+            else:
+                log.info("%s is known now; its header came from %s", entry.name, node_id)
+                self._changed(entry)
+                return entry
+            finally:
+                self._statistics.fetched_bytes += asking.n_bytes
+        raise failure
+
+    async def _fetch(
+        self, entry: CatalogueEntry, tensors: tuple[TensorEntry, ...], progress: Progress
+    ) -> None:
+        files = self._registry.files().get(entry.model_id, {})
+        holders = [node_id for node_id in sorted(files) if node_id not in self._statistics.liars]
+        if not holders:
+            raise NodeUnreachable(
+                f"{sum(tensor.size_bytes for tensor in tensors)} bytes of {entry.name} are not here, and no "
+                "connected node has them to give"
+            )
+        # Many have the same: not everybody asks the first ones.
+        start = sum(map(ord, self._router.node_id)) % len(holders)
+        chosen = (holders[start:] + holders[:start])[: self._settings.max_holders]
+        fetch = Fetch(self._router, self._store, entry, tensors, chosen, self._settings, progress)
+        try:
+            await fetch.run()
+        finally:
+            self._statistics.fetched_bytes += fetch.n_bytes
+            self._blame(fetch.plan.liars)
+
+    def _blame(self, node_ids: Collection[str]) -> None:
+        self._statistics.liars += sorted(set(node_ids) - set(self._statistics.liars))
+
+    def _changed(self, entry: CatalogueEntry) -> None:
+        self._uploads.forget(entry.model_id)
+        self._on_change()
+
+    def _replaceable(self, wanted: CatalogueEntry) -> Callable[[CatalogueEntry], bool]:
+        """Whether a model may be removed to make room: not in use, and others have all that is here. Works
+        on what is known now, because it is asked in a thread."""
+        in_use = {wanted.model_id, *self._in_use()}
+        in_use |= {model_id for model_id, lock in self._locks.items() if lock.locked()}
+        files = self._registry.files()
+
+        def may_go(entry: CatalogueEntry) -> bool:
+            others = files.get(entry.model_id, {}).values()
+            mine = announcement(entry)
+            elsewhere = merge(LayerRange(*layers) for other in others for layers in other.layers)
+            return (
+                entry.model_id not in in_use
+                and all(any(LayerRange(*layers) in there for there in elsewhere) for layers in mine.layers)
+                and (not mine.embedding or any(other.embedding for other in others))
+                and (not mine.head or any(other.head for other in others))
+            )
+
+        return may_go
+
+
+def announcement(entry: CatalogueEntry) -> FileAnnounce:
+    """What this node has of a model, whole shards only."""
+    whole = {(shard.kind, shard.index) for shard in entry.manifest.shards if not entry.absent(shard.tensors)}
+    layers = merge(LayerRange(index, index + 1) for kind, index in whole if kind == "layer")
+    return FileAnnounce(
+        model_id=entry.model_id,
+        name=entry.name,
+        n_layers=entry.manifest.n_layers,
+        layers=tuple((each.start, each.end) for each in layers)[:MAX_ANNOUNCED],
+        embedding=("embedding", 0) in whole,
+        head=("head", 0) in whole,
+    )
