@@ -24,6 +24,7 @@ from swarmllm.errors import BadModel, InvalidRequest, ModelNotFound, SwarmLLMErr
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge
 from swarmllm.node.admission import Admission
 from swarmllm.node.memory import memory_bytes
+from swarmllm.node.metrics import Metrics, Outcome
 from swarmllm.node.views import HolderView, ModelView, PeerView, Readiness, RequestCounts
 from swarmllm.pipeline.generation import Generation
 from swarmllm.pipeline.pipelines import Pipelines, PipelineStatistics
@@ -75,6 +76,7 @@ class Node:
         self._changed = trio.Event()
         self._publishing = trio.Lock()
         self._readiness = Readiness("starting", "loading models")
+        self.metrics = Metrics(self)
 
     @property
     def node_id(self) -> str:
@@ -173,22 +175,25 @@ class Node:
         Leaving early cancels it on every node. Raises ModelNotFound, BadModel, Overloaded, NoPipeline,
         ContextFull, and what pipelines raise.
         """
+        since_s = trio.current_time()
         entry = await trio.to_thread.run_sync(self._catalogue.resolve, model)
         # Pipelines shorten it to what the context leaves.
         sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens or MAX_TOKENS)
         generation: Generation | None = None
+        outcome: Outcome = "completed"
         try:
             async with (
                 self.admission.turn() as queue_s,
                 self._pipelines.generate(prompt, entry, sampling, queue_s=queue_s) as generation,
             ):
+                self.metrics.first_token(entry.name, generation, trio.current_time() - since_s)
                 yield generation
         except BaseException as error:
-            self._count(error)
+            outcome = "failed" if isinstance(error, Exception) else "cancelled"
             raise
-        else:
-            self._count(None)
         finally:
+            self.metrics.ended(entry.name, outcome, generation, trio.current_time() - since_s)
+            self.counts.count(outcome)
             if generation is not None:
                 self.counts.generated_tokens += generation.n_generated
                 log.info("%s: %s", entry.name, _account(generation))
@@ -282,14 +287,6 @@ class Node:
         record = self._registry.node(node_id)
         nickname = self.nickname if node_id == self.node_id else record.nickname if record else ""
         return HolderView(node_id, nickname, merge(layers), node_id == self.node_id)
-
-    def _count(self, error: BaseException | None) -> None:
-        if error is None:
-            self.counts.completed += 1
-        elif isinstance(error, Exception):
-            self.counts.failed += 1
-        else:
-            self.counts.cancelled += 1
 
 
 def _account(generation: Generation) -> str:
