@@ -13,9 +13,10 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import trio
 
 from swarmllm import __version__
@@ -166,6 +167,40 @@ class Node:
         await self.publish()
         return self._view(entry, self._registry.models().get(entry.model_id))
 
+    async def tokenize(self, model: str, text: str, *, add_special: bool) -> list[int]:
+        """Token ids of a text as it is; `add_special`: with what the model wants around each text."""
+        file = await self._file(model)
+        tokens: list[int] = (await self._pool.tokenize(file, text=text)).tolist()
+        if not add_special:
+            # The worker always adds them; what an empty text becomes shows which they are.
+            special = (await self._pool.tokenize(file, text="")).tolist()
+            if tokens[: len(special)] == special:
+                tokens = tokens[len(special) :]
+        return tokens
+
+    async def detokenize(self, model: str, tokens: list[int]) -> str:
+        """Raises InvalidRequest for ids outside the vocabulary."""
+        entry = await trio.to_thread.run_sync(self._catalogue.resolve, model)
+        n_vocab = entry.manifest.n_vocab
+        if not all(0 <= token < n_vocab for token in tokens):
+            raise InvalidRequest(f"Token ids of {entry.name} lie in [0, {n_vocab}).", field="tokens")
+        file = ModelFile(entry.model_id, entry.path)
+        return await self._pool.detokenize(file, np.array(tokens, np.int32))
+
+    async def count_tokens(self, model: str, prompt: Prompt) -> int:
+        """How many tokens of context the prompt takes."""
+        file = await self._file(model)
+        tokens = await self._pool.tokenize(
+            file, text=prompt.text, messages=prompt.messages, tools=prompt.tools
+        )
+        return len(tokens)
+
+    async def apply_template(
+        self, model: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> str:
+        """The text the model would read. Raises InvalidRequest where its template refuses."""
+        return await self._pool.apply_template(await self._file(model), messages, tools)
+
     @asynccontextmanager
     async def generate(
         self, model: str, prompt: Prompt, sampling: Sampling, max_tokens: int | None
@@ -221,6 +256,10 @@ class Node:
                 self._sequence += 1
                 await self._router.publish(encode_record(self._record(holdings)))
                 self._published = holdings
+
+    async def _file(self, model: str) -> ModelFile:
+        entry = await trio.to_thread.run_sync(self._catalogue.resolve, model)
+        return ModelFile(entry.model_id, entry.path)
 
     async def _load(self, entry: CatalogueEntry, layers: LayerRange, progress: Progress | None) -> None:
         await self._pool.load(ModelFile(entry.model_id, entry.path), layers, progress)
