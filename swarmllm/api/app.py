@@ -9,6 +9,7 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
 from swarmllm.api.admin import admin
+from swarmllm.api.anthropic import anthropic
 from swarmllm.api.chat import chat
 from swarmllm.api.completions import completions
 from swarmllm.api.connection import Connection
@@ -16,6 +17,7 @@ from swarmllm.api.context import NODE, SETTINGS
 from swarmllm.api.errors import as_swarmllm_error, error_response, http_error_response
 from swarmllm.api.guard import check_host, check_origin
 from swarmllm.api.health import health
+from swarmllm.api.ollama import ollama
 from swarmllm.api.text_tools import text_tools
 from swarmllm.config import Config
 from swarmllm.node import Node
@@ -33,7 +35,7 @@ def create_app(node: Node, config: Config) -> App:
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_S
     app.extensions[NODE] = node
     app.extensions[SETTINGS] = config
-    for blueprint in (chat, completions, text_tools, admin, health):
+    for blueprint in (chat, completions, text_tools, ollama, anthropic, admin, health):
         app.register_blueprint(blueprint)
     allowed_hosts = frozenset(name.lower() for name in config.api.allowed_hosts)
 
@@ -46,7 +48,7 @@ def create_app(node: Node, config: Config) -> App:
 
     @app.after_request
     async def stamp(response: Response) -> Response:
-        response.headers["x-request-id"] = g.get("request_id", "")
+        response.headers["x-request-id"] = response.headers["request-id"] = g.get("request_id", "")
         response.headers["X-Content-Type-Options"] = "nosniff"
         return response
 

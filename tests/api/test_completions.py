@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import trio
 from api_fakes import Script, serve_node
 
 from swarmllm.errors import RemoteError
@@ -47,10 +48,16 @@ async def test_a_stream_says_the_same(tmp_path: Path) -> None:
     assert (chunks[-1]["choices"], chunks[-1]["usage"]["total_tokens"]) == ([], 10)
 
 
+@pytest.mark.slow
 async def test_a_failure_in_a_stream_is_its_last_event(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
-        stand.pipelines.script = Script(fail_after=1, failure=RemoteError("node-b left"))
+
+        async def sometimes() -> None:
+            await trio.sleep(0.03)
+
+        stand.pipelines.script = Script(fail_after=2, failure=RemoteError("node-b left"), between=sometimes)
         answer = await stand.http.post(URL, json=ONCE | {"stream": True})
+    assert answer.status_code == 200
     assert "node-b left" in answer.text.removesuffix("\n\n").split("\n\n")[-1]
     assert "[DONE]" not in answer.text
 
