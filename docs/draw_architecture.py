@@ -31,6 +31,7 @@ TOP_DOWN = (
     "swarmllm.models",
     "swarmllm.guide",
     "swarmllm.config",
+    "swarmllm.keys",
     "swarmllm.errors",
     "swarmllm_workers",
     "swarmllm_proto",

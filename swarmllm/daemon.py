@@ -29,6 +29,7 @@ from swarmllm.api import open_api
 from swarmllm.config import Config
 from swarmllm.errors import ConfigError, SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
+from swarmllm.keys import KeyFile
 from swarmllm.models import Catalogue
 from swarmllm.node import Node
 from swarmllm.pipeline.pipelines import Pipelines
@@ -110,7 +111,7 @@ async def _open_rooms(
             config, router=router, registry=registry, pool=pool, catalogue=catalogue, pipelines=pipelines
         )
         await nursery.start(node.run)
-        async with open_api(node, config) as api_url:
+        async with open_api(node, config, KeyFile(data_dir)) as api_url:
             whereabouts = Whereabouts(
                 pid=os.getpid(),
                 version=__version__,

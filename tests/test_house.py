@@ -35,6 +35,7 @@ LAYERS = (
     "swarmllm.models",
     "swarmllm.guide",
     "swarmllm.config",
+    "swarmllm.keys",
     "swarmllm.errors",
     "swarmllm_proto",
     "swarmllm.bootstrap",

@@ -10,6 +10,7 @@ from werkzeug.exceptions import HTTPException
 
 from swarmllm.api.admin import admin
 from swarmllm.api.anthropic import anthropic
+from swarmllm.api.auth import Doorkeeper
 from swarmllm.api.chat import chat
 from swarmllm.api.completions import completions
 from swarmllm.api.connection import Connection
@@ -20,6 +21,7 @@ from swarmllm.api.health import health
 from swarmllm.api.ollama import ollama
 from swarmllm.api.text_tools import text_tools
 from swarmllm.config import Config
+from swarmllm.keys import KeyRing
 from swarmllm.node import Node
 
 BODY_TIMEOUT_S = 60
@@ -29,7 +31,8 @@ class App(QuartTrio):
     asgi_http_class = Connection
 
 
-def create_app(node: Node, config: Config) -> App:
+def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
+    """`keys` None: nobody is asked for a key."""
     app = App("swarmllm", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = config.api.max_body_bytes
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_S
@@ -39,11 +42,16 @@ def create_app(node: Node, config: Config) -> App:
         app.register_blueprint(blueprint)
     allowed_hosts = frozenset(name.lower() for name in config.api.allowed_hosts)
 
+    doorkeeper = Doorkeeper(keys)
+
     @app.before_request
     async def check() -> None:
         g.request_id = f"req_{secrets.token_hex(12)}"
         host = request.headers.get("Host", "")
-        check_host(host, allowed_hosts)
+        has_key = await doorkeeper.admit(request)
+        # A page on a re-pointed domain has no key, and a node reached from elsewhere has names unknown to it.
+        if not has_key and not (keys and keys.is_required):
+            check_host(host, allowed_hosts)
         check_origin(request.headers.get("Origin"), host)
 
     @app.after_request

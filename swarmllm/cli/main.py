@@ -27,6 +27,7 @@ COMMANDS = {
     "peers": LazyCommand("swarmllm.cli.peers", "Show the nodes this one is connected to."),
     "models": LazyCommand("swarmllm.cli.models", "List, add, load and unload models."),
     "chat": LazyCommand("swarmllm.cli.chat", "Talk to a model, or ask it one question."),
+    "key": LazyCommand("swarmllm.cli.key", "Create, list and revoke API keys."),
     "demo": LazyCommand(
         "swarmllm.cli.demo", "Start three nodes here, ask the bundled model, show the route."
     ),
