@@ -32,6 +32,7 @@ TOP_DOWN = (
     "swarmllm.guide",
     "swarmllm.config",
     "swarmllm.keys",
+    "swarmllm.sd_notify",
     "swarmllm.errors",
     "swarmllm_workers",
     "swarmllm_proto",

@@ -34,6 +34,7 @@ from swarmllm.models import Catalogue
 from swarmllm.node import Node
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.sd_notify import ServiceManager
 from swarmllm.swarm.libp2p_router import open_libp2p_router
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
@@ -72,13 +73,19 @@ async def run_daemon(
     Raises ConfigError, and other SwarmLLMErrors for what keeps a daemon from running.
     """
     set_up_logging(config.node.log_level)
+    manager = ServiceManager(os.environ)
     try:
         async with trio.open_nursery() as nursery:
             await nursery.start(_stop_on_signal, nursery.cancel_scope)
             async with open_daemon(config) as whereabouts:
                 on_serving(whereabouts)
                 task_status.started(whereabouts)
-                await trio.sleep_forever()
+                manager.tell(READY=1, STATUS=whereabouts.api_url)
+                try:
+                    await manager.feed_watchdog()
+                    await trio.sleep_forever()
+                finally:
+                    manager.tell(STOPPING=1)
     except BaseExceptionGroup as group:
         raise _only_cause(group) from group
 

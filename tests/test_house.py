@@ -36,6 +36,7 @@ LAYERS = (
     "swarmllm.guide",
     "swarmllm.config",
     "swarmllm.keys",
+    "swarmllm.sd_notify",
     "swarmllm.errors",
     "swarmllm_proto",
     "swarmllm.bootstrap",

@@ -30,6 +30,7 @@ COMMANDS = {
     "run": LazyCommand("swarmllm.cli.run", "Answer one prompt; made for pipes."),
     "config": LazyCommand("swarmllm.cli.config", "Show and check the configuration."),
     "key": LazyCommand("swarmllm.cli.key", "Create, list and revoke API keys."),
+    "service": LazyCommand("swarmllm.cli.service", "Run the node as a systemd service."),
     "completion": LazyCommand("swarmllm.cli.completion", "Print a script for tab completion."),
     "demo": LazyCommand(
         "swarmllm.cli.demo", "Start three nodes here, ask the bundled model, show the route."
