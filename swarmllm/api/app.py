@@ -19,6 +19,7 @@ from swarmllm.api.errors import as_swarmllm_error, error_response, http_error_re
 from swarmllm.api.guard import check_host, check_origin
 from swarmllm.api.health import health
 from swarmllm.api.ollama import ollama
+from swarmllm.api.openapi import openapi
 from swarmllm.api.text_tools import text_tools
 from swarmllm.config import Config
 from swarmllm.keys import KeyRing
@@ -38,7 +39,7 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_S
     app.extensions[NODE] = node
     app.extensions[SETTINGS] = config
-    for blueprint in (chat, completions, text_tools, ollama, anthropic, admin, health):
+    for blueprint in (chat, completions, text_tools, ollama, anthropic, admin, health, openapi):
         app.register_blueprint(blueprint)
     allowed_hosts = frozenset(name.lower() for name in config.api.allowed_hosts)
 
