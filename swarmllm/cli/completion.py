@@ -5,6 +5,9 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from swarmllm.cli.display import print_json
+from swarmllm.cli.options import json_option
+
 VARIABLE = "_SWARMLLM_COMPLETE"
 
 
@@ -18,7 +21,8 @@ Examples:
 """,
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion(shell: str) -> None:
+@json_option
+def completion(shell: str, as_json: bool) -> None:
     """Print a script that makes SHELL complete the commands and options of this program."""
     from swarmllm.cli.main import main
 
@@ -26,4 +30,8 @@ def completion(shell: str) -> None:
     assert kind is not None
     complete = kind(main, {}, "swarmllm", VARIABLE)
     # Not source(): for bash it would ask some other bash for its version.
-    click.echo(complete.source_template % complete.source_vars())
+    script = complete.source_template % complete.source_vars()
+    if as_json:
+        print_json({"shell": shell, "script": script})
+    else:
+        click.echo(script)

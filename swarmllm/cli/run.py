@@ -13,9 +13,9 @@ from contextlib import closing
 import click
 
 from swarmllm.cli.chat import choose_model
-from swarmllm.cli.chat_stream import Finished, Message, as_json, stream_chat
+from swarmllm.cli.chat_stream import Finished, Message, as_fields, stream_chat
 from swarmllm.cli.client import Client
-from swarmllm.cli.display import safe
+from swarmllm.cli.display import print_json, safe
 from swarmllm.cli.errors import EXIT_INTERRUPTED, WrongUsage
 from swarmllm.cli.options import api_option, json_option
 
@@ -94,7 +94,7 @@ def _json_answer(stream: Iterator[str | Finished]) -> Finished | None:
     pieces: list[str] = []
     for part in stream:
         if isinstance(part, Finished):
-            click.echo(as_json("".join(pieces), part))
+            print_json(as_fields("".join(pieces), part))
             return part
         pieces.append(part)
     return None

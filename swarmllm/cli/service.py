@@ -14,7 +14,9 @@ from pathlib import Path
 
 import click
 
+from swarmllm.cli.display import print_json
 from swarmllm.cli.errors import CommandFailed, WrongUsage
+from swarmllm.cli.options import json_option
 from swarmllm.config import load_config
 from swarmllm.errors import ConfigError
 
@@ -71,33 +73,41 @@ def service() -> None:
 )
 @click.option("--start/--no-start", default=True, help="Start it now and at every login.  [default: start]")
 @click.option("--print", "only_print", is_flag=True, help="Print the unit instead of installing it.")
-def install(config_file: Path | None, start: bool, only_print: bool) -> None:
+@json_option
+def install(config_file: Path | None, start: bool, only_print: bool, as_json: bool) -> None:
     """Write the unit and start it. Again does no harm: the unit is replaced and the node restarted."""
     try:
         load_config(config_file)
     except ConfigError as error:
         raise WrongUsage(error.message) from None
-    unit = unit_text(config_file)
+    file, unit = unit_file(), unit_text(config_file)
     if only_print:
-        click.echo(unit, nl=False)
+        if as_json:
+            print_json({"path": str(file), "unit": unit})
+        else:
+            click.echo(unit, nl=False)
         return
-    file = unit_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(unit, "utf-8")
     except OSError as error:
         raise CommandFailed(f"Cannot write {file}: {error.strerror}") from None
-    click.echo(f"Wrote {file}")
     if start:
         systemctl("daemon-reload")
         systemctl("enable", UNIT_NAME)
         systemctl("restart", UNIT_NAME)
+    if as_json:
+        print_json({"path": str(file), "started": start})
+        return
+    click.echo(f"Wrote {file}")
+    if start:
         click.echo("The node runs. Its log: journalctl --user -u swarmllm -f")
         click.echo("To have it run while you are logged out too: loginctl enable-linger")
 
 
 @service.command(short_help="Stop the service and remove it.")
-def uninstall() -> None:
+@json_option
+def uninstall(as_json: bool) -> None:
     """Stop the node and remove the unit. Models, identity and configuration stay."""
     file = unit_file()
     if not file.exists():
@@ -105,7 +115,10 @@ def uninstall() -> None:
     systemctl("disable", "--now", UNIT_NAME)
     file.unlink()
     systemctl("daemon-reload")
-    click.echo(f"Removed {file}")
+    if as_json:
+        print_json({"path": str(file)})
+    else:
+        click.echo(f"Removed {file}")
 
 
 def unit_file() -> Path:

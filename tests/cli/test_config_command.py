@@ -73,6 +73,8 @@ def test_a_file_that_cannot_be_used_is_wrong_usage(tmp_path: Path, text: str, wo
 def test_completion_prints_a_script_that_calls_this_program(tmp_path: Path, shell: str) -> None:
     script = run(tmp_path, "completion", shell).stdout
     assert f"_SWARMLLM_COMPLETE={shell}_complete" in script
+    as_json = json.loads(run(tmp_path, "completion", shell, "--json").stdout)
+    assert as_json == {"shell": shell, "script": script.removesuffix("\n")}
 
 
 def test_completion_completes_commands_and_options(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import shlex
 import sys
@@ -61,9 +62,12 @@ def test_the_service_is_installed_started_and_removed(tmp_path: Path, calls: Pat
 
 def test_a_unit_can_be_printed_or_left_alone(tmp_path: Path, calls: Path) -> None:
     assert service("install", "--print").output == unit_text(None)
+    assert json.loads(service("install", "--print", "--json").output)["unit"] == unit_text(None)
     assert not (tmp_path / "config").exists()
-    assert service("install", "--no-start").exit_code == 0
+    installed = json.loads(service("install", "--no-start", "--json").output)
+    assert (Path(installed["path"]).read_text(), installed["started"]) == (unit_text(None), False)
     assert not calls.exists()
+    assert json.loads(service("uninstall", "--json").output) == {"path": installed["path"]}
 
 
 def test_a_configuration_that_cannot_be_used_is_not_installed(tmp_path: Path, calls: Path) -> None:
