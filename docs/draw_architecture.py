@@ -32,6 +32,8 @@ TOP_DOWN = (
     "swarmllm.models",
     "swarmllm.guide",
     "swarmllm.config",
+    "swarmllm.keys",
+    "swarmllm.sd_notify",
     "swarmllm.errors",
     "swarmllm_workers",
     "swarmllm_proto",

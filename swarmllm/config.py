@@ -77,12 +77,15 @@ class ApiTable:
     """The HTTP endpoint: OpenAI-compatible API and administration."""
 
     host: str = _setting(
-        "127.0.0.1", "Loopback address to listen on; there are no API keys yet, so no other is accepted."
+        "127.0.0.1",
+        "Address to listen on; one that other machines reach needs an API key (swarmllm key create NAME).",
     )
     port: Port = _setting(8800, "TCP port; 0 takes any free port (see daemon.json in the data folder).")
     allowed_hosts: tuple[str, ...] = _setting(
         (), "Names accepted in the Host header besides localhost and the loopback addresses."
     )
+    certfile: str = _setting("", "PEM file with the certificate chain; serves HTTPS, needs keyfile.")
+    keyfile: str = _setting("", "PEM file with the certificate's private key, not encrypted.")
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**30)] = _setting(
         8 * 2**20, "Largest request body; anything bigger is refused with 413."
     )

@@ -29,10 +29,12 @@ from swarmllm.api import open_api
 from swarmllm.config import Config
 from swarmllm.errors import ConfigError, SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
+from swarmllm.keys import KeyFile
 from swarmllm.models import Catalogue, Store
 from swarmllm.node import Node
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.sd_notify import ServiceManager
 from swarmllm.swarm.libp2p_router import open_libp2p_router
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
@@ -72,13 +74,19 @@ async def run_daemon(
     Raises ConfigError, and other SwarmLLMErrors for what keeps a daemon from running.
     """
     set_up_logging(config.node.log_level)
+    manager = ServiceManager(os.environ)
     try:
         async with trio.open_nursery() as nursery:
             await nursery.start(_stop_on_signal, nursery.cancel_scope)
             async with open_daemon(config) as whereabouts:
                 on_serving(whereabouts)
                 task_status.started(whereabouts)
-                await trio.sleep_forever()
+                manager.tell(READY=1, STATUS=whereabouts.api_url)
+                try:
+                    await manager.feed_watchdog()
+                    await trio.sleep_forever()
+                finally:
+                    manager.tell(STOPPING=1)
     except BaseExceptionGroup as group:
         raise _only_cause(group) from group
 
@@ -133,7 +141,7 @@ async def _open_rooms(
             travel=travel,
         )
         await nursery.start(node.run)
-        async with open_api(node, config) as api_url:
+        async with open_api(node, config, KeyFile(data_dir)) as api_url:
             whereabouts = Whereabouts(
                 pid=os.getpid(),
                 version=__version__,

@@ -36,6 +36,8 @@ LAYERS = (
     "swarmllm.models",
     "swarmllm.guide",
     "swarmllm.config",
+    "swarmllm.keys",
+    "swarmllm.sd_notify",
     "swarmllm.errors",
     "swarmllm_proto",
     "swarmllm.bootstrap",

@@ -55,6 +55,25 @@ def test_a_stream_says_the_same_as_a_whole_answer(ai: openai.OpenAI) -> None:
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
 
 
+def test_a_text_is_completed_streamed_or_not(ai: openai.OpenAI) -> None:
+    options: dict[str, Any] = {
+        "model": "guide",
+        "prompt": "A layer range is",
+        "temperature": 0,
+        "max_tokens": 12,
+    }
+    whole = ai.completions.create(**options)
+    chunks = list(ai.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert whole.choices[0].text
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens <= 12
+    assert ai.completions.create(**options, echo=True).choices[0].text == (
+        "A layer range is" + whole.choices[0].text
+    )
+
+
 def test_max_tokens_is_kept_and_named_as_the_reason(ai: openai.OpenAI) -> None:
     answer = ask(ai, max_tokens=None, max_completion_tokens=3, extra_body={"ignore_eos": True})
     assert answer.choices[0].finish_reason == "length"
@@ -76,8 +95,7 @@ def test_a_stop_string_ends_the_text_before_it(ai: openai.OpenAI) -> None:
 
 
 def test_a_seed_fixes_what_is_sampled(ai: openai.OpenAI) -> None:
-    # The guide is sure of its answers to questions it knows; at this heat of nothing.
-    options = {"temperature": 2.0, "seed": 11, "messages": [{"role": "user", "content": "zebra umbrella"}]}
+    options = {"temperature": 2, "messages": [{"role": "user", "content": "Zebra, quilt, ..."}], "seed": 11}
     assert text_of(ask(ai, **options)) == text_of(ask(ai, **options))
     assert text_of(ask(ai, **options)) != text_of(ask(ai, **options | {"seed": 12}))
 

@@ -100,6 +100,18 @@ class Tokenize(DaemonMessage, frozen=True, tag=True):
     tools: list[dict[str, object]] | None = None
 
 
+class ApplyTemplate(DaemonMessage, frozen=True, tag=True):
+    """What the model's chat template makes of a conversation, up to where the assistant speaks. Answered by
+    Text."""
+
+    messages: list[dict[str, object]]
+    tools: list[dict[str, object]] | None = None
+
+
+class Detokenize(DaemonMessage, frozen=True, tag=True):
+    """Payload: i32 [n] token ids. Answered by Text, special tokens included."""
+
+
 class Embed(DaemonMessage, frozen=True, tag=True):
     """Payload: i32 [n] token ids. Answered by LayerResult with f32 [n, n_embd] embedding rows."""
 
@@ -203,6 +215,11 @@ class Tokens(WorkerMessage, frozen=True, tag=True):
     """Payload: i32 [n] token ids."""
 
 
+class Text(WorkerMessage, frozen=True, tag=True):
+    """Answers ApplyTemplate and Detokenize. Payload: UTF-8; a detokenized text may begin or end inside a
+    character."""
+
+
 class LayerResult(WorkerMessage, frozen=True, tag=True):
     """Answers Embed and Forward. Payload: f32 [n, n_embd], or empty where want was "none"."""
 
@@ -266,8 +283,30 @@ class Bye(WorkerMessage, frozen=True, tag=True):
 
 
 AnyDaemonMessage: TypeAlias = (
-    Open | Load | Unload | Tokenize | Embed | Forward | Generate | CancelRequest | ReleaseRequestKv | Shutdown
+    Open
+    | Load
+    | Unload
+    | Tokenize
+    | ApplyTemplate
+    | Detokenize
+    | Embed
+    | Forward
+    | Generate
+    | CancelRequest
+    | ReleaseRequestKv
+    | Shutdown
 )
 AnyWorkerMessage: TypeAlias = (
-    Ready | Opened | Progress | Loaded | Tokens | LayerResult | Token | GenerateDone | Done | Error | Bye
+    Ready
+    | Opened
+    | Progress
+    | Loaded
+    | Tokens
+    | Text
+    | LayerResult
+    | Token
+    | GenerateDone
+    | Done
+    | Error
+    | Bye
 )

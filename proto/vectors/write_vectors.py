@@ -75,6 +75,8 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ("unload", ipc.Unload(id=3, start=2, end=4), b""),
     ("tokenize-text", ipc.Tokenize(id=4, text="Grüße, 世界"), b""),
     ("tokenize-messages", ipc.Tokenize(id=5, messages=MESSAGES, tools=TOOLS), b""),
+    ("apply-template", ipc.ApplyTemplate(id=13, messages=MESSAGES, tools=TOOLS), b""),
+    ("detokenize", ipc.Detokenize(id=14), tensor_bytes(TOKEN_IDS)),
     ("embed", ipc.Embed(id=6), tensor_bytes(TOKEN_IDS)),
     (
         "forward-hidden",
@@ -120,6 +122,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ("progress", ipc.Progress(id=2, done_bytes=1_000_000, total_bytes=5_000_000_000), b""),
     ("loaded", ipc.Loaded(id=2, ranges=((0, 2), (6, 12)), weights_bytes=123_456_789), b""),
     ("tokens", ipc.Tokens(id=4), tensor_bytes(TOKEN_IDS)),
+    ("text", ipc.Text(id=14), "Grüße, 世界".encode()),
     ("layer-result", ipc.LayerResult(id=7, request_id=REQUEST_ID, compute_s=0.0015), tensor_bytes(HIDDEN)),
     ("token", ipc.Token(id=9, request_id=REQUEST_ID, index=3, token=15043, compute_s=0.25), "世".encode()),
     ("token-last", ipc.Token(id=9, request_id=REQUEST_ID, index=4, token=2, finish_reason="stop"), b""),

@@ -9,13 +9,20 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
 from swarmllm.api.admin import admin
+from swarmllm.api.anthropic import anthropic
+from swarmllm.api.auth import Doorkeeper
 from swarmllm.api.chat import chat
+from swarmllm.api.completions import completions
 from swarmllm.api.connection import Connection
 from swarmllm.api.context import NODE, SETTINGS
 from swarmllm.api.errors import as_swarmllm_error, error_response, http_error_response
 from swarmllm.api.guard import check_host, check_origin
 from swarmllm.api.health import health
+from swarmllm.api.ollama import ollama
+from swarmllm.api.openapi import openapi
+from swarmllm.api.text_tools import text_tools
 from swarmllm.config import Config
+from swarmllm.keys import KeyRing
 from swarmllm.node import Node
 
 BODY_TIMEOUT_S = 60
@@ -25,26 +32,32 @@ class App(QuartTrio):
     asgi_http_class = Connection
 
 
-def create_app(node: Node, config: Config) -> App:
+def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
+    """`keys` None: nobody is asked for a key."""
     app = App("swarmllm", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = config.api.max_body_bytes
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_S
     app.extensions[NODE] = node
     app.extensions[SETTINGS] = config
-    for blueprint in (chat, admin, health):
+    for blueprint in (chat, completions, text_tools, ollama, anthropic, admin, health, openapi):
         app.register_blueprint(blueprint)
     allowed_hosts = frozenset(name.lower() for name in config.api.allowed_hosts)
+
+    doorkeeper = Doorkeeper(keys)
 
     @app.before_request
     async def check() -> None:
         g.request_id = f"req_{secrets.token_hex(12)}"
         host = request.headers.get("Host", "")
-        check_host(host, allowed_hosts)
+        has_key = await doorkeeper.admit(request)
+        # A page on a re-pointed domain has no key, and a node reached from elsewhere has names unknown to it.
+        if not has_key and not (keys and keys.is_required):
+            check_host(host, allowed_hosts)
         check_origin(request.headers.get("Origin"), host)
 
     @app.after_request
     async def stamp(response: Response) -> Response:
-        response.headers["x-request-id"] = g.get("request_id", "")
+        response.headers["x-request-id"] = response.headers["request-id"] = g.get("request_id", "")
         response.headers["X-Content-Type-Options"] = "nosniff"
         return response
 

@@ -11,6 +11,7 @@ import time
 
 import msgspec
 
+from swarmllm.api.answering import EVENT_STREAM
 from swarmllm.api.errors import error_object
 from swarmllm.api.swarm_report import swarm_object
 from swarmllm.api.tool_calls import FoundCall, ToolCallParser
@@ -24,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"
 
 
-class Reply:
+class ChatReply:
     """One chat completion on its way out. `parser` is there when tools were given."""
 
     def __init__(self, model: str, parser: ToolCallParser | None, include_usage: bool = False) -> None:
@@ -53,7 +54,14 @@ class Reply:
         body = self._head | {"object": "chat.completion", "choices": [choice], "usage": usage(generation)}
         return encode(body | {"swarm": swarm_object(generation)})
 
-    def first(self) -> bytes:
+    @property
+    def stream_type(self) -> str:
+        return EVENT_STREAM
+
+    def waiting(self) -> bytes:
+        return WAITING
+
+    def first(self, generation: Generation | None) -> bytes:
         return self._chunk({"role": "assistant", "content": "", "refusal": None})
 
     def text(self, text: str) -> bytes:

@@ -58,7 +58,7 @@ def chat_call(body: schema.ChatRequest) -> ChatCall:
         model=body.model,
         messages=[_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
         tools=tools,
-        sampling=_sampling(body),
+        sampling=sampling_of(body),
         max_tokens=body.max_completion_tokens or body.max_tokens,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -84,7 +84,7 @@ def _refuse_unsupported(body: schema.ChatRequest) -> None:
         raise InvalidRequest("max_tokens and max_completion_tokens disagree; send one.", field="max_tokens")
 
 
-def _sampling(body: schema.ChatRequest) -> Sampling:
+def sampling_of(body: schema.ChatRequest) -> Sampling:
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     chosen: dict[str, object] = {
         "temperature": body.temperature,

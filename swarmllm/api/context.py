@@ -7,6 +7,7 @@ from typing import cast
 from quart import current_app
 
 from swarmllm.config import Config
+from swarmllm.errors import InvalidRequest
 from swarmllm.node import Node
 
 NODE = "swarmllm.node"
@@ -19,3 +20,16 @@ def current_node() -> Node:
 
 def current_config() -> Config:
     return cast(Config, current_app.extensions[SETTINGS])
+
+
+async def model_or_only_one(name: str | None) -> str:
+    """For endpoints whose original serves one model and therefore takes no name: the one that can answer now.
+
+    Raises InvalidRequest where that is not clear.
+    """
+    if name is not None:
+        return name
+    names = [view.name for view in await current_node().models() if view.entry and view.complete]
+    if len(names) != 1:
+        raise InvalidRequest(f"Which model? {len(names)} can answer here; send `model`.", field="model")
+    return names[0]

@@ -98,6 +98,8 @@ def error_response(error: SwarmLLMError) -> Response:
     response = Response(body, status=error.http_status, content_type="application/json")
     if error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
         response.headers["Retry-After"] = str(DEFAULT_RETRY_AFTER_S)
+    if error.http_status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, TooLarge):
         response.headers["Connection"] = "close"
     return response

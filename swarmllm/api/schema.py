@@ -115,12 +115,15 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**20)]
+ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Stop = StopText | Annotated[list[StopText], Meta(max_length=16)]
 
 
 class ChatRequest(Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions. None everywhere means what absence means."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    model: ModelName
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -130,8 +133,8 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     top_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None

@@ -24,12 +24,24 @@ def swarm_object(generation: Generation) -> Json:
 
 
 def swarm_headers(generation: Generation) -> dict[str, str]:
-    """Node ids, not nicknames: a nickname may hold anything, a header may not."""
+    """Node ids, not nicknames: a nickname may hold anything, a header may not. Server-Timing says as much as
+    is known: of a stream, whose headers leave before its tokens, no more than the prefill."""
     stages = " ".join(f"{stage.layers}@{stage.node_id}" for stage in generation.route)
     return {
         "x-swarm-route": f"{generation.shape} {stages}",
         "x-swarm-nodes": str(len({stage.node_id for stage in generation.route})),
+        "Server-Timing": _server_timing(generation),
     }
+
+
+def _server_timing(generation: Generation) -> str:
+    timings = generation.timings
+    known = {"queue": timings.queue_s, "tokenize": timings.tokenize_s, "prefill": timings.prefill_s}
+    if generation.finish_reason is not None:
+        n_decoded = max(0, generation.n_generated - 1)
+        known["decode"] = timings.decode_s
+        known["network"] = n_decoded * sum(stage.network_s for stage in generation.route)
+    return ", ".join(f"{name};dur={_ms(seconds)}" for name, seconds in known.items())
 
 
 def _stage(stage: StageReport) -> Json:

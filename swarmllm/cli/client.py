@@ -8,6 +8,8 @@ endpoint is on the loopback interface, where a proxy can only be in the way.
 from __future__ import annotations
 
 import json
+import os
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +22,10 @@ from swarmllm.cli.errors import CommandFailed, DaemonUnreachable, RequestRefused
 ANSWER_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 LINE_MAX_BYTES = 1 << 20
-REFUSALS = frozenset({"invalid_request_error", "permission_error", "rate_limit_error"})
+KEY_VARIABLE = "SWARMLLM_KEY"
+REFUSALS = frozenset(
+    {"invalid_request_error", "authentication_error", "permission_error", "rate_limit_error"}
+)
 
 
 class Client:
@@ -30,8 +35,12 @@ class Client:
             raise WrongUsage(f"{api_url!r} is not an address like http://127.0.0.1:8800.")
         timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         # Reading the certificates takes longer than most answers; they are of no use for plain http.
-        verify = self.api_url.startswith("https:")
-        self._http = httpx.Client(base_url=self.api_url, timeout=timeout, trust_env=False, verify=verify)
+        verify = _certificates() if self.api_url.startswith("https:") else False
+        key = os.environ.get(KEY_VARIABLE)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.Client(
+            base_url=self.api_url, timeout=timeout, trust_env=False, verify=verify, headers=headers
+        )
 
     def __enter__(self) -> Client:
         return self
@@ -113,6 +122,14 @@ class Client:
             raise CommandFailed(f"The connection to {self.api_url} broke: {error}") from None
 
 
+def _certificates() -> ssl.SSLContext:
+    """The system's, or those of SSL_CERT_FILE: that of a node that has made its own, for example."""
+    try:
+        return ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE"))
+    except OSError as error:
+        raise WrongUsage(f"Cannot read SSL_CERT_FILE: {error.strerror or error}") from None
+
+
 def is_http_url(text: str) -> bool:
     try:
         url = urlsplit(text)
@@ -126,4 +143,6 @@ def failure(error: Any) -> CommandFailed:
     if not isinstance(error, dict):
         return CommandFailed(str(error))
     message = str(error.get("message", error))
+    if error.get("type") == "authentication_error":
+        message += f" Put it into {KEY_VARIABLE}."
     return RequestRefused(message) if error.get("type") in REFUSALS else CommandFailed(message)

@@ -27,6 +27,11 @@ COMMANDS = {
     "peers": LazyCommand("swarmllm.cli.peers", "Show the nodes this one is connected to."),
     "models": LazyCommand("swarmllm.cli.models", "List, add, fetch, load, check and remove models."),
     "chat": LazyCommand("swarmllm.cli.chat", "Talk to a model, or ask it one question."),
+    "run": LazyCommand("swarmllm.cli.run", "Answer one prompt; made for pipes."),
+    "config": LazyCommand("swarmllm.cli.config", "Show and check the configuration."),
+    "key": LazyCommand("swarmllm.cli.key", "Create, list and revoke API keys."),
+    "service": LazyCommand("swarmllm.cli.service", "Run the node as a systemd service."),
+    "completion": LazyCommand("swarmllm.cli.completion", "Print a script for tab completion."),
     "demo": LazyCommand(
         "swarmllm.cli.demo", "Start three nodes here, ask the bundled model, show the route."
     ),

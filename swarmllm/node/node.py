@@ -25,6 +25,8 @@ from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, N
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge, needed_tensors
 from swarmllm.node.admission import Admission
 from swarmllm.node.memory import memory_bytes
+from swarmllm.node.metrics import Metrics, Outcome
+from swarmllm.node.texts import Texts
 from swarmllm.node.views import HolderView, ModelView, PeerView, Readiness, RequestCounts
 from swarmllm.pipeline.generation import Generation
 from swarmllm.pipeline.pipelines import Pipelines, PipelineStatistics
@@ -86,6 +88,8 @@ class Node:
         self._changed = trio.Event()
         self._publishing = trio.Lock()
         self._readiness = Readiness("starting", "loading models")
+        self.metrics = Metrics(self)
+        self.texts = Texts(pool, self._as_origin)
 
     @property
     def node_id(self) -> str:
@@ -219,25 +223,25 @@ class Node:
         Leaving early cancels it on every node. Raises ModelNotFound, BadModel, Overloaded, NoPipeline,
         ContextFull, and what pipelines raise.
         """
-        entry = await self._resolve(model)
-        if entry.is_stored and entry.absent(needed_tensors(entry.manifest, origin=True)):
-            self._pipelines.stages_for(entry)
-            entry = await self._travel.ensure(entry, None, _unseen, origin=True)
+        since_s = trio.current_time()
+        entry = await self._as_origin(model)
         # Pipelines shorten it to what the context leaves.
         sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens or MAX_TOKENS)
         generation: Generation | None = None
+        outcome: Outcome = "completed"
         try:
             async with (
                 self.admission.turn() as queue_s,
                 self._pipelines.generate(prompt, entry, sampling, queue_s=queue_s) as generation,
             ):
+                self.metrics.first_token(entry.name, generation, trio.current_time() - since_s)
                 yield generation
         except BaseException as error:
-            self._count(error)
+            outcome = "failed" if isinstance(error, Exception) else "cancelled"
             raise
-        else:
-            self._count(None)
         finally:
+            self.metrics.ended(entry.name, outcome, generation, trio.current_time() - since_s)
+            self.counts.count(outcome)
             if generation is not None:
                 self.counts.generated_tokens += generation.n_generated
                 log.info("%s: %s", entry.name, _account(generation))
@@ -265,6 +269,14 @@ class Node:
                 self._sequence += 1
                 await self._router.publish(encode_record(self._record(holdings)))
                 self._published = holdings
+
+    async def _as_origin(self, model: str) -> CatalogueEntry:
+        """The model, with what reading and embedding a prompt takes."""
+        entry = await self._resolve(model)
+        if entry.is_stored and entry.absent(needed_tensors(entry.manifest, origin=True)):
+            self._pipelines.stages_for(entry)
+            entry = await self._travel.ensure(entry, None, _unseen, origin=True)
+        return entry
 
     async def _load(
         self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, fetching: Progress
@@ -360,14 +372,6 @@ class Node:
         record = self._registry.node(node_id)
         nickname = self.nickname if node_id == self.node_id else record.nickname if record else ""
         return HolderView(node_id, nickname, merge(layers), node_id == self.node_id)
-
-    def _count(self, error: BaseException | None) -> None:
-        if error is None:
-            self.counts.completed += 1
-        elif isinstance(error, Exception):
-            self.counts.failed += 1
-        else:
-            self.counts.cancelled += 1
 
 
 def _unseen(done_bytes: int, total_bytes: int) -> None:

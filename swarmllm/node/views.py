@@ -57,3 +57,6 @@ class RequestCounts:
     failed: int = 0
     cancelled: int = 0
     generated_tokens: int = 0
+
+    def count(self, outcome: Literal["completed", "failed", "cancelled"]) -> None:
+        setattr(self, outcome, getattr(self, outcome) + 1)

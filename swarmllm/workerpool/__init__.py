@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from swarmllm.workerpool.calls import TokenStream
-from swarmllm.workerpool.pool import ForwardResult, WorkerPool, WorkerStatistics
+from swarmllm.workerpool.pool import ForwardResult, WorkerPool
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm.workerpool.statistics import WorkerStatistics
 
 __all__ = ["ForwardResult", "ModelFile", "TokenStream", "WorkerPool", "WorkerSettings", "WorkerStatistics"]

@@ -29,10 +29,15 @@ from swarmllm.workerpool.calls import OnProgress, TokenStream
 from swarmllm.workerpool.hosted import HostedModel
 from swarmllm.workerpool.process import SOCKET_PATH_MAX
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm.workerpool.statistics import WorkerStatistics, statistics_of
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.errors import BadTensor
+from swarmllm_proto.frames import Payload
 from swarmllm_proto.ipc import (
+    AnyDaemonMessage,
+    ApplyTemplate,
     CancelRequest,
+    Detokenize,
     Done,
     Embed,
     Forward,
@@ -41,6 +46,7 @@ from swarmllm_proto.ipc import (
     Opened,
     ReleaseRequestKv,
     Sampling,
+    Text,
     Token,
     Tokenize,
     Tokens,
@@ -68,25 +74,6 @@ class ForwardResult:
     """UTF-8 to show with the token."""
     compute_s: float
     """Inside the worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatistics:
-    """One model's worker at one moment."""
-
-    model_id: str
-    pid: int | None
-    """None where no worker is up."""
-    loaded: tuple[LayerRange, ...]
-    weights_bytes: int
-    n_pending: int
-    n_calls: int
-    """Of the present process, like the byte counts."""
-    bytes_sent: int
-    bytes_received: int
-    n_starts: int
-    last_end: str
-    """How the previous process ended."""
 
 
 class WorkerPool:
@@ -196,6 +183,19 @@ class WorkerPool:
         _, payload = await worker.call(message, Tokens, timeout_s=self._settings.call_timeout_s)
         return _tensor(payload, "tokens", np.dtype(np.int32), 1)
 
+    async def apply_template(
+        self, model: ModelFile, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        """The text that a model would read. Raises InvalidRequest (template) ..."""
+        worker = await self._ready(model)
+        message = ApplyTemplate(id=worker.new_id(), messages=messages, tools=tools)
+        return await self._text(worker, message)
+
+    async def detokenize(self, model: ModelFile, tokens: TokenIds) -> str:
+        """i32 [n] -> text with special tokens; broken characters at its ends are replaced."""
+        worker = await self._ready(model)
+        return await self._text(worker, Detokenize(id=worker.new_id()), encode_tensor(tokens))
+
     async def embed(self, model: ModelFile, tokens: TokenIds) -> Hidden:
         """i32 [n] -> f32 [n, n_embd]."""
         worker = await self._ready(model)
@@ -293,10 +293,14 @@ class WorkerPool:
             await hosted.stop("was stopped")
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
-        return tuple(_statistics(hosted) for hosted in self._hosted.values())
+        return tuple(statistics_of(hosted) for hosted in self._hosted.values())
 
     async def _ready(self, model: ModelFile) -> Worker:
         return await self._host(model).ready()
+
+    async def _text(self, worker: Worker, message: AnyDaemonMessage, payload: Payload = b"") -> str:
+        _, data = await worker.call(message, Text, payload=payload, timeout_s=self._settings.call_timeout_s)
+        return str(data, "utf-8", "replace")
 
     def _worker(self, model_id: str) -> Worker | None:
         hosted = self._hosted.get(model_id)
@@ -366,19 +370,3 @@ def _tensor(
     if array.dtype != dtype or array.ndim != n_dimensions or (n_rows is not None and len(array) != n_rows):
         raise WorkerError(f"the worker returned {what} of the wrong kind: {array.dtype} {array.shape}")
     return array
-
-
-def _statistics(hosted: HostedModel) -> WorkerStatistics:
-    worker = hosted.worker
-    return WorkerStatistics(
-        model_id=hosted.model.model_id,
-        pid=worker.pid if worker else None,
-        loaded=hosted.wanted,
-        weights_bytes=hosted.weights_bytes,
-        n_pending=worker.n_pending if worker else 0,
-        n_calls=worker.n_calls if worker else 0,
-        bytes_sent=worker.bytes_sent if worker else 0,
-        bytes_received=worker.bytes_received if worker else 0,
-        n_starts=hosted.n_starts,
-        last_end=hosted.last_end,
-    )

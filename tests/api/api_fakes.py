@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import trio
 
 from swarmllm.api.app import create_app
@@ -129,6 +130,22 @@ class FakePool:
         self.held[model_id] = subtract(self.loaded(model_id), [layers])
         return self.held[model_id]
 
+    async def tokenize(
+        self, model: Any, *, text: str | None = None, messages: Any = None, tools: Any = None
+    ) -> Any:
+        """A token per byte, after a token that begins every text."""
+        await trio.lowlevel.checkpoint()
+        data = (text if text is not None else repr(messages)).encode()
+        return np.array([1, *data], np.int32)
+
+    async def detokenize(self, model: Any, tokens: Any) -> str:
+        await trio.lowlevel.checkpoint()
+        return bytes(tokens.tolist()).decode()
+
+    async def apply_template(self, model: Any, messages: Any, tools: Any) -> str:
+        await trio.lowlevel.checkpoint()
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
         return self.held.get(model_id, ())
 
@@ -153,6 +170,10 @@ class Stand:
     catalogue: Catalogue
     url: str = ""
     http: httpx.AsyncClient = field(default_factory=httpx.AsyncClient)
+
+    async def load_guide(self) -> None:
+        entry, layers = await self.node.resolve("guide", None)
+        await self.node.load(entry, layers, lambda done, total: None)
 
     async def tell_of_peer(
         self, node_id: str, model: str, n_layers: int, ranges: tuple[tuple[int, int], ...]

@@ -10,7 +10,7 @@ import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
 
-from swarmllm.api import chat
+from swarmllm.api import answering
 from swarmllm.errors import ContextFull, NoPipeline, RemoteError
 
 pytestmark = pytest.mark.slow
@@ -110,8 +110,8 @@ async def test_a_token_that_comes_alone_is_sent_alone(tmp_path: Path) -> None:
 async def test_a_slow_first_token_is_waited_for_with_comments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "HEADERS_AFTER_S", 0.01)
-    monkeypatch.setattr(chat, "WAITING_EVERY_S", 0.01)
+    monkeypatch.setattr(answering, "HEADERS_AFTER_S", 0.01)
+    monkeypatch.setattr(answering, "WAITING_EVERY_S", 0.01)
     gate = trio.Event()
     async with serve_node(tmp_path) as stand:
         stand.pipelines.script = Script(texts=["late"], between=gate.wait)

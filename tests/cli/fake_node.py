@@ -28,6 +28,7 @@ class FakeNode:
     url: str
     answers: dict[tuple[str, str], Answer] = field(default_factory=dict)
     requests: list[tuple[str, str, Any]] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)
     client_left: threading.Event = field(default_factory=threading.Event)
     stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -59,6 +60,7 @@ def running_fake_node() -> Iterator[FakeNode]:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             node.requests.append((self.command, self.path, body))
+            node.authorizations.append(self.headers.get("Authorization"))
             answer = node.answers.get((self.command, self.path))
             if answer is None:
                 answer = Answer(

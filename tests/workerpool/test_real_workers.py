@@ -154,3 +154,17 @@ async def test_a_file_that_is_no_model_is_refused_by_the_worker(tmp_path: Path) 
     async with real_pool(tmp_path) as pool:
         with pytest.raises(BadModel):
             await pool.load(ModelFile("11" * 32, path), LayerRange(0, 1))
+
+
+async def test_text_survives_the_way_to_tokens_and_back(tmp_path: Path) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Grüße, 世界"}]
+    async with real_pool(tmp_path) as pool:
+        prompt = await pool.apply_template(GUIDE, messages)
+        tokens = await pool.tokenize(GUIDE, messages=messages)
+        assert await pool.detokenize(GUIDE, tokens) == prompt
+        assert "Grüße, 世界" in prompt
+        assert await pool.detokenize(GUIDE, tokens[:0]) == ""
+        with pytest.raises(WorkerError, match="token ids lie in"):
+            await pool.detokenize(GUIDE, np.array([10**6], np.int32))
+        # The worker is none the worse for it.
+        assert (await pool.tokenize(GUIDE, messages=messages)).tolist() == tokens.tolist()

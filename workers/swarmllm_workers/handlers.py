@@ -39,6 +39,8 @@ class Handlers:
             ipc.Load: self._load,
             ipc.Unload: self._unload,
             ipc.Tokenize: self._tokenize,
+            ipc.ApplyTemplate: self._apply_template,
+            ipc.Detokenize: self._detokenize,
             ipc.Embed: self._embed,
             ipc.Forward: self._forward,
             ipc.Generate: self._generate,
@@ -170,6 +172,16 @@ class Handlers:
         else:
             tokens = engine.vocabulary.tokenize(message.text or "", is_rendered=False)
         self._send(ipc.Tokens(id=message.id), encode_tensor(tokens))
+
+    def _apply_template(self, message: ipc.ApplyTemplate, _payload: memoryview) -> None:
+        text = self._opened().template().render(message.messages, message.tools)
+        # A template may take a character apart; what is left of it cannot be sent.
+        self._send(ipc.Text(id=message.id), [text.encode(errors="replace")])
+
+    def _detokenize(self, message: ipc.Detokenize, payload: memoryview) -> None:
+        vocabulary = self._opened().vocabulary
+        pieces = [vocabulary.full_piece(token) for token in self._tokens(payload).tolist()]
+        self._send(ipc.Text(id=message.id), [b"".join(pieces)])
 
     def _embed(self, message: ipc.Embed, payload: memoryview) -> None:
         engine = self._opened()

@@ -71,6 +71,10 @@ class Vocabulary:
             known = self._pieces[token] = self._read_piece(token)
         return known
 
+    def full_piece(self, token: int) -> bytes:
+        """The same with every special token spelt out."""
+        return self._bytes(token)
+
     def _read_piece(self, token: int) -> bytes:
         if not 0 <= token < self.n_vocab:
             return b""

@@ -1,0 +1,142 @@
+"""Answers in Anthropic's words: a message of blocks, or the events that build one up.
+
+What ended a generation is known as "stop" or "length" only, so a stop sequence is reported as `end_turn`.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from swarmllm.api.answering import EVENT_STREAM
+from swarmllm.api.chat_reply import encode
+from swarmllm.api.schema import Json
+from swarmllm.api.swarm_report import swarm_object
+from swarmllm.api.tool_calls import FoundCall, ToolCallParser
+from swarmllm.errors import SwarmLLMError
+from swarmllm.pipeline.generation import Generation
+
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(message: str, status: int) -> bytes:
+    fallback = "invalid_request_error" if status < 500 else "api_error"
+    kind = ERROR_TYPES.get(status, fallback)
+    return encode({"type": "error", "error": {"type": kind, "message": message}})
+
+
+class AnthropicReply:
+    """One message on its way out. `parser` is there when tools were given."""
+
+    def __init__(self, model: str, parser: ToolCallParser | None) -> None:
+        self._model = model
+        self._parser = parser
+        self._n_blocks = 0
+        self._text_is_open = False
+
+    @property
+    def stream_type(self) -> str:
+        return EVENT_STREAM
+
+    def full(self, texts: list[str], generation: Generation) -> bytes:
+        text = "".join(texts)
+        found = [*self._parser.feed(text), *self._parser.finish()] if self._parser else [text]
+        shown = "".join(item for item in found if isinstance(item, str))
+        calls = [item for item in found if isinstance(item, FoundCall)]
+        blocks: list[Json] = []
+        if shown.strip() or not calls:
+            blocks.append({"type": "text", "text": shown})
+        blocks += [_tool_use(call) | {"input": msgspec.json.decode(call.arguments)} for call in calls]
+        end = {"stop_reason": self._stop_reason(generation), "usage": _usage(generation)}
+        return encode(self._message(blocks) | end | {"swarm": swarm_object(generation)})
+
+    def first(self, generation: Generation | None) -> bytes:
+        usage = {"input_tokens": generation.n_prompt_tokens if generation else 0, "output_tokens": 0}
+        return _event("message_start", {"message": self._message([]) | {"usage": usage}})
+
+    def text(self, text: str) -> bytes:
+        found = self._parser.feed(text) if self._parser else [text]
+        return b"".join(map(self._found, found))
+
+    def waiting(self) -> bytes:
+        return PING
+
+    def last(self, generation: Generation) -> bytes:
+        rest = self._parser.finish() if self._parser else []
+        events = [*map(self._found, rest)]
+        if not self._n_blocks:
+            events.append(self._found(""))
+        events.append(self._close_text())
+        delta = {"stop_reason": self._stop_reason(generation), "stop_sequence": None}
+        end = {"delta": delta, "usage": _usage(generation), "swarm": swarm_object(generation)}
+        events += [_event("message_delta", end), _event("message_stop", {})]
+        return b"".join(events)
+
+    def error(self, error: SwarmLLMError) -> bytes:
+        return b"event: error\ndata: " + error_body(error.message, error.http_status) + b"\n\n"
+
+    def _message(self, blocks: list[Json]) -> Json:
+        return {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": blocks,
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    def _found(self, item: str | FoundCall) -> bytes:
+        if isinstance(item, FoundCall):
+            return self._close_text() + self._call(item)
+        opening = b"" if self._text_is_open else self._open({"type": "text", "text": ""})
+        self._text_is_open = True
+        return opening + self._delta({"type": "text_delta", "text": item})
+
+    def _call(self, call: FoundCall) -> bytes:
+        opening = self._open(_tool_use(call) | {"input": {}})
+        delta = self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        return opening + delta + self._close()
+
+    def _open(self, block: Json) -> bytes:
+        self._n_blocks += 1
+        return _event("content_block_start", {"index": self._n_blocks - 1, "content_block": block})
+
+    def _delta(self, delta: Json) -> bytes:
+        return _event("content_block_delta", {"index": self._n_blocks - 1, "delta": delta})
+
+    def _close(self) -> bytes:
+        return _event("content_block_stop", {"index": self._n_blocks - 1})
+
+    def _close_text(self) -> bytes:
+        closing = self._close() if self._text_is_open else b""
+        self._text_is_open = False
+        return closing
+
+    def _stop_reason(self, generation: Generation) -> str:
+        if self._parser and self._parser.n_calls:
+            return "tool_use"
+        return "max_tokens" if generation.finish_reason == "length" else "end_turn"
+
+
+def _tool_use(call: FoundCall) -> Json:
+    return {"type": "tool_use", "id": call.id.replace("call_", "toolu_"), "name": call.name}
+
+
+def _usage(generation: Generation) -> Json:
+    return {"input_tokens": generation.n_prompt_tokens, "output_tokens": generation.n_generated}
+
+
+def _event(kind: str, fields: Json) -> bytes:
+    return f"event: {kind}\ndata: ".encode() + encode({"type": kind} | fields) + b"\n\n"

@@ -1,0 +1,109 @@
+"""Answers in Ollama's words: one JSON object, or one per line with `done: true` in the last."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Protocol
+
+import msgspec
+
+from swarmllm.api.chat_reply import encode
+from swarmllm.api.schema import Json
+from swarmllm.api.swarm_report import swarm_object
+from swarmllm.api.tool_calls import FoundCall, ToolCallParser
+from swarmllm.errors import SwarmLLMError
+from swarmllm.pipeline.generation import Generation
+
+
+class Words(Protocol):
+    def say(self, text: str, calls: list[FoundCall] | None = None) -> Json: ...
+
+
+class ChatWords:
+    """/api/chat says it in a message."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def say(self, text: str, calls: list[FoundCall] | None = None) -> Json:
+        message: Json = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [
+                {"function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments)}}
+                for call in calls
+            ]
+        return {"model": self._model, "created_at": timestamp(), "message": message}
+
+
+class GenerateWords:
+    """/api/generate says it plainly."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def say(self, text: str, calls: list[FoundCall] | None = None) -> Json:
+        return {"model": self._model, "created_at": timestamp(), "response": text}
+
+
+class OllamaReply:
+    def __init__(self, words: Words, parser: ToolCallParser | None) -> None:
+        self._words = words
+        self._parser = parser
+
+    @property
+    def stream_type(self) -> str:
+        return "application/x-ndjson"
+
+    def full(self, texts: list[str], generation: Generation) -> bytes:
+        text = "".join(texts)
+        found = [*self._parser.feed(text), *self._parser.finish()] if self._parser else [text]
+        shown = "".join(item for item in found if isinstance(item, str))
+        calls = [item for item in found if isinstance(item, FoundCall)]
+        return encode(self._words.say(shown, calls) | _end(generation))
+
+    def first(self, generation: Generation | None) -> bytes:
+        return b""
+
+    def text(self, text: str) -> bytes:
+        found = self._parser.feed(text) if self._parser else [text]
+        return b"".join(map(self._line, found))
+
+    def waiting(self) -> bytes:
+        """There are no comments in JSON; a piece without text does no harm."""
+        return self._line("")
+
+    def last(self, generation: Generation) -> bytes:
+        rest = self._parser.finish() if self._parser else []
+        end = encode(self._words.say("") | _end(generation)) + b"\n"
+        return b"".join([*map(self._line, rest), end])
+
+    def error(self, error: SwarmLLMError) -> bytes:
+        return encode({"error": error.message}) + b"\n"
+
+    def _line(self, found: str | FoundCall) -> bytes:
+        said = self._words.say(found) if isinstance(found, str) else self._words.say("", [found])
+        return encode(said | {"done": False}) + b"\n"
+
+
+def _end(generation: Generation) -> Json:
+    timings = generation.timings
+    before_s = timings.queue_s + timings.tokenize_s
+    return {
+        "done": True,
+        "done_reason": "length" if generation.finish_reason == "length" else "stop",
+        "total_duration": _ns(before_s + timings.prefill_s + timings.decode_s),
+        "load_duration": 0,
+        "prompt_eval_count": generation.n_prompt_tokens,
+        "prompt_eval_duration": _ns(timings.prefill_s),
+        "eval_count": generation.n_generated,
+        "eval_duration": _ns(timings.decode_s),
+        "swarm": swarm_object(generation),
+    }
+
+
+def timestamp(moment: datetime | None = None) -> str:
+    return (moment or datetime.now(UTC)).isoformat().replace("+00:00", "Z")
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

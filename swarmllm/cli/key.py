@@ -1,0 +1,114 @@
+"""`swarmllm key`: who may use this node's endpoint from elsewhere. Works on the key file, daemon or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TypeVar
+
+import click
+
+from swarmllm.cli.display import make_console, print_json, safe, table
+from swarmllm.cli.errors import CommandFailed, RequestRefused
+from swarmllm.cli.options import json_option
+from swarmllm.errors import InvalidRequest, SwarmLLMError
+from swarmllm.keys import ApiKey, KeyFile
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+
+@click.group(
+    short_help="Create, list and revoke API keys.",
+    epilog="""\b
+Examples:
+  swarmllm key create laptop
+  swarmllm key create operator --admin
+  swarmllm key list
+  swarmllm key revoke laptop
+""",
+)
+def key() -> None:
+    """Create, list and revoke API keys.
+
+    Without any key a node serves its own machine only, and asks nobody for one. As soon as there is one,
+    every request must carry a key (Authorization: Bearer KEY, or x-api-key: KEY), and api.host may be an
+    address that other machines can reach. A running daemon notices changes within a second. The commands
+    of this program take theirs from SWARMLLM_KEY.
+    """
+
+
+def data_dir_option(command: Command) -> Command:
+    help_text = "The node's data folder.  [default: as configured]"
+    return click.option("--data-dir", metavar="DIR", help=help_text)(command)
+
+
+@key.command(short_help="Make a key and show it, once.")
+@click.argument("name")
+@click.option("--admin", "is_admin", is_flag=True, help="May administer the node, not only use its models.")
+@data_dir_option
+@json_option
+def create(name: str, is_admin: bool, data_dir: str | None, as_json: bool) -> None:
+    """Make a key called NAME and show it. It is shown this once: what is kept is only a hash."""
+    with _failures_explained():
+        created, secret = key_file(data_dir).create(name, is_admin=is_admin)
+    if as_json:
+        print_json(_public(created) | {"key": secret})
+        return
+    click.echo(secret)
+    click.echo(f"This is key {safe(created.name)} ({created.id}). It is not shown again.", err=True)
+
+
+@key.command("list", short_help="Show which keys there are.")
+@data_dir_option
+@json_option
+def list_(data_dir: str | None, as_json: bool) -> None:
+    """Show which keys there are. The keys themselves are known to their owners only."""
+    with _failures_explained():
+        keys = key_file(data_dir).list()
+    if as_json:
+        print_json([_public(key) for key in keys])
+    elif keys:
+        rows = [(key.name, key.id, "admin" if key.is_admin else "use", _date(key)) for key in keys]
+        make_console().print(table(("name", "id", "may", "created"), rows))
+    else:
+        click.echo("No keys: the node serves this machine only. Make one: swarmllm key create NAME")
+
+
+@key.command(short_help="Make a key useless.")
+@click.argument("name")
+@data_dir_option
+@json_option
+def revoke(name: str, data_dir: str | None, as_json: bool) -> None:
+    """Make the key called NAME, or with that id, useless. Requests that are running end as they would."""
+    with _failures_explained():
+        revoked = key_file(data_dir).revoke(name)
+    if as_json:
+        print_json(_public(revoked))
+    else:
+        click.echo(f"Key {safe(revoked.name)} ({revoked.id}) is revoked.")
+
+
+def key_file(data_dir: str | None) -> KeyFile:
+    """Raises ConfigError."""
+    from swarmllm.config import load_config
+
+    return KeyFile(load_config(flags={"node.data_dir": data_dir}).data_dir)
+
+
+@contextmanager
+def _failures_explained() -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequest as error:
+        raise RequestRefused(error.message) from None
+    except SwarmLLMError as error:
+        raise CommandFailed(error.message) from None
+
+
+def _public(key: ApiKey) -> dict[str, object]:
+    return {"id": key.id, "name": key.name, "is_admin": key.is_admin, "created_at": key.created_at}
+
+
+def _date(key: ApiKey) -> str:
+    return datetime.fromtimestamp(key.created_at, UTC).strftime("%Y-%m-%d")

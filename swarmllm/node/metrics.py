@@ -1,0 +1,254 @@
+"""What a node counts for Prometheus, and the table that docs/metrics.md is drawn from.
+
+Two kinds of numbers. Requests are observed as they end, into counters and histograms kept here. Everything
+else (peers, pipelines, workers) has its own keeper already and is only asked when somebody scrapes, so that
+no number exists twice and drifts apart.
+
+Latencies have OpenTelemetry's names for model servers where there is one, so that dashboards made for other
+servers fit. Labels come from this node's catalogue and from fixed words, never from what a client wrote:
+a label that a client may choose is a leak of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from swarmllm import __version__
+
+if TYPE_CHECKING:
+    from swarmllm.node.admission import Admission
+    from swarmllm.node.views import PeerView, Readiness
+    from swarmllm.pipeline.generation import Generation
+    from swarmllm.pipeline.pipelines import PipelineStatistics
+    from swarmllm.workerpool import WorkerStatistics
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Outcome = Literal["completed", "failed", "cancelled"]
+
+# One `_created` series beside each counter would double the page for a fact that `time()` gives.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    meaning: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds in seconds."""
+
+
+# From a small model's answer on one machine to a long prompt over slow links.
+_REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
+# OpenTelemetry's advice (semantic conventions for generative AI, metrics).
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+
+REQUESTS = Definition(
+    "swarmllm_inference_requests_total",
+    "counter",
+    "Requests of this node's clients that have ended; `outcome` is completed, failed or cancelled.",
+    ("model", "outcome"),
+)
+LATENCY = Definition(
+    "swarmllm_inference_latency_seconds",
+    "histogram",
+    "From a request's arrival to its last token, waiting for a turn included; completed requests.",
+    ("model",),
+    _REQUEST_S,
+)
+FIRST_TOKEN = Definition(
+    "gen_ai_server_time_to_first_token_seconds",
+    "histogram",
+    "From a request's arrival to its first token, waiting for a turn included.",
+    ("model",),
+    _FIRST_TOKEN_S,
+)
+PER_TOKEN = Definition(
+    "gen_ai_server_time_per_output_token_seconds",
+    "histogram",
+    "Mean time per token after the first, one observation per completed request of two tokens or more.",
+    ("model",),
+    _PER_TOKEN_S,
+)
+QUEUE = Definition(
+    "swarmllm_queue_seconds", "histogram", "Waiting for a turn.", ("model",), (0.0, *_REQUEST_S)
+)
+PROMPT_TOKENS = Definition(
+    "swarmllm_prompt_tokens_total", "counter", "Prompt tokens of requests that got a first token.", ("model",)
+)
+GENERATED_TOKENS = Definition(
+    "swarmllm_generated_tokens_total", "counter", "Tokens generated for this node's clients.", ("model",)
+)
+INFO = Definition("swarmllm_info", "gauge", "Always 1; says which version runs.", ("version",))
+READY = Definition("swarmllm_ready", "gauge", "1 when what `model.load` names is loaded, else 0.")
+STARTED = Definition(
+    "swarmllm_start_time_seconds", "gauge", "When the node started, in seconds since the epoch."
+)
+PEERS = Definition("swarmllm_peers_connected", "gauge", "Nodes this one is connected to.")
+SENT = Definition("swarmllm_peer_sent_bytes_total", "counter", "Bytes sent to a connected node.", ("peer",))
+RECEIVED = Definition(
+    "swarmllm_peer_received_bytes_total", "counter", "Bytes received from a connected node.", ("peer",)
+)
+ACTIVE = Definition("swarmllm_requests_active", "gauge", "Requests of this node's clients that have a turn.")
+QUEUED = Definition("swarmllm_requests_queued", "gauge", "Requests that wait for a turn.")
+TURNS = Definition("swarmllm_requests_max", "gauge", "Turns there are.")
+SEGMENTS = Definition(
+    "swarmllm_segments_served_total", "counter", "Jobs run through this node's layers for other nodes."
+)
+FOREIGN = Definition(
+    "swarmllm_stage_requests_active", "gauge", "Requests of other nodes that use layers of this one."
+)
+RETRIES = Definition(
+    "swarmllm_pipeline_retries_total", "counter", "Requests started anew over another route."
+)
+REPEATS = Definition("swarmllm_jobs_repeated_total", "counter", "Jobs repeated after they arrived damaged.")
+BAD = Definition("swarmllm_messages_bad_total", "counter", "Messages of other nodes that could not be read.")
+WEIGHTS = Definition("swarmllm_worker_weights_bytes", "gauge", "Weights that a worker holds.", ("model_id",))
+PENDING = Definition(
+    "swarmllm_worker_calls_pending", "gauge", "Calls a worker has not answered.", ("model_id",)
+)
+STARTS = Definition(
+    "swarmllm_worker_starts_total",
+    "counter",
+    "Processes started for a model; more than one means that one died or idled.",
+    ("model_id",),
+)
+
+DEFINITIONS = tuple(value for value in list(vars().values()) if isinstance(value, Definition))
+
+
+class Observed(Protocol):
+    """The part of a node that is asked at every scrape."""
+
+    started_at: float
+    admission: Admission
+
+    def readiness(self) -> Readiness: ...
+    def peers(self) -> tuple[PeerView, ...]: ...
+    def pipeline_statistics(self) -> PipelineStatistics: ...
+    def worker_statistics(self) -> tuple[WorkerStatistics, ...]: ...
+
+
+class Metrics:
+    """One node's numbers; `text` is what a scrape gets."""
+
+    def __init__(self, node: Observed) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = self._counter(REQUESTS)
+        self._prompt_tokens = self._counter(PROMPT_TOKENS)
+        self._generated_tokens = self._counter(GENERATED_TOKENS)
+        self._latency = self._histogram(LATENCY)
+        self._first_token = self._histogram(FIRST_TOKEN)
+        self._per_token = self._histogram(PER_TOKEN)
+        self._queue = self._histogram(QUEUE)
+        self._registry.register(_NodeState(node))
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def first_token(self, model: str, generation: Generation, elapsed_s: float) -> None:
+        """The first token is there, `elapsed_s` after the request came."""
+        self._first_token.labels(model).observe(elapsed_s)
+        self._queue.labels(model).observe(generation.timings.queue_s)
+        self._prompt_tokens.labels(model).inc(generation.n_prompt_tokens)
+
+    def ended(self, model: str, outcome: Outcome, generation: Generation | None, elapsed_s: float) -> None:
+        self._requests.labels(model, outcome).inc()
+        if generation is None:
+            return
+        self._generated_tokens.labels(model).inc(generation.n_generated)
+        if outcome == "completed":
+            self._latency.labels(model).observe(elapsed_s)
+            n_decoded = generation.n_generated - 1
+            if n_decoded > 0:
+                self._per_token.labels(model).observe(generation.timings.decode_s / n_decoded)
+
+    def _counter(self, definition: Definition) -> Counter:
+        return Counter(definition.name, definition.meaning, definition.labels, registry=self._registry)
+
+    def _histogram(self, definition: Definition) -> Histogram:
+        return Histogram(
+            definition.name,
+            definition.meaning,
+            definition.labels,
+            buckets=definition.buckets,
+            registry=self._registry,
+        )
+
+
+class _NodeState(Collector):
+    def __init__(self, node: Observed) -> None:
+        self._node = node
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: else registering would ask the node, which is still being made."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        node = self._node
+        pipelines, admission = node.pipeline_statistics(), node.admission
+        yield _family(INFO, [((__version__,), 1)])
+        for definition, value in (
+            (READY, node.readiness().status == "ready"),
+            (STARTED, node.started_at),
+            (PEERS, len(node.peers())),
+            (ACTIVE, admission.n_active),
+            (QUEUED, admission.n_queued),
+            (TURNS, admission.max_running),
+            (SEGMENTS, pipelines.segments_served),
+            (FOREIGN, pipelines.active_stage_requests),
+            (RETRIES, pipelines.retries),
+            (REPEATS, pipelines.repeats),
+            (BAD, pipelines.messages_bad),
+        ):
+            yield _family(definition, [((), value)])
+        peers = [peer.info for peer in node.peers()]
+        yield _family(SENT, [((peer.node_id,), peer.bytes_sent) for peer in peers])
+        yield _family(RECEIVED, [((peer.node_id,), peer.bytes_received) for peer in peers])
+        workers = node.worker_statistics()
+        yield _family(WEIGHTS, [((worker.model_id,), worker.weights_bytes) for worker in workers])
+        yield _family(PENDING, [((worker.model_id,), worker.n_pending) for worker in workers])
+        yield _family(STARTS, [((worker.model_id,), worker.n_starts) for worker in workers])
+
+
+def _family(definition: Definition, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
+    family = kind(definition.name, definition.meaning, labels=definition.labels)
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family
+
+
+def reference() -> str:
+    """docs/metrics.md, drawn from the definitions above."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated from the definitions in `swarmllm/node/metrics.py` by its `reference()`; a test compares.",
+        "",
+        "`GET /metrics` answers in Prometheus' text format. A scrape configuration:",
+        "",
+        "```yaml",
+        "scrape_configs:",
+        "  - job_name: swarmllm",
+        "    static_configs:",
+        '      - targets: ["127.0.0.1:8800"]',
+        "```",
+        "",
+        "Nothing here tells what was asked. A histogram has the series `_bucket`, `_sum` and `_count`.",
+        "",
+        "| name | kind | labels | meaning |",
+        "|---|---|---|---|",
+    ]
+    for definition in DEFINITIONS:
+        labels = ", ".join(f"`{label}`" for label in definition.labels)
+        lines.append(f"| `{definition.name}` | {definition.kind} | {labels} | {definition.meaning} |")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,57 @@
+"""Text to tokens and back, without an answer: what tools around a model ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from swarmllm.errors import InvalidRequest
+from swarmllm.models import CatalogueEntry
+from swarmllm.pipeline.prompt import Prompt
+from swarmllm.workerpool import ModelFile, WorkerPool
+
+
+class Texts:
+    def __init__(self, pool: WorkerPool, find: Callable[[str], Awaitable[CatalogueEntry]]) -> None:
+        """`find`: the model of a name or id, with what reading a prompt takes. Raises ModelNotFound."""
+        self._pool = pool
+        self._find = find
+
+    async def tokenize(self, model: str, text: str, *, add_special: bool) -> list[int]:
+        """Token ids of a text as it is; `add_special`: with what the model wants around each text."""
+        file = _file(await self._find(model))
+        tokens: list[int] = (await self._pool.tokenize(file, text=text)).tolist()
+        if not add_special:
+            # The worker always adds them; what an empty text becomes shows which they are.
+            special = (await self._pool.tokenize(file, text="")).tolist()
+            if tokens[: len(special)] == special:
+                tokens = tokens[len(special) :]
+        return tokens
+
+    async def detokenize(self, model: str, tokens: list[int]) -> str:
+        """Raises InvalidRequest for ids outside the vocabulary."""
+        entry = await self._find(model)
+        n_vocab = entry.manifest.n_vocab
+        if not all(0 <= token < n_vocab for token in tokens):
+            raise InvalidRequest(f"Token ids of {entry.name} lie in [0, {n_vocab}).", field="tokens")
+        return await self._pool.detokenize(_file(entry), np.array(tokens, np.int32))
+
+    async def count_tokens(self, model: str, prompt: Prompt) -> int:
+        """How many tokens of context the prompt takes."""
+        file = _file(await self._find(model))
+        tokens = await self._pool.tokenize(
+            file, text=prompt.text, messages=prompt.messages, tools=prompt.tools
+        )
+        return len(tokens)
+
+    async def apply_template(
+        self, model: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> str:
+        """The text the model would read. Raises InvalidRequest where its template refuses."""
+        return await self._pool.apply_template(_file(await self._find(model)), messages, tools)
+
+
+def _file(entry: CatalogueEntry) -> ModelFile:
+    return ModelFile(entry.model_id, entry.path)

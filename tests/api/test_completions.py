@@ -1,0 +1,85 @@
+"""POST /v1/completions over HTTP, on a node that plays a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+from api_fakes import Script, serve_node
+
+from swarmllm.errors import RemoteError
+
+URL = "/v1/completions"
+ONCE: dict[str, Any] = {"model": "guide", "prompt": "Once"}
+
+
+async def test_a_completion_has_openais_shape(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        answer = await stand.http.post(URL, json=ONCE | {"seed": -1, "stop": "x", "top_k": 5})
+    body = answer.json()
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [
+        {"index": 0, "text": "Hello there.", "logprobs": None, "finish_reason": "stop"}
+    ]
+    assert body["usage"] == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+    assert body["swarm"]["shape"] == "local"
+    (call,) = stand.pipelines.calls
+    assert (call.prompt.text, call.prompt.messages) == ("Once", None)
+    assert (call.sampling.max_tokens, call.sampling.seed, call.sampling.stop, call.sampling.top_k) == (
+        16,
+        2**32 - 1,
+        ("x",),
+        5,
+    )
+
+
+async def test_a_stream_says_the_same(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        body = ONCE | {"stream": True, "echo": True, "stream_options": {"include_usage": True}}
+        answer = await stand.http.post(URL, json=body)
+    lines = answer.text.removesuffix("\n\n").split("\n\n")
+    assert lines.pop() == "data: [DONE]"
+    chunks = [msgspec.json.decode(line.removeprefix("data: ")) for line in lines]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == "OnceHello there."
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    assert (chunks[-1]["choices"], chunks[-1]["usage"]["total_tokens"]) == ([], 10)
+
+
+@pytest.mark.slow
+async def test_a_failure_in_a_stream_is_its_last_event(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+
+        async def sometimes() -> None:
+            await trio.sleep(0.03)
+
+        stand.pipelines.script = Script(fail_after=2, failure=RemoteError("node-b left"), between=sometimes)
+        answer = await stand.http.post(URL, json=ONCE | {"stream": True})
+    assert answer.status_code == 200
+    assert "node-b left" in answer.text.removesuffix("\n\n").split("\n\n")[-1]
+    assert "[DONE]" not in answer.text
+
+
+@pytest.mark.slow
+async def test_what_is_not_offered_is_refused_by_name(tmp_path: Path) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"n": 2}, "n"),
+        ({"best_of": 3}, "best_of"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"suffix": "end"}, "suffix"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"temprature": 1}, "temprature"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ]
+    async with serve_node(tmp_path) as stand:
+        for change, field in refused:
+            answer = await stand.http.post(URL, json=ONCE | change)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        neutral = {"n": 1, "best_of": 1, "logit_bias": {}, "suffix": "", "prompt": ["Once"]}
+        assert (await stand.http.post(URL, json=ONCE | neutral)).status_code == 200

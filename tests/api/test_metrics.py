@@ -1,0 +1,96 @@
+"""GET /metrics and Server-Timing, over HTTP; and the page that documents the metrics."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+from api_fakes import Script, Stand, serve_node
+from prometheus_client.parser import text_string_to_metric_families
+
+from swarmllm import __version__
+from swarmllm.errors import NoPipeline
+from swarmllm.node.metrics import DEFINITIONS, reference
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+CHAT = "/v1/chat/completions"
+HELLO = {"model": "guide", "messages": [{"role": "user", "content": "hello"}]}
+
+Samples = dict[tuple[str, tuple[str, ...]], float]
+
+
+async def scrape(stand: Stand) -> Samples:
+    """(name, label values) -> value."""
+    answer = await stand.http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = text_string_to_metric_families(answer.text)
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+@pytest.mark.slow
+async def test_requests_are_counted_and_timed_by_how_they_end(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        await stand.http.post(CHAT, json=HELLO)
+        stand.pipelines.script = Script(fail_before=NoPipeline("nobody"))
+        await stand.http.post(CHAT, json=HELLO)
+        stand.pipelines.script = Script(hold_after=1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(stand.http.post, CHAT, json=HELLO))
+            while len(stand.pipelines.calls) < 3:
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        with trio.fail_after(5):
+            await stand.pipelines.calls[-1].ended.wait()
+        samples = await scrape(stand)
+    requests = "swarmllm_inference_requests_total"
+    assert {labels[1]: n for (name, labels), n in samples.items() if name == requests} == {
+        "completed": 1,
+        "failed": 1,
+        "cancelled": 1,
+    }
+    guide = ("guide",)
+    assert samples["swarmllm_inference_latency_seconds_count", guide] == 1
+    assert samples["gen_ai_server_time_to_first_token_seconds_count", guide] == 2
+    assert samples["gen_ai_server_time_per_output_token_seconds_sum", guide] == 0.5 / 2
+    assert samples["swarmllm_prompt_tokens_total", guide] == 14
+    assert samples["swarmllm_generated_tokens_total", guide] == 4
+
+
+@pytest.mark.slow
+async def test_the_nodes_own_state_is_read_at_each_scrape(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        before = await scrape(stand)
+        await stand.tell_of_peer("node-b", "big", 4, ((0, 4),))
+        after = await scrape(stand)
+    assert before["swarmllm_peers_connected", ()] == 0
+    assert after["swarmllm_peers_connected", ()] == 1
+    assert after["swarmllm_ready", ()] == 1
+    assert after["swarmllm_info", (__version__,)] == 1
+    assert ("swarmllm_peer_sent_bytes_total", ("node-b",)) in after
+
+
+async def test_the_page_says_what_a_scrape_has(tmp_path: Path) -> None:
+    assert PAGE.read_text() == reference(), "write reference() of swarmllm.node.metrics to docs/metrics.md"
+    async with serve_node(tmp_path) as stand:
+        text = (await stand.http.get("/metrics")).text
+    assert set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)) == {item.name for item in DEFINITIONS}
+    assert {item.name for item in DEFINITIONS if item.kind == "counter"} == {
+        item.name for item in DEFINITIONS if item.name.endswith("_total")
+    }
+
+
+async def test_server_timing_says_what_is_known_when_the_headers_leave(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        whole = await stand.http.post(CHAT, json=HELLO)
+        streamed = await stand.http.post(CHAT, json=HELLO | {"stream": True})
+    steps = dict(step.split(";dur=") for step in whole.headers["server-timing"].split(", "))
+    assert list(steps) == ["queue", "tokenize", "prefill", "decode", "network"]
+    assert (float(steps["tokenize"]), float(steps["prefill"]), float(steps["decode"])) == (1.0, 10.0, 500.0)
+    assert streamed.headers["server-timing"].count("dur=") in (3, 5)

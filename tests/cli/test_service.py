@@ -1,0 +1,94 @@
+"""`swarmllm service` with a systemctl of our own on the path."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from swarmllm.cli import errors
+from swarmllm.cli.main import main
+from swarmllm.cli.service import quoted, unit_text
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with a line for every call of systemctl; it fails where $FAIL_AT is among its arguments."""
+    program, written = tmp_path / "bin" / "systemctl", tmp_path / "calls"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {shlex.quote(str(written))}\n'
+        'case "$* " in *"${FAIL_AT:-nothing} "*) echo "Failed to connect to bus" >&2; exit 1;; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return written
+
+
+def service(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["service", *arguments])
+
+
+def test_the_service_is_installed_started_and_removed(tmp_path: Path, calls: Path) -> None:
+    file = tmp_path / "config" / "systemd" / "user" / "swarmllm.service"
+    result = service("install")
+    assert result.exit_code == 0
+    assert str(file) in result.output
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(file.read_text())
+    assert unit["Service"]["Type"] == "notify"
+    assert shlex.split(unit["Service"]["ExecStart"]) == [sys.executable, "-m", "swarmllm", "daemon"]
+    assert calls.read_text().splitlines() == [
+        "--user daemon-reload",
+        "--user enable swarmllm.service",
+        "--user restart swarmllm.service",
+    ]
+    assert service("uninstall").exit_code == 0
+    assert not file.exists()
+    assert calls.read_text().splitlines()[3:] == [
+        "--user disable --now swarmllm.service",
+        "--user daemon-reload",
+    ]
+    assert "nothing to remove" in service("uninstall").output
+
+
+def test_a_unit_can_be_printed_or_left_alone(tmp_path: Path, calls: Path) -> None:
+    assert service("install", "--print").output == unit_text(None)
+    assert json.loads(service("install", "--print", "--json").output)["unit"] == unit_text(None)
+    assert not (tmp_path / "config").exists()
+    installed = json.loads(service("install", "--no-start", "--json").output)
+    assert (Path(installed["path"]).read_text(), installed["started"]) == (unit_text(None), False)
+    assert not calls.exists()
+    assert json.loads(service("uninstall", "--json").output) == {"path": installed["path"]}
+
+
+def test_a_configuration_that_cannot_be_used_is_not_installed(tmp_path: Path, calls: Path) -> None:
+    file = tmp_path / "my node.toml"
+    file.write_text("[api]\nprot = 1\n")
+    assert service("install", "--config", str(file)).exit_code == errors.EXIT_USAGE
+    file.write_text("[api]\nport = 1\n")
+    printed = service("install", "--print", "--config", str(file)).output
+    assert f'"--config" "{file}"' in printed
+
+
+def test_what_systemctl_says_is_passed_on(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAIL_AT", "daemon-reload")
+    result = service("install")
+    assert result.exit_code == errors.EXIT_FAILED
+    assert "Failed to connect to bus" in result.output
+    monkeypatch.setenv("PATH", "")
+    assert "There is no systemctl here" in service("install").output
+
+
+def test_words_are_quoted_for_systemd() -> None:
+    assert quoted('50% of "$HOME"\\') == '"50%% of \\"$$HOME\\"\\\\"'
+    with pytest.raises(errors.WrongUsage):
+        quoted("two\nlines")

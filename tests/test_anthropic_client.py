@@ -1,0 +1,132 @@
+"""The `anthropic` client against a real daemon with the whole guide model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from daemon_process import DaemonProcess, running_daemon, wait_for
+
+pytestmark = pytest.mark.slow
+
+QUESTION = [{"role": "user", "content": "What is a layer range?"}]
+WEATHER: dict[str, Any] = {
+    "name": "get_weather",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+IN_OSLO = [{"role": "user", "content": "What is the weather in Oslo?"}]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    folder = tmp_path_factory.mktemp("anthropic")
+    with running_daemon(folder, "solo", load=["guide"], inference={"n_threads": 1, "n_ctx": 2048}) as node:
+        wait_for(lambda: node.http.get("/health/ready").status_code == 200, 60, "the guide to be loaded")
+        yield node
+
+
+@pytest.fixture
+def client(node: DaemonProcess) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=node.url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def ask(client: anthropic.Anthropic, **options: Any) -> Any:
+    options = {"model": "guide", "messages": QUESTION, "temperature": 0, "max_tokens": 30} | options
+    if (temperature := options.pop("temperature")) is not None:
+        options["extra_body"] = {"temperature": temperature} | options.get("extra_body", {})
+    return client.messages.create(**options)
+
+
+def streamed(client: anthropic.Anthropic, **options: Any) -> tuple[list[str], Any]:
+    """The kinds of events, and the message they build up."""
+    options = {"model": "guide", "messages": QUESTION, "max_tokens": 30} | options
+    with client.messages.stream(**options, extra_body={"temperature": 0}) as stream:
+        kinds = [event.type for event in stream]
+        return kinds, stream.get_final_message()
+
+
+def test_a_stream_builds_up_the_same_message(client: anthropic.Anthropic) -> None:
+    whole = ask(client)
+    kinds, message = streamed(client)
+    assert whole.content[0].text
+    assert message.content[0].text == whole.content[0].text
+    assert message.stop_reason == whole.stop_reason
+    assert (message.usage.input_tokens, message.usage.output_tokens) == (
+        whole.usage.input_tokens,
+        whole.usage.output_tokens,
+    )
+    assert kinds[0] == "message_start"
+    assert kinds[-2:] == ["message_delta", "message_stop"]
+    counted = client.messages.count_tokens(model="guide", messages=QUESTION)  # type: ignore[arg-type]
+    assert counted.input_tokens == whole.usage.input_tokens
+
+
+def test_limits_and_stop_sequences_are_kept(client: anthropic.Anthropic) -> None:
+    short = ask(client, max_tokens=3)
+    assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 3)
+    text = ask(client).content[0].text
+    stop = text[len(text) // 2 :][:6]
+    stopped = ask(client, stop_sequences=[stop])
+    assert stopped.content[0].text == text[: text.index(stop)]
+    assert stopped.stop_reason == "end_turn"
+
+
+def test_a_system_prompt_and_blocks_reach_the_model(client: anthropic.Anthropic) -> None:
+    plain = ask(client, max_tokens=1)
+    blocks = [{"type": "text", "text": QUESTION[0]["content"], "cache_control": {"type": "ephemeral"}}]
+    as_blocks = ask(client, max_tokens=1, messages=[{"role": "user", "content": blocks}])
+    assert as_blocks.usage.input_tokens == plain.usage.input_tokens
+    for system in ("Be brief.", [{"type": "text", "text": "Be brief."}]):
+        assert ask(client, max_tokens=1, system=system).usage.input_tokens > plain.usage.input_tokens
+
+
+def test_a_tool_is_called_and_its_result_understood(client: anthropic.Anthropic) -> None:
+    said = ask(client, messages=IN_OSLO, tools=[WEATHER], max_tokens=100)
+    assert said.stop_reason == "tool_use"
+    (call,) = [block for block in said.content if block.type == "tool_use"]
+    assert (call.name, type(call.input)) == ("get_weather", dict)
+    _, message = streamed(client, messages=IN_OSLO, tools=[WEATHER], max_tokens=100)
+    (same,) = [block for block in message.content if block.type == "tool_use"]
+    assert (same.name, same.input, message.stop_reason) == (call.name, call.input, "tool_use")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
+    messages = [
+        *IN_OSLO,
+        {"role": "assistant", "content": [block.model_dump() for block in said.content]},
+        {"role": "user", "content": [result]},
+    ]
+    answer = ask(client, messages=messages, tools=[WEATHER])
+    assert answer.usage.input_tokens > said.usage.input_tokens
+    without = ask(client, messages=IN_OSLO, tools=[WEATHER], tool_choice={"type": "none"}, max_tokens=1)
+    assert without.usage.input_tokens < said.usage.input_tokens
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"model": "claude-9"}, anthropic.NotFoundError, "model"),
+        ({"messages": []}, anthropic.BadRequestError, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            anthropic.BadRequestError,
+            "messages[0].content[0]",
+        ),
+        ({"tools": [WEATHER], "tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, anthropic.BadRequestError, "thinking"),
+        ({"extra_body": {"temprature": 1}}, anthropic.BadRequestError, "temprature"),
+        ({"extra_body": {"temperature": 1.5}}, anthropic.BadRequestError, "temperature"),
+    ],
+)
+def test_errors_are_of_the_clients_own_kinds(
+    client: anthropic.Anthropic, options: dict[str, Any], kind: type[anthropic.APIStatusError], words: str
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(kind) as caught:
+            ask(client, stream=stream, **options)
+        assert words in caught.value.message
+        assert caught.value.request_id is None or caught.value.request_id.startswith("req_")

@@ -1,0 +1,114 @@
+"""The `ollama` client against a real daemon with the whole guide model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ollama
+import pytest
+from daemon_process import DaemonProcess, running_daemon, wait_for
+
+from swarmllm.api.ollama import API_VERSION
+
+pytestmark = pytest.mark.slow
+
+QUESTION = [{"role": "user", "content": "What is a layer range?"}]
+GREEDY = {"temperature": 0, "num_predict": 20}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    folder = tmp_path_factory.mktemp("ollama")
+    with running_daemon(folder, "solo", load=["guide"], inference={"n_threads": 1, "n_ctx": 2048}) as node:
+        wait_for(lambda: node.http.get("/health/ready").status_code == 200, 60, "the guide to be loaded")
+        yield node
+
+
+@pytest.fixture
+def client(node: DaemonProcess) -> Iterator[ollama.Client]:
+    with ollama.Client(host=node.url, trust_env=False) as client:
+        yield client
+
+
+def test_models_are_listed_and_shown(client: ollama.Client, node: DaemonProcess) -> None:
+    (listed,) = client.list().models
+    (running,) = client.ps().models
+    assert listed.model == running.model == "guide:latest"
+    assert listed.size is not None
+    assert listed.size > 10**6
+    shown = client.show("guide:latest")
+    assert shown.details is not None
+    assert shown.details.format == "gguf"
+    assert shown.capabilities == ["completion", "tools"]
+    assert shown.modelinfo is not None
+    assert shown.modelinfo[f"{shown.details.family}.block_count"] == 12
+    assert node.http.get("/api/version").json() == {"version": API_VERSION}
+
+
+def test_a_streamed_chat_says_the_same_as_a_whole_one(client: ollama.Client) -> None:
+    whole = client.chat("guide:latest", messages=QUESTION, options=GREEDY)
+    parts = list(client.chat("guide", messages=QUESTION, options=GREEDY, stream=True))
+    assert whole.message.content
+    assert "".join(part.message.content or "" for part in parts) == whole.message.content
+    assert [part.done for part in parts[:-1]] == [False] * (len(parts) - 1)
+    assert (parts[-1].done, parts[-1].done_reason) == (True, whole.done_reason)
+    assert (parts[-1].prompt_eval_count, parts[-1].eval_count) == (whole.prompt_eval_count, whole.eval_count)
+    assert (whole.total_duration or 0) >= (whole.eval_duration or 0) > 0
+
+
+def test_generate_is_a_question_unless_it_is_raw(client: ollama.Client) -> None:
+    question = str(QUESTION[0]["content"])
+    asked = client.generate("guide", question, options=GREEDY)
+    assert asked.response == client.chat("guide", messages=QUESTION, options=GREEDY).message.content
+    parts = client.generate("guide", question, options=GREEDY, stream=True)
+    assert "".join(part.response for part in parts) == asked.response
+    raw = client.generate("guide", question, raw=True, options=GREEDY)
+    assert (raw.prompt_eval_count or 0) < (asked.prompt_eval_count or 0)
+    assert client.generate("guide", "").done_reason == "load"
+
+
+def test_options_reach_the_model(client: ollama.Client) -> None:
+    short = client.chat("guide", messages=QUESTION, options=GREEDY | {"num_predict": 3, "num_ctx": 4096})
+    assert (short.eval_count, short.done_reason) == (3, "length")
+
+
+def test_a_tool_call_comes_as_one(client: ollama.Client) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    options = {"temperature": 0}
+    said = client.chat("guide", messages=messages, tools=[WEATHER], options=options).message
+    assert said.tool_calls
+    streamed = client.chat("guide", messages=messages, tools=[WEATHER], options=options, stream=True)
+    calls = [call for part in streamed for call in part.message.tool_calls or ()]
+    assert calls == list(said.tool_calls)
+    messages += [said.model_dump(), {"role": "tool", "tool_name": "get_weather", "content": "sunny"}]
+    answer = client.chat("guide", messages=messages, tools=[WEATHER], options=options | {"num_predict": 5})
+    assert answer.eval_count
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "field"),
+    [
+        ({"model": "gpt-9"}, 404, "gpt-9"),
+        ({"format": "json"}, 400, "format"),
+        ({"think": True}, 400, "think"),
+        ({"options": {"mirostat": 2}}, 400, "options.mirostat"),
+        ({"options": {"temperature": 9}}, 400, "options.temperature"),
+        ({"messages": [{"role": "user", "content": "x", "images": [b"12"]}]}, 400, "messages[0].images"),
+    ],
+)
+def test_errors_are_of_the_clients_own_kind(
+    client: ollama.Client, options: dict[str, Any], status: int, field: str
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(ollama.ResponseError) as caught:
+            list(client.chat(**({"model": "guide", "messages": QUESTION, "stream": stream} | options)))
+        assert caught.value.status_code == status
+        assert field in caught.value.error
