@@ -108,6 +108,9 @@ class InferenceTable:
     n_slots: Annotated[int, Meta(ge=1, le=256)] = _setting(
         8, "Requests of which a worker can hold KV at the same time."
     )
+    continuous_batching: bool = _setting(
+        True, "Requests that run at the same time share the worker's batches; false computes them in turn."
+    )
     n_threads: Annotated[int, Meta(ge=0, le=1024)] = _setting(
         0, "Compute threads of each worker; 0 means the cores this process may use."
     )

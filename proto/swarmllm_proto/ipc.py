@@ -68,6 +68,8 @@ class Open(DaemonMessage, frozen=True, tag=True):
     n_threads: Annotated[int, Meta(ge=1, le=1024)] = 1
     use_mmap: bool = True
     n_gpu_layers: Annotated[int, Meta(ge=0, le=65535)] = 0
+    continuous_batching: bool = True
+    """Requests that run at the same time share libllama's batches."""
 
 
 class Load(DaemonMessage, frozen=True, tag=True):

@@ -68,6 +68,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             n_threads=2,
             use_mmap=False,
             n_gpu_layers=99,
+            continuous_batching=False,
         ),
         b"",
     ),

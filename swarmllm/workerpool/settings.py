@@ -25,6 +25,7 @@ class WorkerSettings:
     n_threads: int = 1
     use_mmap: bool = True
     n_gpu_layers: int = 0
+    continuous_batching: bool = True
     start_timeout_s: float = 60.0
     """From spawning a worker until it says Ready: Python's start, and libllama's load from a cold disk."""
     load_timeout_s: float = 600.0

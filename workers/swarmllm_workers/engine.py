@@ -167,15 +167,40 @@ class Engine:
     def take_slot(self, request_id: str) -> int:
         return self.slots.take(request_id)
 
+    def n_free(self, route: Route) -> int:
+        """KV rows that every segment of the route has left."""
+        return min(self.settings.n_ctx - segment.n_rows for segment in route.segments)
+
+    def full(self, route: Route, n_more: int) -> CallError:
+        """What a request is told for which there are not enough KV rows."""
+        n_rows = max(segment.n_rows for segment in route.segments) + n_more
+        return CallError(
+            "context_full",
+            f"{n_rows} rows in a context of {self.settings.n_ctx} (n_ctx), shared by all requests",
+        )
+
+    def rewind(self, route: Route, span: Span) -> None:
+        """Forget the slot's rows from the span's position on. Raises CallError position_gap, also where
+        the model's state cannot be rolled back, or not_loaded."""
+        self._check_open(route)
+        for segment in route.segments:
+            segment.check_position(span)
+        for segment in route.segments:
+            segment.truncate(span.slot, span.position)
+
     def release(self, request_id: str) -> None:
         """Free the request's slot and its rows in every segment."""
+        self.empty(request_id)
         self._routes.pop(request_id, None)
-        slot = self.slots.release(request_id)
-        if slot is None:
-            return
-        for segment in (*self._segments, *self._retired):
-            segment.truncate(slot, 0)
+        self.slots.release(request_id)
         self._close([segment for segment in self._retired if segment.n_rows == 0])
+
+    def empty(self, request_id: str) -> None:
+        """Free the request's rows in every segment; it keeps its slot and its segments."""
+        slot = self.slots.get(request_id)
+        if slot is not None:
+            for segment in (*self._segments, *self._retired):
+                segment.truncate(slot, 0)
 
     def release_if_empty(self, request_id: str) -> None:
         """Free the slot of a request that has no rows anywhere: one whose first forward was refused."""
@@ -185,12 +210,15 @@ class Engine:
 
     def check(self, route: Route, spans: Sequence[Span]) -> None:
         """Raises CallError position_gap, context_full, or not_loaded where the route has been unloaded."""
+        self._check_open(route)
+        for segment in route.segments:
+            segment.check(spans)
+
+    def _check_open(self, route: Route) -> None:
         if route.is_closed:
             raise CallError(
                 "not_loaded", f"layers {route.start}:{route.end} were unloaded while the request ran", "start"
             )
-        for segment in route.segments:
-            segment.check(spans)
 
     def run(self, route: Route, spans: Sequence[Span]) -> list[np.ndarray]:
         """Run spans through a route: `Segment.run` of its segments one after the other, after `check` of

@@ -70,6 +70,7 @@ class Segment:
             path, use_mmap=settings.use_mmap, n_gpu_layers=settings.n_gpu_layers, on_progress=on_progress
         )
         self.weights_bytes = self._model.size_bytes
+        self.is_recurrent = self._model.is_recurrent
         self.lengths = [0] * settings.n_slots
         """Rows that each slot has in this segment's KV."""
         try:
@@ -136,25 +137,29 @@ class Segment:
         """Whether these spans can run. Raises CallError position_gap or context_full; changes nothing."""
         n_after = self.n_rows
         for span in spans:
-            length = self.lengths[span.slot]
-            if self._model.is_recurrent and 0 < span.position < length:
-                raise CallError(
-                    "position_gap",
-                    f"layers {self.start}:{self.end} have {length} rows and a state that cannot be rolled "
-                    f"back to {span.position}: begin again at position 0",
-                    "position",
-                )
-            if span.position > length:
-                raise CallError(
-                    "position_gap",
-                    f"position {span.position} follows {length} known rows in layers {self.start}:{self.end}",
-                    "position",
-                )
-            n_after += span.position + len(span.data) - length
+            self.check_position(span)
+            n_after += span.position + len(span.data) - self.lengths[span.slot]
         if n_after > self._settings.n_ctx:
             raise CallError(
                 "context_full",
                 f"{n_after} rows in a context of {self._settings.n_ctx} (n_ctx), shared by all requests",
+            )
+
+    def check_position(self, span: Span) -> None:
+        """Raises CallError position_gap, also where a recurrent state would have to be rolled back."""
+        length = self.lengths[span.slot]
+        if self._model.is_recurrent and 0 < span.position < length:
+            raise CallError(
+                "position_gap",
+                f"layers {self.start}:{self.end} have {length} rows and a state that cannot be rolled "
+                f"back to {span.position}: begin again at position 0",
+                "position",
+            )
+        if span.position > length:
+            raise CallError(
+                "position_gap",
+                f"position {span.position} follows {length} known rows in layers {self.start}:{self.end}",
+                "position",
             )
 
     def truncate(self, slot: int, length: int) -> None:
