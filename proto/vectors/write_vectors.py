@@ -46,6 +46,18 @@ SAMPLING = ipc.Sampling(
     seed=42,
     stop=("\n\n", "<|im_end|>"),
     ignore_eos=True,
+    typical_p=0.95,
+    xtc_probability=0.5,
+    xtc_threshold=0.2,
+    dry_multiplier=0.8,
+    dry_base=2.0,
+    dry_allowed_length=3,
+    mirostat=2,
+    mirostat_tau=4.0,
+    mirostat_eta=0.05,
+    logit_bias=((5, -1.5), (2**31 - 1, 1000.0)),
+    grammar='root ::= "ü"',
+    json_schema='{"type":"object"}',
 )
 MESSAGES: list[dict[str, object]] = [{"role": "user", "content": "Grüße, 世界"}]
 TOOLS: list[dict[str, object]] = [
