@@ -87,6 +87,8 @@ class Open(DaemonMessage, frozen=True, tag=True):
     n_gpu_layers: Annotated[int, Meta(ge=0, le=65535)] = 0
     continuous_batching: bool = True
     """Requests that run at the same time share libllama's batches."""
+    n_prefixes: Annotated[int, Meta(ge=0, le=255)] = 16
+    """Finished generations whose KV is kept for prompts that begin alike; 0: none."""
 
 
 class Load(DaemonMessage, frozen=True, tag=True):
@@ -250,6 +252,8 @@ class GenerateDone(WorkerMessage, frozen=True, tag=True):
     n_generated: TokenCount
     prefill_s: Seconds
     decode_s: Seconds
+    n_cached_tokens: TokenCount = 0
+    """Of the prompt: not computed, because an earlier request began alike."""
 
 
 class Done(WorkerMessage, frozen=True, tag=True):

@@ -54,6 +54,7 @@ class FakeGeneration:
     def __init__(self, script: Script, queue_s: float) -> None:
         self._script = script
         self.shape = "local"
+        self.n_cached_tokens = 4
         self.route = (StageReport("node-a", "küche", LayerRange(0, 12), compute_s=0.002, prefill_s=0.01),)
         self.timings = Timings(queue_s, tokenize_s=0.001, prefill_s=0.01, decode_s=0.5)
         self.n_prompt_tokens = 7

@@ -24,6 +24,8 @@ from swarmllm_workers.work import ForwardWork, GenerateWork, Send, Work
 log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 0.05
+SEQUENCES_MAX: Final = 256
+"""libllama's limit."""
 EMBED_ROWS_MAX: Final = 65536
 
 
@@ -106,6 +108,7 @@ class Handlers:
             n_threads=message.n_threads,
             use_mmap=message.use_mmap,
             n_gpu_layers=message.n_gpu_layers,
+            n_prefixes=min(message.n_prefixes, SEQUENCES_MAX - message.n_slots),
         )
         engine = Engine(Path(message.path), Path(message.cache_dir), settings)
         self._engine = engine

@@ -121,7 +121,9 @@ class Runner:
         if not batch.shares:
             return
         route = ready[batch.shares[0].key].route
-        n_free = self._engine.n_free(route)
+        keys = {share.key for share in batch.shares}
+        n_rows = sum(ready[key].work.n_waiting for key in keys if ready[key].demand.n_cells == 0)
+        n_free = self._engine.make_room(route, max(batch.n_rows, n_rows))
         if batch.n_rows > n_free or any(each.demand.n_cells == 0 for each in ready.values()):
             batch = self._fit(batch, ready, n_free)
         if batch.shares:

@@ -177,6 +177,8 @@ class GenerateWork:
         self._decoding = Decoding(engine.vocabulary, message.sampling)
         self._position = 0
         self._n_running = 0
+        self._n_cached = 0
+        """Rows of the prompt that an earlier request had computed."""
         self._prefill_s = 0.0
         self._decode_s = 0.0
 
@@ -200,6 +202,11 @@ class GenerateWork:
 
     def next_span(self, n_rows: int) -> Span:
         slot = self._engine.take_slot(self.request_id)
+        if self._position == 0:
+            history = self._history[: self._n_history]
+            self._position = self._engine.reuse(self.request_id, self.route(), history)
+            if self._n_history == self._n_prompt:
+                self._n_cached = self._position
         data = self._history[self._position : min(self._position + n_rows, self._n_history)]
         self._n_running = len(data)
         is_last = self._position + len(data) == self._n_history
@@ -237,6 +244,8 @@ class GenerateWork:
 
     def _finish(self, reason: FinishReason) -> None:
         self.is_finished = True
+        if self._position:
+            self._engine.keep(self.request_id, self._history[: self._position])
         self._engine.release(self.request_id)
         self._send(
             GenerateDone(
@@ -244,6 +253,7 @@ class GenerateWork:
                 request_id=self.request_id,
                 finish_reason=reason,
                 n_prompt_tokens=self._n_prompt,
+                n_cached_tokens=self._n_cached,
                 n_generated=self._decoding.n_generated,
                 prefill_s=self._prefill_s,
                 decode_s=self._decode_s,
