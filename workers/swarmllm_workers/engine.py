@@ -27,6 +27,7 @@ from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
 from swarmllm_workers.libllama import Model
 from swarmllm_workers.prefixes import Kept, Prefixes
 from swarmllm_workers.probe import refuse_impossible_rotation, refuse_what_aborts
+from swarmllm_workers.ranges import Range, merge, subtract
 from swarmllm_workers.segment import EngineSettings, Segment, Span
 from swarmllm_workers.segment_cache import SegmentCache
 from swarmllm_workers.segment_file import n_layers_of, refuse_split
@@ -34,7 +35,6 @@ from swarmllm_workers.slots import Slots
 from swarmllm_workers.template import ChatTemplate
 from swarmllm_workers.vocabulary import Vocabulary
 
-Range: TypeAlias = tuple[int, int]
 LoadProgress: TypeAlias = Callable[[int, int], None]
 
 
@@ -379,28 +379,6 @@ class Engine:
     def close(self) -> None:
         self._close([*self._segments, *self._retired])
         self._vocabulary_model.close()
-
-
-def merge(ranges: Sequence[Range]) -> list[Range]:
-    """The same layers in the fewest ranges, in order."""
-    merged: list[Range] = []
-    for start, end in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def subtract(ranges: Sequence[Range], removed: Sequence[Range]) -> list[Range]:
-    """The layers of `ranges` that are not in `removed`, in order."""
-    remaining = merge(ranges)
-    for cut_start, cut_end in removed:
-        parts: list[Range] = []
-        for start, end in remaining:
-            parts += [(start, min(end, cut_start)), (max(start, cut_end), end)]
-        remaining = [(start, end) for start, end in parts if start < end]
-    return remaining
 
 
 def _find_path(segments: Sequence[Segment], start: int, end: int) -> list[Segment] | None:
