@@ -111,6 +111,12 @@ class InferenceTable:
     n_slots: Annotated[int, Meta(ge=1, le=256)] = _setting(
         8, "Requests of which a worker can hold KV at the same time."
     )
+    continuous_batching: bool = _setting(
+        True, "Requests that run at the same time share the worker's batches; false computes them in turn."
+    )
+    prefix_cache_max_entries: Annotated[int, Meta(ge=0, le=255)] = _setting(
+        16, "Finished answers whose KV a worker keeps, for 600 s, for prompts that begin alike; 0 keeps none."
+    )
     n_threads: Annotated[int, Meta(ge=0, le=1024)] = _setting(
         0, "Compute threads of each worker; 0 means the cores this process may use."
     )

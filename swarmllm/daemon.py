@@ -204,6 +204,8 @@ def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
         n_threads=config.n_threads,
         use_mmap=config.resources.use_mmap,
         n_gpu_layers=config.resources.n_gpu_layers,
+        continuous_batching=config.inference.continuous_batching,
+        n_prefixes=config.inference.prefix_cache_max_entries,
     )
 
 

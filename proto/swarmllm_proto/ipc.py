@@ -46,6 +46,23 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_de
     seed: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
     stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)] = ()
     ignore_eos: bool = False
+    typical_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    xtc_probability: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    xtc_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    dry_base: Annotated[float, Meta(ge=1, le=100)] = 1.75
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] = 2
+    mirostat: Literal[0, 1, 2] = 0
+    """The version; takes the place of the truncating samplers (top_k, top_p, min_p, typical_p, XTC)."""
+    mirostat_tau: Annotated[float, Meta(ge=0, le=100)] = 5.0
+    mirostat_eta: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    logit_bias: Annotated[
+        tuple[tuple[TokenId, Annotated[float, Meta(ge=-1000, le=1000)]], ...], Meta(max_length=1024)
+    ] = ()
+    grammar: Annotated[str, Meta(max_length=65536)] = ""
+    """GBNF; at most one of this and `json_schema`."""
+    json_schema: Annotated[str, Meta(max_length=65536)] = ""
+    """The text of a JSON schema that the output follows."""
 
 
 class DaemonMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
@@ -68,6 +85,10 @@ class Open(DaemonMessage, frozen=True, tag=True):
     n_threads: Annotated[int, Meta(ge=1, le=1024)] = 1
     use_mmap: bool = True
     n_gpu_layers: Annotated[int, Meta(ge=0, le=65535)] = 0
+    continuous_batching: bool = True
+    """Requests that run at the same time share libllama's batches."""
+    n_prefixes: Annotated[int, Meta(ge=0, le=255)] = 16
+    """Finished generations whose KV is kept for prompts that begin alike; 0: none."""
 
 
 class Load(DaemonMessage, frozen=True, tag=True):
@@ -248,6 +269,8 @@ class GenerateDone(WorkerMessage, frozen=True, tag=True):
     n_generated: TokenCount
     prefill_s: Seconds
     decode_s: Seconds
+    n_cached_tokens: TokenCount = 0
+    """Of the prompt: not computed, because an earlier request began alike."""
 
 
 class Done(WorkerMessage, frozen=True, tag=True):

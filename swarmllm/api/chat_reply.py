@@ -130,4 +130,5 @@ def usage(generation: Generation) -> Json:
         "prompt_tokens": n_prompt,
         "completion_tokens": n_generated,
         "total_tokens": n_prompt + n_generated,
+        "prompt_tokens_details": {"cached_tokens": generation.n_cached_tokens},
     }

@@ -17,8 +17,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
@@ -31,6 +29,22 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "function_call": ("none",),
 }
 """Documented by OpenAI, not offered here: the values (besides null) that ask for nothing."""
+
+
+SAMPLED_AS_THEY_ARE = (
+    "typical_p",
+    "xtc_probability",
+    "xtc_threshold",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+    "grammar",
+)
+SCHEMA_MAX = 65536
+"""Characters; the wire's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +92,8 @@ def _refuse_unsupported(body: schema.ChatRequest) -> None:
         raise InvalidRequest(
             'tool_choice can be "none" or "auto": this node cannot force a call.', field="tool_choice"
         )
+    if body.grammar and not isinstance(body.response_format, schema.TextFormat | None):
+        raise InvalidRequest("grammar and response_format exclude each other; send one.", field="grammar")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
     if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
@@ -98,8 +114,32 @@ def sampling_of(body: schema.ChatRequest) -> Sampling:
         # OpenAI's seeds are 64-bit and signed, libllama's 32-bit.
         "seed": None if body.seed is None else body.seed % 2**32,
         "stop": stop,
+        "logit_bias": _biases(body.logit_bias or {}),
+        "json_schema": _json_schema(body.response_format),
     }
+    chosen |= {field: getattr(body, field) for field in SAMPLED_AS_THEY_ARE}
     return msgspec.structs.replace(Sampling(), **{k: v for k, v in chosen.items() if v is not None})
+
+
+def _biases(by_token: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    for token in by_token:
+        if not (token.isascii() and token.isdigit() and len(token) <= 9):
+            raise InvalidRequest(f"logit_bias: {token[:20]!r} is no token id.", field="logit_bias")
+    return tuple((int(token), bias) for token, bias in by_token.items())
+
+
+def _json_schema(wanted: schema.ResponseFormat | None) -> str:
+    """What the output has to follow, as JSON text; empty where it may be any text."""
+    if isinstance(wanted, schema.JsonObjectFormat):
+        return '{"type":"object"}'
+    if not isinstance(wanted, schema.JsonSchemaFormat):
+        return ""
+    text = msgspec.json.encode(wanted.json_schema.schema or {}).decode()
+    if len(text) > SCHEMA_MAX:
+        raise InvalidRequest(
+            f"the schema is longer than {SCHEMA_MAX} characters.", field="response_format.json_schema.schema"
+        )
+    return text
 
 
 def _message(message: schema.Message, path: str) -> Json:

@@ -120,6 +120,28 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=16)]
 
 
+class TextFormat(Body, frozen=True, tag_field="type", tag="text"):
+    pass
+
+
+class JsonObjectFormat(Body, frozen=True, tag_field="type", tag="json_object"):
+    pass
+
+
+class NamedSchema(Body, frozen=True, kw_only=True):
+    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+    schema: Json | None = None
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Body, frozen=True, tag_field="type", tag="json_schema"):
+    json_schema: NamedSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
 class ChatRequest(Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions. None everywhere means what absence means."""
 
@@ -138,7 +160,21 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
+    ) = None
+    response_format: ResponseFormat | None = None
     # llama.cpp's extras
+    typical_p: Share | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Share | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    mirostat: Literal[0, 1, 2] | None = None
+    mirostat_tau: Annotated[float, Meta(ge=0, le=100)] | None = None
+    mirostat_eta: Share | None = None
+    grammar: Annotated[str, Meta(max_length=65536)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**20)] | None = None
     min_p: Share | None = None
     repeat_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
@@ -153,8 +189,6 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     n: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    logit_bias: Json | None = None
-    response_format: Json | None = None
     store: bool | None = None
     service_tier: str | None = None
     modalities: list[str] | None = None

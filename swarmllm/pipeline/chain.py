@@ -47,6 +47,8 @@ class Chain:
     """One attempt at one request. `failure`, once set, is final."""
 
     shape: Literal["local", "chain"] = "chain"
+    n_cached_tokens = 0
+    """Prefixes are shared inside one worker that runs the whole model."""
 
     def __init__(
         self,

@@ -128,6 +128,9 @@ class Source(Protocol):
     @property
     def n_generated(self) -> int: ...
 
+    @property
+    def n_cached_tokens(self) -> int: ...
+
 
 class Generation:
     """Iterate once for the text; everything else can be read at any time and grows with it."""
@@ -171,6 +174,11 @@ class Generation:
     def n_generated(self) -> int:
         """Tokens sampled so far, an end-of-sequence token included."""
         return self._source.n_generated
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """Of the prompt: not computed, because an earlier request began alike. Known at the end."""
+        return self._source.n_cached_tokens
 
     @property
     def timings(self) -> Timings:

@@ -54,6 +54,11 @@ class LocalSource:
         return self._n_tokens
 
     @property
+    def n_cached_tokens(self) -> int:
+        done = self._generation.done
+        return done.n_cached_tokens if done is not None else 0
+
+    @property
     def prefill_s(self) -> float:
         return self._first_s - self._started_s if self._n_tokens else 0.0
 

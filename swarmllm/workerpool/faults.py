@@ -18,8 +18,19 @@ _FIELDS = {"bad_template": "messages", "context_full": "messages"}
 """The field of the caller's request to blame where the worker names none."""
 
 
+_SAMPLING = {
+    "sampling.grammar": "grammar",
+    "sampling.json_schema": "response_format",
+    "sampling.logit_bias": "logit_bias",
+    "sampling.repeat_penalty": "repeat_penalty",
+}
+"""What only the worker can check, and the field of the caller's request that it came from."""
+
+
 def worker_fault(error: Error) -> SwarmLLMError:
     field = error.field or _FIELDS.get(error.kind)
+    if error.kind == "bad_message" and error.field in _SAMPLING:
+        return InvalidRequest(error.message, field=_SAMPLING[error.field])
     mapped = _MAPPED.get(error.kind)
     if mapped is not None:
         return mapped(error.message, field=field)

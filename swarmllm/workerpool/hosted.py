@@ -143,6 +143,8 @@ class HostedModel:
                 n_threads=settings.n_threads,
                 use_mmap=settings.use_mmap,
                 n_gpu_layers=settings.n_gpu_layers,
+                continuous_batching=settings.continuous_batching,
+                n_prefixes=settings.n_prefixes,
             )
             self.opened, _ = await worker.call(message, Opened, timeout_s=settings.load_timeout_s)
             for layers in self.wanted:

@@ -25,6 +25,9 @@ class WorkerSettings:
     n_threads: int = 1
     use_mmap: bool = True
     n_gpu_layers: int = 0
+    continuous_batching: bool = True
+    n_prefixes: int = 16
+    """Finished generations whose KV a worker keeps for prompts that begin alike."""
     start_timeout_s: float = 60.0
     """From spawning a worker until it says Ready: Python's start, and libllama's load from a cold disk."""
     load_timeout_s: float = 600.0

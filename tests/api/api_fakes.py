@@ -55,6 +55,7 @@ class FakeGeneration:
     def __init__(self, script: Script, queue_s: float) -> None:
         self._script = script
         self.shape = "local"
+        self.n_cached_tokens = 4
         self.route = (StageReport("node-a", "küche", LayerRange(0, 12), compute_s=0.002, prefill_s=0.01),)
         self.timings = Timings(queue_s, tokenize_s=0.001, prefill_s=0.01, decode_s=0.5)
         self.n_prompt_tokens = 7
@@ -173,7 +174,7 @@ class Stand:
 
     async def load_guide(self) -> None:
         entry, layers = await self.node.resolve("guide", None)
-        await self.node.load(entry, layers, lambda done, total: None)
+        await self.node.load(entry, layers, lambda done, total: None, lambda done, total: None)
 
     async def tell_of_peer(
         self, node_id: str, model: str, n_layers: int, ranges: tuple[tuple[int, int], ...]

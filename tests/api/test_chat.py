@@ -48,7 +48,12 @@ async def test_an_answer_has_openais_shape_and_says_how_it_was_made(tmp_path: Pa
             "finish_reason": "stop",
         }
     ]
-    assert body["usage"] == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+    assert body["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 3,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
     assert body["swarm"]["route"][0] | {"compute_ms_per_token": 2.0} == {
         "node": "node-a",
         "nickname": "küche",

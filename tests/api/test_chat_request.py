@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -68,8 +69,12 @@ def message(**fields: Any) -> dict[str, Any]:
         (HELLO | {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
         (HELLO | {"n": 2}, "n"),
         (HELLO | {"logprobs": True}, "logprobs"),
-        (HELLO | {"logit_bias": {"5": 1}}, "logit_bias"),
-        (HELLO | {"response_format": {"type": "json_object"}}, "response_format"),
+        (HELLO | {"logit_bias": {"5": 101}}, "logit_bias[...]"),
+        (HELLO | {"logit_bias": {"five": 1}}, "logit_bias"),
+        (HELLO | {"response_format": {"type": "yaml"}}, "response_format.type"),
+        (HELLO | {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (HELLO | {"response_format": {"type": "json_object"}, "grammar": "root ::= x"}, "grammar"),
+        (HELLO | {"mirostat": 3}, "mirostat"),
         (HELLO | {"modalities": ["audio"]}, "modalities"),
         (HELLO | {"store": True}, "store"),
         (HELLO | {"service_tier": "flex"}, "service_tier"),
@@ -123,10 +128,32 @@ def test_every_field_that_is_offered_reaches_the_sampler() -> None:
         "frequency_penalty": 2.0,
         "seed": 7,
         "ignore_eos": True,
+        "typical_p": 0.9,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
+        "dry_multiplier": 0.8,
+        "dry_base": 2.0,
+        "dry_allowed_length": 3,
+        "mirostat": 2,
+        "mirostat_tau": 4.0,
+        "mirostat_eta": 0.2,
+        "grammar": 'root ::= "a"',
     }
     sampling = read(HELLO | chosen | {"stop": "END"}).sampling
     assert {name: getattr(sampling, name) for name in chosen} == chosen
     assert sampling.stop == ("END",)
+
+
+def test_biases_and_schemas_reach_the_sampler() -> None:
+    assert read(HELLO | {"logit_bias": {"5": -100, "7": 1.5}}).sampling.logit_bias == ((5, -100.0), (7, 1.5))
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    assert json.loads(read(HELLO | {"response_format": wanted}).sampling.json_schema) == schema
+    free = read(HELLO | {"response_format": {"type": "json_object"}}).sampling
+    assert json.loads(free.json_schema) == {"type": "object"}
+    assert read(HELLO | {"response_format": {"type": "text"}}).sampling.json_schema == ""
+    wanted["json_schema"] = {"name": "a", "schema": {"description": "x" * 65536}}
+    assert refused_field(HELLO | {"response_format": wanted}) == "response_format.json_schema.schema"
 
 
 def test_openais_defaults_hold_where_nothing_is_said() -> None:

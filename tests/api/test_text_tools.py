@@ -47,7 +47,7 @@ async def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         assert await refusal(stand, "/tokenize", {"content": "hi"}) == (400, "model")
         entry, _ = await stand.node.resolve("guide", None)
-        await stand.node.load(entry, LayerRange(0, 4), lambda done, total: None)
+        await stand.node.load(entry, LayerRange(0, 4), lambda done, total: None, lambda done, total: None)
         assert await refusal(stand, "/tokenize", {"content": "hi"}) == (400, "model")
         guide = {"model": "guide"}
         hi = guide | {"content": "hi"}

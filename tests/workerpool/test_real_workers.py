@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ import trio
 from pool_parts import pids, process_exists
 
 import swarmllm.guide
-from swarmllm.errors import BadModel, WorkerDied, WorkerError
+from swarmllm.errors import BadModel, InvalidRequest, WorkerDied, WorkerError
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.ipc import Sampling
@@ -119,6 +120,28 @@ async def test_leaving_a_generation_early_frees_its_only_slot(tmp_path: Path) ->
             assert stream.done.finish_reason == "cancelled"
         # A generation that ran to its end leaves the slot free, too.
         assert await greedy(pool, "r3") == await greedy(pool, "r4")
+
+
+async def test_output_follows_a_schema_and_a_wrong_one_is_the_callers_fault(tmp_path: Path) -> None:
+    schema = '{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}'
+    async with real_pool(tmp_path) as pool:
+        await pool.load(GUIDE, WHOLE)
+        tokens = await pool.tokenize(GUIDE, messages=[{"role": "user", "content": "What is a pipeline?"}])
+
+        async def ask(**fields: Any) -> bytes:
+            sampling = Sampling(temperature=0.0, max_tokens=100, **fields)
+            async with pool.generate(GUIDE, request_id="r", tokens=tokens, sampling=sampling) as stream:
+                return b"".join([piece async for _, piece in stream])
+
+        assert set(json.loads(await ask(json_schema=schema))) == {"ok"}
+        for fields, field in (
+            ({"json_schema": '{"type": "dance"}'}, "response_format"),
+            ({"grammar": "root ::= nothing"}, "grammar"),
+            ({"logit_bias": ((2**31 - 1, 1.0),)}, "logit_bias"),
+        ):
+            with pytest.raises(InvalidRequest) as caught:
+                await ask(**fields)
+            assert caught.value.field == field
 
 
 async def test_faults_of_one_call_leave_the_worker_serving(tmp_path: Path) -> None:

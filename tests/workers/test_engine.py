@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm_workers.engine import Engine, merge, subtract
+from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.ranges import merge, subtract
 from swarmllm_workers.segment import EngineSettings, Span
 from swarmllm_workers.slots import Slots
 

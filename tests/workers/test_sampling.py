@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 
@@ -85,6 +87,57 @@ def test_penalties_count_what_was_generated(sampling: Sampling) -> None:
     assert sampler.sample(logits, 0, ()) == 4
     assert sampler.sample(logits, 1, (4,)) == 9
     assert sampler.sample(logits, 1, (9,)) == 4
+
+
+def test_typical_leaves_out_what_is_too_likely_to_be_typical() -> None:
+    """A third of the probability on one token, the rest evenly on many: the many are typical."""
+    logits = np.zeros(N_VOCAB, np.float32)
+    logits[4] = np.log((N_VOCAB - 1) / 2)
+    drawn = set(np.nonzero(draw(Sampling(typical_p=0.4, seed=2), logits, n=500))[0])
+    assert 4 not in drawn
+    assert len(drawn) > 10
+
+
+def test_xtc_leaves_out_all_but_the_last_of_the_likely_tokens() -> None:
+    logits = np.full(N_VOCAB, -9.0, np.float32)
+    logits[[3, 8, 20]] = 3.0, 2.0, 1.0
+    always = draw(Sampling(xtc_probability=1.0, xtc_threshold=0.05, seed=2), logits, n=300)
+    assert always[3] == always[8] == 0
+    assert always[20] > 250
+    sometimes = draw(Sampling(xtc_probability=0.5, xtc_threshold=0.05, seed=2), logits, n=300)
+    assert sometimes[3] > 50
+
+
+def test_biases_are_added_to_their_tokens() -> None:
+    best = int(LOGITS.argmax())
+    greedy = Sampling(temperature=0.0, logit_bias=((best, -100.0), (7, 90.0)))
+    assert Sampler(greedy, n_vocab=N_VOCAB).sample(LOGITS, 0, ()) == 7
+    drawn = Sampler(Sampling(logit_bias=((7, 100.0),)), n_vocab=N_VOCAB)
+    assert {drawn.sample(LOGITS, index, ()) for index in range(50)} == {7}
+    with pytest.raises(CallError) as caught:
+        Sampler(Sampling(logit_bias=((N_VOCAB, 1.0),)), n_vocab=N_VOCAB)
+    assert caught.value.field == "sampling.logit_bias"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("tau", [2.0, 3.5])
+def test_mirostat_steers_to_the_surprise_that_was_asked_for(version: Literal[1, 2], tau: float) -> None:
+    logits = -1.1 * np.log(np.arange(1, 2001)).astype(np.float32)
+    sampler = Sampler(Sampling(mirostat=version, mirostat_tau=tau, seed=5))
+    drawn = [sampler.sample(logits, index, ()) for index in range(1500)]
+    probabilities = softmax(logits)
+    # Mirostat measures among the tokens it has left; over all of them surprise is a little higher.
+    surprise = -np.log2(probabilities[drawn[500:]]).mean()
+    assert tau - 0.2 < surprise < tau + 2.0
+    entropy = -(probabilities * np.log2(probabilities)).sum()
+    assert surprise < entropy - 1, "no steering at all"
+
+
+def test_mirostat_step_can_be_repeated() -> None:
+    sampler = Sampler(Sampling(mirostat=2, seed=5))
+    first = [sampler.sample(LOGITS, index, ()) for index in range(30)]
+    assert [sampler.sample(LOGITS, index, ()) for index in range(10, 30)] == first[10:]
 
 
 def test_penalty_of_zero_is_refused() -> None:

@@ -29,7 +29,7 @@ class Decoding:
     def __init__(self, vocabulary: Vocabulary, sampling: Sampling) -> None:
         self._vocabulary = vocabulary
         self.sampling = sampling
-        self._sampler = Sampler(sampling)
+        self._sampler = Sampler(sampling, vocabulary.handle, vocabulary.n_vocab)
         self._tokens: list[int] = []
         self._text = TextStream(sampling.stop)
 

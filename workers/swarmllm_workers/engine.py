@@ -11,6 +11,7 @@ has its own KV, and a slot is the same sequence number in all of them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,7 +25,9 @@ from swarmllm_workers.embedding import Embedding
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
 from swarmllm_workers.libllama import Model
+from swarmllm_workers.prefixes import Kept, Prefixes
 from swarmllm_workers.probe import refuse_impossible_rotation, refuse_what_aborts
+from swarmllm_workers.ranges import Range, merge, subtract
 from swarmllm_workers.segment import EngineSettings, Segment, Span
 from swarmllm_workers.segment_cache import SegmentCache
 from swarmllm_workers.segment_file import n_layers_of, refuse_split
@@ -32,7 +35,6 @@ from swarmllm_workers.slots import Slots
 from swarmllm_workers.template import ChatTemplate
 from swarmllm_workers.vocabulary import Vocabulary
 
-Range: TypeAlias = tuple[int, int]
 LoadProgress: TypeAlias = Callable[[int, int], None]
 
 
@@ -72,6 +74,7 @@ class Engine:
         self._template: ChatTemplate | None = None
         self._cache = SegmentCache(cache_dir, self.source)
         self.slots = Slots(settings.n_slots)
+        self._prefixes = Prefixes(settings.n_slots, settings.n_prefixes)
         self._held: list[Range] = []
         self._segments: list[Segment] = []
         self._retired: list[Segment] = []
@@ -130,6 +133,7 @@ class Engine:
         use."""
         if not any(s < end and start < e for s, e in self._held):
             raise CallError("not_loaded", f"layers {start}:{end} are not held", "start")
+        self._drop_prefixes()
         remaining = subtract(self._held, [(start, end)])
         for piece in remaining:
             self._check_cut(*piece)
@@ -167,15 +171,88 @@ class Engine:
     def take_slot(self, request_id: str) -> int:
         return self.slots.take(request_id)
 
+    def n_free(self, route: Route) -> int:
+        """KV rows that every segment of the route has left."""
+        return min(self.settings.n_ctx - segment.n_rows for segment in route.segments)
+
+    def make_room(self, route: Route, n_rows: int) -> int:
+        """Drop kept rows, the longest unused first, until `n_rows` are free or none are kept; what is free
+        then."""
+        while (n_free := self.n_free(route)) < n_rows and (kept := self._prefixes.drop_oldest()):
+            self._drop([kept])
+        return n_free
+
+    def reuse(self, request_id: str, route: Route, tokens: np.ndarray) -> int:
+        """Rows that the request, which has none yet, gets from an earlier one with the same beginning."""
+        now = time.monotonic()
+        self._drop(self._prefixes.expired(now))
+        kept = self._prefixes.find(route.segments, tokens, now)
+        if kept is None:
+            return 0
+        for segment in route.segments:
+            segment.share(kept.sequence, self.slots.take(request_id), kept.n_rows)
+        return kept.n_rows
+
+    def keep(self, request_id: str, tokens: np.ndarray) -> None:
+        """The request is over: keep the rows of `tokens`, which are all that it has, for others.
+
+        Nothing is kept of recurrent models, whose state is that of the last row only, nor in segments that
+        are about to go."""
+        slot = self.slots.get(request_id)
+        route = self._routes.get(request_id, {}).get((0, self.n_layers))
+        if slot is None or route is None:
+            return
+        for segment in route.segments:
+            if segment not in self._segments or segment.is_recurrent:
+                return
+            if segment.lengths[slot] != len(tokens):
+                return
+        kept, dropped = self._prefixes.keep(route.segments, tokens, time.monotonic())
+        self._drop(dropped)
+        if kept is not None:
+            for segment in route.segments:
+                segment.share(slot, kept.sequence, kept.n_rows)
+
+    def _drop(self, dropped: Sequence[Kept]) -> None:
+        for kept in dropped:
+            for segment in self._segments:
+                if kept.sequence < len(segment.lengths):
+                    segment.truncate(kept.sequence, 0)
+
+    def _drop_prefixes(self) -> None:
+        while (kept := self._prefixes.drop_oldest()) is not None:
+            self._drop([kept])
+
+    def full(self, route: Route, n_more: int) -> CallError:
+        """What a request is told for which there are not enough KV rows."""
+        n_rows = max(segment.n_rows for segment in route.segments) + n_more
+        return CallError(
+            "context_full",
+            f"{n_rows} rows in a context of {self.settings.n_ctx} (n_ctx), shared by all requests",
+        )
+
+    def rewind(self, route: Route, span: Span) -> None:
+        """Forget the slot's rows from the span's position on. Raises CallError position_gap, also where
+        the model's state cannot be rolled back, or not_loaded."""
+        self._check_open(route)
+        for segment in route.segments:
+            segment.check_position(span)
+        for segment in route.segments:
+            segment.truncate(span.slot, span.position)
+
     def release(self, request_id: str) -> None:
         """Free the request's slot and its rows in every segment."""
+        self.empty(request_id)
         self._routes.pop(request_id, None)
-        slot = self.slots.release(request_id)
-        if slot is None:
-            return
-        for segment in (*self._segments, *self._retired):
-            segment.truncate(slot, 0)
+        self.slots.release(request_id)
         self._close([segment for segment in self._retired if segment.n_rows == 0])
+
+    def empty(self, request_id: str) -> None:
+        """Free the request's rows in every segment; it keeps its slot and its segments."""
+        slot = self.slots.get(request_id)
+        if slot is not None:
+            for segment in (*self._segments, *self._retired):
+                segment.truncate(slot, 0)
 
     def release_if_empty(self, request_id: str) -> None:
         """Free the slot of a request that has no rows anywhere: one whose first forward was refused."""
@@ -185,12 +262,15 @@ class Engine:
 
     def check(self, route: Route, spans: Sequence[Span]) -> None:
         """Raises CallError position_gap, context_full, or not_loaded where the route has been unloaded."""
+        self._check_open(route)
+        for segment in route.segments:
+            segment.check(spans)
+
+    def _check_open(self, route: Route) -> None:
         if route.is_closed:
             raise CallError(
                 "not_loaded", f"layers {route.start}:{route.end} were unloaded while the request ran", "start"
             )
-        for segment in route.segments:
-            segment.check(spans)
 
     def run(self, route: Route, spans: Sequence[Span]) -> list[np.ndarray]:
         """Run spans through a route: `Segment.run` of its segments one after the other, after `check` of
@@ -279,6 +359,7 @@ class Engine:
             inside = [boundary for boundary in (start, end) if segment.start < boundary < segment.end]
             if not inside:
                 continue
+            self._drop_prefixes()
             bounds = [segment.start, *inside, segment.end]
             self._segments.remove(segment)
             if segment.n_rows:
@@ -298,28 +379,6 @@ class Engine:
     def close(self) -> None:
         self._close([*self._segments, *self._retired])
         self._vocabulary_model.close()
-
-
-def merge(ranges: Sequence[Range]) -> list[Range]:
-    """The same layers in the fewest ranges, in order."""
-    merged: list[Range] = []
-    for start, end in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def subtract(ranges: Sequence[Range], removed: Sequence[Range]) -> list[Range]:
-    """The layers of `ranges` that are not in `removed`, in order."""
-    remaining = merge(ranges)
-    for cut_start, cut_end in removed:
-        parts: list[Range] = []
-        for start, end in remaining:
-            parts += [(start, min(end, cut_start)), (max(start, cut_end), end)]
-        remaining = [(start, end) for start, end in parts if start < end]
-    return remaining
 
 
 def _find_path(segments: Sequence[Segment], start: int, end: int) -> list[Segment] | None:

@@ -16,12 +16,16 @@ from swarmllm_proto.tensors import decode_tensor, encode_tensor
 from swarmllm_workers.decoding import Decoding
 from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.planner import Planner
+from swarmllm_workers.runner import Runner
 from swarmllm_workers.segment import EngineSettings
 from swarmllm_workers.work import ForwardWork, GenerateWork, Send, Work
 
 log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 0.05
+SEQUENCES_MAX: Final = 256
+"""libllama's limit."""
 EMBED_ROWS_MAX: Final = 65536
 
 
@@ -31,7 +35,7 @@ class Handlers:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._engine: Engine | None = None
-        self._works: list[Work] = []
+        self._runner: Runner | None = None
         self._decodings: dict[str, Decoding] = {}
         self.is_finished = False
         self._handlers: dict[type, Callable[[Any, memoryview], None]] = {
@@ -51,7 +55,7 @@ class Handlers:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._works)
+        return self._runner is not None and self._runner.has_work
 
     def handle(self, message: Any, payload: memoryview) -> None:
         try:
@@ -60,28 +64,12 @@ class Handlers:
             self._answer_error(message.id, getattr(message, "request_id", ""), error)
 
     def step(self) -> None:
-        """One span of every work whose turn it is: of the works of one request, the oldest."""
-        seen: set[str] = set()
-        for work in list(self._works):
-            if work.request_id not in seen and not work.is_finished:
-                seen.add(work.request_id)
-                self._step(work)
-        self._works = [work for work in self._works if not work.is_finished]
+        """One round of the works in progress."""
+        if self._runner is not None:
+            self._runner.step()
 
-    def _step(self, work: Work) -> None:
-        assert self._engine is not None
-        try:
-            route, span = work.next_span()
-            started = time.perf_counter()
-            (result,) = self._engine.run(route, [span])
-            work.accept(result, time.perf_counter() - started)
-        except Exception as error:
-            work.is_finished = True
-            if isinstance(work, GenerateWork):
-                self._engine.release(work.request_id)
-            else:
-                self._engine.release_if_empty(work.request_id)
-            self._answer_error(work.call_id, work.request_id, error)
+    def _answer_work(self, work: Work, error: Exception) -> None:
+        self._answer_error(work.call_id, work.request_id, error)
 
     def _answer_error(self, call_id: int, request_id: str, error: Exception) -> None:
         if isinstance(error, CallError):
@@ -103,6 +91,11 @@ class Handlers:
             text = f"{type(error).__name__}: {error}"[:300]
             self._send(ipc.Error(id=call_id, kind="engine", message=text, request_id=request_id))
 
+    def _running(self) -> Runner:
+        self._opened()
+        assert self._runner is not None
+        return self._runner
+
     def _opened(self) -> Engine:
         if self._engine is None:
             raise CallError("bad_message", "no model is open: Open comes first", "type")
@@ -117,9 +110,11 @@ class Handlers:
             n_threads=message.n_threads,
             use_mmap=message.use_mmap,
             n_gpu_layers=message.n_gpu_layers,
+            n_prefixes=min(message.n_prefixes, SEQUENCES_MAX - message.n_slots),
         )
         engine = Engine(Path(message.path), Path(message.cache_dir), settings)
         self._engine = engine
+        self._runner = Runner(engine, Planner(batching=message.continuous_batching), self._answer_work)
         self._send(
             ipc.Opened(
                 id=message.id,
@@ -220,31 +215,31 @@ class Handlers:
             raise CallError(
                 "bad_message", "a token is wanted before the end of the prompt", "n_prompt_tokens"
             )
-        self._works.append(ForwardWork(message, data, engine, self._decodings, self._send))
+        self._running().add(ForwardWork(message, data, engine, self._decodings, self._send))
 
     def _generate(self, message: ipc.Generate, payload: memoryview) -> None:
         engine = self._opened()
         tokens = self._tokens(payload)
         if len(tokens) == 0:
             raise CallError("bad_tensor", "the prompt has no tokens", "payload")
-        if any(work.request_id == message.request_id for work in self._works):
+        if self._running().of_request(message.request_id):
             raise CallError("bad_message", f"request {message.request_id} is running", "request_id")
         engine.release(message.request_id)
-        self._works.append(GenerateWork(message, tokens, engine, self._send))
+        self._running().add(GenerateWork(message, tokens, engine, self._send))
 
     def _cancel(self, message: ipc.CancelRequest, _payload: memoryview) -> None:
-        for work in self._works:
-            if work.request_id == message.request_id:
+        if self._runner is not None:
+            for work in self._runner.of_request(message.request_id):
                 try:
                     work.cancel()
                 except CallError as error:
-                    self._answer_error(work.call_id, work.request_id, error)
-        self._works = [work for work in self._works if not work.is_finished]
+                    self._answer_work(work, error)
+            self._runner.sweep()
         self._forget(message.request_id)
         self._send(ipc.Done(id=message.id))
 
     def _release(self, message: ipc.ReleaseRequestKv, _payload: memoryview) -> None:
-        if any(work.request_id == message.request_id for work in self._works):
+        if self._runner is not None and self._runner.of_request(message.request_id):
             raise CallError("bad_message", "the request is running: cancel it", "request_id")
         self._forget(message.request_id)
         self._send(ipc.Done(id=message.id))

@@ -227,6 +227,10 @@ class Context:
             raise CallError("engine", f"row {row} has no logits")
         return np.ctypeslib.as_array(pointer, (self.n_vocab,))
 
+    def share(self, source: int, target: int, length: int) -> None:
+        """Give `target`, which must be empty, the first `length` rows of `source`: the same cells."""
+        lib.llama_memory_seq_cp(self._memory, source, target, 0, length)
+
     def truncate(self, sequence: int, length: int) -> bool:
         """Forget positions >= length. False where the model cannot forget a part (recurrent state)."""
         return bool(lib.llama_memory_seq_rm(self._memory, sequence, length, -1))

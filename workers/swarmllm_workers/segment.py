@@ -31,6 +31,8 @@ class EngineSettings:
     n_threads: int = 1
     use_mmap: bool = True
     n_gpu_layers: int = 0
+    n_prefixes: int = 0
+    """Sequences beyond the slots, in which the rows of finished requests are kept."""
     native_tap: bool = True
 
 
@@ -70,8 +72,11 @@ class Segment:
             path, use_mmap=settings.use_mmap, n_gpu_layers=settings.n_gpu_layers, on_progress=on_progress
         )
         self.weights_bytes = self._model.size_bytes
-        self.lengths = [0] * settings.n_slots
-        """Rows that each slot has in this segment's KV."""
+        self.is_recurrent = self._model.is_recurrent
+        n_sequences = settings.n_slots + (0 if self.is_recurrent else settings.n_prefixes)
+        self.lengths = [0] * n_sequences
+        """Rows that each slot, and each sequence of kept rows, has in this segment's KV. Shared rows count
+        for each of them: that is more than there are, never less."""
         try:
             if self._model.n_layers != end - start:
                 raise CallError(
@@ -84,9 +89,9 @@ class Segment:
                 self._model,
                 ContextSettings(
                     n_ctx=settings.n_ctx,
-                    n_slots=settings.n_slots,
+                    n_slots=n_sequences,
                     n_threads=settings.n_threads,
-                    n_outputs_max=settings.n_slots if self.has_head else N_BATCH,
+                    n_outputs_max=n_sequences if self.has_head else N_BATCH,
                     eval_callback=self._tap.callback if self._tap else None,
                     eval_user_data=self._tap.user_data if self._tap else None,
                 ),
@@ -136,25 +141,29 @@ class Segment:
         """Whether these spans can run. Raises CallError position_gap or context_full; changes nothing."""
         n_after = self.n_rows
         for span in spans:
-            length = self.lengths[span.slot]
-            if self._model.is_recurrent and 0 < span.position < length:
-                raise CallError(
-                    "position_gap",
-                    f"layers {self.start}:{self.end} have {length} rows and a state that cannot be rolled "
-                    f"back to {span.position}: begin again at position 0",
-                    "position",
-                )
-            if span.position > length:
-                raise CallError(
-                    "position_gap",
-                    f"position {span.position} follows {length} known rows in layers {self.start}:{self.end}",
-                    "position",
-                )
-            n_after += span.position + len(span.data) - length
+            self.check_position(span)
+            n_after += span.position + len(span.data) - self.lengths[span.slot]
         if n_after > self._settings.n_ctx:
             raise CallError(
                 "context_full",
                 f"{n_after} rows in a context of {self._settings.n_ctx} (n_ctx), shared by all requests",
+            )
+
+    def check_position(self, span: Span) -> None:
+        """Raises CallError position_gap, also where a recurrent state would have to be rolled back."""
+        length = self.lengths[span.slot]
+        if self._model.is_recurrent and 0 < span.position < length:
+            raise CallError(
+                "position_gap",
+                f"layers {self.start}:{self.end} have {length} rows and a state that cannot be rolled "
+                f"back to {span.position}: begin again at position 0",
+                "position",
+            )
+        if span.position > length:
+            raise CallError(
+                "position_gap",
+                f"position {span.position} follows {length} known rows in layers {self.start}:{self.end}",
+                "position",
             )
 
     def truncate(self, slot: int, length: int) -> None:
@@ -169,6 +178,11 @@ class Segment:
                 "position_gap", "this model's state cannot be rolled back: start the request anew", "position"
             )
         self.lengths[slot] = length
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """Give the empty sequence `target` the first `length` rows of `source`. Not for recurrent models."""
+        self._context.share(source, target, length)
+        self.lengths[target] = length
 
     def run(self, spans: Sequence[Span]) -> list[np.ndarray]:
         """As `_run`, in as few graphs as the model's state allows."""

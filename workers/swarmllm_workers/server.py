@@ -27,6 +27,8 @@ from swarmllm_workers.libllama import engine_version
 log = logging.getLogger(__name__)
 
 RECEIVE_SIZE: Final = 256 * 1024
+READS_PER_STEP: Final = 64
+"""Bounds how long arriving data (16 MiB) can hold up the requests that run."""
 UNWRITTEN_MAX: Final = 32 * 2**20
 """Bytes in the output buffer above which no further step is made."""
 PIECES_PER_WRITE: Final = 64
@@ -94,25 +96,30 @@ class Server:
             self._handlers.close()
 
     def _read(self) -> bool:
-        """Take what has arrived. False at the end of the stream."""
-        try:
-            data = self._connection.recv(RECEIVE_SIZE)
-        except BlockingIOError:
-            return True
-        if not data:
-            return False
-        for frame in self._decoder.feed(data):
+        """Take what has arrived, so that all of it can share the next step. False at the end of the
+        stream."""
+        for _ in range(READS_PER_STEP):
             try:
-                message = decode_daemon_message(frame)
-            except BadMessage as error:
-                self.send(
-                    ipc.Error(id=_call_id(frame), kind="bad_message", message=error.reason, field=error.field)
-                )
-                continue
-            self._handlers.handle(message, frame.payload)
-            if self._handlers.is_finished:
-                break
+                data = self._connection.recv(RECEIVE_SIZE)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            for frame in self._decoder.feed(data):
+                self._handle(frame)
+                if self._handlers.is_finished:
+                    return True
         return True
+
+    def _handle(self, frame: Frame) -> None:
+        try:
+            message = decode_daemon_message(frame)
+        except BadMessage as error:
+            self.send(
+                ipc.Error(id=_call_id(frame), kind="bad_message", message=error.reason, field=error.field)
+            )
+        else:
+            self._handlers.handle(message, frame.payload)
 
     def _write(self) -> None:
         while self._unwritten:

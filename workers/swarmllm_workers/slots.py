@@ -16,6 +16,10 @@ class Slots:
     def __len__(self) -> int:
         return len(self._slots)
 
+    @property
+    def is_full(self) -> bool:
+        return not self._free
+
     def get(self, request_id: str) -> int | None:
         return self._slots.get(request_id)
 

@@ -9,26 +9,19 @@ costs this worker only.
 from __future__ import annotations
 
 import json
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
-from pathlib import Path
-from types import FrameType
 from typing import Any, Final, NoReturn
 
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from swarmllm_workers.bounded import bounded
 from swarmllm_workers.errors import CallError
 
 OUTPUT_MAX: Final = 16 * 2**20
 """Characters of a rendered conversation: as much as a request of the API may hold, and again for markup."""
 RENDER_S: Final = 5.0
-MEMORY_MAX: Final = 512 * 2**20
-"""Bytes of address space that rendering may add."""
 SEQUENCE_MAX: Final = 2**20
 
 CHATML: Final = (
@@ -82,7 +75,7 @@ class ChatTemplate:
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         self._tokens = {"bos_token": bos_text, "eos_token": eos_text}
         try:
-            with _bounded():
+            with bounded(RENDER_S):
                 self._template = environment.from_string(source or CHATML)
         except (
             jinja2.TemplateError,
@@ -101,7 +94,7 @@ class ChatTemplate:
         parts: list[str] = []
         n_characters = 0
         try:
-            with _bounded():
+            with bounded(RENDER_S):
                 for part in self._template.generate(
                     messages=[_with_parsed_arguments(message) for message in messages],
                     tools=tools or None,
@@ -137,25 +130,6 @@ def _with_parsed_arguments(message: dict[str, object]) -> dict[str, object]:
             call = {**call, "function": {**function, "arguments": arguments}}
         parsed.append(call)
     return {**message, "tool_calls": parsed}
-
-
-@contextmanager
-def _bounded() -> Iterator[None]:
-    def on_alarm(_signal: int, _frame: FrameType | None) -> None:
-        raise _Refused(f"it ran for more than {RENDER_S:g} s")
-
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = pages * resource.getpagesize() + MEMORY_MAX
-    handler = signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, RENDER_S)
-    resource.setrlimit(resource.RLIMIT_AS, (limit if soft < 0 else min(limit, soft), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def _reason(error: BaseException) -> str:

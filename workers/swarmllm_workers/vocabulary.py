@@ -31,6 +31,8 @@ _SHOWN_CONTROL: Final = re.compile(
 class Vocabulary:
     def __init__(self, model: Model, source: GgufFile) -> None:
         self._vocabulary = model.vocabulary
+        self.handle = model.vocabulary
+        """libllama's own; lives as long as the model."""
         self.n_vocab = model.n_vocab
         self._pieces: dict[int, bytes] = {}
         self.bos_text = self._token_text(lib.llama_vocab_bos(self._vocabulary))

@@ -1,11 +1,8 @@
 """Work in progress: forwards and generations, one span at a time.
 
-A work offers the span it wants to run next and takes the result; it never runs anything itself. The runner
-decides whose span is next, today one after the other in turn; a planner that puts the spans of several
-works into one batch needs only `next_span` and `accept`.
-
-Prefill goes in chunks of 128 rows, so that messages are served and other requests make a step between two
-chunks.
+A work tells how many rows it could run, offers a span of as many as it is given, and takes the result; it
+never runs anything itself. Seconds of computing are those of the batch: what the request waited for,
+whoever shared it.
 """
 
 from __future__ import annotations
@@ -30,8 +27,8 @@ from swarmllm_workers.engine import Engine, Route
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.segment import Span, Want
 
-PREFILL_CHUNK: Final = 128
-"""Rows."""
+STEP_ROWS_MAX: Final = 16
+"""Rows up to which a Forward is a step that somebody waits for, not a piece of a prompt."""
 
 Send = Callable[..., None]
 """`send(message, payload=b"")` to the daemon."""
@@ -41,12 +38,30 @@ class Work(Protocol):
     call_id: int
     request_id: str
     is_finished: bool
+    can_restart: bool
+    """Whether `restart` works: all it needs is here."""
+    has_tokens: bool
+    """Token ids, as opposed to hidden states, are what it feeds."""
 
-    def next_span(self) -> tuple[Route, Span]:
-        """What to run now. Raises CallError."""
+    def route(self) -> Route:
+        """Through what its rows go. Raises CallError."""
+
+    @property
+    def n_waiting(self) -> int:
+        """Rows that could run now, at least 1."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether these rows are a step that runs in one piece."""
+
+    def next_span(self, n_rows: int) -> Span:
+        """The next rows, `n_rows` of those that wait."""
 
     def accept(self, result: np.ndarray, compute_s: float) -> None:
         """The result of that span. Raises CallError."""
+
+    def restart(self) -> None:
+        """Its KV is gone: all rows wait again."""
 
     def cancel(self) -> None:
         """End without another span, and say so."""
@@ -61,32 +76,44 @@ class ForwardWork:
         self.call_id = message.id
         self.request_id = message.request_id
         self.is_finished = False
+        self.can_restart = False
+        self.has_tokens = data.ndim == 1
         self._message = message
         self._data = data
         self._engine = engine
         self._decodings = decodings
         self._send = send
-        self._route: Route | None = None
         self._n_done = 0
+        self._n_running = 0
         self._compute_s = 0.0
         self._hidden: list[np.ndarray] = []
 
-    def next_span(self) -> tuple[Route, Span]:
+    def route(self) -> Route:
+        return self._engine.route(self.request_id, self._message.start, self._message.end)
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._data) - self._n_done
+
+    @property
+    def is_decode(self) -> bool:
+        return len(self._data) <= STEP_ROWS_MAX
+
+    def next_span(self, n_rows: int) -> Span:
         message = self._message
-        if self._route is None:
-            self._route = self._engine.route(message.request_id, message.start, message.end)
         slot = self._engine.take_slot(message.request_id)
-        rows = self._data[self._n_done : self._n_done + PREFILL_CHUNK]
+        rows = self._data[self._n_done : self._n_done + n_rows]
+        self._n_running = len(rows)
         is_last = self._n_done + len(rows) == len(self._data)
         want: Want = "hidden" if message.want == "hidden" else "none"
         if message.want == "token" and is_last:
             want = "logits"
-        return self._route, Span(slot, message.position + self._n_done, rows, want)
+        return Span(slot, message.position + self._n_done, rows, want)
 
     def accept(self, result: np.ndarray, compute_s: float) -> None:
         message = self._message
         self._compute_s += compute_s
-        self._n_done += min(PREFILL_CHUNK, len(self._data) - self._n_done)
+        self._n_done += self._n_running
         is_last = self._n_done == len(self._data)
         if message.want == "hidden":
             self._hidden.append(result if is_last and not self._hidden else result.copy())
@@ -121,79 +148,112 @@ class ForwardWork:
         self._compute_s += time.perf_counter() - started
         self._send(token_message(message.id, message.request_id, decoded, self._compute_s), decoded.text)
 
+    def restart(self) -> None:
+        raise CallError("engine", "the rows of a forward are not here any more")
+
     def cancel(self) -> None:
         self.is_finished = True
         raise CallError("engine", "the request was cancelled", "request_id")
 
 
 class GenerateWork:
-    """A Generate: the prompt in chunks, then a token per step."""
+    """A Generate: the prompt in chunks, then a token per step. A restarted one runs its prompt and what it
+    has generated so far as one prompt."""
 
     def __init__(self, message: Generate, tokens: np.ndarray, engine: Engine, send: Send) -> None:
         self.call_id = message.id
         self.request_id = message.request_id
         self.is_finished = False
-        self._prompt = tokens
+        self.can_restart = True
+        self.has_tokens = True
+        self._n_prompt = len(tokens)
+        n_max = min(len(tokens) + message.sampling.max_tokens, engine.settings.n_ctx + 1)
+        self._history = np.empty(max(n_max, len(tokens)), np.int32)
+        """The prompt and the tokens generated so far."""
+        self._history[: len(tokens)] = tokens
+        self._n_history = len(tokens)
         self._engine = engine
         self._send = send
         self._decoding = Decoding(engine.vocabulary, message.sampling)
-        self._route: Route | None = None
         self._position = 0
-        self._next: np.ndarray = tokens[:0]
+        self._n_running = 0
+        self._n_cached = 0
+        """Rows of the prompt that an earlier request had computed."""
         self._prefill_s = 0.0
         self._decode_s = 0.0
 
-    def next_span(self) -> tuple[Route, Span]:
-        if self._route is None:
-            self._route = self._engine.route(self.request_id, 0, self._engine.n_layers)
-            n_ctx = self._engine.settings.n_ctx
-            if len(self._prompt) > n_ctx:
-                raise CallError(
-                    "context_full",
-                    f"the prompt has {len(self._prompt)} tokens, the context {n_ctx} (n_ctx)",
-                    "payload",
-                )
+    def route(self) -> Route:
+        n_ctx = self._engine.settings.n_ctx
+        if self._n_history > n_ctx:
+            raise CallError(
+                "context_full",
+                f"the prompt has {self._n_prompt} tokens, the context {n_ctx} (n_ctx)",
+                "payload",
+            )
+        return self._engine.route(self.request_id, 0, self._engine.n_layers)
+
+    @property
+    def n_waiting(self) -> int:
+        return self._n_history - self._position
+
+    @property
+    def is_decode(self) -> bool:
+        return self.n_waiting == 1 and self._position >= self._n_prompt
+
+    def next_span(self, n_rows: int) -> Span:
         slot = self._engine.take_slot(self.request_id)
-        if self._position < len(self._prompt):
-            data = self._prompt[self._position : self._position + PREFILL_CHUNK]
-            is_last = self._position + len(data) == len(self._prompt)
-            return self._route, Span(slot, self._position, data, "logits" if is_last else "none")
-        return self._route, Span(slot, self._position, self._next, "logits")
+        if self._position == 0:
+            history = self._history[: self._n_history]
+            self._position = self._engine.reuse(self.request_id, self.route(), history)
+            if self._n_history == self._n_prompt:
+                self._n_cached = self._position
+        data = self._history[self._position : min(self._position + n_rows, self._n_history)]
+        self._n_running = len(data)
+        is_last = self._position + len(data) == self._n_history
+        return Span(slot, self._position, data, "logits" if is_last else "none")
 
     def accept(self, result: np.ndarray, compute_s: float) -> None:
-        n_prompt = len(self._prompt)
-        is_prefill = self._position < n_prompt
-        self._position += min(PREFILL_CHUNK, n_prompt - self._position) if is_prefill else 1
-        if self._position < n_prompt:
-            self._prefill_s += compute_s
-            return
-        started = time.perf_counter()
-        decoded = self._decoding.decode(result, self._decoding.n_generated)
-        compute_s += time.perf_counter() - started
+        self._position += self._n_running
+        is_prefill = self._n_history == self._n_prompt
+        decoded: Decoded | None = None
+        if self._position == self._n_history:
+            started = time.perf_counter()
+            decoded = self._decoding.decode(result, self._decoding.n_generated)
+            compute_s += time.perf_counter() - started
         if is_prefill:
             self._prefill_s += compute_s
         else:
             self._decode_s += compute_s
+        if decoded is None:
+            return
         finish = decoded.finish_reason
         if finish is None and self._position >= self._engine.settings.n_ctx:
             finish = "length"
         self._send(token_message(self.call_id, self.request_id, decoded, compute_s, finish), decoded.text)
-        self._next = np.array([decoded.token], np.int32)
         if finish is not None:
             self._finish(finish)
+            return
+        self._history[self._n_history] = decoded.token
+        self._n_history += 1
+
+    def restart(self) -> None:
+        self._position = 0
 
     def cancel(self) -> None:
         self._finish("cancelled")
 
     def _finish(self, reason: FinishReason) -> None:
         self.is_finished = True
+        if self._position:
+            self._engine.keep(self.request_id, self._history[: self._position])
         self._engine.release(self.request_id)
         self._send(
             GenerateDone(
                 id=self.call_id,
                 request_id=self.request_id,
                 finish_reason=reason,
-                n_prompt_tokens=len(self._prompt),
+                n_prompt_tokens=self._n_prompt,
+                n_cached_tokens=self._n_cached,
                 n_generated=self._decoding.n_generated,
                 prefill_s=self._prefill_s,
                 decode_s=self._decode_s,

@@ -1,0 +1,153 @@
+"""The batch planner alone: what every round keeps to, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm_workers.planner import Batch, Demand, Fit, Planner, Share
+
+CAPACITY, CHUNK = 32, 8
+
+
+def planner() -> Planner:
+    return Planner(capacity=CAPACITY, chunk=CHUNK)
+
+
+def decode(key: int, lane: str = "a", n_rows: int = 1, n_cells: int = 10) -> Demand:
+    return Demand(key, lane, n_rows, is_decode=True, n_cells=n_cells, can_restart=True)
+
+
+def prompt(key: int, n_rows: int, lane: str = "a", n_cells: int = 0) -> Demand:
+    return Demand(key, lane, n_rows, is_decode=False, n_cells=n_cells, can_restart=True)
+
+
+@st.composite
+def demand_lists(draw: st.DrawFn) -> list[Demand]:
+    demands = []
+    for key in range(draw(st.integers(0, 12))):
+        is_decode = draw(st.booleans())
+        n_rows = draw(st.integers(1, 4 if is_decode else 100))
+        lane = draw(st.sampled_from("ab"))
+        n_cells = draw(st.integers(0, 20))
+        demands.append(Demand(key, lane, n_rows, is_decode, n_cells, draw(st.booleans())))
+    return demands
+
+
+@given(demand_lists())
+def test_round_keeps_capacity_lanes_pieces_and_the_prompt_budget(demands: list[Demand]) -> None:
+    known = {demand.key: demand for demand in demands}
+    batches = planner().schedule(demands)
+    keys = [share.key for batch in batches for share in batch.shares]
+    assert len(keys) == len(set(keys)), "one span per work and round"
+    assert len({batch.lane for batch in batches}) == len(batches)
+    n_prompt_rows = 0
+    for batch in batches:
+        assert 0 < batch.n_rows <= CAPACITY
+        for share in batch.shares:
+            demand = known[share.key]
+            assert demand.lane == batch.lane
+            if demand.is_decode:
+                assert share.n_rows == demand.n_rows
+            else:
+                assert 0 < share.n_rows <= min(CHUNK, demand.n_rows)
+                n_prompt_rows += share.n_rows
+    if any(demand.is_decode for demand in demands):
+        assert n_prompt_rows <= CHUNK
+    assert bool(batches) == bool(demands)
+
+
+@given(demand_lists())
+def test_everybody_has_a_turn_within_as_many_rounds_as_there_are_works(demands: list[Demand]) -> None:
+    plan = planner()
+    waiting = {demand.key for demand in demands}
+    for _ in demands:
+        for batch in plan.schedule(demands):
+            waiting -= {share.key for share in batch.shares}
+            plan.postprocess(batch)
+    assert not waiting
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(20, 80))
+def test_generations_that_fit_alone_all_end_whatever_the_room(lengths: list[int], n_ctx: int) -> None:
+    """Simulated: each work runs `length` rows and leaves. Restarts may repeat work, but never for ever."""
+    lengths = [min(length, n_ctx) for length in lengths]
+    plan = planner()
+    cells = dict.fromkeys(range(len(lengths)), 0)
+    for _ in range(2000):
+        demands = [prompt(key, lengths[key] - n, n_cells=n) for key, n in cells.items()]
+        if not demands:
+            return
+        for batch in plan.schedule(demands):
+            fit = plan.preempt(batch, demands, n_ctx - sum(cells.values()))
+            assert not fit.refused
+            for key in fit.restarted:
+                cells[key] = 0
+            for share in fit.batch.shares:
+                cells[share.key] += share.n_rows
+            assert sum(cells.values()) <= n_ctx
+            plan.postprocess(batch)
+        for key in [key for key, n in cells.items() if n >= lengths[key]]:
+            del cells[key]
+            plan.forget(key)
+    pytest.fail(f"still running: {cells}")
+
+
+def test_decode_steps_of_a_lane_share_one_batch_with_a_piece_of_a_prompt() -> None:
+    (batch,) = planner().schedule([prompt(1, 100), decode(2), decode(3)])
+    assert batch.shares == (Share(2, 1), Share(3, 1), Share(1, CHUNK))
+
+
+def test_prompts_alone_fill_the_batch_a_chunk_each() -> None:
+    (batch,) = planner().schedule([prompt(key, 100) for key in range(6)])
+    assert batch.shares == tuple(Share(key, CHUNK) for key in range(4))
+
+
+def test_two_prompts_take_turns_while_somebody_decodes() -> None:
+    plan = planner()
+    demands = [prompt(1, 100), prompt(2, 100), decode(3)]
+    turns = []
+    for _ in range(4):
+        (batch,) = plan.schedule(demands)
+        turns.append(batch.shares[1].key)
+        plan.postprocess(batch)
+    assert turns == [1, 2, 1, 2]
+
+
+def test_without_batching_every_work_has_a_batch_of_its_own() -> None:
+    plan = Planner(capacity=CAPACITY, chunk=CHUNK, batching=False)
+    batches = plan.schedule([decode(1), prompt(2, 100)])
+    assert batches == (Batch("a", (Share(1, 1),)), Batch("a", (Share(2, CHUNK),)))
+
+
+def test_youngest_generation_starts_over_when_an_older_one_needs_its_cells() -> None:
+    demands = [decode(1), decode(2), decode(3)]
+    plan = planner()
+    (batch,) = plan.schedule(demands)
+    fit = plan.preempt(batch, demands, n_free=1)
+    assert fit == Fit(Batch("a", (Share(1, 1), Share(2, 1))), restarted=(3,))
+
+
+def test_forward_is_never_thrown_out_and_never_waits() -> None:
+    forward = replace(decode(1), can_restart=False)
+    plan = planner()
+    demands = [forward, decode(2)]
+    assert plan.preempt(Batch("a", (Share(1, 1),)), demands, n_free=0).restarted == (2,)
+    assert plan.preempt(Batch("a", (Share(1, 1),)), [forward], n_free=0).refused == (1,)
+    assert plan.preempt(Batch("a", (Share(2, 1),)), demands, n_free=0).refused == (2,)
+
+
+def test_prompt_waits_until_all_of_it_fits() -> None:
+    plan = planner()
+    demands = [decode(1), prompt(2, 30)]
+    batch = Batch("a", (Share(1, 1), Share(2, CHUNK)))
+    assert plan.preempt(batch, demands, n_free=20) == Fit(Batch("a", (Share(1, 1),)))
+    assert plan.preempt(batch, demands, n_free=31).batch == batch
+
+
+def test_chunk_must_leave_room_in_a_batch() -> None:
+    with pytest.raises(ValueError, match="chunk"):
+        Planner(capacity=8, chunk=8)

@@ -1,0 +1,131 @@
+"""Text that must follow a grammar (GBNF) or a JSON schema, with libllama's grammar sampler.
+
+libllama aborts when a token is accepted that the grammar does not allow, and crashes on deeply nested
+parentheses: what reaches it is measured before, and only tokens that it has allowed are accepted. Its parser
+prints what it dislikes, together with the grammar, straight to stderr, which ends in the daemon's log:
+stderr is closed off meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from llama_cpp import llama_cpp as lib
+from llama_cpp.llama_grammar import json_schema_to_gbnf
+
+from swarmllm_workers.bounded import TookTooLong, bounded
+from swarmllm_workers.errors import CallError
+
+GRAMMAR_MAX: Final = 256 * 1024
+"""Characters of a grammar, also of one made from a JSON schema."""
+DEPTH_MAX: Final = 100
+"""Of parentheses."""
+CONVERSION_S: Final = 2.0
+
+_QUOTED: Final = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*', re.DOTALL)
+CANDIDATE: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+"""`llama_token_data`."""
+
+
+def grammar_of_schema(schema: str) -> str:
+    """GBNF for JSON that follows `schema`. Raises CallError bad_message."""
+    field = "sampling.json_schema"
+    try:
+        parsed = msgspec.json.decode(schema)
+        foreign = next((ref for ref in _references(parsed) if not ref.startswith("#")), None)
+        if foreign is not None:
+            raise CallError("bad_message", f"$ref {foreign[:80]!r} leads out of the schema", field)
+        with bounded(CONVERSION_S):
+            return str(json_schema_to_gbnf(schema))
+    except CallError:
+        raise
+    except TookTooLong:
+        raise CallError("bad_message", "the schema is too complex", field) from None
+    except Exception as error:  # the converter raises whatever Python can
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise CallError("bad_message", f"no grammar can be made of this schema: {reason}", field) from None
+
+
+def _references(value: object) -> Iterator[str]:
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            if isinstance(ref := item.get("$ref"), str):
+                yield ref
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+
+
+class Grammar:
+    """Where the generated tokens have led in a grammar. Raises CallError bad_message where it is none."""
+
+    def __init__(self, vocabulary: Any, text: str, field: str = "sampling.grammar") -> None:
+        if len(text) > GRAMMAR_MAX:
+            raise CallError("bad_message", f"longer than {GRAMMAR_MAX} characters", field)
+        if "\0" in text or _depth(text) > DEPTH_MAX:
+            raise CallError("bad_message", f"nested more than {DEPTH_MAX} deep, or with a NUL", field)
+        with _silent():
+            handle = lib.llama_sampler_init_grammar(vocabulary, text.encode("utf-8", "replace"), b"root")
+        if not handle:
+            raise CallError(
+                "bad_message", "not a grammar that libllama reads (GBNF, with a rule root)", field
+            )
+        self._handle = handle
+        self._accepted: list[int] = []
+        weakref.finalize(self, lib.llama_sampler_free, handle)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Go to where these tokens lead, all of which have been allowed when they were chosen."""
+        n = len(self._accepted)
+        if list(tokens[:n]) != self._accepted:
+            lib.llama_sampler_reset(self._handle)
+            n = 0
+        for token in tokens[n:]:
+            lib.llama_sampler_accept(self._handle, token)
+        self._accepted = list(tokens)
+
+    def allows(self, token: int) -> bool:
+        return bool(np.isfinite(self.mask(np.zeros(1, np.float32), np.array([token], np.int32))[0]))
+
+    def mask(self, logits: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
+        """A copy of `logits` f32 [n], minus infinity where the token cannot come next. `tokens`: their ids,
+        0 to n - 1 where they are all."""
+        candidates = np.zeros(len(logits), CANDIDATE)
+        candidates["id"] = np.arange(len(logits)) if tokens is None else tokens
+        candidates["logit"] = logits
+        array = lib.llama_token_data_array(
+            data=candidates.ctypes.data_as(lib.llama_token_data_p), size=len(candidates), selected=-1
+        )
+        lib.llama_sampler_apply(self._handle, ctypes.byref(array))
+        return np.ascontiguousarray(candidates["logit"])
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in _QUOTED.sub("", text):
+        depth += (character == "(") - (character == ")")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    kept = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)

@@ -1,0 +1,184 @@
+"""Run the works: ask each what it could run, let the planner put batches together, hand the results back.
+
+Of the works of one request only the oldest runs: its Forwards are in order. Whatever goes wrong with one
+work is that work's error; a batch that fails as a whole is run again one work at a time, so that only the
+guilty pay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from swarmllm_workers.engine import Engine, Route
+from swarmllm_workers.planner import Batch, Demand, Planner
+from swarmllm_workers.segment import Span
+from swarmllm_workers.work import Work
+
+OnError = Callable[[Work, Exception], None]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A work whose turn may come in this round."""
+
+    work: Work
+    route: Route
+    demand: Demand
+
+
+class Runner:
+    def __init__(self, engine: Engine, planner: Planner, on_error: OnError) -> None:
+        self._engine = engine
+        self._planner = planner
+        self._on_error = on_error
+        self._works: dict[int, Work] = {}
+        self._n_works = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._works)
+
+    def add(self, work: Work) -> None:
+        self._n_works += 1
+        self._works[self._n_works] = work
+
+    def of_request(self, request_id: str) -> list[Work]:
+        """Oldest first."""
+        return [work for work in self._works.values() if work.request_id == request_id]
+
+    def step(self) -> None:
+        """One round: every work that can has its turn, in as few batches as possible."""
+        ready = self._ready()
+        demands = [each.demand for each in ready.values()]
+        for batch in self._planner.schedule(demands):
+            self._run(batch, ready)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Drop works that are over."""
+        for key in [key for key, work in self._works.items() if work.is_finished]:
+            del self._works[key]
+            self._planner.forget(key)
+
+    def _ready(self) -> dict[int, _Ready]:
+        ready: dict[int, _Ready] = {}
+        requests: set[str] = set()
+        for key, work in self._works.items():
+            if work.request_id in requests or work.is_finished:
+                continue
+            requests.add(work.request_id)
+            try:
+                route = work.route()
+                if not self._has_slot(work):
+                    continue
+            except Exception as error:
+                self._fail(work, error)
+                continue
+            ready[key] = _Ready(work, route, self._demand(key, work, route))
+        return ready
+
+    def _has_slot(self, work: Work) -> bool:
+        """False where a work that can wait has to: all slots are taken, one of them by a Generate, which
+        ends by itself. Raises CallError no_slot."""
+        slots = self._engine.slots
+        if work.can_restart and slots.is_full and slots.get(work.request_id) is None:
+            holders = (other for other in self._works.values() if other.can_restart)
+            if any(slots.get(other.request_id) is not None for other in holders):
+                return False
+        slots.take(work.request_id)
+        return True
+
+    def _demand(self, key: int, work: Work, route: Route) -> Demand:
+        slot = self._engine.slots.take(work.request_id)
+        return Demand(
+            key,
+            _lane(key, work, route),
+            work.n_waiting,
+            work.is_decode,
+            n_cells=min(segment.lengths[slot] for segment in route.segments),
+            can_restart=work.can_restart,
+        )
+
+    def _run(self, batch: Batch, ready: dict[int, _Ready]) -> None:
+        spans: dict[int, Span] = {}
+        for share in batch.shares:
+            work, route = ready[share.key].work, ready[share.key].route
+            if work.is_finished:
+                continue
+            try:
+                span = work.next_span(share.n_rows)
+                self._engine.rewind(route, span)
+            except Exception as error:
+                self._fail(work, error)
+            else:
+                spans[share.key] = span
+        self._planner.postprocess(batch)
+        batch = Batch(batch.lane, tuple(share for share in batch.shares if share.key in spans))
+        if not batch.shares:
+            return
+        route = ready[batch.shares[0].key].route
+        keys = {share.key for share in batch.shares}
+        n_rows = sum(ready[key].work.n_waiting for key in keys if ready[key].demand.n_cells == 0)
+        n_free = self._engine.make_room(route, max(batch.n_rows, n_rows))
+        if batch.n_rows > n_free or any(each.demand.n_cells == 0 for each in ready.values()):
+            batch = self._fit(batch, ready, n_free)
+        if batch.shares:
+            self._decode(route, [(ready[share.key].work, spans[share.key]) for share in batch.shares])
+
+    def _fit(self, batch: Batch, ready: dict[int, _Ready], n_free: int) -> Batch:
+        demands = [
+            self._demand(key, each.work, each.route)
+            for key, each in ready.items()
+            if not each.work.is_finished and not each.route.is_closed
+        ]
+        fit = self._planner.preempt(batch, demands, n_free)
+        for key in fit.restarted:
+            self._engine.empty(ready[key].work.request_id)
+            ready[key].work.restart()
+        for key in fit.refused:
+            self._fail(ready[key].work, self._engine.full(ready[key].route, ready[key].work.n_waiting))
+        return fit.batch
+
+    def _decode(self, route: Route, chosen: Sequence[tuple[Work, Span]]) -> None:
+        started = time.perf_counter()
+        try:
+            results = self._engine.run(route, [span for _, span in chosen])
+        except Exception as error:
+            if len(chosen) == 1:
+                self._fail(chosen[0][0], error)
+                return
+            for each in chosen:
+                self._decode(route, [each])
+            return
+        compute_s = time.perf_counter() - started
+        for (work, _), result in zip(chosen, results, strict=True):
+            self._accept(work, result, compute_s)
+
+    def _accept(self, work: Work, result: np.ndarray, compute_s: float) -> None:
+        try:
+            work.accept(result, compute_s)
+        except Exception as error:
+            self._fail(work, error)
+
+    def _fail(self, work: Work, error: Exception) -> None:
+        work.is_finished = True
+        if work.can_restart:
+            self._engine.release(work.request_id)
+        else:
+            self._engine.release_if_empty(work.request_id)
+        self._on_error(work, error)
+
+
+def _lane(key: int, work: Work, route: Route) -> Hashable:
+    """Who may share a batch: works in the same segments that feed them the same kind of rows.
+
+    Models with recurrent state are left out: libllama splits such a batch by sequence, and the tap reads
+    one piece only.
+    """
+    if any(segment.is_recurrent for segment in route.segments):
+        return key
+    return tuple(id(segment) for segment in route.segments), work.has_tokens
