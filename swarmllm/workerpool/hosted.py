@@ -12,7 +12,7 @@ from pathlib import Path
 
 import trio
 
-from swarmllm.errors import Conflict
+from swarmllm.errors import Conflict, WorkerDied
 from swarmllm.models.layers import LayerRange, subtract
 from swarmllm.workerpool.background import Background
 from swarmllm.workerpool.calls import OnProgress
@@ -38,6 +38,7 @@ class HostedModel:
         self.opened: Opened | None = None
         self.weights_bytes = 0
         self.n_starts = 0
+        self._homes: dict[str, Worker] = {}
         self.last_end = ""
         """How the last worker ended; empty while none has."""
         self._settings = settings
@@ -77,6 +78,21 @@ class HostedModel:
             # Everybody who comes while it starts waits for this one attempt, and shares its failure.
             self._starting = Background(self._nursery, self._start)
         return await self._starting.wait()
+
+    async def worker_for(self, request_id: str, position: int) -> Worker:
+        """The worker for a request's next forward. A request that has begun in another process cannot go on
+        in a fresh one, which knows nothing before `position`: raises WorkerDied with that process's end."""
+        home = self._homes.get(request_id)
+        if position > 0 and home is not None and home is not self.worker:
+            await home.ended.wait()
+            raise WorkerDied(home.obituary)
+        worker = await self.ready()
+        self._homes[request_id] = worker
+        return worker
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self._homes.pop(request_id, None)
 
     async def load(self, layers: LayerRange, on_progress: OnProgress | None) -> tuple[LayerRange, ...]:
         async with self._changing:

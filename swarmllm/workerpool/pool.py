@@ -224,7 +224,7 @@ class WorkerPool:
         The tensor must not be changed before this returns. Raises ContextFull, WorkerError, WorkerDied,
         DeadlineExceeded.
         """
-        worker = await self._ready(model)
+        worker = await self._host(model).worker_for(request_id, position)
         message = Forward(
             id=worker.new_id(),
             request_id=request_id,
@@ -268,6 +268,7 @@ class WorkerPool:
 
     async def release(self, model_id: str, request_id: str) -> None:
         """Free the request's KV; unknown requests and absent workers are fine."""
+        self._forget(model_id, request_id)
         worker = self._worker(model_id)
         if worker is not None:
             await worker.call(
@@ -278,6 +279,7 @@ class WorkerPool:
 
     async def cancel(self, model_id: str, request_id: str) -> None:
         """Stop the request wherever it is and free its KV; unknown requests and absent workers are fine."""
+        self._forget(model_id, request_id)
         worker = self._worker(model_id)
         if worker is not None:
             await worker.call(
@@ -294,6 +296,10 @@ class WorkerPool:
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
         return tuple(statistics_of(hosted) for hosted in self._hosted.values())
+
+    def _forget(self, model_id: str, request_id: str) -> None:
+        if (hosted := self._hosted.get(model_id)) is not None:
+            hosted.forget(request_id)
 
     async def _ready(self, model: ModelFile) -> Worker:
         return await self._host(model).ready()

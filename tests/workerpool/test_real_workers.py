@@ -18,7 +18,7 @@ from pool_parts import pids, process_exists
 import swarmllm.guide
 from swarmllm.errors import BadModel, InvalidRequest, WorkerDied, WorkerError
 from swarmllm.models.layers import LayerRange
-from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
+from swarmllm.workerpool import ForwardResult, ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.ipc import Sampling
 
 pytestmark = pytest.mark.slow
@@ -105,6 +105,40 @@ async def test_a_killed_worker_fails_its_generation_and_is_reloaded_by_the_next(
         assert not process_exists(pid)
         assert pool.models() == {GUIDE.model_id: (WHOLE,)}
         assert await greedy(pool) == before
+
+
+async def test_a_request_does_not_go_on_in_the_process_that_replaces_its_own(tmp_path: Path) -> None:
+    async with real_pool(tmp_path) as pool:
+        await pool.load(GUIDE, LayerRange(0, 4))
+        tokens = await pool.tokenize(GUIDE, text="What is a worker?")
+
+        async def forward(position: int) -> ForwardResult:
+            return await pool.forward(
+                GUIDE,
+                request_id="r",
+                layers=LayerRange(0, 4),
+                position=position,
+                tensor=tokens[position:],
+                want="hidden",
+            )
+
+        whole = await forward(0)
+        (pid,) = pids(pool)
+        os.kill(pid, signal.SIGKILL)
+        # Even if another request has brought a fresh process up in between.
+        with trio.fail_after(10):
+            while True:
+                try:
+                    await pool.embed(GUIDE, tokens)
+                    break
+                except WorkerDied:
+                    continue
+        with pytest.raises(WorkerDied, match=f"worker process {pid} was killed by"):
+            await forward(2)
+        again = await forward(0)
+        assert again.tensor is not None
+        assert whole.tensor is not None
+        assert np.array_equal(again.tensor, whole.tensor)
 
 
 async def test_leaving_a_generation_early_frees_its_only_slot(tmp_path: Path) -> None:
