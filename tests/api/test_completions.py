@@ -24,7 +24,12 @@ async def test_a_completion_has_openais_shape(tmp_path: Path) -> None:
     assert body["choices"] == [
         {"index": 0, "text": "Hello there.", "logprobs": None, "finish_reason": "stop"}
     ]
-    assert body["usage"] == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+    assert body["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 3,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
     assert body["swarm"]["shape"] == "local"
     (call,) = stand.pipelines.calls
     assert (call.prompt.text, call.prompt.messages) == ("Once", None)
