@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def prompt_tokens(gguf: Path) -> list[int]:
-    """Any prompt of the same length serves the rival: decode cost does not depend on the words."""
+    """About as long as ours with its template: decode cost depends on the length, not on the words."""
     from llama_cpp import Llama
 
     vocabulary = Llama(str(gguf), vocab_only=True, verbose=False)
