@@ -34,6 +34,7 @@ from swarmllm.models import Catalogue, Store
 from swarmllm.node import Node
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.scheduling.observation import Observations
 from swarmllm.sd_notify import ServiceManager
 from swarmllm.swarm.libp2p_router import open_libp2p_router
 from swarmllm.swarm.registry import Registry
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DAEMON_FILE = "daemon.json"
+MACHINE_FILE = "machine.json"
 GUIDE_NAME = "guide"
 
 
@@ -113,6 +115,7 @@ async def _open_rooms(
     async with pool.running(), trio.open_nursery() as nursery:
         registry = Registry(router.node_id)
         await nursery.start(follow_router, registry, router)
+        observations = Observations()
         travel = Travel(
             router,
             registry,
@@ -129,6 +132,7 @@ async def _open_rooms(
             router.node_id,
             pipeline_settings(config),
             give_piece=travel.answer,
+            observations=observations,
         )
         await nursery.start(pipelines.run)
         node = Node(
@@ -139,8 +143,10 @@ async def _open_rooms(
             catalogue=catalogue,
             pipelines=pipelines,
             travel=travel,
+            observations=observations,
         )
         await nursery.start(node.run)
+        nursery.start_soon(node.measure, data_dir / MACHINE_FILE)
         async with open_api(node, config, KeyFile(data_dir)) as api_url:
             whereabouts = Whereabouts(
                 pid=os.getpid(),

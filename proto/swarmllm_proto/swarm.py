@@ -70,13 +70,36 @@ class FileAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
                 raise ValueError(f"field `layers`: {start}:{end} is no range of {self.n_layers} layers")
 
 
+class ObservedLatency(msgspec.Struct, frozen=True, kw_only=True):
+    """What layers of one model took on a node: averages per layer and row; 0: never observed."""
+
+    model_id: ModelId
+    decode_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
+
+
+class ObservedRtt(msgspec.Struct, frozen=True, kw_only=True):
+    """The round trip between a node and one of its peers."""
+
+    node_id: NodeId
+    rtt_s: Seconds
+
+
 class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """How much a node can take on."""
+    """How much a node can take on, and how fast it has been."""
 
     memory_total_bytes: Count = 0
     memory_free_bytes: Count = 0
     active_requests: Count = 0
     max_requests: Count = 0
+    stage_requests: Count = 0
+    """Requests of other nodes in which it takes part."""
+    queued_requests: Count = 0
+    memory_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    """Measured on this machine; with `flops` it gives a first guess for models that have not run yet."""
+    flops: Annotated[float, Meta(ge=0, le=1e18)] = 0.0
+    observed_latencies: Annotated[tuple[ObservedLatency, ...], Meta(max_length=32)] = ()
+    observed_rtts: Annotated[tuple[ObservedRtt, ...], Meta(max_length=32)] = ()
 
 
 class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True):

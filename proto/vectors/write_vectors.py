@@ -225,7 +225,18 @@ RECORD = swarm.NodeRecord(
     sequence=17,
     models=(swarm.ShardAnnounce(model_id=MODEL_ID, name="guide", n_layers=12, ranges=((0, 4), (8, 12))),),
     capability=swarm.NodeCapability(
-        memory_total_bytes=2**36, memory_free_bytes=2**35 + 1, active_requests=1, max_requests=10
+        memory_total_bytes=2**36,
+        memory_free_bytes=2**35 + 1,
+        active_requests=1,
+        max_requests=10,
+        stage_requests=2,
+        queued_requests=3,
+        memory_bytes_per_s=25e9,
+        flops=1.5e11,
+        observed_latencies=(
+            swarm.ObservedLatency(model_id=MODEL_ID, decode_s=0.00025, prefill_s=0.00003125),
+        ),
+        observed_rtts=(swarm.ObservedRtt(node_id=NODE_B, rtt_s=0.0125),),
     ),
     files=(
         swarm.FileAnnounce(

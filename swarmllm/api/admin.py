@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from quart import Blueprint, Response
+from quart import Blueprint, Response, request
 
 from swarmllm import __version__
 from swarmllm.api.chat_reply import encode
 from swarmllm.api.connection import own_feed
 from swarmllm.api.context import current_config, current_node
 from swarmllm.api.errors import error_object, read_body
+from swarmllm.api.plan_report import plan_report, read_size
 from swarmllm.api.schema import AddModel, ModelLayers, PinModel
 from swarmllm.api.work import Work
 from swarmllm.config import as_dict
@@ -71,6 +72,14 @@ async def stats() -> Response:
 @admin.get("/peers")
 async def peers() -> Response:
     return _json({"peers": [_peer(view) for view in current_node().peers()]})
+
+
+@admin.get("/plan")
+async def plan() -> Response:
+    model, size = read_size(request.args)
+    node = current_node()
+    name, planned = await node.plan(model, size)
+    return _json(plan_report(name, size, planned, node.nickname_of))
 
 
 @admin.get("/config")

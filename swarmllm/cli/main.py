@@ -25,6 +25,7 @@ COMMANDS = {
     "daemon": LazyCommand("swarmllm.cli.daemon", "Run a node on this machine until Ctrl-C."),
     "status": LazyCommand("swarmllm.cli.status", "Show what the node is doing."),
     "peers": LazyCommand("swarmllm.cli.peers", "Show the nodes this one is connected to."),
+    "plan": LazyCommand("swarmllm.cli.plan", "Show the route a request would take, and why."),
     "models": LazyCommand("swarmllm.cli.models", "List, add, fetch, load, check and remove models."),
     "chat": LazyCommand("swarmllm.cli.chat", "Talk to a model, or ask it one question."),
     "run": LazyCommand("swarmllm.cli.run", "Answer one prompt; made for pipes."),

@@ -21,16 +21,21 @@ import trio
 
 from swarmllm import __version__
 from swarmllm.config import Config
-from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, NodeUnreachable, SwarmLLMError
+from swarmllm.errors import Conflict, ModelNotFound, NodeUnreachable, SwarmLLMError
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge, needed_tensors
 from swarmllm.node.admission import Admission
-from swarmllm.node.memory import memory_bytes
+from swarmllm.node.capability import describe, is_news
 from swarmllm.node.metrics import Metrics, Outcome
+from swarmllm.node.request_words import account, check_layers
+from swarmllm.node.speed_probe import machine_speed
 from swarmllm.node.texts import Texts
 from swarmllm.node.views import HolderView, ModelView, PeerView, Readiness, RequestCounts
 from swarmllm.pipeline.generation import Generation
 from swarmllm.pipeline.pipelines import Pipelines, PipelineStatistics
 from swarmllm.pipeline.prompt import Prompt
+from swarmllm.pipeline.routes import RequestSize
+from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.route import choose_route, missing_layers
 from swarmllm.swarm.registry import Registry, SwarmModel
 from swarmllm.swarm.router import Router
@@ -51,6 +56,8 @@ MAX_TOKENS = 2**20
 JOINING_S = 30.0
 """How long after the start a model that others have is waited for."""
 LOOK_AGAIN_S = 0.25
+OBSERVE_EVERY_S = 5.0
+"""How often load and speed are compared with what the swarm was told last."""
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 Holdings = tuple[tuple[ShardAnnounce, ...], tuple[FileAnnounce, ...]]
@@ -68,6 +75,7 @@ class Node:
         catalogue: Catalogue,
         pipelines: Pipelines,
         travel: Travel,
+        observations: Observations | None = None,
     ) -> None:
         inference = config.inference
         self.nickname = config.nickname
@@ -83,8 +91,10 @@ class Node:
         self._catalogue = catalogue
         self._pipelines = pipelines
         self._travel = travel
+        self._observations = observations or Observations()
         self._sequence = 0
         self._published: Holdings | None = None
+        self._capability = NodeCapability()
         self._changed = trio.Event()
         self._publishing = trio.Lock()
         self._readiness = Readiness("starting", "loading models")
@@ -169,7 +179,7 @@ class Node:
         """
         entry = await self._resolve(name_or_id)
         wanted = entry.manifest.whole if layers is None else LayerRange.parse(layers)
-        _check_layers(entry, wanted)
+        check_layers(entry, wanted)
         return entry, wanted
 
     async def load(
@@ -209,7 +219,7 @@ class Node:
         """Drop layers; None: all. Raises ModelNotFound, InvalidRequest, Conflict (none is loaded)."""
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         gone = entry.manifest.whole if layers is None else LayerRange.parse(layers)
-        _check_layers(entry, gone)
+        check_layers(entry, gone)
         await self._pool.unload(entry.model_id, gone)
         await self.publish()
         return self._view(entry, self._registry.models().get(entry.model_id))
@@ -244,31 +254,51 @@ class Node:
             self.counts.count(outcome)
             if generation is not None:
                 self.counts.generated_tokens += generation.n_generated
-                log.info("%s: %s", entry.name, _account(generation))
+                log.info("%s: %s", entry.name, account(generation))
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep the swarm informed of what `holdings_changed` says; started once it knows this node."""
+        """Keep the swarm informed of holdings (when `holdings_changed` says so), load and speed; started
+        once it knows this node."""
         await self.publish()
         task_status.started()
         while True:
-            await self._changed.wait()
-            self._changed = trio.Event()
+            with trio.move_on_after(OBSERVE_EVERY_S):
+                await self._changed.wait()
+                self._changed = trio.Event()
             await self.publish()
+
+    async def measure(self, file: Path) -> None:
+        """Learn how fast this machine is, from `file` or by a probe of half a second."""
+        self._observations.machine = await trio.to_thread.run_sync(machine_speed, file)
+        self._changed.set()
+
+    async def plan(self, model: str, request: RequestSize) -> tuple[str, Plan]:
+        """The model's name, and the route that such a request would take now. Raises ModelNotFound,
+        BadModel, NoPipeline."""
+        entry = await trio.to_thread.run_sync(self._catalogue.resolve, model)
+        return entry.name, self._pipelines.plan(entry, request)
+
+    def nickname_of(self, node_id: str) -> str:
+        if node_id == self.node_id:
+            return self.nickname
+        record = self._registry.node(node_id)
+        return record.nickname if record is not None else ""
 
     def holdings_changed(self) -> None:
         """For the pool: layers came or went, perhaps long after whoever asked for it has left."""
         self._changed.set()
 
     async def publish(self) -> None:
-        """Tell the swarm what this node holds, if that is news. One at a time: the last word is the
-        newest.
+        """Tell the swarm what this node holds and how it fares, if that is news. One at a time: the last
+        word is the newest.
         """
         async with self._publishing:
             holdings = await self._holdings()
-            if holdings != self._published:
+            capability = self._describe()
+            if holdings != self._published or is_news(self._capability, capability):
                 self._sequence += 1
-                await self._router.publish(encode_record(self._record(holdings)))
-                self._published = holdings
+                await self._router.publish(encode_record(self._record(holdings, capability)))
+                self._published, self._capability = holdings, capability
 
     async def _as_origin(self, model: str) -> CatalogueEntry:
         """The model, with what reading and embedding a prompt takes."""
@@ -325,14 +355,11 @@ class Node:
         )
         return ready, self._travel.announcements(entries.values())
 
-    def _record(self, holdings: Holdings) -> NodeRecord:
-        total_bytes, free_bytes = memory_bytes()
-        capability = NodeCapability(
-            memory_total_bytes=total_bytes,
-            memory_free_bytes=free_bytes,
-            active_requests=self.admission.n_active,
-            max_requests=self.admission.max_running,
-        )
+    def _describe(self) -> NodeCapability:
+        stage_requests = self._pipelines.statistics().active_stage_requests
+        return describe(self._observations, self._router.peers(), self.admission, stage_requests)
+
+    def _record(self, holdings: Holdings, capability: NodeCapability) -> NodeRecord:
         return NodeRecord(
             node_id=self.node_id,
             nickname=self.nickname,
@@ -369,30 +396,8 @@ class Node:
         )
 
     def _holder(self, node_id: str, layers: tuple[LayerRange, ...]) -> HolderView:
-        record = self._registry.node(node_id)
-        nickname = self.nickname if node_id == self.node_id else record.nickname if record else ""
-        return HolderView(node_id, nickname, merge(layers), node_id == self.node_id)
+        return HolderView(node_id, self.nickname_of(node_id), merge(layers), node_id == self.node_id)
 
 
 def _unseen(done_bytes: int, total_bytes: int) -> None:
     """Nobody watches this progress."""
-
-
-def _account(generation: Generation) -> str:
-    """One line for the log; nothing of what was said."""
-    timings, n_generated = generation.timings, generation.n_generated
-    nodes = " ".join(f"{stage.layers}@{stage.nickname or stage.node_id}" for stage in generation.route)
-    return (
-        f"{generation.n_prompt_tokens} + {n_generated} tokens, {generation.finish_reason or 'left early'}, "
-        f"queue {timings.queue_s:.3f} s, prefill {timings.prefill_s:.3f} s, decode {timings.decode_s:.3f} s, "
-        f"{generation.shape} {nodes}"
-    )
-
-
-def _check_layers(entry: CatalogueEntry, layers: LayerRange) -> None:
-    manifest = entry.manifest
-    if layers not in manifest.whole:
-        raise InvalidRequest(f"{entry.name} has layers {manifest.whole}, not {layers}.", field="layers")
-    if not (manifest.can_cut_at(layers.start) and manifest.can_cut_at(layers.end)):
-        why = manifest.whole_reason or f"cuts are possible at multiples of {manifest.cut_alignment}"
-        raise BadModel(f"{entry.name} cannot be cut at {layers}: {why}.", field="layers")

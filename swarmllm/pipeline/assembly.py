@@ -1,9 +1,9 @@
 """From who is connected and holds what to the stages of one request's pipeline, or to the reason why there
 is none.
 
-Pure: the caller (see `pipelines`) says who is alive. What makes a route good is `scheduling.route`'s
-business; here are the words for the client when there is no route, because "no pipeline" alone sends people
-to the logs.
+Pure: the caller (see `routes`) says who is alive and how fast. What makes a route good is
+`scheduling.cheapest`'s business; here are the words for the client when there is no route, because "no
+pipeline" alone sends people to the logs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from swarmllm.errors import NoPipeline
 from swarmllm.models.layers import LayerRange
+from swarmllm.scheduling.cheapest import cheapest_route
+from swarmllm.scheduling.cost import Circumstances
+from swarmllm.scheduling.plan import Plan, make_plan
 from swarmllm.scheduling.route import choose_route, missing_layers, usable
 from swarmllm_proto.swarm import Stage
 
@@ -24,19 +27,45 @@ def assemble(
     *,
     model_name: str = "the model",
     avoid: Collection[str] = (),
+    circumstances: Circumstances | None = None,
 ) -> tuple[Stage, ...]:
     """Stages that cover [0, n_layers) exactly once, in order, each on a holder that is not in `avoid`.
 
-    `holders`: the ranges of every node that is reachable, this one included, by node id. Raises NoPipeline
-    with the layers that are missing.
+    `holders`: the ranges of every node that is reachable, this one included, by node id.
+    `circumstances` names at least those; without, the route with the fewest stages is taken. Raises
+    NoPipeline with the layers that are missing.
     """
     candidates = {node_id: ranges for node_id, ranges in holders.items() if node_id not in avoid}
-    route = choose_route(n_layers, cut_alignment, candidates, origin)
+    if circumstances is None:
+        route = choose_route(n_layers, cut_alignment, candidates, origin)
+    else:
+        route = cheapest_route(n_layers, cut_alignment, candidates, circumstances)
     if route is None:
-        raise NoPipeline(f"{model_name} cannot run now: {_why_not(n_layers, cut_alignment, candidates)}")
+        raise _no_pipeline(n_layers, cut_alignment, candidates, model_name)
     return tuple(
         Stage(node_id=stage.node_id, start=stage.layers.start, end=stage.layers.end) for stage in route
     )
+
+
+def plan_route(
+    n_layers: int,
+    cut_alignment: int,
+    holders: Mapping[str, Sequence[LayerRange]],
+    circumstances: Circumstances,
+    *,
+    model_name: str = "the model",
+) -> Plan:
+    """The same choice with its reasons. Raises NoPipeline."""
+    plan = make_plan(n_layers, cut_alignment, holders, circumstances)
+    if plan is None:
+        raise _no_pipeline(n_layers, cut_alignment, holders, model_name)
+    return plan
+
+
+def _no_pipeline(
+    n_layers: int, cut_alignment: int, holders: Mapping[str, Sequence[LayerRange]], model_name: str
+) -> NoPipeline:
+    return NoPipeline(f"{model_name} cannot run now: {_why_not(n_layers, cut_alignment, holders)}")
 
 
 def _why_not(n_layers: int, cut_alignment: int, holders: Mapping[str, Sequence[LayerRange]]) -> str:

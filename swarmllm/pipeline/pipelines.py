@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -27,18 +26,21 @@ from swarmllm.errors import (
     SwarmLLMError,
 )
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
-from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.assembly import assemble
 from swarmllm.pipeline.assignment import assign
 from swarmllm.pipeline.chain import Chain
+from swarmllm.pipeline.circumstances import Load
 from swarmllm.pipeline.compute import Compute, SampledToken
 from swarmllm.pipeline.generation import Generation, Source
 from swarmllm.pipeline.local import open_local
+from swarmllm.pipeline.observed import ObservedCompute
 from swarmllm.pipeline.prompt import Prompt
+from swarmllm.pipeline.routes import DEFAULT_SIZE, RequestSize, Routes
 from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stages import Sessions, request_context
 from swarmllm.pipeline.walker import RequestContext
+from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.plan import Plan
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.settings import ModelFile
@@ -62,6 +64,8 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 2
 CLOSE_TIMEOUT_S = 1.0
+EXPECTED_OUTPUT_TOKENS = 256
+"""What a route is chosen for, where a request allows more: few answers use all they may."""
 
 
 @dataclass(slots=True)
@@ -93,12 +97,15 @@ class Pipelines:
         settings: PipelineSettings,
         *,
         give_piece: Callable[[FetchPiece], Awaitable[Piece]] | None = None,
+        observations: Observations | None = None,
     ) -> None:
         """`give_piece` answers requests for bytes of models; without it none are given."""
         self._give_piece = give_piece
+        observations = observations or Observations()
         self._router = router
         self._registry = registry
-        self._pool = pool
+        self._pool = pool = ObservedCompute(pool, observations)
+        self._routes = Routes(node_id, router, registry, pool, observations)
         self._node_id = node_id
         self._settings = settings
         self._nursery: trio.Nursery | None = None
@@ -176,23 +183,15 @@ class Pipelines:
         finally:
             self._n_active -= 1
 
-    def stages_for(self, entry: CatalogueEntry, avoid: Collection[str] = ()) -> tuple[Stage, ...]:
-        """The route a request would take now. Raises NoPipeline."""
-        holders: dict[str, list[LayerRange]] = defaultdict(list)
-        for holder in self._registry.holders(entry.model_id):
-            if holder.node_id != self._node_id:
-                holders[holder.node_id].append(holder.layers)
-        # This node knows what it has loaded better than its own last announcement does.
-        holders[self._node_id] = list(self._pool.loaded(entry.model_id))
-        manifest = entry.manifest
-        return assemble(
-            manifest.n_layers,
-            manifest.cut_alignment,
-            holders,
-            self._node_id,
-            model_name=entry.name,
-            avoid=avoid,
-        )
+    def stages_for(
+        self, entry: CatalogueEntry, avoid: Collection[str] = (), request: RequestSize = DEFAULT_SIZE
+    ) -> tuple[Stage, ...]:
+        """The route such a request of this node would take now. Raises NoPipeline."""
+        return self._routes.choose(entry, request, self._load(0), avoid)
+
+    def plan(self, entry: CatalogueEntry, request: RequestSize) -> Plan:
+        """The same route with its reasons; nothing runs. Raises NoPipeline."""
+        return self._routes.plan(entry, request, self._load(0))
 
     # What other nodes want.
 
@@ -255,9 +254,10 @@ class Pipelines:
         """A source and its first token; what must be closed later is on `stack`."""
         avoid: set[str] = set()
         failure: SwarmLLMError | None = None
+        size = RequestSize(len(tokens), min(sampling.max_tokens, EXPECTED_OUTPUT_TOKENS))
         for n_attempt in range(MAX_ATTEMPTS):
             try:
-                stages = self.stages_for(entry, avoid)
+                stages = self._routes.choose(entry, size, self._load(1), avoid)
             except NoPipeline:
                 if failure is not None:
                     raise failure from None
@@ -333,6 +333,10 @@ class Pipelines:
             # The session tidies up by itself; a client with an error to show need not wait for all of it.
             with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_TIMEOUT_S):
                 await session.done.wait()
+
+    def _load(self, n_asking: int) -> Load:
+        """`n_asking` of the active requests are the one that asks."""
+        return Load(max(0, self._n_active - n_asking) + self._sessions.n_for_others())
 
     def _start_session(self, session: Session) -> None:
         if self._nursery is None:

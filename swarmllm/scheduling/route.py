@@ -2,9 +2,8 @@
 
 The rule is simple: fewest stages; among those, the most layers at home. A route that stays on the origin is
 a single stage with every layer at home, so it always wins; otherwise every stage fewer saves one hop per
-token, which on any real network costs more than the layers differ between nodes. It knows nothing of speed
-and load: where those are measured, a cost in seconds can take the place of the pair compared here, and the
-search stays the same.
+token. It knows nothing of speed and load: `cheapest` does, and decides what requests do. This rule says
+whether there is a route at all, and is the rival in every plan.
 
 A held range is taken whole or not at all, because a loaded segment cannot run part of itself (libllama runs
 a model to its end). So two holders fit together only where their ranges meet at a common boundary. Ranges

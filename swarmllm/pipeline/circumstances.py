@@ -1,0 +1,127 @@
+"""From what this node knows of itself and its peers to what the route is chosen by.
+
+Each latency is taken from the best source there is: forwards observed on that node; else its roofline (see
+`scheduling.observation`), scaled by how far the rooflines of the observed nodes were from the truth, so that
+an estimate competes with measurements on the same footing; else the median of what is known of others. Where
+nothing at all is known, all nodes are equal and the network decides.
+
+Pure: what the router and the registry say comes in as values.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from swarmllm.models.manifest import Manifest
+from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
+from swarmllm.scheduling.observation import Latency, MachineSpeed, Observations, roofline
+from swarmllm_proto.swarm import NodeCapability
+
+EQUAL_FOR_ALL_S = 0.001
+"""Per layer, where nothing is known of any node: any number would do."""
+ROW_BYTES_PER_VALUE = 4
+"""Hidden states travel as float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Of this node: its own record may be older."""
+
+    n_active: int = 0
+    is_full: bool = False
+
+
+def workload(manifest: Manifest, n_prompt_tokens: int, n_output_tokens: int) -> Workload:
+    return Workload(n_prompt_tokens, n_output_tokens, manifest.n_embd * ROW_BYTES_PER_VALUE)
+
+
+def circumstances(
+    origin: str,
+    manifest: Manifest,
+    work: Workload,
+    node_ids: Collection[str],
+    capabilities: Mapping[str, NodeCapability],
+    rtt_s: Mapping[str, float],
+    observations: Observations,
+    load: Load,
+) -> Circumstances:
+    """`capabilities`: what other nodes say of themselves; `rtt_s`: from here to its peers."""
+    model_id = manifest.model_id
+    observed = {
+        node_id: _observed(capabilities[node_id], model_id) for node_id in node_ids if node_id in capabilities
+    }
+    machines = {
+        node_id: MachineSpeed(said.memory_bytes_per_s, said.flops) for node_id, said in capabilities.items()
+    }
+    observed[origin], machines[origin] = observations.latency(model_id), observations.machine
+    layer_bytes, layer_weights = _layer_size(manifest)
+    guessed = {
+        node_id: roofline(machines.get(node_id, MachineSpeed()), layer_bytes, layer_weights)
+        for node_id in {*node_ids, origin}
+    }
+    decode = _completed(
+        {node_id: latency.decode_s for node_id, latency in observed.items()},
+        {node_id: latency.decode_s for node_id, latency in guessed.items()},
+    )
+    prefill = _completed(
+        {node_id: latency.prefill_s for node_id, latency in observed.items()},
+        {node_id: latency.prefill_s for node_id, latency in guessed.items()},
+    )
+    speeds = {}
+    for node_id in node_ids:
+        said = capabilities.get(node_id, NodeCapability())
+        n_active = said.active_requests + said.stage_requests
+        is_full = 0 < said.max_requests <= n_active
+        if node_id == origin:
+            n_active, is_full = load.n_active, load.is_full
+        is_measured = node_id in observed and observed[node_id].decode_s is not None
+        speeds[node_id] = NodeSpeed(decode[node_id], prefill[node_id], n_active, is_full, is_measured)
+    return Circumstances(
+        origin, work, speeds, dict(rtt_s), _pair_rtts(node_ids, capabilities, exclude=origin)
+    )
+
+
+def _completed(observed: Mapping[str, float | None], guessed: Mapping[str, float | None]) -> dict[str, float]:
+    known = {node_id: seconds for node_id, seconds in observed.items() if seconds}
+    off = [known[node_id] / guess for node_id, guess in guessed.items() if guess and node_id in known]
+    scale = statistics.median(off) if off else 1.0
+    known = {node_id: guess * scale for node_id, guess in guessed.items() if guess} | known
+    typical_s = statistics.median(known.values()) if known else EQUAL_FOR_ALL_S
+    return {node_id: known.get(node_id, typical_s) for node_id in guessed}
+
+
+def _observed(capability: NodeCapability, model_id: str) -> Latency:
+    for latency in capability.observed_latencies:
+        if latency.model_id == model_id:
+            return Latency(latency.decode_s or None, latency.prefill_s or None)
+    return Latency()
+
+
+def _layer_size(manifest: Manifest) -> tuple[float, float]:
+    """(bytes, weights) of a layer, on average."""
+    layers = [shard for shard in manifest.shards if shard.kind == "layer"]
+    n_layers = max(1, len(layers))
+    n_bytes = sum(shard.size_bytes for shard in layers)
+    n_weights = sum(_product(tensor.shape) for shard in layers for tensor in shard.tensors)
+    return n_bytes / n_layers, n_weights / n_layers
+
+
+def _product(shape: Iterable[int]) -> int:
+    product = 1
+    for length in shape:
+        product *= length
+    return product
+
+
+def _pair_rtts(
+    node_ids: Collection[str], capabilities: Mapping[str, NodeCapability], *, exclude: str
+) -> dict[tuple[str, str], float]:
+    wanted = set(node_ids) - {exclude}
+    return {
+        (node_id, rtt.node_id): rtt.rtt_s
+        for node_id in wanted & capabilities.keys()
+        for rtt in capabilities[node_id].observed_rtts
+        if rtt.node_id in wanted
+    }

@@ -1,0 +1,88 @@
+"""Who runs which layers of a request, from what this node knows at this moment.
+
+Gathers (registry: holdings and what nodes say of themselves; router: who is how far; pool: what is loaded
+here) and hands on to the pure part: `circumstances` for what that means, `assembly` for the choice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from swarmllm.models.catalogue import CatalogueEntry
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.assembly import assemble, plan_route
+from swarmllm.pipeline.circumstances import Load, circumstances, workload
+from swarmllm.pipeline.compute import Compute
+from swarmllm.scheduling.cost import Circumstances
+from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.plan import Plan
+from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.router import Router
+from swarmllm_proto.swarm import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSize:
+    n_prompt_tokens: int = 128
+    n_output_tokens: int = 128
+
+
+DEFAULT_SIZE = RequestSize()
+
+
+class Routes:
+    def __init__(
+        self, node_id: str, router: Router, registry: Registry, pool: Compute, observations: Observations
+    ) -> None:
+        self._node_id = node_id
+        self._router = router
+        self._registry = registry
+        self._pool = pool
+        self._observations = observations
+
+    def choose(
+        self, entry: CatalogueEntry, size: RequestSize, load: Load, avoid: Collection[str]
+    ) -> tuple[Stage, ...]:
+        """Raises NoPipeline."""
+        manifest, holders = entry.manifest, self._holders(entry)
+        return assemble(
+            manifest.n_layers,
+            manifest.cut_alignment,
+            holders,
+            self._node_id,
+            model_name=entry.name,
+            avoid=avoid,
+            circumstances=self._circumstances(entry, holders, size, load),
+        )
+
+    def plan(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Plan:
+        """Raises NoPipeline."""
+        manifest, holders = entry.manifest, self._holders(entry)
+        known = self._circumstances(entry, holders, size, load)
+        return plan_route(manifest.n_layers, manifest.cut_alignment, holders, known, model_name=entry.name)
+
+    def _holders(self, entry: CatalogueEntry) -> dict[str, list[LayerRange]]:
+        holders: dict[str, list[LayerRange]] = defaultdict(list)
+        for holder in self._registry.holders(entry.model_id):
+            if holder.node_id != self._node_id:
+                holders[holder.node_id].append(holder.layers)
+        # This node knows what it has loaded better than its own last announcement does.
+        holders[self._node_id] = list(self._pool.loaded(entry.model_id))
+        return holders
+
+    def _circumstances(
+        self, entry: CatalogueEntry, node_ids: Collection[str], size: RequestSize, load: Load
+    ) -> Circumstances:
+        records = {node_id: self._registry.node(node_id) for node_id in node_ids if node_id != self._node_id}
+        return circumstances(
+            self._node_id,
+            entry.manifest,
+            workload(entry.manifest, size.n_prompt_tokens, size.n_output_tokens),
+            node_ids,
+            {node_id: record.capability for node_id, record in records.items() if record is not None},
+            {peer.node_id: peer.rtt_s for peer in self._router.peers() if peer.rtt_s is not None},
+            self._observations,
+            load,
+        )

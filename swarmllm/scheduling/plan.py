@@ -1,0 +1,132 @@
+"""Why a route was chosen: its cost taken apart, and what the alternatives would have cost.
+
+The search keeps no record of what it rejected; the reasons are worked out afterwards, by putting each
+alternative into the route and asking for its cost. That is cheap (a plan is for people), and it cannot
+disagree with the search, because both count with `cost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from swarmllm.models.layers import LayerRange
+from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
+from swarmllm.scheduling.cost import Circumstances
+from swarmllm.scheduling.route import RouteStage, choose_route, composes, usable
+
+MAX_ALTERNATIVES = 4
+"""Per stage; the cheapest are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another holder of a stage's layers."""
+
+    node_id: str
+    extra_s: float
+    """What the request would take longer with it in that stage."""
+    is_full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    node_id: str
+    layers: LayerRange
+    compute_s: float
+    """For the whole request: prompt and answer."""
+    network_s: float
+    """For the whole request: from this stage to the next, after the last one back to the first."""
+    is_measured: bool
+    alternatives: tuple[Alternative, ...]
+    """Best first. The first that is not full is the standby."""
+
+    @property
+    def standby(self) -> str | None:
+        return next((other.node_id for other in self.alternatives if not other.is_full), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A whole route that was not taken, or was: `cost_s` None where there is none."""
+
+    name: str
+    stages: tuple[RouteStage, ...]
+    cost_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    stages: tuple[PlannedStage, ...]
+    cost_s: float
+    ends_s: float
+    """Of the cost: to the first stage and from the last, where those are not at home."""
+    rivals: tuple[Rival, ...]
+
+
+def make_plan(
+    n_layers: int,
+    cut_alignment: int,
+    holders: Mapping[str, Sequence[LayerRange]],
+    circumstances: Circumstances,
+) -> Plan | None:
+    """The route a request would take and its reasons; None where there is none."""
+    route = cheapest_route(n_layers, cut_alignment, holders, circumstances)
+    if route is None:
+        return None
+    allowed = {node_id: usable(ranges, n_layers, cut_alignment) for node_id, ranges in holders.items()}
+    cost_s = route_cost_s(route, circumstances)
+    stages = tuple(
+        PlannedStage(
+            node_id=stage.node_id,
+            layers=stage.layers,
+            compute_s=circumstances.layer_s(stage.node_id) * len(stage.layers),
+            network_s=_network_s(route, index, circumstances),
+            is_measured=circumstances.speeds[stage.node_id].is_measured,
+            alternatives=_alternatives(route, index, allowed, circumstances, cost_s),
+        )
+        for index, stage in enumerate(route)
+    )
+    home = {circumstances.origin: allowed.get(circumstances.origin, [])}
+    rivals = (
+        _rival(
+            "all at home", choose_route(n_layers, cut_alignment, home, circumstances.origin), circumstances
+        ),
+        _rival(
+            "fewest stages",
+            choose_route(n_layers, cut_alignment, allowed, circumstances.origin),
+            circumstances,
+        ),
+    )
+    ends_s = circumstances.entry_s(route[0].node_id) + circumstances.exit_s(route[-1].node_id)
+    return Plan(stages, cost_s, ends_s, rivals)
+
+
+def _network_s(route: Sequence[RouteStage], index: int, circumstances: Circumstances) -> float:
+    here = route[index].node_id
+    if index + 1 < len(route):
+        return circumstances.hop_s(here, route[index + 1].node_id)
+    return circumstances.closing_s(here, route[0].node_id)
+
+
+def _alternatives(
+    route: Sequence[RouteStage],
+    index: int,
+    allowed: Mapping[str, Iterable[LayerRange]],
+    circumstances: Circumstances,
+    cost_s: float,
+) -> tuple[Alternative, ...]:
+    stage = route[index]
+    found = []
+    for node_id, ranges in allowed.items():
+        if node_id != stage.node_id and composes(ranges, stage.layers):
+            other = [*route[:index], replace(stage, node_id=node_id), *route[index + 1 :]]
+            extra_s = route_cost_s(other, circumstances) - cost_s
+            found.append(Alternative(node_id, extra_s, circumstances.speeds[node_id].is_full))
+    return tuple(
+        sorted(found, key=lambda other: (other.is_full, other.extra_s, other.node_id))[:MAX_ALTERNATIVES]
+    )
+
+
+def _rival(name: str, route: tuple[RouteStage, ...] | None, circumstances: Circumstances) -> Rival:
+    return Rival(name, route or (), route_cost_s(route, circumstances) if route else None)

@@ -1,0 +1,145 @@
+"""GET /api/admin/plan, and what a node tells the swarm of its load and speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+from api_fakes import serve_node
+
+from swarmllm.errors import NoPipeline
+from swarmllm.models import CatalogueEntry, LayerRange
+from swarmllm.node.capability import is_news
+from swarmllm.node.speed_probe import machine_speed
+from swarmllm.pipeline.routes import RequestSize
+from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
+from swarmllm.scheduling.observation import MachineSpeed
+from swarmllm.scheduling.plan import Plan, make_plan
+from swarmllm_proto.codec import decode_record
+from swarmllm_proto.swarm import NodeCapability, ObservedLatency, ObservedRtt
+
+MODEL_ID = "ab" * 32
+
+
+def make_answer(entry: CatalogueEntry, size: RequestSize) -> Plan:
+    """A real plan for made-up nodes."""
+    held = {"node-a": [LayerRange(0, 4)], "b": [LayerRange(4, 12)], "c": [LayerRange(4, 12)]}
+    speed = NodeSpeed(0.001, 0.0001, is_measured=True)
+    known = Circumstances(
+        "node-a",
+        Workload(size.n_prompt_tokens, size.n_output_tokens, 1024),
+        {"node-a": speed, "b": speed, "c": NodeSpeed(0.002, 0.0002)},
+        {"b": 0.002, "c": 0.002},
+    )
+    plan = make_plan(entry.manifest.n_layers, 1, held, known)
+    assert plan is not None
+    return plan
+
+
+async def test_a_plan_adds_up_and_names_the_standby(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        stand.pipelines.plan = make_answer  # type: ignore[attr-defined]
+        answer = await stand.http.get(
+            "/api/admin/plan", params={"model": "guide", "prompt_tokens": 10, "output_tokens": 50}
+        )
+        assert answer.status_code == 200
+        plan = answer.json()
+    assert (plan["model"], plan["prompt_tokens"], plan["output_tokens"]) == ("guide", 10, 50)
+    first, last = plan["stages"]
+    assert (first["nickname"], first["layers"], first["standby"]) == (stand.node.nickname, "0:4", None)
+    assert (last["node_id"], last["layers"], last["standby"], last["measured"]) == ("b", "4:12", "c", True)
+    (other,) = last["alternatives"]
+    assert (other["node_id"], other["full"]) == ("c", False)
+    assert other["extra_s"] == pytest.approx(8 * (10 * 0.0001 + 50 * 0.001))
+    parts_s = sum(stage["compute_s"] + stage["network_s"] for stage in plan["stages"]) + plan["ends_s"]
+    assert parts_s == pytest.approx(plan["cost_s"])
+    home, fewest = plan["rivals"]
+    assert (home["name"], home["cost_s"], home["stages"]) == ("all at home", None, [])
+    assert fewest["cost_s"] == pytest.approx(plan["cost_s"])
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("", "model"),
+        ("model=guide&prompt_tokens=0", "prompt_tokens"),
+        ("model=guide&output_tokens=1048577", "output_tokens"),
+        ("model=guide&output_tokens=99999999999999999999", "output_tokens"),
+        ("model=guide&output_tokens=-1", "output_tokens"),
+        ("model=guide&tokens=5", "tokens"),
+    ],
+)
+async def test_a_question_that_makes_no_sense_is_refused_by_field(
+    tmp_path: Path, query: str, field: str
+) -> None:
+    async with serve_node(tmp_path) as stand:
+        answer = await stand.http.get(f"/api/admin/plan?{query}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
+async def test_no_model_and_no_route_have_their_own_status(tmp_path: Path) -> None:
+    def no_route(entry: CatalogueEntry, size: RequestSize) -> Plan:
+        raise NoPipeline("layers are missing")
+
+    async with serve_node(tmp_path) as stand:
+        stand.pipelines.plan = no_route  # type: ignore[attr-defined]
+        assert (await stand.http.get("/api/admin/plan?model=nobody")).status_code == 404
+        assert (await stand.http.get("/api/admin/plan?model=guide")).status_code == 503
+
+
+def capability(decode_s: float = 0.001, rtt_s: float = 0.02, **counts: int) -> NodeCapability:
+    return NodeCapability(
+        observed_latencies=(ObservedLatency(model_id=MODEL_ID, decode_s=decode_s),),
+        observed_rtts=(ObservedRtt(node_id="b", rtt_s=rtt_s),),
+        **counts,
+    )
+
+
+@pytest.mark.parametrize(
+    ("new", "expected"),
+    [
+        (capability(), False),
+        (capability(memory_free_bytes=12345), False),
+        (capability(decode_s=0.0012, rtt_s=0.024), False),
+        (capability(decode_s=0.0013), True),
+        (capability(decode_s=0.0007), True),
+        (capability(rtt_s=0.026), True),
+        (capability(active_requests=1), True),
+        (capability(stage_requests=1), True),
+        (capability(queued_requests=1), True),
+        (NodeCapability(), True),
+    ],
+)
+def test_what_a_route_could_feel_is_news(new: NodeCapability, expected: bool) -> None:
+    assert is_news(capability(), new) is expected
+
+
+def test_the_round_trip_of_a_neighbour_may_jitter() -> None:
+    assert not is_news(capability(rtt_s=0.0002), capability(rtt_s=0.0009))
+
+
+@pytest.mark.slow
+async def test_the_machine_is_measured_once_and_the_swarm_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    async with serve_node(tmp_path) as stand:
+        await stand.node.measure(file)
+        kept = file.read_bytes()
+        with trio.fail_after(5):
+            while not decode_record(stand.router.records()["node-a"]).capability.flops:
+                await trio.lowlevel.checkpoint()
+        told = decode_record(stand.router.records()["node-a"]).capability
+    assert machine_speed(file) == MachineSpeed(told.memory_bytes_per_s, told.flops)
+    assert file.read_bytes() == kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["", "{}", '{"memory_bytes_per_s": -1, "flops": 1}', "[" * 5000])
+def test_a_spoiled_measurement_is_made_again(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(text)
+    speed = machine_speed(file)
+    assert min(speed.memory_bytes_per_s, speed.flops) > 0
+    assert msgspec.json.decode(file.read_bytes())["flops"] == speed.flops

@@ -1,0 +1,182 @@
+"""From measurements to routes: what is believed of nodes that ran, that did not, and that are busy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import trio
+
+from swarmllm.models.layers import LayerRange
+from swarmllm.models.manifest import Manifest, Shard, TensorEntry
+from swarmllm.pipeline.circumstances import Load, circumstances, workload
+from swarmllm.pipeline.observed import ObservedCompute
+from swarmllm.pipeline.prompt import Prompt
+from swarmllm.pipeline.routes import RequestSize
+from swarmllm.scheduling.cost import Circumstances
+from swarmllm.scheduling.observation import MachineSpeed, Observations
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.codec import encode_record
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import NodeCapability, ObservedLatency, ObservedRtt
+
+from .fakes import FakePool, fake_entry, open_swarm
+
+
+def manifest() -> Manifest:
+    """Four layers of a million weights in as many bytes."""
+    entry = TensorEntry(
+        name="blk.0.w", ggml_type=0, shape=(1000, 1000), offset=0, size_bytes=10**6, blake3="0" * 64
+    )
+    shards = tuple(
+        Shard(index=i, kind="layer", size_bytes=10**6, blake3="0" * 64, tensors=(entry,)) for i in range(4)
+    )
+    return msgspec.structs.replace(fake_entry().manifest, n_layers=4, shards=shards)
+
+
+MODEL_ID = manifest().model_id
+
+
+def ran(decode_s: float, **more: float) -> NodeCapability:
+    latency = ObservedLatency(model_id=MODEL_ID, decode_s=decode_s, prefill_s=decode_s / 10)
+    return msgspec.structs.replace(NodeCapability(observed_latencies=(latency,)), **more)
+
+
+def believed(
+    capabilities: dict[str, NodeCapability],
+    observations: Observations | None = None,
+    load: Load | None = None,
+) -> Circumstances:
+    model = manifest()
+    return circumstances(
+        "o",
+        model,
+        workload(model, 10, 20),
+        ["o", *capabilities],
+        capabilities,
+        {"a": 0.01},
+        observations or Observations(),
+        load or Load(),
+    )
+
+
+def test_what_a_node_observed_is_believed() -> None:
+    known = believed({"a": ran(0.004)})
+    speed = known.speeds["a"]
+    assert (speed.decode_s, speed.prefill_s, speed.is_measured) == (0.004, 0.0004, True)
+    assert known.workload.row_bytes == 4 * manifest().n_embd
+
+
+def test_a_node_that_never_ran_is_estimated_as_far_off_as_the_others_were() -> None:
+    """a reads 1 GB/s and takes four times its roofline; b reads twice as fast."""
+    capabilities = {
+        "a": ran(0.004, memory_bytes_per_s=1e9, flops=1e15),
+        "b": NodeCapability(memory_bytes_per_s=2e9, flops=1e15),
+    }
+    speeds = believed(capabilities).speeds
+    assert speeds["b"].decode_s == pytest.approx(0.002)
+    assert not speeds["b"].is_measured
+
+
+def test_a_node_of_which_nothing_is_known_is_typical_and_without_any_all_are_equal() -> None:
+    speeds = believed({"a": ran(0.004), "b": NodeCapability()}).speeds
+    assert speeds["b"].decode_s == 0.004
+    unknown = believed({"a": NodeCapability(), "b": NodeCapability()}).speeds
+    assert len({(speed.decode_s, speed.prefill_s) for speed in unknown.values()}) == 1
+
+
+def test_this_node_knows_itself_from_its_own_observations() -> None:
+    observations = Observations()
+    observations.machine = MachineSpeed(1e9, 1e12)
+    observations.observe(MODEL_ID, "decode", 0.008, 4, 1)
+    speed = believed({"o": ran(0.5), "a": ran(0.004)}, observations, Load(3)).speeds["o"]
+    assert (speed.decode_s, speed.n_active, speed.is_measured) == (pytest.approx(0.002), 3, True)
+
+
+def test_load_and_full_nodes_are_seen() -> None:
+    speeds = believed(
+        {
+            "a": NodeCapability(active_requests=1, stage_requests=2, max_requests=4),
+            "b": NodeCapability(active_requests=1, stage_requests=3, max_requests=4),
+        }
+    ).speeds
+    assert (speeds["a"].n_active, speeds["a"].is_full) == (3, False)
+    assert speeds["b"].is_full
+
+
+def test_round_trips_between_others_are_theirs_to_tell_and_ours_are_not() -> None:
+    told = NodeCapability(
+        observed_rtts=(
+            ObservedRtt(node_id="b", rtt_s=0.02),
+            ObservedRtt(node_id="o", rtt_s=9.0),
+            ObservedRtt(node_id="stranger", rtt_s=0.01),
+        )
+    )
+    known = believed({"a": told, "b": NodeCapability()})
+    assert known.pair_rtt_s == {("a", "b"): 0.02}
+    assert known.rtt_s("b", "a") == 0.02
+    assert known.rtt_s("o", "a") == 0.01
+
+
+async def test_forwards_and_generations_are_observed() -> None:
+    entry, observations = fake_entry(), Observations()
+    model = ModelFile(entry.model_id, Path("/nowhere"))
+    compute = ObservedCompute(SlowPool("0:12"), observations)
+    for n_rows in (1, 8):
+        await compute.forward(
+            model,
+            request_id="r",
+            layers=LayerRange(0, 12),
+            position=0 if n_rows == 1 else 1,
+            tensor=np.zeros((n_rows, entry.manifest.n_embd), np.float32),
+            want="hidden",
+        )
+    latency = observations.latency(entry.model_id)
+    assert latency.decode_s == pytest.approx(0.012 / 12)
+    assert latency.prefill_s == pytest.approx(0.012 / 12 / 8)
+
+
+class SlowPool(FakePool):
+    """Says that every forward took 12 ms."""
+
+    async def forward(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+        result = await super().forward(*args, **kwargs)  # type: ignore[arg-type]
+        return SlowResult(result.tensor, result.token, result.piece, 0.012)
+
+
+class SlowResult(msgspec.Struct):
+    tensor: object
+    token: object
+    piece: bytes
+    compute_s: float
+
+
+async def test_a_request_goes_where_the_gossip_says_it_is_quicker() -> None:
+    async with open_swarm({"a": FakePool(), "b": FakePool("0:12"), "c": FakePool("0:12")}) as swarm:
+        pipelines, entry = swarm["a"].pipelines, swarm.entry
+        assert [stage.node_id for stage in pipelines.stages_for(entry)] == ["b"]
+        record = swarm["a"].registry.node("c")
+        assert record is not None
+        latencies = {"b": 0.004, "c": 0.001}
+        for node_id, decode_s in latencies.items():
+            record = swarm["a"].registry.node(node_id)
+            assert record is not None
+            observed = (ObservedLatency(model_id=entry.model_id, decode_s=decode_s, prefill_s=decode_s),)
+            capability = NodeCapability(observed_latencies=observed)
+            newer = msgspec.structs.replace(record, sequence=record.sequence + 1, capability=capability)
+            await swarm[node_id].router.publish(encode_record(newer))
+        with trio.fail_after(5):
+            while [stage.node_id for stage in pipelines.stages_for(entry)] != ["c"]:
+                await trio.lowlevel.checkpoint()
+        plan = pipelines.plan(entry, RequestSize(100, 200))
+        assert (plan.stages[0].node_id, plan.stages[0].standby, plan.stages[0].is_measured) == (
+            "c",
+            "b",
+            True,
+        )
+        async with pipelines.generate(Prompt(text="hi"), entry, Sampling(max_tokens=3)) as generation:
+            assert [stage.node_id for stage in generation.route] == ["c"]
+            async for _ in generation:
+                pass
