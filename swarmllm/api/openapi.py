@@ -36,6 +36,8 @@ class Operation:
     answers: tuple[str, ...] = (JSON,)
     """Content types of a 200."""
     query: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    """More of the query: whole numbers."""
     is_body_optional: bool = False
 
 
@@ -62,6 +64,13 @@ OPERATIONS = (
     Operation("get", "/openapi.json", "This document"),
     Operation("get", "/api/admin/stats", "What the node is doing"),
     Operation("get", "/api/admin/peers", "The nodes it is connected to"),
+    Operation(
+        "get",
+        "/api/admin/plan",
+        "The route a request would take, and why",
+        query=("model",),
+        numbers=("prompt_tokens", "output_tokens"),
+    ),
     Operation("get", "/api/admin/config", "Its settings"),
     Operation("get", "/api/admin/models", "Its models, and those of the swarm"),
     Operation("post", "/api/admin/models", "Make a GGUF file known", AddModel, (LINES,)),
@@ -142,6 +151,7 @@ def _operation(operation: Operation, reference: dict[str, Any] | None) -> Json:
     names = re.findall(r"\{(\w+)\}", operation.path)
     parameters = [_parameter(name, "path") for name in names]
     parameters += [_parameter(name, "query") for name in operation.query]
+    parameters += [_parameter(name, "query", "integer") for name in operation.numbers]
     if parameters:
         described["parameters"] = parameters
     if reference is not None:
@@ -150,5 +160,5 @@ def _operation(operation: Operation, reference: dict[str, Any] | None) -> Json:
     return described
 
 
-def _parameter(name: str, place: str) -> Json:
-    return {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
+def _parameter(name: str, place: str, kind: str = "string") -> Json:
+    return {"name": name, "in": place, "required": place == "path", "schema": {"type": kind}}

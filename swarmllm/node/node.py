@@ -9,7 +9,6 @@ where they arrive.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,15 +18,14 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import trio
 
-from swarmllm import __version__
 from swarmllm.config import Config
 from swarmllm.errors import Conflict, ModelNotFound, NodeUnreachable, SwarmLLMError
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge, needed_tensors
 from swarmllm.node.admission import Admission
-from swarmllm.node.capability import describe, is_news
+from swarmllm.node.capability import describe
+from swarmllm.node.herald import Herald
 from swarmllm.node.metrics import Metrics, Outcome
 from swarmllm.node.request_words import account, check_layers
-from swarmllm.node.speed_probe import machine_speed
 from swarmllm.node.texts import Texts
 from swarmllm.node.views import HolderView, ModelView, PeerView, Readiness, RequestCounts
 from swarmllm.pipeline.generation import Generation
@@ -42,26 +40,20 @@ from swarmllm.swarm.router import Router
 from swarmllm.travel import Travel, TravelStatistics
 from swarmllm.travel.travel import announcement
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerStatistics
-from swarmllm_proto.codec import encode_record
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import FileAnnounce, NodeCapability, NodeRecord, ShardAnnounce
+from swarmllm_proto.swarm import NodeCapability
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 log = logging.getLogger("swarmllm.node")
 
-SOFTWARE = f"swarmllm/{__version__}"
 MAX_TOKENS = 2**20
 JOINING_S = 30.0
 """How long after the start a model that others have is waited for."""
 LOOK_AGAIN_S = 0.25
-OBSERVE_EVERY_S = 5.0
-"""How often load and speed are compared with what the swarm was told last."""
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
-Holdings = tuple[tuple[ShardAnnounce, ...], tuple[FileAnnounce, ...]]
-"""(layers ready to run, files to give)"""
 
 
 class Node:
@@ -79,7 +71,6 @@ class Node:
     ) -> None:
         inference = config.inference
         self.nickname = config.nickname
-        self.started_at = time.time()
         self.counts = RequestCounts()
         # More would find no slot in a worker.
         n_running = min(inference.max_concurrent_requests, inference.n_slots)
@@ -92,11 +83,16 @@ class Node:
         self._pipelines = pipelines
         self._travel = travel
         self._observations = observations or Observations()
-        self._sequence = 0
-        self._published: Holdings | None = None
-        self._capability = NodeCapability()
-        self._changed = trio.Event()
-        self._publishing = trio.Lock()
+        self._herald = Herald(
+            config.nickname,
+            router=router,
+            pool=pool,
+            catalogue=catalogue,
+            travel=travel,
+            observations=self._observations,
+            describe=self._describe,
+        )
+        self.started_at = self._herald.started_at
         self._readiness = Readiness("starting", "loading models")
         self.metrics = Metrics(self)
         self.texts = Texts(pool, self._as_origin)
@@ -257,20 +253,12 @@ class Node:
                 log.info("%s: %s", entry.name, account(generation))
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep the swarm informed of holdings (when `holdings_changed` says so), load and speed; started
-        once it knows this node."""
-        await self.publish()
-        task_status.started()
-        while True:
-            with trio.move_on_after(OBSERVE_EVERY_S):
-                await self._changed.wait()
-                self._changed = trio.Event()
-            await self.publish()
+        """Keep the swarm informed of holdings, load and speed; started once it knows this node."""
+        await self._herald.run(task_status=task_status)
 
     async def measure(self, file: Path) -> None:
-        """Learn how fast this machine is, from `file` or by a probe of half a second."""
-        self._observations.machine = await trio.to_thread.run_sync(machine_speed, file)
-        self._changed.set()
+        """Learn how fast this machine is, from `file` or by a probe of a second."""
+        await self._herald.measure(file)
 
     async def plan(self, model: str, request: RequestSize) -> tuple[str, Plan]:
         """The model's name, and the route that such a request would take now. Raises ModelNotFound,
@@ -286,19 +274,11 @@ class Node:
 
     def holdings_changed(self) -> None:
         """For the pool: layers came or went, perhaps long after whoever asked for it has left."""
-        self._changed.set()
+        self._herald.look()
 
     async def publish(self) -> None:
-        """Tell the swarm what this node holds and how it fares, if that is news. One at a time: the last
-        word is the newest.
-        """
-        async with self._publishing:
-            holdings = await self._holdings()
-            capability = self._describe()
-            if holdings != self._published or is_news(self._capability, capability):
-                self._sequence += 1
-                await self._router.publish(encode_record(self._record(holdings, capability)))
-                self._published, self._capability = holdings, capability
+        """Tell the swarm what this node holds and how it fares, if that is news."""
+        await self._herald.publish()
 
     async def _as_origin(self, model: str) -> CatalogueEntry:
         """The model, with what reading and embedding a prompt takes."""
@@ -341,35 +321,9 @@ class Node:
         name, colon, layers = text.partition(":")
         return await self.resolve(name, layers if colon else None)
 
-    async def _holdings(self) -> Holdings:
-        entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
-        ready = tuple(
-            ShardAnnounce(
-                model_id=model_id,
-                name=entries[model_id].name,
-                n_layers=entries[model_id].manifest.n_layers,
-                ranges=tuple((layers.start, layers.end) for layers in ranges),
-            )
-            for model_id, ranges in sorted(self._pool.models().items())
-            if model_id in entries
-        )
-        return ready, self._travel.announcements(entries.values())
-
     def _describe(self) -> NodeCapability:
         stage_requests = self._pipelines.statistics().active_stage_requests
         return describe(self._observations, self._router.peers(), self.admission, stage_requests)
-
-    def _record(self, holdings: Holdings, capability: NodeCapability) -> NodeRecord:
-        return NodeRecord(
-            node_id=self.node_id,
-            nickname=self.nickname,
-            software=SOFTWARE,
-            started_at=self.started_at,
-            sequence=self._sequence,
-            models=holdings[0],
-            capability=capability,
-            files=holdings[1],
-        )
 
     def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None) -> ModelView:
         """This node's own ranges come from the pool: its record may still be on its way to the registry."""

@@ -25,6 +25,9 @@ from swarmllm.node import Node
 from swarmllm.pipeline.generation import GeneratedText, StageReport, Timings
 from swarmllm.pipeline.pipelines import PipelineStatistics
 from swarmllm.pipeline.prompt import Prompt
+from swarmllm.pipeline.routes import RequestSize
+from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
+from swarmllm.scheduling.plan import Plan, make_plan
 from swarmllm.swarm.memory import InMemoryNetwork, InMemoryRouter
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
@@ -110,6 +113,20 @@ class FakePipelines:
 
     def statistics(self) -> PipelineStatistics:
         return PipelineStatistics(generations=len(self.calls))
+
+    def plan(self, entry: CatalogueEntry, size: RequestSize) -> Plan:
+        """A real plan for made-up nodes."""
+        held = {"node-a": [LayerRange(0, 4)], "b": [LayerRange(4, 12)], "c": [LayerRange(4, 12)]}
+        speed = NodeSpeed(0.001, 0.0001, is_measured=True)
+        known = Circumstances(
+            "node-a",
+            Workload(size.n_prompt_tokens, size.n_output_tokens, 1024),
+            {"node-a": speed, "b": speed, "c": NodeSpeed(0.002, 0.0002)},
+            {"b": 0.002, "c": 0.002},
+        )
+        plan = make_plan(entry.manifest.n_layers, 1, held, known)
+        assert plan is not None
+        return plan
 
 
 class FakePool:

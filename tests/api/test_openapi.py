@@ -78,6 +78,7 @@ async def test_endpoints_answer_with_the_content_types_it_names(tmp_path: Path) 
         for operation in OPERATIONS:
             if operation.method == "get":
                 path = operation.path.replace("{name}", "guide")
-                answer = await stand.http.get(path, params=dict.fromkeys(operation.query, "guide"))
+                query = dict.fromkeys(operation.query, "guide") | dict.fromkeys(operation.numbers, "8")
+                answer = await stand.http.get(path, params=query)
                 assert answer.status_code == 200
                 assert answer.headers["content-type"].partition(";")[0] in operation.answers

@@ -10,37 +10,20 @@ import trio
 from api_fakes import serve_node
 
 from swarmllm.errors import NoPipeline
-from swarmllm.models import CatalogueEntry, LayerRange
+from swarmllm.models import CatalogueEntry
 from swarmllm.node.capability import is_news
 from swarmllm.node.speed_probe import machine_speed
 from swarmllm.pipeline.routes import RequestSize
-from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
 from swarmllm.scheduling.observation import MachineSpeed
-from swarmllm.scheduling.plan import Plan, make_plan
+from swarmllm.scheduling.plan import Plan
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.swarm import NodeCapability, ObservedLatency, ObservedRtt
 
 MODEL_ID = "ab" * 32
 
 
-def make_answer(entry: CatalogueEntry, size: RequestSize) -> Plan:
-    """A real plan for made-up nodes."""
-    held = {"node-a": [LayerRange(0, 4)], "b": [LayerRange(4, 12)], "c": [LayerRange(4, 12)]}
-    speed = NodeSpeed(0.001, 0.0001, is_measured=True)
-    known = Circumstances(
-        "node-a",
-        Workload(size.n_prompt_tokens, size.n_output_tokens, 1024),
-        {"node-a": speed, "b": speed, "c": NodeSpeed(0.002, 0.0002)},
-        {"b": 0.002, "c": 0.002},
-    )
-    plan = make_plan(entry.manifest.n_layers, 1, held, known)
-    assert plan is not None
-    return plan
-
-
 async def test_a_plan_adds_up_and_names_the_standby(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
-        stand.pipelines.plan = make_answer  # type: ignore[attr-defined]
         answer = await stand.http.get(
             "/api/admin/plan", params={"model": "guide", "prompt_tokens": 10, "output_tokens": 50}
         )

@@ -1,0 +1,118 @@
+"""What this node tells the swarm about itself: what it holds, how it fares, how fast it is.
+
+One record, which this node alone writes. It is published when something in it is news (see `capability`);
+holdings are compared at once when somebody says that they changed, load and speed every few seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmllm import __version__
+from swarmllm.models import Catalogue
+from swarmllm.node.capability import is_news
+from swarmllm.node.speed_probe import machine_speed
+from swarmllm.scheduling.observation import Observations
+from swarmllm.swarm.router import Router
+from swarmllm.travel import Travel
+from swarmllm.workerpool import WorkerPool
+from swarmllm_proto.codec import encode_record
+from swarmllm_proto.swarm import FileAnnounce, NodeCapability, NodeRecord, ShardAnnounce
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+SOFTWARE = f"swarmllm/{__version__}"
+OBSERVE_EVERY_S = 5.0
+"""How often load and speed are compared with what the swarm was told last."""
+Holdings = tuple[tuple[ShardAnnounce, ...], tuple[FileAnnounce, ...]]
+"""(layers ready to run, files to give)"""
+
+
+class Herald:
+    def __init__(
+        self,
+        nickname: str,
+        *,
+        router: Router,
+        pool: WorkerPool,
+        catalogue: Catalogue,
+        travel: Travel,
+        observations: Observations,
+        describe: Callable[[], NodeCapability],
+    ) -> None:
+        self.started_at = time.time()
+        self._nickname = nickname
+        self._router = router
+        self._pool = pool
+        self._catalogue = catalogue
+        self._travel = travel
+        self._observations = observations
+        self._describe = describe
+        self._sequence = 0
+        self._published: Holdings | None = None
+        self._capability = NodeCapability()
+        self._changed = trio.Event()
+        self._publishing = trio.Lock()
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep the swarm informed; started once it knows this node."""
+        await self.publish()
+        task_status.started()
+        while True:
+            with trio.move_on_after(OBSERVE_EVERY_S):
+                await self._changed.wait()
+                self._changed = trio.Event()
+            await self.publish()
+
+    async def measure(self, file: Path) -> None:
+        """Learn how fast this machine is, from `file` or by a probe of a second."""
+        self._observations.machine = await trio.to_thread.run_sync(machine_speed, file)
+        self.look()
+
+    def look(self) -> None:
+        """Something may be news: compare now, not only in a few seconds."""
+        self._changed.set()
+
+    async def publish(self) -> None:
+        """Tell the swarm what this node holds and how it fares, if that is news. One at a time: the last
+        word is the newest.
+        """
+        async with self._publishing:
+            holdings = await self._holdings()
+            capability = self._describe()
+            if holdings != self._published or is_news(self._capability, capability):
+                self._sequence += 1
+                await self._router.publish(encode_record(self._record(holdings, capability)))
+                self._published, self._capability = holdings, capability
+
+    async def _holdings(self) -> Holdings:
+        entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
+        ready = tuple(
+            ShardAnnounce(
+                model_id=model_id,
+                name=entries[model_id].name,
+                n_layers=entries[model_id].manifest.n_layers,
+                ranges=tuple((layers.start, layers.end) for layers in ranges),
+            )
+            for model_id, ranges in sorted(self._pool.models().items())
+            if model_id in entries
+        )
+        return ready, self._travel.announcements(entries.values())
+
+    def _record(self, holdings: Holdings, capability: NodeCapability) -> NodeRecord:
+        return NodeRecord(
+            node_id=self._router.node_id,
+            nickname=self._nickname,
+            software=SOFTWARE,
+            started_at=self.started_at,
+            sequence=self._sequence,
+            models=holdings[0],
+            capability=capability,
+            files=holdings[1],
+        )
