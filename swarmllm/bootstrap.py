@@ -287,7 +287,7 @@ def install(extras: set[str], screen: Screen) -> None:
     from swarmllm.pip_progress import PipProgress, duration
 
     started_s = time.monotonic()
-    progress = PipProgress()
+    progress = PipProgress(started_s)
     site_packages = next((VENV / "lib").glob("python*/site-packages"))
     n_before = len(list(site_packages.glob("*.dist-info")))
     announced: set[str] = set()

@@ -16,12 +16,12 @@ BIG_DOWNLOAD_BYTES = 10_000_000
 class PipProgress:
     """Fed line by line; `label`, `done`, `total` and `unit` say what goes on now, `line` in one line."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: float) -> None:
         self.label = "starting pip"
         self.done = 0
         self.total = 0
         self.unit = ""
-        self.since_s = 0.0
+        self.since_s = now_s
         self.n_to_install = 0
         self._build_started_s: dict[str, float] = {}
         self._download = ""

@@ -20,7 +20,7 @@ MAKE = "  [ 12%] Building CXX object vendor/llama.cpp/src/CMakeFiles/llama.dir/l
 
 
 def test_a_compilation_has_a_bar_a_file_and_the_time_left() -> None:
-    progress = PipProgress()
+    progress = PipProgress(0.0)
     progress.feed("  Building wheel for llama-cpp-python (pyproject.toml): started", 100.0)
     progress.feed("  [0/1] Re-running CMake...", 101.0)
     assert progress.total == 0, "a step of another count is not progress"
@@ -35,15 +35,20 @@ def test_a_compilation_has_a_bar_a_file_and_the_time_left() -> None:
 
 
 def test_makes_percentages_are_progress_too() -> None:
-    progress = PipProgress()
+    progress = PipProgress(0.0)
     progress.feed("  Building wheel for llama-cpp-python (pyproject.toml): started", 0.0)
     progress.feed(MAKE, 10.0)
     assert "12 %" in progress.line(10.0)
     assert "llama-batch.cpp" in progress.line(10.0)
 
 
+def test_the_first_line_counts_from_its_own_start() -> None:
+    """The clock may have started long ago, with the machine."""
+    assert PipProgress(11_000.0).line(11_002.5) == "starting pip ... 2 s"
+
+
 def test_a_failed_build_is_said_to_have_failed() -> None:
-    progress = PipProgress()
+    progress = PipProgress(0.0)
     progress.feed("  Building wheel for fastecdsa (pyproject.toml): started", 0.0)
     failed = progress.feed(
         "  Building wheel for fastecdsa (pyproject.toml): finished with status 'error'", 2.0
@@ -52,7 +57,7 @@ def test_a_failed_build_is_said_to_have_failed() -> None:
 
 
 def test_only_a_big_download_stays_on_the_screen() -> None:
-    progress = PipProgress()
+    progress = PipProgress(0.0)
     progress.feed("Collecting numpy>=2.0", 0.0)
     assert "resolving numpy" in progress.line(0.0)
     progress.feed("  Downloading numpy-2.4.6.whl.metadata (62 kB)", 0.0)
@@ -68,7 +73,7 @@ def test_only_a_big_download_stays_on_the_screen() -> None:
 
 
 def test_installing_counts_the_packages() -> None:
-    progress = PipProgress()
+    progress = PipProgress(0.0)
     progress.feed("Installing collected packages: a, b, c", 0.0)
     assert (progress.n_to_install, "installing 3 packages" in progress.line(2.0)) == (3, True)
 
@@ -77,7 +82,7 @@ def test_installing_counts_the_packages() -> None:
     "line", ["", "  ", "[/]", "[1/0] x", "Progress x of y", "Building wheel for", "Collecting "]
 )
 def test_unexpected_lines_do_no_harm(line: str) -> None:
-    progress = PipProgress()
+    progress = PipProgress(0.0)
     assert progress.feed(line, 0.0) is None
     assert progress.line(1.0)
 
