@@ -204,3 +204,18 @@ def test_the_version_of_the_environments_pip(
     programs(tmp_path / "bin", python=script)
     monkeypatch.setattr(bootstrap, "VENV_PYTHON", tmp_path / "bin" / "python")
     assert bootstrap.pip_version() == version
+
+
+def test_a_pip_that_stays_old_without_a_network_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with 0: "Requirement already satisfied"."""
+    programs(
+        tmp_path / "bin", python='case "$*" in *install*) exit 0;; *sys*) echo 3.11.2;; *) echo 23.0.1;; esac'
+    )
+    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
+    monkeypatch.setattr(bootstrap, "VENV", tmp_path)
+    monkeypatch.setattr(bootstrap, "LOG", tmp_path / "install.log")
+    monkeypatch.setattr(bootstrap, "VENV_PYTHON", tmp_path / "bin" / "python")
+    with pytest.raises(BootstrapError, match="is the network reachable"):
+        bootstrap.make_venv(Screen())
