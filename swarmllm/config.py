@@ -70,6 +70,9 @@ class NetworkTable:
     announce: tuple[str, ...] = _setting(
         (), "IP addresses told to other nodes instead of those of the network interfaces."
     )
+    allow: tuple[str, ...] = _setting((), "Ids of nodes that are trusted whatever they do.")
+    deny: tuple[str, ...] = _setting((), "Ids of nodes with which no connection is made or kept.")
+    only_allowed: bool = _setting(False, "Connect with nobody but the nodes in allow.")
 
 
 @dataclass(frozen=True, slots=True)

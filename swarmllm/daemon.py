@@ -37,6 +37,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.scheduling.observation import Observations
 from swarmllm.sd_notify import ServiceManager
 from swarmllm.swarm.libp2p_router import open_libp2p_router
+from swarmllm.swarm.peer_lists import PeerLists
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.swarm.router import Router
@@ -225,6 +226,7 @@ def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
         bootstrap=network.bootstrap,
         mdns=network.mdns,
         announce=network.announce,
+        lists=PeerLists.of(network.allow, network.deny, only_allowed=network.only_allowed),
     )
 
 

@@ -23,6 +23,7 @@ import trio
 from swarmllm.errors import ConfigError, NodeUnreachable
 from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.connection import Connection
+from swarmllm.swarm.doorkeeper import Doorkeeper
 from swarmllm.swarm.host import Host, Stream
 from swarmllm.swarm.identity import Identity
 from swarmllm.swarm.noise_wire import HANDSHAKE_S, HandshakeFailed, shake_hands
@@ -82,6 +83,7 @@ class DataPlane:
     def __init__(
         self,
         identity: Identity,
+        doorkeeper: Doorkeeper,
         host: Host,
         nursery: trio.Nursery,
         *,
@@ -90,6 +92,7 @@ class DataPlane:
         lost: Callable[[str, str], None],
     ) -> None:
         self._identity = identity
+        self._doorkeeper = doorkeeper
         self._host = host
         self._nursery = nursery
         self._addresses = addresses
@@ -191,7 +194,7 @@ class DataPlane:
             try:
                 with trio.fail_after(_DIAL_S):
                     stream = await trio.open_tcp_stream(address.ip, address.port)
-                _, wire = await shake_hands(stream, self._identity, node_id)
+                _, wire = await shake_hands(stream, self._identity, node_id, self._doorkeeper)
             except (OSError, trio.TooSlowError, HandshakeFailed) as error:
                 log.debug("data port of %s at %s: %s", node_id, address, error)
                 continue
@@ -252,7 +255,7 @@ class DataPlane:
             return
         self._n_handshakes += 1
         try:
-            node_id, wire = await shake_hands(stream, self._identity, None)
+            node_id, wire = await shake_hands(stream, self._identity, None, self._doorkeeper)
         except HandshakeFailed as error:
             log.debug("a connection was refused: %s", error)
             return

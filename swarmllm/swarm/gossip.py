@@ -1,6 +1,7 @@
 """Gossip: what a node says about itself, to everybody, through everybody (gossipsub).
 
-Topics: `swarm/models` carries envelopes (on change), `swarm/health` heartbeats (every few seconds).
+Topics: `swarm/models` carries envelopes (on change), `swarm/health` heartbeats (every few seconds); in a
+private swarm each is followed by `/{network_id}`.
 
 Messages carry their own signature (see envelope.py), so gossipsub's is off: with it, every receiver parses a
 key of the sender's making, which is one of the ways a message kills a stock host. They are identified by
@@ -38,20 +39,26 @@ Receive = Callable[[str, bytes], None]
 
 
 class Gossip:
-    def __init__(self, pubsub: Any) -> None:
+    def __init__(self, pubsub: Any, network_id: str) -> None:
         self._pubsub = pubsub
+        self._network_id = network_id
 
     async def publish(self, topic: str, content: bytes) -> None:
         """Never raises for the network's sake: who misses it learns of it from a heartbeat."""
         try:
-            await self._pubsub.publish(topic, content)
+            await self._pubsub.publish(topic_name(topic, self._network_id), content)
         except Exception as error:
             log.warning("gossip on %s failed: %s", topic, type(error).__name__)
 
 
 @asynccontextmanager
 async def open_gossip(
-    host: Host, nursery: trio.Nursery, validate: Validate, receive: Receive, size_max_bytes: dict[str, int]
+    host: Host,
+    nursery: trio.Nursery,
+    validate: Validate,
+    receive: Receive,
+    size_max_bytes: dict[str, int],
+    network_id: str = "",
 ) -> AsyncIterator[Gossip]:
     """`validate(topic, content)` decides what is passed on, `receive` gets what was; neither may block."""
     router = gossipsub.GossipSub(
@@ -67,31 +74,37 @@ async def open_gossip(
         router,
         strict_signing=False,
         msg_id_constructor=_content_id,
-        allowed_topics={MODELS, HEALTH},
+        allowed_topics={topic_name(topic, network_id) for topic in size_max_bytes},
     )
     for topic, size_max in size_max_bytes.items():
+        name = topic_name(topic, network_id)
         pubsub.set_topic_validator(
-            topic, guarded_validator(topic, size_max, validate), is_async_validator=False
+            name, guarded_validator(topic, name, size_max, validate), is_async_validator=False
         )
     async with background_trio_service(pubsub), background_trio_service(router):
         await pubsub.wait_until_ready()
         for topic in size_max_bytes:
-            subscription = await pubsub.subscribe(topic)
+            subscription = await pubsub.subscribe(topic_name(topic, network_id))
             nursery.start_soon(_drain, subscription, topic, receive)
-        yield Gossip(pubsub)
+        yield Gossip(pubsub, network_id)
+
+
+def topic_name(topic: str, network_id: str) -> str:
+    """As the wire has it."""
+    return f"{topic}/{network_id}" if network_id else topic
 
 
 def _content_id(message: Any) -> bytes:
     return hashlib.sha256(b"\0".join((*(t.encode() for t in message.topicIDs), message.data))).digest()
 
 
-def guarded_validator(topic: str, size_max: int, validate: Validate) -> Callable[[Any, Any], bool]:
+def guarded_validator(topic: str, name: str, size_max: int, validate: Validate) -> Callable[[Any, Any], bool]:
     """A validator that raises would end the process."""
 
     def validator(_: Any, message: Any) -> bool:
         try:
             return (
-                list(message.topicIDs) == [topic]
+                list(message.topicIDs) == [name]
                 and len(message.data) <= size_max
                 and validate(topic, message.data)
             )

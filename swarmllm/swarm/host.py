@@ -17,19 +17,18 @@ from typing import Any, Protocol
 import trio
 from libp2p import new_host
 from libp2p.abc import INotifee
-from libp2p.crypto.x25519 import create_new_key_pair as create_x25519_key_pair
 from libp2p.custom_types import TProtocol
 from libp2p.network.config import ConnectionConfig
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
-from libp2p.security.noise.transport import Transport as Noise
 from libp2p.stream_muxer.yamux import yamux
 from multiaddr import Multiaddr
 
 from swarmllm.errors import ConfigError, NodeUnreachable
 from swarmllm.swarm import host_guards
 from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.doorkeeper import Doorkeeper, GuardedNoise
 from swarmllm.swarm.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -150,7 +149,9 @@ class Host:
 
 
 @asynccontextmanager
-async def open_host(identity: Identity, listen_host: str, port: int, ips: list[str]) -> AsyncIterator[Host]:
+async def open_host(
+    identity: Identity, doorkeeper: Doorkeeper, listen_host: str, port: int, ips: list[str]
+) -> AsyncIterator[Host]:
     """Listen and run until the context is left. Raises ConfigError when the port is taken."""
     host_guards.one_yamux_frame_per_noise_message()
     host_guards.contain_task_failures()
@@ -163,7 +164,7 @@ async def open_host(identity: Identity, listen_host: str, port: int, ips: list[s
         listen_addrs=[listen],
         # Otherwise 0.0.0.0 is told to everybody. The port is only known once it listens.
         addrs_factory=lambda _: [Multiaddr(str(Address(ip, bound_port))) for ip in ips if bound_port],
-        sec_opt={NOISE: Noise(identity.key_pair, noise_privkey=create_x25519_key_pair().private_key)},
+        sec_opt={NOISE: GuardedNoise(identity, doorkeeper)},
         muxer_opt={TProtocol(yamux.PROTOCOL_ID): yamux.Yamux},
         connection_config=ConnectionConfig(
             max_connections=CONNECTIONS_MAX,

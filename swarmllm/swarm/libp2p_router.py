@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, InvalidRequest, NodeUnreachable, RemoteError
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.swarm.addresses import Address, NodeAddress, announced_ips, is_loopback
 from swarmllm.swarm.answering import (
     RequestRefused,
@@ -27,7 +27,9 @@ from swarmllm.swarm.answering import (
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.dataplane import DataPlane, open_listeners
 from swarmllm.swarm.dialler import Dialler
+from swarmllm.swarm.doorkeeper import Doorkeeper
 from swarmllm.swarm.envelope import Envelope
+from swarmllm.swarm.finding import Finding, usable
 from swarmllm.swarm.gossip import Gossip, open_gossip
 from swarmllm.swarm.host import Host, open_host
 from swarmllm.swarm.identity import Identity, load_or_create_identity, verify
@@ -35,6 +37,7 @@ from swarmllm.swarm.liveness import Liveness
 from swarmllm.swarm.lock import locked_data_dir
 from swarmllm.swarm.mdns import run_mdns
 from swarmllm.swarm.memory_link import LinkQuality, MemoryLink
+from swarmllm.swarm.network_key import NetworkFile
 from swarmllm.swarm.record_exchange import KIND_APPLICATION
 from swarmllm.swarm.record_spread import TOPIC_SIZES_BYTES, RecordSpread, next_incarnation
 from swarmllm.swarm.requests import Requests
@@ -45,28 +48,28 @@ log = logging.getLogger(__name__)
 
 _GOODBYE_S = 1.0
 _EXCHANGE_S = 10.0
-_RESOLVE_AGAIN_S = 300.0
-_RESOLVE_RETRY_S = 15.0
-
-
-class _Dialling:
-    """A dial that goes on if its caller does not wait for it."""
-
-    def __init__(self) -> None:
-        self.over = trio.Event()
-        self.failure: NodeUnreachable | None = None
+_MEMBERSHIP_CHECK_S = 2.0
 
 
 class Libp2pRouter:
     """Use `open_libp2p_router`."""
 
-    def __init__(self, identity: Identity, host: Host, nursery: trio.Nursery, started_at_ms: int) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        doorkeeper: Doorkeeper,
+        host: Host,
+        nursery: trio.Nursery,
+        started_at_ms: int,
+    ) -> None:
         self._identity = identity
+        self._doorkeeper = doorkeeper
         self._nursery = nursery
         self._feed = ChangeFeed()
         self._on_request: RequestHandler | None = None
         self._on_message: MessageHandler | None = None
-        self._dialler = Dialler(identity.node_id, random.Random())
+        dialler = Dialler(identity.node_id, random.Random())
+        self.finding = Finding(host, nursery, dialler, doorkeeper.lets_in)
         self._requests = Requests(host, nursery, self._answer)
         self.spread = RecordSpread(
             identity,
@@ -77,14 +80,15 @@ class Libp2pRouter:
             ask=self._ask,
             connected=self.connected,
             heard=self._heard,
-            forgotten=self._dialler.forget,
+            forgotten=dialler.forget,
         )
         self._liveness = Liveness(
-            host, nursery, self._feed, self._dialler, self._requests, self.spread.exchange.synchronise
+            host, nursery, self._feed, dialler, self._requests, self.spread.exchange.synchronise
         )
         self.host = host
         self.plane = DataPlane(
             identity,
+            doorkeeper,
             host,
             nursery,
             addresses=self._data_addresses,
@@ -129,21 +133,7 @@ class Libp2pRouter:
 
     async def connect(self, address: str, *, timeout_s: float = 10.0) -> str:
         """Returns once the node counts as connected."""
-        where = NodeAddress.parse(address, field="address")
-        node_id = where.node_id
-        if node_id == self.node_id:
-            return node_id
-        async with self.changes() as changes:
-            dialling = _Dialling()
-            self._nursery.start_soon(self._dial_for_caller, where, dialling)
-            with trio.move_on_after(timeout_s):
-                await dialling.over.wait()
-                if dialling.failure is not None:
-                    raise dialling.failure
-                while node_id not in self._liveness.connected_since_s:
-                    await anext(changes)
-                return node_id
-        raise DeadlineExceeded(f"node {node_id} was not reached within {timeout_s:g} s")
+        return await self.finding.connect(address, self._feed, self.connected, timeout_s)
 
     async def request(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
         check_request(body)
@@ -179,9 +169,8 @@ class Libp2pRouter:
             data_addresses=tuple(str(Address(ip, self.plane.port)) for ip in ips),
         )
         self._nursery.start_soon(self._to_self.carry)
-        for where in bootstrap:
-            self._nursery.start_soon(self._keep_resolving, where)
-        self._nursery.start_soon(self._dialler.run, self.host.dial, self.host.connected)
+        self.finding.begin(bootstrap)
+        self._nursery.start_soon(self._keep_members_only)
 
     async def stop(self) -> None:
         """Leave: tell the neighbours, and take nothing more to heart."""
@@ -189,16 +178,13 @@ class Libp2pRouter:
         with trio.move_on_after(_GOODBYE_S):
             await self.plane.say_goodbye()
 
-    def found_by_mdns(self, node_id: str, addresses: list[Address]) -> None:
-        self._dialler.suggest(node_id, addresses, trio.current_time())
-
     def _heard(self, envelope: Envelope) -> None:
         self.plane.forgive(envelope.node_id)
-        self._dialler.suggest(envelope.node_id, _parsed(envelope.addresses), trio.current_time())
+        self.finding.heard(envelope)
 
     def _data_addresses(self, node_id: str) -> list[Address]:
         envelope = self.spread.envelope(node_id)
-        return _parsed(envelope.data_addresses) if envelope else []
+        return usable(envelope.data_addresses) if envelope else []
 
     async def _ask(self, node_id: str, kind: int, body: bytes) -> bytes:
         return await self._requests.request(node_id, kind, body, timeout_s=_EXCHANGE_S)
@@ -219,23 +205,13 @@ class Libp2pRouter:
     async def _deliver(self, sender: str, header: bytes, payload: memoryview) -> None:
         await deliver(self._on_message, sender, header, payload)
 
-    async def _keep_resolving(self, where: NodeAddress) -> None:
-        """Names may come to mean another address while the daemon runs, and may resolve only after it
-        started."""
+    async def _keep_members_only(self) -> None:
+        """A proof is made once per connection, and keys are taken back while connections live on."""
         while True:
-            addresses = await where.resolve()
-            if addresses:
-                self._dialler.suggest(where.node_id, addresses, trio.current_time(), lasting=True)
-            else:
-                log.warning("the bootstrap address %s does not resolve", where.host)
-            await trio.sleep(_RESOLVE_AGAIN_S if addresses else _RESOLVE_RETRY_S)
-
-    async def _dial_for_caller(self, where: NodeAddress, dialling: _Dialling) -> None:
-        try:
-            await self.host.dial(where.node_id, await where.resolve())
-        except NodeUnreachable as error:
-            dialling.failure = error
-        dialling.over.set()
+            await trio.sleep(_MEMBERSHIP_CHECK_S)
+            await trio.to_thread.run_sync(self._doorkeeper.refresh)
+            for node_id in self._doorkeeper.outdated({*self.host.connected(), *self.connected()}):
+                self._liveness.drop(node_id, "no longer let in")
 
     def _peer(self, node_id: str) -> PeerInfo:
         link = self.plane.status(node_id)
@@ -259,10 +235,9 @@ async def open_libp2p_router(settings: SwarmSettings) -> AsyncIterator[Libp2pRou
     settings). What is raised inside the context comes out as it is, unless something else fails at the same
     time.
     """
-    bootstrap = [NodeAddress.parse(text, field="bootstrap") for text in settings.bootstrap]
     inside: list[BaseException] = []
     try:
-        async with _running_router(settings, bootstrap) as router:
+        async with _running_router(settings) as router:
             try:
                 yield router
             except BaseException as error:
@@ -276,34 +251,51 @@ async def open_libp2p_router(settings: SwarmSettings) -> AsyncIterator[Libp2pRou
 
 
 @asynccontextmanager
-async def _running_router(
-    settings: SwarmSettings, bootstrap: list[NodeAddress]
-) -> AsyncIterator[Libp2pRouter]:
+async def _running_router(settings: SwarmSettings) -> AsyncIterator[Libp2pRouter]:
+    bootstrap = [NodeAddress.parse(text, field="bootstrap") for text in settings.bootstrap]
     ips = await trio.to_thread.run_sync(announced_ips, settings.listen_host, settings.announce)
     with locked_data_dir(settings.data_dir):
         identity = await trio.to_thread.run_sync(load_or_create_identity, settings.data_dir)
         started_at_ms = await trio.to_thread.run_sync(
             next_incarnation, settings.data_dir, time.time_ns() // 1_000_000
         )
+        network_file = NetworkFile(settings.data_dir)
+        network = await trio.to_thread.run_sync(network_file.read)
+        bootstrap += [NodeAddress.parse(text, field="data_dir") for text in network.bootstrap]
+        doorkeeper = Doorkeeper(network, settings.lists.lets_in, file=network_file)
         listeners = await open_listeners(settings.listen_host, settings.data_port)
         async with AsyncExitStack() as stack:
             for listener in listeners:
                 await stack.enter_async_context(listener)
             host = await stack.enter_async_context(
-                open_host(identity, settings.listen_host, settings.libp2p_port, ips)
+                open_host(identity, doorkeeper, settings.listen_host, settings.libp2p_port, ips)
             )
             nursery = await stack.enter_async_context(trio.open_nursery())
             # On the way out, after what is entered below has been left: leaving that inside a cancelled scope
             # would put Cancelled in the place of the error that is on its way, and the nursery would swallow
             # it.
             stack.callback(nursery.cancel_scope.cancel)
-            router = Libp2pRouter(identity, host, nursery, started_at_ms)
+            router = Libp2pRouter(identity, doorkeeper, host, nursery, started_at_ms)
             gossip = await stack.enter_async_context(
-                open_gossip(host, nursery, router.spread.validate, router.spread.receive, TOPIC_SIZES_BYTES)
+                open_gossip(
+                    host,
+                    nursery,
+                    router.spread.validate,
+                    router.spread.receive,
+                    TOPIC_SIZES_BYTES,
+                    network.network_id,
+                )
             )
             router.begin(gossip, listeners, ips, bootstrap)
             if settings.mdns and not is_loopback(settings.listen_host):
-                nursery.start_soon(run_mdns, identity.node_id, ips, host.port, router.found_by_mdns)
+                nursery.start_soon(
+                    run_mdns,
+                    identity.node_id,
+                    network.network_id,
+                    ips,
+                    host.port,
+                    router.finding.found_by_mdns,
+                )
             try:
                 yield router
             finally:
@@ -317,14 +309,3 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
             yield from _leaves(error)
         else:
             yield error
-
-
-def _parsed(texts: Iterable[str]) -> list[Address]:
-    """The usable ones among addresses from another node."""
-    addresses: list[Address] = []
-    for text in texts:
-        try:
-            addresses.append(Address.parse(text))
-        except InvalidRequest:
-            log.debug("an unusable address was ignored")
-    return addresses

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable
 
 import trio
+from blake3 import blake3
 from zeroconf import ServiceBrowser, ServiceInfo, ServiceListener, Zeroconf
 
 from swarmllm.errors import InvalidRequest
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 
 SERVICE = "_swarmllm._udp.local."
 _NODE_ID_KEY = b"id"
+_NETWORK_KEY = b"net"
 _RESOLVE_MS = 3000
 _NAME_MAX = 63
 
@@ -28,13 +30,14 @@ Found = Callable[[str, list[Address]], None]
 
 
 class _Listener(ServiceListener):
-    def __init__(self, token: trio.lowlevel.TrioToken, found: Found) -> None:
+    def __init__(self, token: trio.lowlevel.TrioToken, network: bytes, found: Found) -> None:
         self._token = token
+        self._network = network
         self._found = found
 
     def add_service(self, zc: Zeroconf, type_: str, name: str) -> None:
         info = zc.get_service_info(type_, name, timeout=_RESOLVE_MS)
-        if info is None or info.port is None:
+        if info is None or info.port is None or (info.properties.get(_NETWORK_KEY) or b"") != self._network:
             return
         node_id = (info.properties.get(_NODE_ID_KEY) or b"").decode("ascii", "replace")
         addresses: list[Address] = []
@@ -56,14 +59,14 @@ class _Listener(ServiceListener):
         """Who leaves is noticed on the connection, sooner and surely."""
 
 
-async def run_mdns(node_id: str, ips: list[str], port: int, found: Found) -> None:
+async def run_mdns(node_id: str, network_id: str, ips: list[str], port: int, found: Found) -> None:
     """Announce and listen until cancelled; returns where that is not possible. `found` runs on the trio
     thread."""
     outward = [ip for ip in ips if not is_loopback(ip) and ":" not in ip]
     if not outward:
         return
     token = trio.lowlevel.current_trio_token()
-    zeroconf = await trio.to_thread.run_sync(_start, token, node_id, outward, port, found)
+    zeroconf = await trio.to_thread.run_sync(_start, token, node_id, network_id, outward, port, found)
     if zeroconf is None:
         return
     try:
@@ -74,8 +77,10 @@ async def run_mdns(node_id: str, ips: list[str], port: int, found: Found) -> Non
 
 
 def _start(
-    token: trio.lowlevel.TrioToken, node_id: str, ips: list[str], port: int, found: Found
+    token: trio.lowlevel.TrioToken, node_id: str, network_id: str, ips: list[str], port: int, found: Found
 ) -> Zeroconf | None:
+    # Enough that two networks on one wire do not dial each other in vain, and nothing to join with.
+    network = blake3(network_id.encode()).hexdigest(length=8).encode() if network_id else b""
     try:
         zeroconf = Zeroconf(interfaces=ips)
     except OSError as error:
@@ -88,10 +93,10 @@ def _start(
                 f"{node_id[-_NAME_MAX:]}.{SERVICE}",
                 port=port,
                 addresses=[socket.inet_aton(ip) for ip in ips],
-                properties={_NODE_ID_KEY: node_id.encode()},
+                properties={_NODE_ID_KEY: node_id.encode(), _NETWORK_KEY: network},
             )
         )
-        ServiceBrowser(zeroconf, SERVICE, _Listener(token, found))
+        ServiceBrowser(zeroconf, SERVICE, _Listener(token, network, found))
     except Exception as error:
         log.warning("mDNS failed: %s", type(error).__name__)
         zeroconf.close()

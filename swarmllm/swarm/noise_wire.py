@@ -17,12 +17,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import trio
-from libp2p.crypto.x25519 import create_new_key_pair as create_x25519_key_pair
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
-from libp2p.security.noise.transport import Transport
 
+from swarmllm.swarm.doorkeeper import Doorkeeper, GuardedNoise
 from swarmllm.swarm.identity import Identity
 from swarmllm.swarm.wire import WireClosed
 
@@ -173,17 +172,18 @@ def _plaintexts(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memory
 
 
 async def shake_hands(
-    stream: trio.SocketStream, identity: Identity, expected: str | None
+    stream: trio.SocketStream, identity: Identity, expected: str | None, doorkeeper: Doorkeeper | None = None
 ) -> tuple[str, NoiseWire]:
     """Turn a fresh TCP connection into a wire to a proven node id. Takes over the stream: on failure it is
     closed.
 
     Args:
         expected: the node id that was dialled; None on an accepted connection, where any id may come.
+        doorkeeper: whom to accept; None: whoever proves an id.
 
     Raises HandshakeFailed, also when it takes longer than HANDSHAKE_S.
     """
-    transport = Transport(identity.key_pair, noise_privkey=create_x25519_key_pair().private_key)
+    transport = GuardedNoise(identity, doorkeeper or Doorkeeper())
     try:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # The kernel's own limit for bytes that nobody acknowledges is a quarter of an hour.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarmllm.swarm.peer_lists import NO_LISTS, PeerLists
+
 
 @dataclass(frozen=True, slots=True)
 class SwarmSettings:
@@ -23,3 +25,5 @@ class SwarmSettings:
     announce: tuple[str, ...] = ()
     """IP addresses to tell other nodes instead of this machine's own, for example behind a port
     forwarding."""
+    lists: PeerLists = NO_LISTS
+    """Who is let in, whatever they have earned."""

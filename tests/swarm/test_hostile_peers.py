@@ -285,9 +285,9 @@ def test_a_validator_that_raises_refuses_the_message() -> None:
         raise KeyError(topic)
 
     message = rpc_pb2.Message(data=b"x", topicIDs=[MODELS])
-    assert guarded_validator(MODELS, 10, validate)(None, message) is False
-    assert guarded_validator(MODELS, 10, lambda topic, content: True)(None, message) is True
-    assert guarded_validator(MODELS, 0, lambda topic, content: True)(None, message) is False
+    assert guarded_validator(MODELS, MODELS, 10, validate)(None, message) is False
+    assert guarded_validator(MODELS, MODELS, 10, lambda topic, content: True)(None, message) is True
+    assert guarded_validator(MODELS, MODELS, 0, lambda topic, content: True)(None, message) is False
 
 
 async def test_what_comes_late_on_a_connection_its_sender_left_is_dropped(libp2p_swarm: Libp2pSwarm) -> None:

@@ -1,0 +1,163 @@
+"""`swarmllm network`: whether this node belongs to a private swarm, and its key. Works on the data folder,
+daemon or not.
+
+The key itself is never printed: it travels inside invitations (`swarmllm invite`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from swarmllm.cli.display import print_json
+from swarmllm.cli.errors import CommandFailed, RequestRefused
+from swarmllm.cli.options import json_option
+from swarmllm.errors import InvalidRequest, SwarmLLMError
+
+if TYPE_CHECKING:
+    from swarmllm.swarm.network_key import Network, NetworkFile
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+DAY_S = 86_400.0
+RESTART = "A running daemon belongs to it after a restart."
+
+
+@click.group(
+    short_help="Make the swarm private; change its key.",
+    epilog="""\b
+Examples:
+  swarmllm network create          this node now belongs to a private swarm of its own
+  swarmllm invite                  prints what other nodes need to join it
+  swarmllm network rotate          a new key; the old one works for another week
+""",
+)
+def network() -> None:
+    """Make the swarm private; change its key.
+
+    Nodes of a private swarm prove to each other that they know its key before anything else is said. Who
+    does not know it sees a closed connection.
+    """
+
+
+def data_dir_option(command: Command) -> Command:
+    help_text = "The node's data folder.  [default: as configured]"
+    return click.option("--data-dir", metavar="DIR", help=help_text)(command)
+
+
+def days_option(name: str, default: float, help_text: str) -> Callable[[Command], Command]:
+    return click.option(
+        name,
+        type=click.FloatRange(0, 3650),
+        default=default,
+        show_default=True,
+        help=help_text,
+    )
+
+
+@network.command(short_help="Found a private swarm with this node as its first member.")
+@data_dir_option
+@json_option
+def create(data_dir: str | None, as_json: bool) -> None:
+    """Found a private swarm with this node as its first member. Others join with `swarmllm invite`."""
+    from swarmllm.swarm.network_key import new_secret, private_network
+
+    def found(known: Network) -> Network:
+        if known.is_private:
+            raise InvalidRequest("This node belongs to a private swarm already; see swarmllm network show.")
+        return private_network(new_secret())
+
+    with failures_explained():
+        created = network_file(data_dir).change(found)
+    _tell(created, as_json, f"Private swarm {created.network_id} is founded. {RESTART}")
+
+
+@network.command(short_help="Show which swarm this node belongs to.")
+@data_dir_option
+@json_option
+def show(data_dir: str | None, as_json: bool) -> None:
+    """Show which swarm this node belongs to, and until when an older key is accepted."""
+    with failures_explained():
+        known = network_file(data_dir).read()
+    if not known.is_private:
+        _tell(known, as_json, "The open swarm: whoever reaches this node's ports may join.")
+        return
+    lines = [f"Private swarm {known.network_id}."]
+    lines += [f"An older key is accepted until {_moment(key)}." for key in _older(known)]
+    _tell(known, as_json, "\n".join(lines))
+
+
+@network.command(short_help="Make a new key; the old one is accepted for a while.")
+@days_option("--overlap-days", 7.0, "How long the old key is accepted.")
+@data_dir_option
+@json_option
+def rotate(overlap_days: float, data_dir: str | None, as_json: bool) -> None:
+    """Make a new key; the old one is accepted for a while.
+
+    Give every member that is to stay a new invitation within that time (`swarmllm invite` here, `swarmllm
+    join` there). A running daemon takes over the new key within seconds. Connections that were proven with
+    the old one end when it does.
+    """
+    from swarmllm.swarm.network_key import new_secret
+
+    def renew(known: Network) -> Network:
+        if not known.is_private:
+            raise InvalidRequest("This node belongs to the open swarm, which has no key.")
+        return known.rotated(new_secret(), time.time(), overlap_days * DAY_S)
+
+    with failures_explained():
+        renewed = network_file(data_dir).change(renew)
+    until = "".join(f" The old one is accepted until {_moment(key)}." for key in _older(renewed))
+    _tell(renewed, as_json, f"Private swarm {renewed.network_id} has a new key.{until}")
+
+
+@network.command(short_help="Forget the private swarm; back to the open one.")
+@click.confirmation_option("--yes", prompt="Forget the key? Without an invitation there is no way back.")
+@data_dir_option
+@json_option
+def leave(data_dir: str | None, as_json: bool) -> None:
+    """Forget the private swarm and its key; this node belongs to the open swarm after a restart."""
+    from swarmllm.swarm.network_key import OPEN_SWARM
+
+    with failures_explained():
+        network_file(data_dir).remove()
+    _tell(OPEN_SWARM, as_json, "This node belongs to the open swarm after a restart.")
+
+
+def network_file(data_dir: str | None) -> NetworkFile:
+    """Raises ConfigError."""
+    from swarmllm.config import load_config
+    from swarmllm.swarm.network_key import NetworkFile
+
+    return NetworkFile(load_config(flags={"node.data_dir": data_dir}).data_dir)
+
+
+@contextmanager
+def failures_explained() -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequest as error:
+        raise RequestRefused(error.message) from None
+    except SwarmLLMError as error:
+        raise CommandFailed(error.message) from None
+
+
+def _tell(known: Network, as_json: bool, text: str) -> None:
+    if as_json:
+        until = _older(known)
+        print_json({"network_id": known.network_id, "private": known.is_private, "old_keys_until": until})
+    else:
+        click.echo(text)
+
+
+def _older(known: Network) -> list[float]:
+    return [k.accepted_until for k in known.keys if k.accepted_until is not None]
+
+
+def _moment(accepted_until: float) -> str:
+    return datetime.fromtimestamp(accepted_until, UTC).strftime("%Y-%m-%d %H:%M UTC")

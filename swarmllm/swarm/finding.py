@@ -1,0 +1,109 @@
+"""Where this node looks for others: the settings' addresses, mDNS, envelopes, and whoever a caller names.
+
+All of it ends as suggestions to the dialler, which decides when to dial. Only `connect` dials at once, in a
+task that goes on when its caller does not wait for it: half a dial cancelled would leave half a connection.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+
+import trio
+
+from swarmllm.errors import DeadlineExceeded, InvalidRequest, NodeUnreachable
+from swarmllm.swarm.addresses import Address, NodeAddress
+from swarmllm.swarm.change_feed import ChangeFeed
+from swarmllm.swarm.dialler import Dialler
+from swarmllm.swarm.envelope import Envelope
+from swarmllm.swarm.host import Host
+
+log = logging.getLogger(__name__)
+
+_RESOLVE_AGAIN_S = 300.0
+_RESOLVE_RETRY_S = 15.0
+
+
+class _Dialling:
+    """A dial that goes on if its caller does not wait for it."""
+
+    def __init__(self) -> None:
+        self.over = trio.Event()
+        self.failure: NodeUnreachable | None = None
+
+
+class Finding:
+    """`lets_in(node_id)`: whether a connection to that node is wanted at all."""
+
+    def __init__(
+        self, host: Host, nursery: trio.Nursery, dialler: Dialler, lets_in: Callable[[str], bool]
+    ) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._dialler = dialler
+        self._lets_in = lets_in
+
+    def begin(self, bootstrap: Iterable[NodeAddress]) -> None:
+        for where in bootstrap:
+            self._nursery.start_soon(self._keep_resolving, where)
+        self._nursery.start_soon(self._dialler.run, self._host.dial, self._host.connected)
+
+    def found_by_mdns(self, node_id: str, addresses: list[Address]) -> None:
+        self._suggest(node_id, addresses)
+
+    def heard(self, envelope: Envelope) -> None:
+        self._suggest(envelope.node_id, usable(envelope.addresses))
+
+    async def connect(
+        self, address: str, feed: ChangeFeed, connected: Callable[[], Collection[str]], timeout_s: float
+    ) -> str:
+        """Dial now; the node's id once it counts as connected. Raises InvalidRequest, NodeUnreachable,
+        DeadlineExceeded."""
+        where = NodeAddress.parse(address, field="address")
+        node_id = where.node_id
+        if node_id == self._host.node_id:
+            return node_id
+        async with feed.subscribe() as changes:
+            dialling = _Dialling()
+            self._nursery.start_soon(self._dial_for_caller, where, dialling)
+            with trio.move_on_after(timeout_s):
+                await dialling.over.wait()
+                if dialling.failure is not None:
+                    raise dialling.failure
+                while node_id not in connected():
+                    await anext(changes)
+                return node_id
+        raise DeadlineExceeded(f"node {node_id} was not reached within {timeout_s:g} s")
+
+    def _suggest(self, node_id: str, addresses: list[Address], *, lasting: bool = False) -> None:
+        if self._lets_in(node_id):
+            self._dialler.suggest(node_id, addresses, trio.current_time(), lasting=lasting)
+
+    async def _keep_resolving(self, where: NodeAddress) -> None:
+        """Names may come to mean another address while the daemon runs, and may resolve only after it
+        started."""
+        while True:
+            addresses = await where.resolve()
+            if addresses:
+                self._suggest(where.node_id, addresses, lasting=True)
+            else:
+                log.warning("the bootstrap address %s does not resolve", where.host)
+            await trio.sleep(_RESOLVE_AGAIN_S if addresses else _RESOLVE_RETRY_S)
+
+    async def _dial_for_caller(self, where: NodeAddress, dialling: _Dialling) -> None:
+        try:
+            await self._host.dial(where.node_id, await where.resolve())
+        except NodeUnreachable as error:
+            dialling.failure = error
+        dialling.over.set()
+
+
+def usable(texts: Iterable[str]) -> list[Address]:
+    """The ones that can be dialled among addresses from another node."""
+    addresses: list[Address] = []
+    for text in texts:
+        try:
+            addresses.append(Address.parse(text))
+        except InvalidRequest:
+            log.debug("an unusable address was ignored")
+    return addresses

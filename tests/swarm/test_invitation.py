@@ -1,0 +1,119 @@
+"""Keys and invitations as values: what they carry, what they refuse, what they never show."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm.errors import ConfigError, InvalidRequest
+from swarmllm.swarm.invitation import PREFIX, accept, from_text, invitation, to_text
+from swarmllm.swarm.network_key import (
+    OPEN_SWARM,
+    NetworkFile,
+    NetworkKey,
+    network_id,
+    new_secret,
+    private_network,
+)
+
+ADDRESS = "/ip4/192.0.2.1/tcp/8810/p2p/12D3KooWA1v5eYQkTJ4Y8hF3F6yz7gQ6mXv4rNnTq8s5n2bJcKd9"
+NOW = 1_000_000.0
+
+
+def test_an_invitation_carries_key_and_addresses() -> None:
+    network = private_network(new_secret())
+    text = to_text(invitation(network, (ADDRESS,), NOW + 1))
+    joined = accept(from_text(f" {text[:30]}\n{text[30:]} ", NOW), OPEN_SWARM, NOW, 10)
+    assert (joined.network_id, joined.accepted(NOW)) == (network.network_id, network.accepted(NOW))
+    assert joined.bootstrap == (ADDRESS,)
+
+
+def test_an_invitation_to_the_open_swarm_carries_addresses_only() -> None:
+    joined = accept(from_text(to_text(invitation(OPEN_SWARM, (ADDRESS,), None)), NOW), OPEN_SWARM, NOW, 10)
+    assert not joined.is_private
+    assert joined.bootstrap == (ADDRESS,)
+
+
+@given(at=st.integers(0, 10_000), replacement=st.characters(codec="utf-8"))
+def test_a_damaged_invitation_is_refused(at: int, replacement: str) -> None:
+    text = to_text(invitation(private_network(bytes(range(32))), (ADDRESS,), None))
+    at = len(PREFIX) + at % (len(text) - len(PREFIX))
+    damaged = text[:at] + replacement + text[at + 1 :]
+    try:
+        invited = from_text(damaged, NOW)
+    except InvalidRequest:
+        return
+    # The last character carries bits that mean nothing, and white space counts for nothing.
+    assert (invited.secret, invited.addresses) == (bytes(range(32)), (ADDRESS,))
+
+
+@given(st.text())
+def test_any_other_text_is_refused_with_an_error_of_ours(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        from_text(text, NOW)
+    with pytest.raises(InvalidRequest):
+        from_text(PREFIX + text, NOW)
+
+
+def test_an_invitation_ends() -> None:
+    text = to_text(invitation(private_network(new_secret()), (ADDRESS,), NOW))
+    assert from_text(text, NOW - 1).addresses == (ADDRESS,)
+    with pytest.raises(InvalidRequest, match="out of date"):
+        from_text(text, NOW)
+
+
+def test_an_invitation_needs_an_address_that_can_be_dialled() -> None:
+    for addresses in ((), ("/ip4/192.0.2.1/tcp/8810",), ("nonsense",)):
+        with pytest.raises(InvalidRequest):
+            invitation(OPEN_SWARM, addresses, None)
+
+
+def test_a_member_of_another_private_network_stays_there() -> None:
+    invited = invitation(private_network(new_secret()), (ADDRESS,), None)
+    with pytest.raises(InvalidRequest, match="another private network"):
+        accept(invited, private_network(new_secret()), NOW, 10)
+
+
+def test_a_rotated_key_overlaps_with_the_one_before_and_keeps_the_network() -> None:
+    old, new, newest = new_secret(), new_secret(), new_secret()
+    network = private_network(old).rotated(new, NOW, 10)
+    assert network.network_id == network_id(old)
+    assert network.accepted(NOW + 9) == (new, old)
+    assert network.accepted(NOW + 10) == (new,)
+    assert network.rotated(new, NOW, 10) == network
+    assert network.rotated(newest, NOW, 10).accepted(NOW) == (newest, new)
+
+
+def test_an_invitation_from_before_a_rotation_takes_nothing_back() -> None:
+    old = private_network(new_secret())
+    stale = invitation(old, (ADDRESS,), None)
+    rotated = old.rotated(new_secret(), NOW, 10)
+    assert accept(stale, rotated, NOW, 10).keys == rotated.keys
+
+
+def test_keys_are_private_on_disk_and_never_shown(tmp_path: Path) -> None:
+    file = NetworkFile(tmp_path / "node")
+    assert file.read() == OPEN_SWARM
+    secret = new_secret()
+    network = file.change(lambda _: private_network(secret))
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+    file.path.chmod(0o644)
+    assert file.read() == network
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+    shown = repr(network) + repr(invitation(network, (ADDRESS,), None)) + repr(NetworkKey(secret=secret))
+    assert repr(secret)[2:12] not in shown
+    assert secret.hex() not in shown
+
+
+def test_a_damaged_key_file_is_an_error_and_no_open_door(tmp_path: Path) -> None:
+    file = NetworkFile(tmp_path)
+    for content in (b"", b"{", b'{"network_id": "x"}', b'{"keys": [{"secret": "c2hvcnQ="}]}', b"\xff"):
+        file.path.write_bytes(content)
+        with pytest.raises(ConfigError, match="network key"):
+            file.read()
+    file.remove()
+    assert file.read() == OPEN_SWARM

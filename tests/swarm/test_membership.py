@@ -1,0 +1,214 @@
+"""Private swarms among real hosts: members meet, outsiders see a closed connection, keys change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from libp2p import new_host
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.network.exceptions import SwarmException
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import info_from_p2p_addr
+from multiaddr import Multiaddr
+
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.doorkeeper import PROOF_BYTES, Doorkeeper, proof
+from swarmllm.swarm.identity import Identity
+from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
+from swarmllm.swarm.network_key import (
+    OPEN_SWARM,
+    Network,
+    NetworkFile,
+    NetworkKey,
+    new_secret,
+    private_network,
+)
+from swarmllm.swarm.noise_wire import HandshakeFailed, shake_hands
+from swarmllm.swarm.peer_lists import NO_LISTS, PeerLists
+from swarmllm.swarm.settings import SwarmSettings
+
+from .conftest import DEADLINE_S, meet, until
+
+pytestmark = pytest.mark.slow
+
+
+class Swarms:
+    """Nodes of any network, in one process."""
+
+    def __init__(self, nursery: trio.Nursery, folder: Path) -> None:
+        self._nursery = nursery
+        self._folder = folder
+
+    async def start(
+        self, name: str, network: Network, *bootstrap: str, lists: PeerLists = NO_LISTS
+    ) -> Libp2pRouter:
+        if network.is_private:
+            self.file(name).change(lambda _: network)
+        settings = SwarmSettings(
+            self._folder / name, "127.0.0.1", 0, 0, bootstrap=bootstrap, mdns=False, lists=lists
+        )
+        router: Libp2pRouter = await self._nursery.start(self._run, settings)
+        await router.publish(name.encode())
+        return router
+
+    async def _run(self, settings: SwarmSettings, *, task_status: trio.TaskStatus[Libp2pRouter]) -> None:
+        async with open_libp2p_router(settings) as router:
+            task_status.started(router)
+            await trio.sleep_forever()
+
+    def file(self, name: str) -> NetworkFile:
+        return NetworkFile(self._folder / name)
+
+
+@pytest.fixture
+async def swarms(tmp_path: Path) -> Any:
+    async with trio.open_nursery() as nursery:
+        yield Swarms(nursery, tmp_path)
+        nursery.cancel_scope.cancel()
+
+
+def somebody() -> Identity:
+    key_pair = create_new_key_pair()
+    return Identity(str(ID.from_pubkey(key_pair.public_key)), key_pair)
+
+
+def data_port(router: Libp2pRouter) -> int:
+    return Address.parse(router.data_addresses[0]).port
+
+
+async def knock(router: Libp2pRouter, doorkeeper: Doorkeeper | None) -> None:
+    """A connection to the data port; raises HandshakeFailed where it is refused during the handshake."""
+    stream = await trio.open_tcp_stream("127.0.0.1", data_port(router))
+    _, wire = await shake_hands(stream, somebody(), router.node_id, doorkeeper)
+    wire.abort()
+
+
+async def test_members_meet_and_exchange_everything(swarms: Swarms) -> None:
+    network = private_network(new_secret())
+    a = await swarms.start("a", network)
+    b = await swarms.start("b", network, *a.addresses)
+    await meet(a, b)
+    await until(a, lambda: a.records().get(b.node_id) == b"b")
+    arrived = trio.Event()
+
+    async def answer(sender: str, body: bytes) -> bytes:
+        return body
+
+    async def note(sender: str, header: bytes, payload: memoryview) -> None:
+        arrived.set()
+
+    a.serve(answer, note)
+    with trio.fail_after(DEADLINE_S):
+        assert await b.request(a.node_id, b"hello") == b"hello"
+        await b.send(a.node_id, b"hello")
+        await arrived.wait()
+    assert [peer.data_plane for peer in b.peers()] == ["direct"]
+    # Gossip too has its way, on topics of the network's own.
+    await b.publish(b"news")
+    await until(a, lambda: a.records()[b.node_id] == b"news")
+
+
+@pytest.mark.parametrize("outside", [OPEN_SWARM, private_network(bytes(32))], ids=["open", "other key"])
+async def test_an_outsider_gets_a_closed_connection_on_both_planes(swarms: Swarms, outside: Network) -> None:
+    network = private_network(new_secret())
+    a = await swarms.start("a", network)
+    b = await swarms.start("b", network, *a.addresses)
+    outsider = await swarms.start("outsider", outside)
+    await meet(a, b)
+    with pytest.raises(NodeUnreachable):
+        await outsider.connect(a.addresses[0], timeout_s=DEADLINE_S)
+    with pytest.raises(NodeUnreachable):
+        await a.connect(outsider.addresses[0], timeout_s=DEADLINE_S)
+    with pytest.raises(HandshakeFailed):
+        await knock(a, Doorkeeper(private_network(new_secret())))
+    assert outsider.records().keys() == {outsider.node_id}
+    assert a.connected() == {b.node_id}
+    assert outsider.node_id not in a.records()
+
+
+async def test_a_stock_libp2p_host_is_not_even_told_the_protocols(swarms: Swarms) -> None:
+    a = await swarms.start("a", private_network(new_secret()))
+    host = new_host(key_pair=create_new_key_pair())
+    async with host.run(listen_addrs=[]):
+        with pytest.raises(SwarmException), trio.fail_after(DEADLINE_S):
+            await host.connect(info_from_p2p_addr(Multiaddr(a.addresses[0])))
+        assert not host.get_peerstore().get_protocols(ID.from_base58(a.node_id))
+        await host.close()
+
+
+async def test_what_an_outsider_says_first_is_answered_with_the_end(swarms: Swarms) -> None:
+    a = await swarms.start("a", private_network(new_secret()))
+    for said in (b"", b"\x13/multistream/1.0.0\n", bytes(2 * PROOF_BYTES), bytes(60_000)):
+        stream = await trio.open_tcp_stream("127.0.0.1", data_port(a))
+        _, wire = await shake_hands(stream, somebody(), a.node_id)
+        with trio.fail_after(DEADLINE_S):
+            await wire.write([said])
+            with pytest.raises(Exception, match=r"ended|lost"):
+                await wire.receive()
+        wire.abort()
+
+
+async def test_a_proof_is_worth_nothing_elsewhere() -> None:
+    secret = new_secret()
+    made = proof(secret, b"\0", b"one handshake")
+    assert made == proof(secret, b"\0", b"one handshake")
+    others = (
+        proof(secret, b"\0", b"another handshake"),
+        proof(secret, b"\1", b"one handshake"),
+        proof(new_secret(), b"\0", b"one handshake"),
+    )
+    assert made not in others
+
+
+async def test_a_key_changes_without_a_restart_and_the_old_one_runs_out(swarms: Swarms) -> None:
+    network = private_network(new_secret())
+    a = await swarms.start("a", network)
+    b = await swarms.start("b", network, *a.addresses)
+    await meet(a, b)
+    new = new_secret()
+    # What `network rotate --overlap-days 0` writes: whoever has only the old key is out.
+    swarms.file("a").change(lambda known: known.rotated(new, 0.0, 0.0))
+    await until(a, lambda: not a.connected())
+    with pytest.raises(HandshakeFailed):
+        await knock(a, Doorkeeper(network))
+    swarms.file("b").change(lambda known: known.rotated(new, 0.0, 0.0))
+    await until(a, lambda: a.connected() == {b.node_id})
+
+
+async def test_during_the_overlap_either_key_opens_the_door(swarms: Swarms) -> None:
+    old, new = new_secret(), new_secret()
+    network = private_network(old)
+    # Beyond any clock of this test.
+    both = network.rotated(new, 1e10, 1e9)
+    only_new = Network(network_id=network.network_id, keys=(NetworkKey(secret=new),))
+    a = await swarms.start("a", both)
+    b = await swarms.start("b", network, *a.addresses)
+    c = await swarms.start("c", only_new, *a.addresses)
+    await meet(a, b)
+    await meet(a, c)
+    assert b.node_id not in c.connected()
+
+
+async def test_a_denied_node_is_let_in_by_neither_plane(swarms: Swarms) -> None:
+    denied = await swarms.start("denied", OPEN_SWARM)
+    a = await swarms.start("a", OPEN_SWARM, lists=PeerLists(deny=frozenset({denied.node_id})))
+    with pytest.raises(NodeUnreachable):
+        await a.connect(denied.addresses[0], timeout_s=DEADLINE_S)
+    with pytest.raises(NodeUnreachable):
+        await denied.connect(a.addresses[0], timeout_s=DEADLINE_S)
+    assert a.connected() == denied.connected() == frozenset()
+
+
+async def test_where_only_the_allowed_come_in_others_stay_outside(swarms: Swarms) -> None:
+    friend = await swarms.start("friend", OPEN_SWARM)
+    stranger = await swarms.start("stranger", OPEN_SWARM)
+    lists = PeerLists(allow=frozenset({friend.node_id}), only_allowed=True)
+    a = await swarms.start("a", OPEN_SWARM, lists=lists)
+    await a.connect(friend.addresses[0], timeout_s=DEADLINE_S)
+    with pytest.raises(NodeUnreachable):
+        await stranger.connect(a.addresses[0], timeout_s=DEADLINE_S)
+    assert a.connected() == {friend.node_id}
