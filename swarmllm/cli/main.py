@@ -32,6 +32,7 @@ COMMANDS = {
     "models": LazyCommand("swarmllm.cli.models", "List, add, fetch, load, check and remove models."),
     "chat": LazyCommand("swarmllm.cli.chat", "Talk to a model, or ask it one question."),
     "run": LazyCommand("swarmllm.cli.run", "Answer one prompt; made for pipes."),
+    "bench": LazyCommand("swarmllm.cli.bench", "Measure how fast the node answers."),
     "config": LazyCommand("swarmllm.cli.config", "Show and check the configuration."),
     "key": LazyCommand("swarmllm.cli.key", "Create, list and revoke API keys."),
     "service": LazyCommand("swarmllm.cli.service", "Run the node as a systemd service."),
