@@ -74,6 +74,42 @@ def test_a_text_is_completed_streamed_or_not(ai: openai.OpenAI) -> None:
     )
 
 
+def test_several_choices_are_told_apart_and_the_prompt_is_counted_once(ai: openai.OpenAI) -> None:
+    alone = ask(ai, max_tokens=12)
+    several = ask(ai, max_tokens=12, n=3)
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in several.choices} == {text_of(alone)}
+    assert several.usage.prompt_tokens == alone.usage.prompt_tokens
+    assert several.usage.completion_tokens == 3 * alone.usage.completion_tokens
+    drawn = ask(ai, temperature=2, seed=5, max_tokens=12, n=3).choices
+    assert len({choice.message.content for choice in drawn}) == 3
+    texts = ["", "", ""]
+    for chunk in ask(ai, max_tokens=12, n=3, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [text_of(alone)] * 3
+
+
+def test_log_probabilities_are_told_in_both_shapes(ai: openai.OpenAI) -> None:
+    answer = ask(ai, max_tokens=5, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True})
+    content = answer.choices[0].logprobs.content
+    assert "".join(each.token for each in content) == text_of(answer)
+    for each in content:
+        assert each.logprob == max(top.logprob for top in each.top_logprobs)  # it was greedy
+        assert len(each.top_logprobs) == 3
+        assert bytes(each.bytes).decode() == each.token
+    chunks = ask(
+        ai, max_tokens=5, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True}, stream=True
+    )
+    streamed = [e for chunk in chunks if (told := chunk.choices[0].logprobs) for e in told.content or ()]
+    assert streamed == content
+    old = ai.completions.create(model="guide", prompt="A layer", max_tokens=4, temperature=0, logprobs=2)
+    told = old.choices[0].logprobs
+    assert told is not None
+    assert "".join(told.tokens or ()) == old.choices[0].text
+    assert [len(each) for each in told.top_logprobs or ()] == [2] * len(told.tokens or ())
+
+
 def test_max_tokens_is_kept_and_named_as_the_reason(ai: openai.OpenAI) -> None:
     answer = ask(ai, max_tokens=None, max_completion_tokens=3, extra_body={"ignore_eos": True})
     assert answer.choices[0].finish_reason == "length"
@@ -125,7 +161,7 @@ def test_more_requests_than_turns_are_queued_not_refused(ai: openai.OpenAI) -> N
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages[0].content"),
         ({"temperature": "hot"}, openai.BadRequestError, "temperature"),
-        ({"n": 3}, openai.BadRequestError, "n"),
+        ({"n": 300}, openai.BadRequestError, "n"),
         ({"extra_body": {"best_of": 2}}, openai.BadRequestError, "best_of"),
         ({"messages": [{"role": "user", "content": "word " * 4000}]}, openai.BadRequestError, "messages"),
     ],

@@ -63,6 +63,25 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_de
     """GBNF; at most one of this and `json_schema`."""
     json_schema: Annotated[str, Meta(max_length=65536)] = ""
     """The text of a JSON schema that the output follows."""
+    logprobs: bool = False
+    """Tokens come with their log-probabilities."""
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
+    """How many of the likeliest tokens come along with each; needs `logprobs`."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """How likely a token was; travels as an array of its fields in this order."""
+
+    token: TokenId
+    logprob: Annotated[float, Meta(ge=-9999, le=0)]
+    """Natural logarithm of its probability in the model's own distribution: before temperature, penalties,
+    biases, grammar and truncation. Never below -9999, which stands for impossible."""
+    piece: Annotated[bytes, Meta(max_length=1024)]
+    """Its text, special tokens spelt out."""
+
+
+Logprobs = Annotated[tuple[TokenLogprob, ...], Meta(max_length=21)]
+"""The token itself, then the likeliest ones in order; empty where nobody asked."""
 
 
 class DaemonMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
@@ -258,6 +277,7 @@ class Token(WorkerMessage, frozen=True, tag=True):
     token: TokenId
     finish_reason: FinishReason | None = None
     compute_s: Seconds = 0.0
+    logprobs: Logprobs = ()
 
 
 class GenerateDone(WorkerMessage, frozen=True, tag=True):

@@ -16,6 +16,7 @@ from msgspec import Meta
 from swarmllm_proto.ipc import (
     FinishReason,
     LayerIndex,
+    Logprobs,
     Position,
     RequestId,
     Sampling,
@@ -246,6 +247,7 @@ class StreamingToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     token: TokenId
     finish_reason: FinishReason | None = None
     timings: Annotated[tuple[StageTiming, ...], Meta(max_length=256)] = ()
+    logprobs: Logprobs = ()
 
 
 class PrefillProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -58,6 +58,12 @@ SAMPLING = ipc.Sampling(
     logit_bias=((5, -1.5), (2**31 - 1, 1000.0)),
     grammar='root ::= "ü"',
     json_schema='{"type":"object"}',
+    logprobs=True,
+    top_logprobs=1,
+)
+LOGPROBS = (
+    ipc.TokenLogprob(token=15043, logprob=-1.5, piece="世".encode()[:2]),
+    ipc.TokenLogprob(token=2, logprob=-9999.0, piece=b"<|im_end|>"),
 )
 MESSAGES: list[dict[str, object]] = [{"role": "user", "content": "Grüße, 世界"}]
 TOOLS: list[dict[str, object]] = [
@@ -138,7 +144,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ("tokens", ipc.Tokens(id=4), tensor_bytes(TOKEN_IDS)),
     ("text", ipc.Text(id=14), "Grüße, 世界".encode()),
     ("layer-result", ipc.LayerResult(id=7, request_id=REQUEST_ID, compute_s=0.0015), tensor_bytes(HIDDEN)),
-    ("token", ipc.Token(id=9, request_id=REQUEST_ID, index=3, token=15043, compute_s=0.25), "世".encode()),
+    (
+        "token",
+        ipc.Token(id=9, request_id=REQUEST_ID, index=3, token=15043, compute_s=0.25, logprobs=LOGPROBS),
+        "世".encode(),
+    ),
     ("token-last", ipc.Token(id=9, request_id=REQUEST_ID, index=4, token=2, finish_reason="stop"), b""),
     (
         "generate-done",
@@ -193,7 +203,7 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
     ),
     (
         "streaming-token",
-        swarm.StreamingToken(request_id=REQUEST_ID, index=0, token=15043, timings=TIMINGS),
+        swarm.StreamingToken(request_id=REQUEST_ID, index=0, token=15043, timings=TIMINGS, logprobs=LOGPROBS),
         "é".encode(),
     ),
     (

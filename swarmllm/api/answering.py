@@ -16,7 +16,7 @@ from quart import Response
 from swarmllm.api.connection import own_feed
 from swarmllm.api.context import current_node
 from swarmllm.api.errors import plain_errors
-from swarmllm.api.feed import Feed
+from swarmllm.api.feed import Feed, Passage
 from swarmllm.api.swarm_report import swarm_headers
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.generation import Generation
@@ -40,6 +40,11 @@ class Ask:
     max_tokens: int | None
     """None: until the context is full."""
 
+    @property
+    def terms(self) -> tuple[str, Prompt, Sampling, int | None]:
+        """As `Node.generate` takes them."""
+        return self.model, self.prompt, self.sampling, self.max_tokens
+
 
 class Reply(Protocol):
     """How one API words one answer. A whole answer is `full`; a stream is `first`, `text` ..., then `last` or
@@ -50,13 +55,13 @@ class Reply(Protocol):
         """Content type of the stream."""
         ...
 
-    def full(self, texts: list[str], generation: Generation) -> bytes: ...
+    def full(self, passage: Passage, generation: Generation) -> bytes: ...
 
     def first(self, generation: Generation | None) -> bytes:
         """None where the stream begins before the generation."""
         ...
 
-    def text(self, text: str) -> bytes: ...
+    def text(self, passage: Passage) -> bytes: ...
 
     def waiting(self) -> bytes:
         """A sign of life that changes nothing."""
@@ -74,20 +79,23 @@ async def answer(ask: Ask, reply: Reply, *, stream: bool) -> Response:
 async def _whole(ask: Ask, reply: Reply) -> Response:
     """A client that leaves cancels this task, and with it the generation."""
     with plain_errors():
-        async with current_node().generate(ask.model, ask.prompt, ask.sampling, ask.max_tokens) as generation:
-            texts = [piece.text async for piece in generation]
-    response = Response(reply.full(texts, generation), content_type="application/json")
+        async with current_node().generate(*ask.terms) as generation:
+            passage = Passage.of([piece async for piece in generation])
+    response = Response(reply.full(passage, generation), content_type="application/json")
     response.headers.update(swarm_headers(generation))
     return response
 
 
 async def _streamed(ask: Ask, reply: Reply) -> Response:
-    opening = current_node().generate(ask.model, ask.prompt, ask.sampling, ask.max_tokens)
-    feed = own_feed(Feed(opening))
+    feed = own_feed(Feed(current_node().generate(*ask.terms)))
     await feed.wait(HEADERS_AFTER_S)
     if feed.error is not None:
         raise feed.error
-    response = Response(_events(feed, reply), content_type=reply.stream_type)
+    return stream_response(_events(feed, reply), reply, feed)
+
+
+def stream_response(events: AsyncIterator[bytes], reply: Reply, feed: Feed) -> Response:
+    response = Response(events, content_type=reply.stream_type)
     response.timeout = None
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"
@@ -100,12 +108,12 @@ async def _events(feed: Feed, reply: Reply) -> AsyncIterator[bytes]:
     """Nothing here may wait in a `finally`: a client that leaves closes this generator in passing."""
     waiting = [reply.first(feed.generation)]
     while True:
-        text = await feed.take(WAITING_EVERY_S)
-        if text is None:
+        passage = await feed.take(WAITING_EVERY_S)
+        if passage is None:
             waiting.append(reply.waiting())
-        elif text:
-            waiting.append(reply.text(text))
-        if feed.finished and not feed.has_text:
+        elif passage:
+            waiting.append(reply.text(passage))
+        if feed.finished and not feed.has_pieces:
             break
         yield b"".join(waiting)
         waiting.clear()

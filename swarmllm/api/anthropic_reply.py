@@ -11,6 +11,7 @@ import msgspec
 
 from swarmllm.api.answering import EVENT_STREAM
 from swarmllm.api.chat_reply import encode
+from swarmllm.api.feed import Passage
 from swarmllm.api.schema import Json
 from swarmllm.api.swarm_report import swarm_object
 from swarmllm.api.tool_calls import FoundCall, ToolCallParser
@@ -49,8 +50,8 @@ class AnthropicReply:
     def stream_type(self) -> str:
         return EVENT_STREAM
 
-    def full(self, texts: list[str], generation: Generation) -> bytes:
-        text = "".join(texts)
+    def full(self, passage: Passage, generation: Generation) -> bytes:
+        text = passage.text
         found = [*self._parser.feed(text), *self._parser.finish()] if self._parser else [text]
         shown = "".join(item for item in found if isinstance(item, str))
         calls = [item for item in found if isinstance(item, FoundCall)]
@@ -65,8 +66,8 @@ class AnthropicReply:
         usage = {"input_tokens": generation.n_prompt_tokens if generation else 0, "output_tokens": 0}
         return _event("message_start", {"message": self._message([]) | {"usage": usage}})
 
-    def text(self, text: str) -> bytes:
-        found = self._parser.feed(text) if self._parser else [text]
+    def text(self, passage: Passage) -> bytes:
+        found = self._parser.feed(passage.text) if self._parser else [passage.text]
         return b"".join(map(self._found, found))
 
     def waiting(self) -> bytes:

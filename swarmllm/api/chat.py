@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from quart import Blueprint, Response
 
-from swarmllm.api.answering import Ask, answer
+from swarmllm.api.answering import Ask
 from swarmllm.api.chat_reply import ChatReply, encode
-from swarmllm.api.chat_request import chat_call
+from swarmllm.api.chat_request import ChatCall, chat_call
+from swarmllm.api.choices import answer_choices
 from swarmllm.api.context import current_node
 from swarmllm.api.errors import read_body
 from swarmllm.api.schema import ChatRequest
@@ -24,10 +25,17 @@ chat = Blueprint("chat", __name__, url_prefix="/v1")
 @chat.post("/chat/completions")
 async def completions() -> Response:
     call = chat_call(await read_body(ChatRequest))
-    parser = ToolCallParser(call.max_tool_calls) if call.tools else None
-    reply = ChatReply(call.model, parser, call.include_usage)
-    prompt = Prompt(messages=call.messages, tools=call.tools)
-    return await answer(Ask(call.model, prompt, call.sampling, call.max_tokens), reply, stream=call.stream)
+    ask = Ask(call.model, Prompt(messages=call.messages, tools=call.tools), call.sampling, call.max_tokens)
+    return await answer_choices(ask, _replies(call), stream=call.stream)
+
+
+def _replies(call: ChatCall) -> list[ChatReply]:
+    replies: list[ChatReply] = []
+    for index in range(call.n):
+        parser = ToolCallParser(call.max_tool_calls) if call.tools else None
+        head = replies[0].head if replies else None
+        replies.append(ChatReply(call.model, parser, call.include_usage, index=index, head=head))
+    return replies
 
 
 @chat.get("/models")

@@ -12,11 +12,14 @@ import time
 import msgspec
 
 from swarmllm.api.answering import EVENT_STREAM
+from swarmllm.api.choices import usage
 from swarmllm.api.errors import error_object
+from swarmllm.api.feed import Passage
 from swarmllm.api.swarm_report import swarm_object
 from swarmllm.api.tool_calls import FoundCall, ToolCallParser
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.generation import Generation
+from swarmllm_proto.ipc import TokenLogprob
 
 Json = dict[str, object]
 encode = msgspec.json.encode
@@ -26,32 +29,52 @@ WAITING = b": waiting\n\n"
 
 
 class ChatReply:
-    """One chat completion on its way out. `parser` is there when tools were given."""
+    """One choice of a chat completion on its way out. `parser` is there when tools were given."""
 
-    def __init__(self, model: str, parser: ToolCallParser | None, include_usage: bool = False) -> None:
-        self.id = f"chatcmpl-{secrets.token_hex(12)}"
-        self._head: Json = {"id": self.id, "created": int(time.time()), "model": model}
+    def __init__(
+        self,
+        model: str,
+        parser: ToolCallParser | None,
+        include_usage: bool = False,
+        *,
+        index: int = 0,
+        head: Json | None = None,
+    ) -> None:
+        """`head`: of the reply that this one is another choice of."""
+        self.head: Json = head or {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._index = index
+        self._untold: list[Json] = []
+        """Log-probabilities of tokens whose text is held back."""
         self._parser = parser
         self._include_usage = include_usage
         self._n_sent_calls = 0
         self._text_prefix, self._text_suffix = self._around_text()
 
-    def full(self, texts: list[str], generation: Generation) -> bytes:
+    def full(self, passage: Passage, generation: Generation) -> bytes:
         """The body of an answer that is not streamed."""
-        found = self._parse("".join(texts)) + self._parse_rest()
+        return self.body([self.choice(passage, generation)], usage(generation), generation)
+
+    def choice(self, passage: Passage, generation: Generation) -> Json:
+        found = self._parse(passage.text) + self._parse_rest()
         content = "".join(item for item in found if isinstance(item, str))
         calls = [item for item in found if isinstance(item, FoundCall)]
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["content"] = content.strip() or None
             message["tool_calls"] = [_call(call) for call in calls]
-        choice = {
-            "index": 0,
+        return {
+            "index": self._index,
             "message": message,
-            "logprobs": None,
+            "logprobs": _logprobs([_token(each) for each in passage.logprobs]),
             "finish_reason": self._finish_reason(generation),
         }
-        body = self._head | {"object": "chat.completion", "choices": [choice], "usage": usage(generation)}
+
+    def body(self, choices: list[Json], usage: Json, generation: Generation) -> bytes:
+        body = self.head | {"object": "chat.completion", "choices": choices, "usage": usage}
         return encode(body | {"swarm": swarm_object(generation)})
 
     @property
@@ -64,19 +87,25 @@ class ChatReply:
     def first(self, generation: Generation | None) -> bytes:
         return self._chunk({"role": "assistant", "content": "", "refusal": None})
 
-    def text(self, text: str) -> bytes:
+    def text(self, passage: Passage) -> bytes:
         """Chunks for a piece of output: usually one, none while a tool call is pending."""
+        self._untold += [_token(each) for each in passage.logprobs]
         if self._parser is None:
-            return self._text_prefix + encode(text) + self._text_suffix
-        return b"".join(map(self._found, self._parse(text)))
+            return self._found(passage.text)
+        return b"".join(map(self._found, self._parse(passage.text)))
 
     def last(self, generation: Generation) -> bytes:
-        """What was held back, the finish chunk, the usage chunk, the end."""
+        return self.finish(generation) + self.end(usage(generation))
+
+    def finish(self, generation: Generation) -> bytes:
+        """What was held back, the finish chunk."""
         chunks = [self._found(item) for item in self._parse_rest()]
         chunks.append(self._chunk({}, self._finish_reason(generation), {"swarm": swarm_object(generation)}))
-        if self._include_usage:
-            chunks.append(self._event({"choices": [], "usage": usage(generation)}))
-        return b"".join([*chunks, DONE])
+        return b"".join(chunks)
+
+    def end(self, usage: Json) -> bytes:
+        """The usage chunk, the end."""
+        return (self._event({"choices": [], "usage": usage}) if self._include_usage else b"") + DONE
 
     def error(self, error: SwarmLLMError) -> bytes:
         """The stream's last event: no finish chunk and no [DONE], so that nobody takes the rest for an
@@ -97,18 +126,26 @@ class ChatReply:
 
     def _found(self, item: str | FoundCall) -> bytes:
         if isinstance(item, str):
+            if self._untold:
+                return self._chunk({"content": item})
             return self._text_prefix + encode(item) + self._text_suffix
         assert self._parser is not None
         index, self._n_sent_calls = self._n_sent_calls, self._n_sent_calls + 1
         return self._chunk({"tool_calls": [{"index": index} | _call(item)]})
 
     def _chunk(self, delta: Json, finish_reason: str | None = None, extra: Json | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        choice = {
+            "index": self._index,
+            "delta": delta,
+            "logprobs": _logprobs(self._untold),
+            "finish_reason": finish_reason,
+        }
+        self._untold = []
         usage_field: Json = {"usage": None} if self._include_usage else {}
         return self._event({"choices": [choice]} | usage_field | (extra or {}))
 
     def _event(self, fields: Json) -> bytes:
-        return b"data: " + encode(self._head | {"object": "chat.completion.chunk"} | fields) + b"\n\n"
+        return b"data: " + encode(self.head | {"object": "chat.completion.chunk"} | fields) + b"\n\n"
 
     def _around_text(self) -> tuple[bytes, bytes]:
         mark = "text"
@@ -124,11 +161,16 @@ def _call(call: FoundCall) -> Json:
     }
 
 
-def usage(generation: Generation) -> Json:
-    n_prompt, n_generated = generation.n_prompt_tokens, generation.n_generated
-    return {
-        "prompt_tokens": n_prompt,
-        "completion_tokens": n_generated,
-        "total_tokens": n_prompt + n_generated,
-        "prompt_tokens_details": {"cached_tokens": generation.n_cached_tokens},
-    }
+def _logprobs(tokens: list[Json]) -> Json | None:
+    return {"content": tokens, "refusal": None} if tokens else None
+
+
+def _token(logprobs: tuple[TokenLogprob, ...]) -> Json:
+    chosen, *top = logprobs
+    return _likely(chosen) | {"top_logprobs": [_likely(each) for each in top]}
+
+
+def _likely(each: TokenLogprob) -> Json:
+    """A token that is a part of a character has its bytes only."""
+    text = each.piece.decode("utf-8", "replace")
+    return {"token": text, "logprob": each.logprob, "bytes": list(each.piece)}

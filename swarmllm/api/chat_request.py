@@ -14,9 +14,6 @@ from swarmllm_proto.ipc import Sampling
 Json = dict[str, object]
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
@@ -62,6 +59,7 @@ class ChatCall:
     stream: bool
     include_usage: bool
     max_tool_calls: int | None
+    n: int
 
 
 def chat_call(body: schema.ChatRequest) -> ChatCall:
@@ -77,6 +75,7 @@ def chat_call(body: schema.ChatRequest) -> ChatCall:
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         max_tool_calls=1 if body.parallel_tool_calls is False else None,
+        n=body.n or 1,
     )
 
 
@@ -94,6 +93,8 @@ def _refuse_unsupported(body: schema.ChatRequest) -> None:
         )
     if body.grammar and not isinstance(body.response_format, schema.TextFormat | None):
         raise InvalidRequest("grammar and response_format exclude each other; send one.", field="grammar")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true.", field="top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
     if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
@@ -114,6 +115,8 @@ def sampling_of(body: schema.ChatRequest) -> Sampling:
         # OpenAI's seeds are 64-bit and signed, libllama's 32-bit.
         "seed": None if body.seed is None else body.seed % 2**32,
         "stop": stop,
+        "logprobs": body.logprobs,
+        "top_logprobs": body.top_logprobs,
         "logit_bias": _biases(body.logit_bias or {}),
         "json_schema": _json_schema(body.response_format),
     }

@@ -9,13 +9,16 @@ from typing import Annotated, Any
 from msgspec import Meta
 from quart import Blueprint, Response
 
-from swarmllm.api.answering import EVENT_STREAM, Ask, answer
-from swarmllm.api.chat_reply import DONE, WAITING, encode, usage
+from swarmllm.api.answering import EVENT_STREAM, Ask
+from swarmllm.api.chat_reply import DONE, WAITING, encode
 from swarmllm.api.chat_request import sampling_of
+from swarmllm.api.choices import answer_choices, usage
 from swarmllm.api.errors import error_object, read_body
+from swarmllm.api.feed import Passage
 from swarmllm.api.schema import (
     Body,
     ChatRequest,
+    Choices,
     Json,
     MaxTokens,
     ModelName,
@@ -26,18 +29,18 @@ from swarmllm.api.schema import (
     StreamOptions,
     Temperature,
     Text,
+    TopLogprobs,
 )
 from swarmllm.api.swarm_report import swarm_object
 from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.pipeline.generation import Generation
 from swarmllm.pipeline.prompt import Prompt
+from swarmllm_proto.ipc import TokenLogprob
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
-    "logprobs": (),
     "logit_bias": ({},),
     "suffix": ("",),
 }
@@ -76,12 +79,13 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
     min_p: Share | None = None
     repeat_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
     ignore_eos: bool | None = None
+    n: Choices | None = None
+    logprobs: TopLogprobs | None = None
+    """How many of the likeliest tokens come with each; 0: the token's own value alone."""
     # accepted and without effect on the answer
     user: str | None = None
     # accepted at their neutral value only
-    n: int | None = None
     best_of: int | None = None
-    logprobs: int | None = None
     logit_bias: Json | None = None
     suffix: str | None = None
 
@@ -98,12 +102,23 @@ async def complete() -> Response:
             raise InvalidRequest(f"{field} is not supported here; leave it out.", field=field)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest("logprobs of the prompt are not supported: leave echo out.", field="echo")
     prompt = _prompt(body.prompt)
-    settings = ChatRequest(model=body.model, messages=[], **{name: getattr(body, name) for name in SAMPLING})
+    settings = ChatRequest(
+        model=body.model,
+        messages=[],
+        logprobs=body.logprobs is not None,
+        top_logprobs=body.logprobs,
+        **{name: getattr(body, name) for name in SAMPLING},
+    )
     ask = Ask(body.model, Prompt(text=prompt), sampling_of(settings), body.max_tokens or DEFAULT_MAX_TOKENS)
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
-    reply = CompletionReply(body.model, prompt if body.echo else "", include_usage)
-    return await answer(ask, reply, stream=bool(body.stream))
+    echo = prompt if body.echo else ""
+    replies = [CompletionReply(body.model, echo, include_usage)]
+    for index in range(1, body.n or 1):
+        replies.append(CompletionReply(body.model, echo, include_usage, index=index, head=replies[0].head))
+    return await answer_choices(ask, replies, stream=bool(body.stream))
 
 
 def _prompt(prompt: str | list[Any]) -> str:
@@ -121,53 +136,93 @@ def _prompt(prompt: str | list[Any]) -> str:
 
 
 class CompletionReply:
-    """One text completion on its way out. `echo` is shown before what the model adds."""
+    """One choice of a text completion on its way out. `echo` is shown before what the model adds."""
 
-    def __init__(self, model: str, echo: str, include_usage: bool) -> None:
-        self._head: Json = {
+    def __init__(
+        self, model: str, echo: str, include_usage: bool, *, index: int = 0, head: Json | None = None
+    ) -> None:
+        """`head`: of the reply that this one is another choice of."""
+        self.head: Json = head or {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
         }
+        self._index = index
         self._echo = echo
         self._include_usage = include_usage
+        self._n_characters = len(echo)
+        """Of the choice's text so far, token by token."""
 
     @property
     def stream_type(self) -> str:
         return EVENT_STREAM
 
-    def full(self, texts: list[str], generation: Generation) -> bytes:
-        choice = _choice(self._echo + "".join(texts), _finish_reason(generation))
-        body = self._head | {"choices": [choice], "usage": usage(generation)}
+    def full(self, passage: Passage, generation: Generation) -> bytes:
+        return self.body([self.choice(passage, generation)], usage(generation), generation)
+
+    def choice(self, passage: Passage, generation: Generation) -> Json:
+        passage = Passage(self._echo + passage.text, passage.logprobs)
+        return self._choice(passage, _finish_reason(generation))
+
+    def body(self, choices: list[Json], usage: Json, generation: Generation) -> bytes:
+        body = self.head | {"choices": choices, "usage": usage}
         return encode(body | {"swarm": swarm_object(generation)})
 
     def first(self, generation: Generation | None) -> bytes:
-        return self.text(self._echo) if self._echo else b""
+        return self.text(Passage(self._echo)) if self._echo else b""
 
-    def text(self, text: str) -> bytes:
-        return self._event({"choices": [_choice(text, None)]})
+    def text(self, passage: Passage) -> bytes:
+        return self._event({"choices": [self._choice(passage, None)]})
 
     def waiting(self) -> bytes:
         return WAITING
 
     def last(self, generation: Generation) -> bytes:
-        choices = [_choice("", _finish_reason(generation))]
-        end = self._event({"choices": choices, "swarm": swarm_object(generation)})
-        if self._include_usage:
-            end += self._event({"choices": [], "usage": usage(generation)})
-        return end + DONE
+        return self.finish(generation) + self.end(usage(generation))
+
+    def finish(self, generation: Generation) -> bytes:
+        choice = self._choice(Passage(""), _finish_reason(generation))
+        return self._event({"choices": [choice], "swarm": swarm_object(generation)})
+
+    def end(self, usage: Json) -> bytes:
+        return (self._event({"choices": [], "usage": usage}) if self._include_usage else b"") + DONE
 
     def error(self, error: SwarmLLMError) -> bytes:
         return b"data: " + encode({"error": error_object(error)}) + b"\n\n"
 
     def _event(self, fields: Json) -> bytes:
         usage_field: Json = {"usage": None} if self._include_usage else {}
-        return b"data: " + encode(self._head | usage_field | fields) + b"\n\n"
+        return b"data: " + encode(self.head | usage_field | fields) + b"\n\n"
+
+    def _choice(self, passage: Passage, finish_reason: str | None) -> Json:
+        return {
+            "index": self._index,
+            "text": passage.text,
+            "logprobs": self._logprobs(passage.logprobs) if passage.logprobs else None,
+            "finish_reason": finish_reason,
+        }
+
+    def _logprobs(self, tokens: tuple[tuple[TokenLogprob, ...], ...]) -> Json:
+        """OpenAI's old form: one list per property."""
+        offsets: list[int] = []
+        for chosen, *_ in tokens:
+            offsets.append(self._n_characters)
+            self._n_characters += len(_shown(chosen))
+        return {
+            "tokens": [_shown(chosen) for chosen, *_ in tokens],
+            "token_logprobs": [chosen.logprob for chosen, *_ in tokens],
+            "top_logprobs": [{_shown(each): each.logprob for each in top} for _, *top in tokens],
+            "text_offset": offsets,
+        }
 
 
-def _choice(text: str, finish_reason: str | None) -> Json:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _shown(token: TokenLogprob) -> str:
+    """Its text, or, of a part of a character, its bytes as OpenAI spells them."""
+    try:
+        return token.piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.piece)
 
 
 def _finish_reason(generation: Generation) -> str:

@@ -14,22 +14,52 @@ then.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 
 import trio
 
 from swarmllm.api.errors import as_swarmllm_error
 from swarmllm.errors import SwarmLLMError
-from swarmllm.pipeline.generation import Generation
+from swarmllm.pipeline.generation import GeneratedText, Generation
+from swarmllm_proto.ipc import TokenLogprob
 
 MIN_FLUSH_INTERVAL_S = 0.01
 
 
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """What a few tokens added."""
+
+    text: str
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """Per token, where they were asked for."""
+
+    @staticmethod
+    def of(pieces: Iterable[GeneratedText]) -> Passage:
+        pieces = list(pieces)
+        return Passage(
+            "".join(piece.text for piece in pieces),
+            tuple(piece.logprobs for piece in pieces if piece.logprobs),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.logprobs)
+
+
 class Feed:
-    def __init__(self, opening: AbstractAsyncContextManager[Generation]) -> None:
+    def __init__(
+        self,
+        opening: AbstractAsyncContextManager[Generation],
+        news: trio.lowlevel.ParkingLot | None = None,
+    ) -> None:
+        """`news`: where readers of several feeds park."""
         self._opening = opening
-        self._texts: list[str] = []
-        self._news = trio.Event()
+        self._pieces: list[GeneratedText] = []
+        self._news = trio.lowlevel.ParkingLot() if news is None else news
+        self.started = trio.Event()
+        """The first token is there, or never will be."""
         self._last_take_s = float("-inf")
         self._scope = trio.CancelScope()
         self.generation: Generation | None = None
@@ -43,18 +73,23 @@ class Feed:
             with self._scope:
                 async with self._opening as generation:
                     self.generation = generation
+                    self.started.set()
                     async for piece in generation:
-                        if piece.text:
-                            self._texts.append(piece.text)
-                            self._news.set()
+                        if piece.text or piece.logprobs:
+                            self._pieces.append(piece)
+                            self._news.unpark_all()
                     # Not after closing: the reader need not wait for other nodes to tidy up.
                     self._finish()
         except Exception as error:
             self._fail(error)
 
     @property
-    def has_text(self) -> bool:
-        return bool(self._texts)
+    def has_pieces(self) -> bool:
+        return bool(self._pieces)
+
+    @property
+    def has_news(self) -> bool:
+        return self.finished or bool(self._pieces)
 
     def stop(self) -> None:
         """The reader is gone; a generation that has ended by itself is left to close in peace."""
@@ -64,25 +99,29 @@ class Feed:
     async def wait(self, timeout_s: float) -> bool:
         """Whether there is text, the end or an error within the time."""
         with trio.move_on_after(timeout_s):
-            if not self.finished and not self._texts:
-                self._news = trio.Event()
-                await self._news.wait()
+            while not self.has_news:
+                await self._news.park()
             return True
         return False
 
-    async def take(self, timeout_s: float) -> str | None:
-        """All text gathered so far, "" at the end, None when nothing came within `timeout_s`."""
+    async def take(self, timeout_s: float) -> Passage | None:
+        """All that has gathered, nothing at the end, None when nothing came within `timeout_s`."""
         if not await self.wait(timeout_s):
             return None
         if not self.finished:
             await trio.sleep_until(self._last_take_s + MIN_FLUSH_INTERVAL_S)
         self._last_take_s = trio.current_time()
-        texts, self._texts = self._texts, []
-        return "".join(texts)
+        return self.collect()
+
+    def collect(self) -> Passage:
+        """All that has gathered, at once."""
+        pieces, self._pieces = self._pieces, []
+        return Passage.of(pieces)
 
     def _finish(self) -> None:
         self.finished = True
-        self._news.set()
+        self.started.set()
+        self._news.unpark_all()
 
     def _fail(self, error: Exception) -> None:
         failure = as_swarmllm_error(error)

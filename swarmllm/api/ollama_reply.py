@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from swarmllm.api.chat_reply import encode
+from swarmllm.api.feed import Passage
 from swarmllm.api.schema import Json
 from swarmllm.api.swarm_report import swarm_object
 from swarmllm.api.tool_calls import FoundCall, ToolCallParser
@@ -54,8 +55,8 @@ class OllamaReply:
     def stream_type(self) -> str:
         return "application/x-ndjson"
 
-    def full(self, texts: list[str], generation: Generation) -> bytes:
-        text = "".join(texts)
+    def full(self, passage: Passage, generation: Generation) -> bytes:
+        text = passage.text
         found = [*self._parser.feed(text), *self._parser.finish()] if self._parser else [text]
         shown = "".join(item for item in found if isinstance(item, str))
         calls = [item for item in found if isinstance(item, FoundCall)]
@@ -64,8 +65,8 @@ class OllamaReply:
     def first(self, generation: Generation | None) -> bytes:
         return b""
 
-    def text(self, text: str) -> bytes:
-        found = self._parser.feed(text) if self._parser else [text]
+    def text(self, passage: Passage) -> bytes:
+        found = self._parser.feed(passage.text) if self._parser else [passage.text]
         return b"".join(map(self._line, found))
 
     def waiting(self) -> bytes:

@@ -117,6 +117,8 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**20)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Choices = Annotated[int, Meta(ge=1, le=32)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=16)]
 
 
@@ -164,6 +166,9 @@ class ChatRequest(Body, frozen=True, kw_only=True):
         Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
     ) = None
     response_format: ResponseFormat | None = None
+    n: Choices | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
     # llama.cpp's extras
     typical_p: Share | None = None
     xtc_probability: Share | None = None
@@ -186,9 +191,6 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     prompt_cache_retention: str | None = None
     metadata: Json | None = None
     # accepted at their neutral value only
-    n: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
     store: bool | None = None
     service_tier: str | None = None
     modalities: list[str] | None = None

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.ipc import FinishReason, GenerateDone, Sampling, Token
+from swarmllm_proto.ipc import FinishReason, GenerateDone, Sampling, Token, TokenLogprob
 from swarmllm_proto.tensors import Tensor
 
 
@@ -25,6 +25,8 @@ class SampledToken(Protocol):
     def token(self) -> int: ...
     @property
     def finish_reason(self) -> FinishReason | None: ...
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]: ...
 
 
 class ForwardResult(Protocol):

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.compute import SampledToken
-from swarmllm_proto.ipc import FinishReason
+from swarmllm_proto.ipc import FinishReason, TokenLogprob
 from swarmllm_proto.swarm import Stage, StageTiming
 
 
@@ -28,6 +28,8 @@ class GeneratedText:
     index: int
     token: int
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """The token's own and the likeliest ones, where the sampling asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,4 +199,4 @@ class Generation:
             token, piece = await self._source.next()
         self.finish_reason = token.finish_reason
         text = self._characters.decode(piece, final=token.finish_reason is not None)
-        return GeneratedText(text, token.index, token.token, token.finish_reason)
+        return GeneratedText(text, token.index, token.token, token.finish_reason, token.logprobs)

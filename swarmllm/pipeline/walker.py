@@ -183,6 +183,7 @@ class Walker:
             token=sampled.token,
             finish_reason=sampled.finish_reason,
             timings=job.timings,
+            logprobs=sampled.logprobs,
         )
         outcome = after_head(job, self._view)
         if outcome is Outcome.TOKEN_ELSEWHERE:

@@ -34,7 +34,7 @@ from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.travel import Travel, TravelSettings
 from swarmllm.workerpool import WorkerStatistics
 from swarmllm_proto.codec import encode_record
-from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.ipc import Sampling, TokenLogprob
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
 
 
@@ -43,6 +43,8 @@ class Script:
     """What the next generations do."""
 
     texts: list[str] = field(default_factory=lambda: ["Hello", " there", "."])
+    logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
+    """Of the texts."""
     finish_reason: str = "stop"
     fail_before: SwarmLLMError | None = None
     fail_after: int | None = None
@@ -74,7 +76,8 @@ class FakeGeneration:
                 raise script.failure
             await (script.between or trio.lowlevel.checkpoint)()
             self.n_generated += 1
-            yield GeneratedText(text, i, 100 + i)
+            logprobs = script.logprobs[i] if script.logprobs else ()
+            yield GeneratedText(text, i, 100 + i, None, logprobs)
         self.finish_reason = script.finish_reason
 
 

@@ -70,9 +70,10 @@ async def test_a_failure_in_a_stream_is_its_last_event(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_what_is_not_offered_is_refused_by_name(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"n": 2}, "n"),
+        ({"n": 33}, "n"),
         ({"best_of": 3}, "best_of"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": 1, "echo": True}, "echo"),
         ({"suffix": "end"}, "suffix"),
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"prompt": ""}, "prompt"),

@@ -108,6 +108,24 @@ async def test_greedy_tokens_over_three_nodes_equal_the_uncut_model(
             assert text == uncut.detokenize(shown).decode(errors="replace")
 
 
+async def test_log_probabilities_over_three_nodes_are_those_of_one(
+    tmp_path: Path, entry: CatalogueEntry
+) -> None:
+    sampling = Sampling(temperature=0.0, max_tokens=8, logprobs=True, top_logprobs=4)
+    prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[0]}])
+    told = []
+    for holdings in (THIRDS, {"a": "0:12"}):
+        async with (
+            guide_swarm(tmp_path, entry, holdings) as swarm,
+            swarm["a"].pipelines.generate(prompt, entry, sampling) as generation,
+        ):
+            told.append([piece.logprobs async for piece in generation])
+    assert [len(logprobs) for logprobs in told[0]] == [5] * 8
+    for cut, whole in zip(*told, strict=True):
+        assert [each.token for each in cut] == [each.token for each in whole]
+        assert [each.logprob for each in cut] == pytest.approx([e.logprob for e in whole], abs=1e-3)
+
+
 async def test_a_node_without_layers_uses_one_that_has_them_all(
     tmp_path: Path, entry: CatalogueEntry, uncut: llama_cpp.Llama
 ) -> None:

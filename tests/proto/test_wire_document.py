@@ -27,6 +27,7 @@ from swarmllm_proto.tensors import decode_tensor
 WIRE: Final = (Path(__file__).resolve().parents[2] / "proto" / "wire.md").read_text(encoding="utf-8")
 STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     ipc.Sampling,
+    ipc.TokenLogprob,
     *get_args(ipc.AnyDaemonMessage),
     *get_args(ipc.AnyWorkerMessage),
     *(swarm.NodeRecord, swarm.ShardAnnounce, swarm.NodeCapability),

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swarmllm_proto.ipc import FinishReason, Sampling
+from swarmllm_proto.ipc import FinishReason, Sampling, TokenLogprob
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.logprobs import logprobs
 from swarmllm_workers.sampling import Sampler
 from swarmllm_workers.text_stream import TextStream
 from swarmllm_workers.vocabulary import Vocabulary
@@ -20,6 +21,7 @@ class Decoded:
     text: bytes
     """UTF-8 that may be shown now."""
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Decoding:
@@ -56,7 +58,12 @@ class Decoding:
             text += self._text.flush()
             if self._text.is_stopped:
                 finish = "stop"
-        return Decoded(index, token, text, finish)
+        return Decoded(index, token, text, finish, self._logprobs(logits, token))
+
+    def _logprobs(self, logits: np.ndarray, token: int) -> tuple[TokenLogprob, ...]:
+        if not self.sampling.logprobs:
+            return ()
+        return logprobs(logits, token, self.sampling.top_logprobs, self._vocabulary.full_piece)
 
     def _finish_reason(self, token: int) -> FinishReason | None:
         if self._text.is_stopped:

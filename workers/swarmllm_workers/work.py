@@ -271,4 +271,5 @@ def token_message(
         token=decoded.token,
         finish_reason=finish or decoded.finish_reason,
         compute_s=compute_s,
+        logprobs=decoded.logprobs,
     )

@@ -1,0 +1,152 @@
+"""Several answers to one prompt (`n`) as one HTTP response.
+
+Each choice is a generation with a turn of its own, so none holds what another one waits for. The others
+begin when the first has its first token: by then a worker has the prompt's KV and gives it to them, and the
+prompt is computed once. The usage counts it once, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+import trio
+from quart import Response
+
+from swarmllm.api.answering import HEADERS_AFTER_S, WAITING_EVERY_S, Ask, Reply, answer, stream_response
+from swarmllm.api.connection import own_feed
+from swarmllm.api.context import current_node
+from swarmllm.api.errors import plain_errors
+from swarmllm.api.feed import MIN_FLUSH_INTERVAL_S, Feed, Passage
+from swarmllm.api.swarm_report import swarm_headers
+from swarmllm.node import Node
+from swarmllm.pipeline.generation import Generation
+
+Json = dict[str, object]
+
+
+class ChoiceReply(Reply, Protocol):
+    """A Reply that can also be one choice of several."""
+
+    def choice(self, passage: Passage, generation: Generation) -> Json: ...
+
+    def body(self, choices: list[Json], usage: Json, generation: Generation) -> bytes: ...
+
+    def finish(self, generation: Generation) -> bytes:
+        """The last chunk of this choice."""
+        ...
+
+    def end(self, usage: Json) -> bytes:
+        """After the last chunk of the last choice."""
+        ...
+
+
+def usage(*generations: Generation) -> Json:
+    """Of all choices together; they have one prompt."""
+    first = generations[0]
+    n_generated = sum(generation.n_generated for generation in generations)
+    return {
+        "prompt_tokens": first.n_prompt_tokens,
+        "completion_tokens": n_generated,
+        "total_tokens": first.n_prompt_tokens + n_generated,
+        "prompt_tokens_details": {"cached_tokens": first.n_cached_tokens},
+    }
+
+
+async def answer_choices(ask: Ask, replies: Sequence[ChoiceReply], *, stream: bool) -> Response:
+    if len(replies) == 1:
+        return await answer(ask, replies[0], stream=stream)
+    asks = [_of_choice(ask, index) for index in range(len(replies))]
+    return await (_streamed(asks, replies) if stream else _whole(asks, replies))
+
+
+def _of_choice(ask: Ask, index: int) -> Ask:
+    """A seed makes an answer repeatable, not all choices the same."""
+    if ask.sampling.seed is None:
+        return ask
+    seed = (ask.sampling.seed + index) % 2**32
+    return replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=seed))
+
+
+async def _whole(asks: Sequence[Ask], replies: Sequence[ChoiceReply]) -> Response:
+    node = current_node()
+    done: dict[int, tuple[Passage, Generation]] = {}
+    first_token = trio.Event()
+
+    async def run(index: int) -> None:
+        if index:
+            await first_token.wait()
+        async with node.generate(*asks[index].terms) as generation:
+            first_token.set()
+            done[index] = (Passage.of([piece async for piece in generation]), generation)
+
+    with plain_errors():
+        async with trio.open_nursery() as nursery:
+            for index in range(len(asks)):
+                nursery.start_soon(run, index)
+    generations = [done[index][1] for index in range(len(asks))]
+    choices = [reply.choice(*done[index]) for index, reply in enumerate(replies)]
+    body = replies[0].body(choices, usage(*generations), generations[0])
+    response = Response(body, content_type="application/json")
+    response.headers.update(swarm_headers(generations[0]))
+    return response
+
+
+async def _streamed(asks: Sequence[Ask], replies: Sequence[ChoiceReply]) -> Response:
+    node = current_node()
+    news = trio.lowlevel.ParkingLot()
+    first = own_feed(Feed(node.generate(*asks[0].terms), news))
+    feeds = [first, *(own_feed(Feed(_behind(first, node, ask), news)) for ask in asks[1:])]
+    await first.wait(HEADERS_AFTER_S)
+    if first.error is not None:
+        for feed in feeds:
+            feed.stop()
+        raise first.error
+    return stream_response(_events(feeds, news, replies), replies[0], first)
+
+
+@asynccontextmanager
+async def _behind(first: Feed, node: Node, ask: Ask) -> AsyncIterator[Generation]:
+    await first.started.wait()
+    async with node.generate(*ask.terms) as generation:
+        yield generation
+
+
+async def _events(
+    feeds: Sequence[Feed], news: trio.lowlevel.ParkingLot, replies: Sequence[ChoiceReply]
+) -> AsyncIterator[bytes]:
+    """Nothing here may wait in a `finally`, see `answering`."""
+    open_feeds = dict(enumerate(feeds))
+    pieces = [reply.first(feed.generation) for feed, reply in zip(feeds, replies, strict=True)]
+    while open_feeds:
+        for index, feed in list(open_feeds.items()):
+            passage = feed.collect()
+            if passage:
+                pieces.append(replies[index].text(passage))
+            if feed.error is not None:
+                for other in feeds:
+                    other.stop()
+                yield b"".join([*pieces, replies[index].error(feed.error)])
+                return
+            if feed.finished and feed.generation is not None:
+                pieces.append(replies[index].finish(feed.generation))
+                del open_feeds[index]
+        yield b"".join(pieces)
+        pieces.clear()
+        if open_feeds and not await _wait(open_feeds.values(), news):
+            pieces.append(replies[0].waiting())
+    generations = [feed.generation for feed in feeds if feed.generation is not None]
+    yield replies[0].end(usage(*generations))
+
+
+async def _wait(feeds: Collection[Feed], news: trio.lowlevel.ParkingLot) -> bool:
+    """Whether one of them has something to tell before a reader's patience ends."""
+    with trio.move_on_after(WAITING_EVERY_S):
+        while not any(feed.has_news for feed in feeds):
+            await news.park()
+        await trio.sleep(MIN_FLUSH_INTERVAL_S)
+        return True
+    return False
