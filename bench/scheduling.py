@@ -18,6 +18,7 @@ from typing import TypeVar
 from bench.figures import Figure, ratios, table, write
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
+from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
 from swarmllm.scheduling.route import RouteStage
 
@@ -53,7 +54,12 @@ def make_swarm(seed: int) -> Swarm:
         for b in rng.sample(names[1:], 8)
         if a != b and region[a] == region[b]
     }
-    return held, Circumstances(names[0], Workload(512, 256, 16384), speeds, rtt_s, pairs)
+    places = {
+        name: Coordinate((region[name], rng.uniform(0, 0.004), 0.0), 0.001, 0.2)
+        for name in names[1:]
+        if rng.random() < 0.9
+    }
+    return held, Circumstances(names[0], Workload(512, 256, 16384), speeds, rtt_s, pairs, places)
 
 
 def exact(held: Holders, known: Circumstances) -> Route:

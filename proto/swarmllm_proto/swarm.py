@@ -79,11 +79,26 @@ class ObservedLatency(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: Seconds = 0.0
 
 
-class ObservedRtt(msgspec.Struct, frozen=True, kw_only=True):
-    """The round trip between a node and one of its peers."""
+class ObservedLink(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies between a node and one of its peers."""
 
     node_id: NodeId
     rtt_s: Seconds
+    bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    """Of large transfers between them; 0: there was none."""
+
+
+Place = Annotated[float, Meta(ge=-30, le=30)]
+PlaceSize = Annotated[float, Meta(ge=0, le=30)]
+
+
+class NetworkCoordinate(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a node floats among the others: distances are round trips in seconds (Vivaldi)."""
+
+    position_s: tuple[Place, Place, Place]
+    height_s: PlaceSize
+    error: PlaceSize
+    """Its own relative doubt."""
 
 
 class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -100,7 +115,14 @@ class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Measured on this machine; with `flops` it gives a first guess for models that have not run yet."""
     flops: Annotated[float, Meta(ge=0, le=1e18)] = 0.0
     observed_latencies: Annotated[tuple[ObservedLatency, ...], Meta(max_length=32)] = ()
-    observed_rtts: Annotated[tuple[ObservedRtt, ...], Meta(max_length=32)] = ()
+    observed_links: Annotated[tuple[ObservedLink, ...], Meta(max_length=32)] = ()
+    coordinate: NetworkCoordinate | None = None
+    slots: Count = 0
+    """Requests of which it holds KV at the same time, per model; 0: it does not say."""
+    free_slots: Count = 0
+    """Of the model that has fewest left."""
+    free_kv_tokens: Count = 0
+    """KV cells that no running request may still need, of the model that has fewest left."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True):

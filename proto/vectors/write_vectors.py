@@ -246,7 +246,11 @@ RECORD = swarm.NodeRecord(
         observed_latencies=(
             swarm.ObservedLatency(model_id=MODEL_ID, decode_s=0.00025, prefill_s=0.00003125),
         ),
-        observed_rtts=(swarm.ObservedRtt(node_id=NODE_B, rtt_s=0.0125),),
+        observed_links=(swarm.ObservedLink(node_id=NODE_B, rtt_s=0.0125, bytes_per_s=1.25e8),),
+        coordinate=swarm.NetworkCoordinate(position_s=(0.0125, -0.5, 0.25), height_s=0.001, error=0.125),
+        slots=8,
+        free_slots=5,
+        free_kv_tokens=3072,
     ),
     files=(
         swarm.FileAnnounce(

@@ -6,19 +6,27 @@ noise on every node of the swarm. So a change counts when a route could feel it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from swarmllm.node.admission import Admission
 from swarmllm.node.memory import memory_bytes
+from swarmllm.pipeline.occupancy import Room
+from swarmllm.scheduling.coordinates import TRUSTED_ERROR, Coordinate, moved
 from swarmllm.scheduling.observation import MAX_MODELS, Observations
+from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.router import PeerInfo
-from swarmllm_proto.swarm import NodeCapability, ObservedLatency, ObservedRtt
+from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, ObservedLatency, ObservedLink
 
-MAX_RTTS = 32
+MAX_LINKS = 32
 NEWS = 0.25
 """A relative change of this much."""
 NEGLIGIBLE_S = 0.001
 """Round trips that differ by less are alike."""
+STRAY_S = 0.002
+"""A coordinate that has moved farther is news."""
+FEW = 4
+"""From here down, each free slot counts; above, routes do not care."""
 
 
 def describe(
@@ -26,9 +34,13 @@ def describe(
     peers: Iterable[PeerInfo],
     admission: Admission,
     stage_requests: int,
+    room: Room,
 ) -> NodeCapability:
     total_bytes, free_bytes = memory_bytes()
-    measured = sorted((peer.rtt_s, peer.node_id) for peer in peers if peer.rtt_s is not None)
+    measured = sorted(
+        (peer.rtt_s, peer.node_id, peer.bytes_per_s or 0.0) for peer in peers if peer.rtt_s is not None
+    )
+    place = observations.coordinate
     return NodeCapability(
         memory_total_bytes=total_bytes,
         memory_free_bytes=free_bytes,
@@ -44,15 +56,37 @@ def describe(
             )
             for model_id, latency in observations.latest()[:MAX_MODELS]
         ),
-        observed_rtts=tuple(
-            ObservedRtt(node_id=node_id, rtt_s=rtt_s) for rtt_s, node_id in measured[:MAX_RTTS]
+        observed_links=tuple(
+            ObservedLink(node_id=node_id, rtt_s=rtt_s, bytes_per_s=bytes_per_s)
+            for rtt_s, node_id, bytes_per_s in measured[:MAX_LINKS]
         ),
+        coordinate=NetworkCoordinate(
+            position_s=(place.position_s[0], place.position_s[1], place.position_s[2]),
+            height_s=place.height_s,
+            error=place.error,
+        ),
+        slots=room.slots,
+        free_slots=room.free_slots,
+        free_kv_tokens=room.free_kv_tokens,
     )
+
+
+def float_among(own: str, at: Coordinate, peers: Iterable[PeerInfo], registry: Registry) -> Coordinate:
+    """Where this node is after another look at the round trips to its peers."""
+    for peer in sorted(peers, key=lambda peer: peer.node_id):
+        record = registry.node(peer.node_id)
+        place = record.capability.coordinate if record is not None else None
+        if peer.rtt_s is not None and place is not None:
+            other = Coordinate(place.position_s, place.height_s, place.error)
+            at = moved(at, other, peer.rtt_s, f"{own} {peer.node_id}")
+    return at
 
 
 def is_news(old: NodeCapability, new: NodeCapability) -> bool:
     """Whether a route could turn out differently. Free memory alone never does."""
     if _counts(old) != _counts(new):
+        return True
+    if _strayed(old.coordinate, new.coordinate):
         return True
     before, after = _seconds(old), _seconds(new)
     return before.keys() != after.keys() or any(
@@ -67,14 +101,26 @@ def _counts(capability: NodeCapability) -> tuple[float, ...]:
         capability.stage_requests,
         capability.queued_requests,
         capability.max_requests,
+        min(capability.free_slots, FEW),
         capability.memory_bytes_per_s,
         capability.flops,
     )
 
 
 def _seconds(capability: NodeCapability) -> dict[tuple[str, str], float]:
-    seconds = {("rtt", rtt.node_id): rtt.rtt_s for rtt in capability.observed_rtts}
+    seconds = {("rtt", link.node_id): link.rtt_s for link in capability.observed_links}
+    for link in capability.observed_links:
+        if link.bytes_per_s:
+            seconds["mebibyte", link.node_id] = 2**20 / link.bytes_per_s
     for latency in capability.observed_latencies:
         seconds["decode", latency.model_id] = latency.decode_s
         seconds["prefill", latency.model_id] = latency.prefill_s
     return seconds
+
+
+def _strayed(old: NetworkCoordinate | None, new: NetworkCoordinate | None) -> bool:
+    if old is None or new is None:
+        return old is not new
+    apart_s = math.dist(old.position_s, new.position_s) + abs(old.height_s - new.height_s)
+    was_settled, is_settled = (place.error <= TRUSTED_ERROR for place in (old, new))
+    return apart_s > STRAY_S or was_settled != is_settled

@@ -15,9 +15,10 @@ import trio
 
 from swarmllm import __version__
 from swarmllm.models import Catalogue
-from swarmllm.node.capability import is_news
+from swarmllm.node.capability import float_among, is_news
 from swarmllm.node.speed_probe import machine_speed
 from swarmllm.scheduling.observation import Observations
+from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm.travel import Travel
 from swarmllm.workerpool import WorkerPool
@@ -40,6 +41,7 @@ class Herald:
         nickname: str,
         *,
         router: Router,
+        registry: Registry,
         pool: WorkerPool,
         catalogue: Catalogue,
         travel: Travel,
@@ -49,6 +51,7 @@ class Herald:
         self.started_at = time.time()
         self._nickname = nickname
         self._router = router
+        self._registry = registry
         self._pool = pool
         self._catalogue = catalogue
         self._travel = travel
@@ -68,6 +71,9 @@ class Herald:
             with trio.move_on_after(OBSERVE_EVERY_S):
                 await self._changed.wait()
                 self._changed = trio.Event()
+            self._observations.coordinate = float_among(
+                self._router.node_id, self._observations.coordinate, self._router.peers(), self._registry
+            )
             await self.publish()
 
     async def measure(self, file: Path) -> None:

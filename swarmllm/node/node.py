@@ -86,6 +86,7 @@ class Node:
         self._herald = Herald(
             config.nickname,
             router=router,
+            registry=registry,
             pool=pool,
             catalogue=catalogue,
             travel=travel,
@@ -323,7 +324,13 @@ class Node:
 
     def _describe(self) -> NodeCapability:
         stage_requests = self._pipelines.statistics().active_stage_requests
-        return describe(self._observations, self._router.peers(), self.admission, stage_requests)
+        return describe(
+            self._observations,
+            self._router.peers(),
+            self.admission,
+            stage_requests,
+            self._pipelines.room(),
+        )
 
     def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None) -> ModelView:
         """This node's own ranges come from the pool: its record may still be on its way to the registry."""

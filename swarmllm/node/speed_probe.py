@@ -1,6 +1,6 @@
 """How fast this machine reads memory and multiplies: a guess for layers that have never run here.
 
-Half a second, once: the result stays in the data folder, because a probe at every start would measure what
+One second, once: the result stays in the data folder, because a probe at every start would measure what
 else is starting. Both figures are a lower bound of what libllama reaches (one thread sums; the product uses
 what numpy's BLAS takes); the route scales estimates by how far those of observed nodes were off, so only
 their ratio between machines matters.
@@ -20,8 +20,9 @@ from msgspec import Meta
 
 from swarmllm.scheduling.observation import MachineSpeed
 
-BUDGET_S = 0.25
-"""For each of the two figures."""
+MEMORY_BUDGET_S = 0.75
+"""Decode is bound by it, and it wavers more than arithmetic does."""
+FLOPS_BUDGET_S = 0.25
 MIN_RUNS = 5
 """However long they take: the first one meets cold caches and threads that are still starting."""
 SUM_BYTES = 64 * 2**20
@@ -36,7 +37,7 @@ class _Measured(msgspec.Struct, frozen=True):
 
 
 def machine_speed(file: Path) -> MachineSpeed:
-    """What `file` says, else measured now and written there. Blocks for half a second; never raises for
+    """What `file` says, else measured now and written there. Blocks for a second; never raises for
     the file: what cannot be kept is measured again next time."""
     measured = _read(file)
     if measured is None:
@@ -56,18 +57,18 @@ def _read(file: Path) -> _Measured | None:
 
 def _memory_bytes_per_s() -> float:
     words = np.ones(SUM_BYTES // 8, np.int64)
-    return words.nbytes / _best_s(lambda: int(words.sum()))
+    return words.nbytes / _best_s(lambda: int(words.sum()), MEMORY_BUDGET_S)
 
 
 def _flops() -> float:
     matrix = np.ones((PRODUCT_SIZE, PRODUCT_SIZE), np.float32)
-    return 2 * PRODUCT_SIZE**3 / _best_s(lambda: float((matrix @ matrix)[0, 0]))
+    return 2 * PRODUCT_SIZE**3 / _best_s(lambda: float((matrix @ matrix)[0, 0]), FLOPS_BUDGET_S)
 
 
-def _best_s(work: Callable[[], object]) -> float:
+def _best_s(work: Callable[[], object], budget_s: float) -> float:
     """The quickest of as many runs as fit the budget: what disturbs only ever makes it slower."""
     best_s = float("inf")
-    end_s = time.perf_counter() + BUDGET_S
+    end_s = time.perf_counter() + budget_s
     n_runs = 0
     while True:
         n_runs += 1

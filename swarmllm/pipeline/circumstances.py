@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarmllm.models.manifest import Manifest
+from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
 from swarmllm.scheduling.observation import Latency, MachineSpeed, Observations, roofline
 from swarmllm_proto.swarm import NodeCapability
@@ -33,6 +34,15 @@ class Load:
     is_full: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Links:
+    """From this node to its peers, by node id, and where this node is among the others."""
+
+    rtt_s: Mapping[str, float] = field(default_factory=dict)
+    bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    coordinate: Coordinate | None = None
+
+
 def workload(manifest: Manifest, n_prompt_tokens: int, n_output_tokens: int) -> Workload:
     return Workload(n_prompt_tokens, n_output_tokens, manifest.n_embd * ROW_BYTES_PER_VALUE)
 
@@ -43,11 +53,11 @@ def circumstances(
     work: Workload,
     node_ids: Collection[str],
     capabilities: Mapping[str, NodeCapability],
-    rtt_s: Mapping[str, float],
+    links: Links,
     observations: Observations,
     load: Load,
 ) -> Circumstances:
-    """`capabilities`: what other nodes say of themselves; `rtt_s`: from here to its peers."""
+    """`capabilities`: what other nodes say of themselves."""
     model_id = manifest.model_id
     observed = {
         node_id: _observed(capabilities[node_id], model_id) for node_id in node_ids if node_id in capabilities
@@ -73,14 +83,42 @@ def circumstances(
     for node_id in node_ids:
         said = capabilities.get(node_id, NodeCapability())
         n_active = said.active_requests + said.stage_requests
-        is_full = 0 < said.max_requests <= n_active
+        is_full = 0 < said.max_requests <= n_active or not _has_room(said, work)
         if node_id == origin:
             n_active, is_full = load.n_active, load.is_full
         is_measured = node_id in observed and observed[node_id].decode_s is not None
         speeds[node_id] = NodeSpeed(decode[node_id], prefill[node_id], n_active, is_full, is_measured)
+    between = [
+        (node_id, link)
+        for node_id in node_ids
+        if node_id != origin and node_id in capabilities
+        for link in capabilities[node_id].observed_links
+        if link.node_id in speeds and link.node_id != origin
+    ]
+    places = {
+        node_id: Coordinate(place.position_s, place.height_s, place.error)
+        for node_id in node_ids
+        if node_id in capabilities and (place := capabilities[node_id].coordinate) is not None
+    }
+    if links.coordinate is not None:
+        places[origin] = links.coordinate
     return Circumstances(
-        origin, work, speeds, dict(rtt_s), _pair_rtts(node_ids, capabilities, exclude=origin)
+        origin,
+        work,
+        speeds,
+        dict(links.rtt_s),
+        {(node_id, link.node_id): link.rtt_s for node_id, link in between},
+        places,
+        dict(links.bytes_per_s),
+        {(node_id, link.node_id): link.bytes_per_s for node_id, link in between if link.bytes_per_s},
     )
+
+
+def _has_room(said: NodeCapability, work: Workload) -> bool:
+    """A slot, and KV for the prompt and the answer. A node that does not say may have both."""
+    if not said.slots:
+        return True
+    return said.free_slots > 0 and said.free_kv_tokens >= work.n_prompt_tokens + work.n_output_tokens
 
 
 def _completed(observed: Mapping[str, float | None], guessed: Mapping[str, float | None]) -> dict[str, float]:
@@ -113,15 +151,3 @@ def _product(shape: Iterable[int]) -> int:
     for length in shape:
         product *= length
     return product
-
-
-def _pair_rtts(
-    node_ids: Collection[str], capabilities: Mapping[str, NodeCapability], *, exclude: str
-) -> dict[tuple[str, str], float]:
-    wanted = set(node_ids) - {exclude}
-    return {
-        (node_id, rtt.node_id): rtt.rtt_s
-        for node_id in wanted & capabilities.keys()
-        for rtt in capabilities[node_id].observed_rtts
-        if rtt.node_id in wanted
-    }

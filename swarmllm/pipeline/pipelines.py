@@ -33,6 +33,7 @@ from swarmllm.pipeline.compute import Compute, SampledToken
 from swarmllm.pipeline.generation import Generation, Source
 from swarmllm.pipeline.local import open_local
 from swarmllm.pipeline.observed import ObservedCompute
+from swarmllm.pipeline.occupancy import EXPECTED_OUTPUT_TOKENS, Held, Room, room_left
 from swarmllm.pipeline.prompt import Prompt
 from swarmllm.pipeline.routes import DEFAULT_SIZE, RequestSize, Routes
 from swarmllm.pipeline.session import Session
@@ -64,8 +65,6 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 2
 CLOSE_TIMEOUT_S = 1.0
-EXPECTED_OUTPUT_TOKENS = 256
-"""What a route is chosen for, where a request allows more: few answers use all they may."""
 
 
 @dataclass(slots=True)
@@ -111,15 +110,15 @@ class Pipelines:
         self._nursery: trio.Nursery | None = None
         self._counts = PipelineStatistics()
         self._chains: dict[str, Chain] = {}
-        self._n_active = 0
+        self._own: dict[str, Held] = {}
         self._sessions = Sessions(pool, router, catalogue, settings, self._start_session)
 
     def __repr__(self) -> str:
-        return f"<Pipelines generations={self._n_active} sessions={len(self._sessions.by_request)}>"
+        return f"<Pipelines generations={len(self._own)} sessions={len(self._sessions.by_request)}>"
 
     def statistics(self) -> PipelineStatistics:
         counts = PipelineStatistics(**{name: getattr(self._counts, name) for name in self._counts.__slots__})
-        counts.active_generations = self._n_active
+        counts.active_generations = len(self._own)
         counts.active_stage_requests = self._sessions.n_for_others()
         counts.segments_served += sum(
             session.n_jobs
@@ -127,6 +126,10 @@ class Pipelines:
             if session.view.origin != self._node_id
         )
         return counts
+
+    def room(self) -> Room:
+        """For one more request, of the model with least of it."""
+        return room_left([*self._own.values(), *self._sessions.held_for_others()], self._settings)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; started once assignments and jobs are accepted."""
@@ -168,7 +171,7 @@ class Pipelines:
         tokenize_s = trio.current_time() - started_s
         sampling = self._fit(len(tokens), sampling, entry)
         self._counts.generations += 1
-        self._n_active += 1
+        self._own[request_id] = Held(entry.model_id, len(tokens), sampling.max_tokens)
         try:
             async with AsyncExitStack() as stack:
                 source, first = await self._open(stack, tokens, entry, sampling, request_id)
@@ -181,7 +184,7 @@ class Pipelines:
                     tokenize_s=tokenize_s,
                 )
         finally:
-            self._n_active -= 1
+            del self._own[request_id]
 
     def stages_for(
         self, entry: CatalogueEntry, avoid: Collection[str] = (), request: RequestSize = DEFAULT_SIZE
@@ -336,7 +339,7 @@ class Pipelines:
 
     def _load(self, n_asking: int) -> Load:
         """`n_asking` of the active requests are the one that asks."""
-        return Load(max(0, self._n_active - n_asking) + self._sessions.n_for_others())
+        return Load(max(0, len(self._own) - n_asking) + self._sessions.n_for_others())
 
     def _start_session(self, session: Session) -> None:
         if self._nursery is None:

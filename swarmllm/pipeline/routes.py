@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from swarmllm.models.catalogue import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.assembly import assemble, plan_route
-from swarmllm.pipeline.circumstances import Load, circumstances, workload
+from swarmllm.pipeline.circumstances import Links, Load, circumstances, workload
 from swarmllm.pipeline.compute import Compute
 from swarmllm.scheduling.cost import Circumstances
 from swarmllm.scheduling.observation import Observations
@@ -82,7 +82,15 @@ class Routes:
             workload(entry.manifest, size.n_prompt_tokens, size.n_output_tokens),
             node_ids,
             {node_id: record.capability for node_id, record in records.items() if record is not None},
-            {peer.node_id: peer.rtt_s for peer in self._router.peers() if peer.rtt_s is not None},
+            self._links(),
             self._observations,
             load,
+        )
+
+    def _links(self) -> Links:
+        peers = self._router.peers()
+        return Links(
+            {peer.node_id: peer.rtt_s for peer in peers if peer.rtt_s is not None},
+            {peer.node_id: peer.bytes_per_s for peer in peers if peer.bytes_per_s},
+            self._observations.coordinate,
         )

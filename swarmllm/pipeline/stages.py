@@ -18,6 +18,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.job import RequestView
+from swarmllm.pipeline.occupancy import Held
 from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.walker import OriginSide, RequestContext
@@ -113,6 +114,13 @@ class Sessions:
             session.view.origin != node_id and model_id in (None, session.context.model.model_id)
             for session in self.by_request.values()
         )
+
+    def held_for_others(self) -> list[Held]:
+        return [
+            Held(context.model.model_id, context.n_prompt_tokens, context.sampling.max_tokens)
+            for context in (session.context for session in self.by_request.values())
+            if context.view.origin != self.router.node_id
+        ]
 
     async def _accept(self, sender: str, assignment: PipelineAssignment) -> None:
         if assignment.origin != sender or sender == self.router.node_id:

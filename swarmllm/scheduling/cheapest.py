@@ -18,13 +18,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.scheduling.cost import Circumstances, CostTable, Seconds
+from swarmllm.scheduling.cost import Circumstances, CostTable, Indices, Seconds
 from swarmllm.scheduling.route import MAX_STAGES, RouteStage, choose_route, usable
-
-Indices = NDArray[np.intp]
 
 
 def cheapest_route(
@@ -99,7 +96,7 @@ class _Search:
             if at and ending[at]
         ]
         self._hops = [
-            self._costs.hop[np.ix_(self._node[departing], self._node[arriving])]
+            self._costs.hop(self._node[arriving], self._node[departing])
             for arriving, departing in self._joints
         ]
 
@@ -123,9 +120,11 @@ class _Search:
         onward[self._last] = self._compute[self._last] + self._costs.exit[self._node[self._last]]
         for (arriving, departing), hop in zip(reversed(self._joints), reversed(self._hops), strict=True):
             onward[arriving] = self._compute[arriving] + (hop + onward[departing, None]).min(axis=0)
-        bounds = np.full(len(self._costs.layer), np.inf)
+        bounds: Seconds = np.full(len(self._costs.layer), np.inf)
         np.minimum.at(bounds, self._node[self._first], onward[self._first])
-        closing: Seconds = self._costs.closing[np.unique(self._node[self._last])].min(axis=0)
+        firsts = np.unique(self._node[self._first])
+        closing: Seconds = np.full(len(self._costs.layer), np.inf)
+        closing[firsts] = self._costs.closing(np.unique(self._node[self._last]), firsts).min(axis=1)
         # A bound and the cost it bounds add the same numbers in another order.
         return (bounds + closing + self._costs.entry) * (1 - 1e-12)
 
@@ -140,7 +139,8 @@ class _Search:
             cost[departing] = ways[np.arange(len(departing)), chosen] + self._compute[departing]
             before[departing] = arriving[chosen]
         nodes = self._node[self._last]
-        rings = cost[self._last] + self._costs.closing[nodes, first] + self._costs.exit[nodes]
+        closing = self._costs.closing(nodes, np.array([first], np.intp))[0]
+        rings = cost[self._last] + closing + self._costs.exit[nodes]
         at = int(rings.argmin())
         path = [int(self._last[at])]
         while before[path[-1]] >= 0:

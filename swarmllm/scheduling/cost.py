@@ -7,28 +7,32 @@
   + closing hop  answer rows x the same latency, last stage to first: the token goes back without its bytes
   + exit         the last token's way to the origin; earlier ones travel while the next are computed
 
-Latency is between the two ends of each hop, never from the origin to each. Pairs that nobody has measured
-are taken to be as far apart as the farther of the two is from the origin: it lies between the bounds of the
-triangle, so a wrong guess is off by at most the nearer one's distance.
+Latency is between the two ends of each hop, never from the origin to each. For a pair that nobody has
+measured the network coordinates of the two predict it, where both are sure of theirs; else the two are taken
+to be as far apart as the farther of them is from the origin: it lies between the bounds of the triangle, so a
+wrong guess is off by at most the nearer one's distance.
 
-What is assumed rather than measured has a name below. Bandwidth is one of them: the router counts bytes, not
-how long they took.
+What is assumed where nothing was measured has a name below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from swarmllm.scheduling.coordinates import DIMENSIONS, Coordinate, predicted_rtt_s
+
 Seconds = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
 HOP_HANDLING_S = 0.0005
 """Framing, queues and a worker's turn, per job and hop."""
 LINK_BYTES_PER_S = 125e6
-"""1 Gbit/s between any two nodes."""
+"""1 Gbit/s between two nodes that have never moved much between them."""
 UNMEASURED_RTT_S = 0.1
 """To a peer whose round trip is not known yet: far enough not to be preferred for that."""
 STAGE_TIE_S = 1e-9
@@ -73,16 +77,34 @@ class Circumstances:
     """From the origin, by node id."""
     pair_rtt_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Between two other nodes, as one of them reports it; the smaller where both do and differ."""
+    coordinates: Mapping[str, Coordinate] = field(default_factory=dict)
+    origin_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    pair_bytes_per_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """As `pair_rtt_s`; the larger where both report."""
 
     def rtt_s(self, a: str, b: str) -> float:
         if a == b:
             return 0.0
         if self.origin in (a, b):
-            return self.origin_rtt_s.get(b if a == self.origin else a, UNMEASURED_RTT_S)
-        reported = [
-            rtt for rtt in (self.pair_rtt_s.get((a, b)), self.pair_rtt_s.get((b, a))) if rtt is not None
-        ]
-        return min(reported) if reported else max(self.rtt_s(self.origin, a), self.rtt_s(self.origin, b))
+            measured = self.origin_rtt_s.get(b if a == self.origin else a)
+            reported = [] if measured is None else [measured]
+        else:
+            pairs = (self.pair_rtt_s.get((a, b)), self.pair_rtt_s.get((b, a)))
+            reported = [rtt for rtt in pairs if rtt is not None]
+        if reported:
+            return min(reported)
+        here, there = self.coordinates.get(a), self.coordinates.get(b)
+        if here is not None and there is not None and here.is_settled and there.is_settled:
+            return predicted_rtt_s(here, there)
+        if self.origin in (a, b):
+            return UNMEASURED_RTT_S
+        return max(self.rtt_s(self.origin, a), self.rtt_s(self.origin, b))
+
+    def bytes_per_s(self, a: str, b: str) -> float:
+        if self.origin in (a, b):
+            return self.origin_bytes_per_s.get(b if a == self.origin else a, LINK_BYTES_PER_S)
+        pairs = (self.pair_bytes_per_s.get((a, b), 0.0), self.pair_bytes_per_s.get((b, a), 0.0))
+        return max(pairs) or LINK_BYTES_PER_S
 
     def layer_s(self, node_id: str) -> float:
         """One layer of this node, for the whole request."""
@@ -95,7 +117,7 @@ class Circumstances:
             return 0.0
         work = self.workload
         n_bytes = (work.n_prompt_tokens + work.n_output_tokens) * work.row_bytes
-        return self._latency_s(a, b) + n_bytes / LINK_BYTES_PER_S + STAGE_TIE_S
+        return self._latency_s(a, b) + n_bytes / self.bytes_per_s(a, b) + STAGE_TIE_S
 
     def closing_s(self, last: str, first: str) -> float:
         return 0.0 if last == first else self._latency_s(last, first)
@@ -104,7 +126,8 @@ class Circumstances:
         if first == self.origin:
             return 0.0
         n_bytes = self.workload.n_prompt_tokens * self.workload.row_bytes
-        return self.rtt_s(self.origin, first) / 2 + HOP_HANDLING_S + n_bytes / LINK_BYTES_PER_S
+        bytes_per_s = self.bytes_per_s(self.origin, first)
+        return self.rtt_s(self.origin, first) / 2 + HOP_HANDLING_S + n_bytes / bytes_per_s
 
     def exit_s(self, last: str) -> float:
         return 0.0 if last == self.origin else self.rtt_s(last, self.origin) / 2 + HOP_HANDLING_S
@@ -114,23 +137,80 @@ class Circumstances:
 
 
 class CostTable:
-    """The same costs as arrays over `node_ids`, for the search: [n] and [n, n]."""
+    """The same costs as arrays over `node_ids`, for the search. What lies between two nodes is worked out for
+    the pairs that a search asks for: of a thousand nodes, most pairs never meet at a boundary."""
 
     def __init__(self, circumstances: Circumstances, node_ids: Sequence[str]) -> None:
-        known = circumstances
-        work = known.workload
-        index = {node_id: i for i, node_id in enumerate(node_ids)}
-        rtt = np.array([known.rtt_s(known.origin, node_id) for node_id in node_ids], np.float64)
-        pairs: Seconds = np.maximum(rtt[:, None], rtt[None, :])
-        for a, b in known.pair_rtt_s:
-            if a in index and b in index and known.origin not in (a, b):
-                pairs[index[a], index[b]] = pairs[index[b], index[a]] = known.rtt_s(a, b)
-        latency: Seconds = work.n_output_tokens * (pairs / 2 + HOP_HANDLING_S)
-        n_bytes = (work.n_prompt_tokens + work.n_output_tokens) * work.row_bytes
-        self.hop: Seconds = latency + (n_bytes / LINK_BYTES_PER_S + STAGE_TIE_S)
-        self.closing = latency
-        np.fill_diagonal(self.hop, 0.0)
-        np.fill_diagonal(self.closing, 0.0)
+        self._known = known = circumstances
+        self._index = {node_id: i for i, node_id in enumerate(node_ids)}
+        self._origin = self._index.get(known.origin, -1)
+        self._rtt: Seconds = np.array([known.rtt_s(known.origin, node_id) for node_id in node_ids])
+        places = [known.coordinates.get(node_id) for node_id in node_ids]
+        self._settled = np.array([place is not None and place.is_settled for place in places], np.bool_)
+        nowhere = Coordinate()
+        self._position: Seconds = np.array([(place or nowhere).position_s for place in places])
+        self._position.shape = (len(node_ids), DIMENSIONS)
+        self._height: Seconds = np.array([(place or nowhere).height_s for place in places])
         self.layer: Seconds = np.array([known.layer_s(node_id) for node_id in node_ids], np.float64)
         self.entry: Seconds = np.array([known.entry_s(node_id) for node_id in node_ids], np.float64)
         self.exit: Seconds = np.array([known.exit_s(node_id) for node_id in node_ids], np.float64)
+
+    def hop(self, senders: Indices, receivers: Indices) -> Seconds:
+        """[n_receivers, n_senders]"""
+        work = self._known.workload
+        n_bytes = (work.n_prompt_tokens + work.n_output_tokens) * work.row_bytes
+        hops: Seconds = self._latency(senders, receivers) + (n_bytes * self._slowness(senders, receivers))
+        return np.where(receivers[:, None] == senders[None, :], 0.0, hops + STAGE_TIE_S)
+
+    def closing(self, senders: Indices, receivers: Indices) -> Seconds:
+        """[n_receivers, n_senders]"""
+        return np.where(receivers[:, None] == senders[None, :], 0.0, self._latency(senders, receivers))
+
+    def _latency(self, senders: Indices, receivers: Indices) -> Seconds:
+        rows, columns = receivers[:, None], senders[None, :]
+        rtt: Seconds = np.maximum(self._rtt[rows], self._rtt[columns])
+        if self._settled.any():
+            apart = self._position[receivers][:, None, :] - self._position[senders][None, :, :]
+            heights = self._height[rows] + self._height[columns]
+            predicted = np.sqrt((apart * apart).sum(axis=2)) + heights
+            rtt = np.where(self._settled[rows] & self._settled[columns], predicted, rtt)
+        if self._known.pair_rtt_s:
+            is_measured, measured = self._measured_rtt
+            rtt = np.where(is_measured[rows, columns], measured[rows, columns], rtt)
+        if self._origin >= 0:
+            rtt = np.where(rows == self._origin, self._rtt[columns], rtt)
+            rtt = np.where(columns == self._origin, self._rtt[rows], rtt)
+        return self._known.workload.n_output_tokens * (rtt / 2 + HOP_HANDLING_S)
+
+    def _slowness(self, senders: Indices, receivers: Indices) -> Seconds | float:
+        """Seconds per byte."""
+        if not self._known.pair_bytes_per_s and not self._known.origin_bytes_per_s:
+            return 1 / LINK_BYTES_PER_S
+        return self._measured_slowness[receivers[:, None], senders[None, :]]
+
+    @cached_property
+    def _measured_rtt(self) -> tuple[NDArray[np.bool_], Seconds]:
+        n = len(self._index)
+        is_measured, measured = np.zeros((n, n), np.bool_), np.zeros((n, n))
+        for (a, b), rtt in self._known.pair_rtt_s.items():
+            here, there = self._index.get(a), self._index.get(b)
+            if here is None or there is None:
+                continue
+            back = self._known.pair_rtt_s.get((b, a))
+            measured[here, there] = measured[there, here] = rtt if back is None else min(rtt, back)
+            is_measured[here, there] = is_measured[there, here] = True
+        return is_measured, measured
+
+    @cached_property
+    def _measured_slowness(self) -> Seconds:
+        n, origin = len(self._index), self._origin
+        slowness = np.full((n, n), 1 / LINK_BYTES_PER_S)
+        for a, b in self._known.pair_bytes_per_s:
+            here, there = self._index.get(a), self._index.get(b)
+            if here is not None and there is not None and origin not in (here, there):
+                slowness[here, there] = slowness[there, here] = 1 / self._known.bytes_per_s(a, b)
+        for node_id in self._known.origin_bytes_per_s if origin >= 0 else ():
+            if (there := self._index.get(node_id)) is not None:
+                seconds = 1 / self._known.bytes_per_s(self._known.origin, node_id)
+                slowness[origin, there] = slowness[there, origin] = seconds
+        return slowness

@@ -17,6 +17,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
+from swarmllm.scheduling.coordinates import Coordinate
+
 EMA_ALPHA = 0.2
 MAX_MODELS = 32
 """As many as a node's record carries; the model that ran longest ago is forgotten first."""
@@ -50,6 +52,7 @@ class Observations:
         self._by_model: OrderedDict[str, Latency] = OrderedDict()
         self.machine = MachineSpeed()
         """Unknown until somebody has measured it."""
+        self.coordinate = Coordinate()
 
     def __repr__(self) -> str:
         return f"<Observations models={len(self._by_model)}>"

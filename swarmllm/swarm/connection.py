@@ -32,6 +32,7 @@ import msgspec
 import trio
 
 from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.throughput import Throughput
 from swarmllm.swarm.wire import Wire, WireClosed
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder, encode_frame
@@ -88,6 +89,7 @@ class Connection:
         self.rtt_s: float | None = None
         self.n_bytes_sent = 0
         self.n_bytes_received = 0
+        self.throughput = Throughput()
         self._wire = wire
         self._receive = receive
         self._queue: deque[_Outgoing] = deque()
@@ -224,7 +226,11 @@ class Connection:
             chunk = await self._wire.receive()
             self._heard_at_s = trio.current_time()
             self.n_bytes_received += len(chunk)
-            for frame in self._decoder.feed(chunk):
+            self.throughput.arrived(len(chunk), self._heard_at_s)
+            frames = self._decoder.feed(chunk)
+            if frames:
+                self.throughput.message_ended(self._heard_at_s)
+            for frame in frames:
                 await self._take(frame)
             n_chunks += 1
             if n_chunks % _CHUNKS_PER_TURN == 0:

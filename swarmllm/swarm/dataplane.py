@@ -64,6 +64,7 @@ class LinkStatus:
     rtt_s: float | None
     n_bytes_sent: int
     n_bytes_received: int
+    bytes_per_s: float | None = None
 
 
 async def open_listeners(listen_host: str, port: int) -> Sequence[trio.SocketListener]:
@@ -145,6 +146,7 @@ class DataPlane:
             used.rtt_s if used else None,
             neighbour.n_bytes_sent + sum(c.n_bytes_sent for c in neighbour.connections),
             neighbour.n_bytes_received + sum(c.n_bytes_received for c in neighbour.connections),
+            used.throughput.bytes_per_s if used else None,
         )
 
     def forgive(self, node_id: str) -> None:

@@ -220,6 +220,7 @@ class Libp2pRouter:
             node_id=node_id,
             addresses=envelope.addresses if envelope else (),
             rtt_s=link.rtt_s,
+            bytes_per_s=link.bytes_per_s,
             data_plane=link.kind,
             bytes_sent=link.n_bytes_sent,
             bytes_received=link.n_bytes_received,

@@ -15,6 +15,7 @@ on their way; where a link is cut they go round it, as gossip would.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -184,6 +185,7 @@ class InMemoryRouter:
             addresses=self._network.router(node_id).addresses,
             rtt_s=self._network.quality(self._node_id, node_id).latency_s
             + self._network.quality(node_id, self._node_id).latency_s,
+            bytes_per_s=_finite(self._network.quality(node_id, self._node_id).bytes_per_s),
             data_plane="memory",
             bytes_sent=there.n_bytes if there else 0,
             bytes_received=back.n_bytes if back else 0,
@@ -346,3 +348,7 @@ class InMemoryNetwork:
 
     def _is_up(self, a: str, b: str) -> bool:
         return frozenset((a, b)) not in self._cuts
+
+
+def _finite(bytes_per_s: float) -> float | None:
+    return bytes_per_s if math.isfinite(bytes_per_s) else None

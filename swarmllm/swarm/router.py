@@ -37,6 +37,8 @@ class PeerInfo:
     node_id: str
     addresses: tuple[str, ...] = ()
     rtt_s: float | None = None
+    bytes_per_s: float | None = None
+    """Of large messages from there; None: none has come yet."""
     data_plane: Literal["direct", "libp2p", "memory", "none"] = "none"
     bytes_sent: int = 0
     bytes_received: int = 0

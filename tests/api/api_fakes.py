@@ -23,6 +23,7 @@ from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store, merge, subtract
 from swarmllm.node import Node
 from swarmllm.pipeline.generation import GeneratedText, StageReport, Timings
+from swarmllm.pipeline.occupancy import Room
 from swarmllm.pipeline.pipelines import PipelineStatistics
 from swarmllm.pipeline.prompt import Prompt
 from swarmllm.pipeline.routes import RequestSize
@@ -116,6 +117,9 @@ class FakePipelines:
 
     def statistics(self) -> PipelineStatistics:
         return PipelineStatistics(generations=len(self.calls))
+
+    def room(self) -> Room:
+        return Room(8, 8, 4096)
 
     def plan(self, entry: CatalogueEntry, size: RequestSize) -> Plan:
         """A real plan for made-up nodes."""

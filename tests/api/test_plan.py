@@ -17,7 +17,7 @@ from swarmllm.pipeline.routes import RequestSize
 from swarmllm.scheduling.observation import MachineSpeed
 from swarmllm.scheduling.plan import Plan
 from swarmllm_proto.codec import decode_record
-from swarmllm_proto.swarm import NodeCapability, ObservedLatency, ObservedRtt
+from swarmllm_proto.swarm import NodeCapability, ObservedLatency, ObservedLink
 
 MODEL_ID = "ab" * 32
 
@@ -76,7 +76,7 @@ async def test_no_model_and_no_route_have_their_own_status(tmp_path: Path) -> No
 def capability(decode_s: float = 0.001, rtt_s: float = 0.02, **counts: int) -> NodeCapability:
     return NodeCapability(
         observed_latencies=(ObservedLatency(model_id=MODEL_ID, decode_s=decode_s),),
-        observed_rtts=(ObservedRtt(node_id="b", rtt_s=rtt_s),),
+        observed_links=(ObservedLink(node_id="b", rtt_s=rtt_s),),
         **counts,
     )
 

@@ -11,16 +11,18 @@ import trio
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard, TensorEntry
-from swarmllm.pipeline.circumstances import Load, circumstances, workload
+from swarmllm.pipeline.circumstances import Links, Load, circumstances, workload
 from swarmllm.pipeline.observed import ObservedCompute
+from swarmllm.pipeline.occupancy import Held, Room, room_left
 from swarmllm.pipeline.prompt import Prompt
 from swarmllm.pipeline.routes import RequestSize
-from swarmllm.scheduling.cost import Circumstances
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.scheduling.cost import LINK_BYTES_PER_S, UNMEASURED_RTT_S, Circumstances
 from swarmllm.scheduling.observation import MachineSpeed, Observations
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import NodeCapability, ObservedLatency, ObservedRtt
+from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, ObservedLatency, ObservedLink
 
 from .fakes import FakePool, fake_entry, open_swarm
 
@@ -56,7 +58,7 @@ def believed(
         workload(model, 10, 20),
         ["o", *capabilities],
         capabilities,
-        {"a": 0.01},
+        Links({"a": 0.01}),
         observations or Observations(),
         load or Load(),
     )
@@ -108,10 +110,10 @@ def test_load_and_full_nodes_are_seen() -> None:
 
 def test_round_trips_between_others_are_theirs_to_tell_and_ours_are_not() -> None:
     told = NodeCapability(
-        observed_rtts=(
-            ObservedRtt(node_id="b", rtt_s=0.02),
-            ObservedRtt(node_id="o", rtt_s=9.0),
-            ObservedRtt(node_id="stranger", rtt_s=0.01),
+        observed_links=(
+            ObservedLink(node_id="b", rtt_s=0.02),
+            ObservedLink(node_id="o", rtt_s=9.0),
+            ObservedLink(node_id="stranger", rtt_s=0.01),
         )
     )
     known = believed({"a": told, "b": NodeCapability()})
@@ -180,3 +182,39 @@ async def test_a_request_goes_where_the_gossip_says_it_is_quicker() -> None:
             assert [stage.node_id for stage in generation.route] == ["c"]
             async for _ in generation:
                 pass
+
+
+def test_a_node_without_a_slot_or_without_kv_for_this_request_is_full() -> None:
+    """The request has 10 + 20 tokens."""
+    room = {"slots": 8, "free_slots": 1, "free_kv_tokens": 30}
+    speeds = believed(
+        {
+            "a": NodeCapability(**room),
+            "b": NodeCapability(**room | {"free_slots": 0}),
+            "c": NodeCapability(**room | {"free_kv_tokens": 29}),
+            "d": NodeCapability(),
+        }
+    ).speeds
+    assert [speeds[name].is_full for name in "abcd"] == [False, True, True, False]
+
+
+def test_what_runs_here_takes_slots_and_the_kv_it_may_need() -> None:
+    settings = PipelineSettings(n_ctx=4096, max_requests_per_model=4)
+    held = [Held("x", 1000, 10**6), Held("x", 100, 20), Held("y", 2000, 20)]
+    assert room_left(held, settings) == Room(4, 2, 4096 - 2020)
+    assert room_left([], settings) == Room(4, 4, 4096)
+    assert room_left([Held("x", 4000, 200)] * 5, settings) == Room(4, 0, 0)
+
+
+def test_coordinates_and_bandwidth_reach_the_route() -> None:
+    def at(x_s: float, error: float = 0.1) -> NodeCapability:
+        place = NetworkCoordinate(position_s=(x_s, 0.0, 0.0), height_s=0.001, error=error)
+        link = ObservedLink(node_id="b", rtt_s=0.03, bytes_per_s=2e6)
+        return NodeCapability(coordinate=place, observed_links=(link,) if x_s == 0.5 else ())
+
+    known = believed({"a": at(0.0), "b": at(0.1), "c": at(0.2, error=1.0), "d": at(0.5)})
+    assert known.rtt_s("a", "b") == pytest.approx(0.102)
+    assert known.rtt_s("c", "a") == UNMEASURED_RTT_S  # c is not sure of its place
+    assert known.rtt_s("b", "d") == 0.03
+    assert known.bytes_per_s("b", "d") == 2e6
+    assert known.bytes_per_s("a", "b") == LINK_BYTES_PER_S

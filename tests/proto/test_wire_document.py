@@ -31,7 +31,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *get_args(ipc.AnyDaemonMessage),
     *get_args(ipc.AnyWorkerMessage),
     *(swarm.NodeRecord, swarm.ShardAnnounce, swarm.NodeCapability),
-    *(swarm.ObservedLatency, swarm.ObservedRtt),
+    *(swarm.ObservedLatency, swarm.ObservedLink, swarm.NetworkCoordinate),
     *(swarm.PipelineAssignment, swarm.Stage, swarm.PipelineAck, swarm.StageTiming),
     *(swarm.FileAnnounce, swarm.FetchPiece, swarm.Piece, swarm.Outline),
     *get_args(swarm.JobMessage),

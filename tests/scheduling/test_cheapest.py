@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
+from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import (
     HOP_HANDLING_S,
-    LINK_BYTES_PER_S,
     Circumstances,
     NodeSpeed,
     Workload,
@@ -47,8 +47,15 @@ def random_case(rng: random.Random) -> tuple[Holders, Circumstances, int]:
         },
         {node_id: rng.choice([0.0, 0.001, 0.02, 0.2]) for node_id in others if rng.random() < 0.9},
         {pair: rng.choice([0.0, 0.001, 0.02, 0.2]) for pair in pairs},
+        {node_id: random_place(rng) for node_id in node_ids if rng.random() < 0.5},
+        {node_id: rng.choice([1e6, 1e9]) for node_id in others if rng.random() < 0.3},
+        {pair: rng.choice([1e6, 1e9]) for pair in pairs if rng.random() < 0.3},
     )
     return held, circumstances, rng.choice([0, 1, 1, 1, 2, 3])
+
+
+def random_place(rng: random.Random) -> Coordinate:
+    return Coordinate((rng.uniform(0, 0.1), 0.0, rng.uniform(0, 0.1)), 0.001, rng.choice([0.1, 1.0]))
 
 
 def every_route(held: Holders, start: int = 0) -> Iterator[list[tuple[str, LayerRange]]]:
@@ -73,12 +80,12 @@ def felt_s(segments: Segments, known: Circumstances) -> float:
     rows = work.n_prompt_tokens + work.n_output_tokens
     for a, b in itertools.pairwise(nodes):
         total_s += work.n_output_tokens * (known.rtt_s(a, b) / 2 + HOP_HANDLING_S)
-        total_s += rows * work.row_bytes / LINK_BYTES_PER_S
+        total_s += rows * work.row_bytes / known.bytes_per_s(a, b)
     if nodes[0] != nodes[-1]:
         total_s += work.n_output_tokens * (known.rtt_s(nodes[-1], nodes[0]) / 2 + HOP_HANDLING_S)
     if nodes[0] != known.origin:
         total_s += known.rtt_s(known.origin, nodes[0]) / 2 + HOP_HANDLING_S
-        total_s += work.n_prompt_tokens * work.row_bytes / LINK_BYTES_PER_S
+        total_s += work.n_prompt_tokens * work.row_bytes / known.bytes_per_s(known.origin, nodes[0])
     if nodes[-1] != known.origin:
         total_s += known.rtt_s(nodes[-1], known.origin) / 2 + HOP_HANDLING_S
     return total_s

@@ -1,0 +1,54 @@
+"""Which requests hold KV on this node, and how much is left for one more.
+
+A request holds a slot of its model's worker, and cells for its prompt and for as much of its answer as is
+expected: reserving all that it may say would make a node look full that is not. Other nodes read the result
+in this node's record; the worker itself remains the one that refuses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from swarmllm.pipeline.settings import PipelineSettings
+
+EXPECTED_OUTPUT_TOKENS = 256
+"""What a route is chosen for, where a request allows more: few answers use all they may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """By one request."""
+
+    model_id: str
+    n_prompt_tokens: int
+    max_tokens: int
+
+    @property
+    def n_kv_tokens(self) -> int:
+        return self.n_prompt_tokens + min(self.max_tokens, EXPECTED_OUTPUT_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Of the model that has least left."""
+
+    slots: int = 0
+    free_slots: int = 0
+    free_kv_tokens: int = 0
+
+
+def room_left(held: Iterable[Held], settings: PipelineSettings) -> Room:
+    """What is left beside the requests that run."""
+    slots: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for request in held:
+        slots[request.model_id] += 1
+        tokens[request.model_id] += request.n_kv_tokens
+    n_slots = settings.max_requests_per_model
+    return Room(
+        slots=n_slots,
+        free_slots=max(0, n_slots - max(slots.values(), default=0)),
+        free_kv_tokens=max(0, settings.n_ctx - max(tokens.values(), default=0)),
+    )
