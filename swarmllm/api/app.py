@@ -14,13 +14,15 @@ from swarmllm.api.auth import Doorkeeper
 from swarmllm.api.chat import chat
 from swarmllm.api.completions import completions
 from swarmllm.api.connection import Connection
-from swarmllm.api.context import NODE, SETTINGS
+from swarmllm.api.context import NODE, SETTINGS, WORKS
 from swarmllm.api.errors import as_swarmllm_error, error_response, http_error_response
+from swarmllm.api.events import PULSE, Pulse, events
 from swarmllm.api.guard import check_host, check_origin
 from swarmllm.api.health import health
 from swarmllm.api.ollama import ollama
 from swarmllm.api.openapi import openapi
 from swarmllm.api.text_tools import text_tools
+from swarmllm.api.work import Works
 from swarmllm.config import Config
 from swarmllm.keys import KeyRing
 from swarmllm.node import Node
@@ -39,7 +41,9 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_S
     app.extensions[NODE] = node
     app.extensions[SETTINGS] = config
-    for blueprint in (chat, completions, text_tools, ollama, anthropic, admin, health, openapi):
+    works = app.extensions[WORKS] = Works()
+    app.extensions[PULSE] = Pulse(node, works)
+    for blueprint in (chat, completions, text_tools, ollama, anthropic, admin, events, health, openapi):
         app.register_blueprint(blueprint)
     allowed_hosts = frozenset(name.lower() for name in config.api.allowed_hosts)
 

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 REFRESH_EVERY_S = 1.0
 OPEN_PATHS = ("/health", "/health/ready")
 """For load balancers and service managers, which have no keys: they tell nothing but that."""
-ADMIN_PREFIX = "/api/admin/"
+ADMIN_PREFIXES = ("/api/admin/", "/api/events")
 
 
 class Unauthorized(InvalidRequest):
@@ -48,7 +48,7 @@ class Doorkeeper:
         key = self._ring.find(secret)
         if key is None:
             raise Unauthorized("This API key is not known here, or revoked.")
-        if request.path.startswith(ADMIN_PREFIX) and not key.is_admin:
+        if request.path.startswith(ADMIN_PREFIXES) and not key.is_admin:
             raise Forbidden(f"Key {key.name} may use models, not administer this node.")
         return True
 

@@ -6,12 +6,14 @@ from typing import cast
 
 from quart import current_app
 
+from swarmllm.api.work import Works
 from swarmllm.config import Config
 from swarmllm.errors import InvalidRequest
 from swarmllm.node import Node
 
 NODE = "swarmllm.node"
 SETTINGS = "swarmllm.config"
+WORKS = "swarmllm.works"
 
 
 def current_node() -> Node:
@@ -20,6 +22,10 @@ def current_node() -> Node:
 
 def current_config() -> Config:
     return cast(Config, current_app.extensions[SETTINGS])
+
+
+def current_works() -> Works:
+    return cast(Works, current_app.extensions[WORKS])
 
 
 async def model_or_only_one(name: str | None) -> str:

@@ -62,6 +62,7 @@ OPERATIONS = (
     Operation("get", "/health/ready", "What was to be loaded is loaded; 503 before"),
     Operation("get", "/metrics", "Numbers for Prometheus", answers=(TEXT,)),
     Operation("get", "/openapi.json", "This document"),
+    Operation("get", "/api/events", "What a dashboard shows, as it changes", answers=(EVENTS,)),
     Operation("get", "/api/admin/stats", "What the node is doing"),
     Operation("get", "/api/admin/peers", "The nodes it is connected to"),
     Operation(

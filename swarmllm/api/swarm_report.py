@@ -14,11 +14,11 @@ def swarm_object(generation: Generation) -> Json:
     tokens_per_s = n_decoded / timings.decode_s if n_decoded > 0 and timings.decode_s > 0 else None
     return {
         "shape": generation.shape,
-        "route": [_stage(stage) for stage in generation.route],
-        "queue_ms": _ms(timings.queue_s),
-        "tokenize_ms": _ms(timings.tokenize_s),
-        "prefill_ms": _ms(timings.prefill_s),
-        "decode_ms": _ms(timings.decode_s),
+        "route": [stage_json(stage) for stage in generation.route],
+        "queue_ms": milliseconds(timings.queue_s),
+        "tokenize_ms": milliseconds(timings.tokenize_s),
+        "prefill_ms": milliseconds(timings.prefill_s),
+        "decode_ms": milliseconds(timings.decode_s),
         "decode_tokens_per_s": None if tokens_per_s is None else round(tokens_per_s, 1),
     }
 
@@ -41,20 +41,20 @@ def _server_timing(generation: Generation) -> str:
         n_decoded = max(0, generation.n_generated - 1)
         known["decode"] = timings.decode_s
         known["network"] = n_decoded * sum(stage.network_s for stage in generation.route)
-    return ", ".join(f"{name};dur={_ms(seconds)}" for name, seconds in known.items())
+    return ", ".join(f"{name};dur={milliseconds(seconds)}" for name, seconds in known.items())
 
 
-def _stage(stage: StageReport) -> Json:
+def stage_json(stage: StageReport) -> Json:
     return {
         "node": stage.node_id,
         "nickname": stage.nickname,
         "layers": str(stage.layers),
-        "compute_ms_per_token": _ms(stage.compute_s),
-        "overhead_ms_per_token": _ms(stage.overhead_s),
-        "network_ms_per_token": _ms(stage.network_s),
-        "prefill_ms": _ms(stage.prefill_s),
+        "compute_ms_per_token": milliseconds(stage.compute_s),
+        "overhead_ms_per_token": milliseconds(stage.overhead_s),
+        "network_ms_per_token": milliseconds(stage.network_s),
+        "prefill_ms": milliseconds(stage.prefill_s),
     }
 
 
-def _ms(seconds: float) -> float:
+def milliseconds(seconds: float) -> float:
     return round(seconds * 1000, 3)

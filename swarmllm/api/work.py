@@ -7,7 +7,7 @@ counts, so a reader that is slower than the work skips some and never holds it u
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import trio
 
@@ -15,6 +15,7 @@ from swarmllm.api.errors import as_swarmllm_error
 from swarmllm.errors import SwarmLLMError
 
 T = TypeVar("T")
+WorkKind = Literal["add", "load", "verify"]
 Report = Callable[..., None]
 """(done_bytes, total_bytes, phase=""), where the work has several."""
 
@@ -22,15 +23,27 @@ Report = Callable[..., None]
 class Work(Generic[T]):
     """`async for done_bytes, total_bytes, phase in work`; then `result` or `error` is set."""
 
-    def __init__(self, task: Callable[[Report], Awaitable[T]], *, from_thread: bool = False) -> None:
+    def __init__(
+        self,
+        task: Callable[[Report], Awaitable[T]],
+        *,
+        kind: WorkKind,
+        subject: str,
+        from_thread: bool = False,
+    ) -> None:
+        """`subject`: the name of the model that is worked on."""
+        self.kind = kind
+        self.subject = subject
+        self.latest = (0, 0, "")
+        """The last report, for whoever else looks on."""
+        self.result: T | None = None
+        self.error: SwarmLLMError | None = None
         self._task = task
         self._from_thread = from_thread
         self._scope = trio.CancelScope()
         self._news = trio.Event()
         self._progress: tuple[int, int, str] | None = None
         self._finished = False
-        self.result: T | None = None
-        self.error: SwarmLLMError | None = None
 
     async def run(self) -> None:
         report: Report = self._report
@@ -49,6 +62,10 @@ class Work(Generic[T]):
             self._finished = True
             self._news.set()
 
+    @property
+    def is_running(self) -> bool:
+        return not self._finished
+
     def stop(self) -> None:
         self._scope.cancel()
 
@@ -63,5 +80,18 @@ class Work(Generic[T]):
                 return
 
     def _report(self, done_bytes: int, total_bytes: int, phase: str = "") -> None:
-        self._progress = (done_bytes, total_bytes, phase)
+        self._progress = self.latest = (done_bytes, total_bytes, phase)
         self._news.set()
+
+
+class Works:
+    """What runs now, for those who look on without having asked for it."""
+
+    def __init__(self) -> None:
+        self._works: list[Work[Any]] = []
+
+    def add(self, work: Work[Any]) -> None:
+        self._works = [*self.running(), work]
+
+    def running(self) -> list[Work[Any]]:
+        return [work for work in self._works if work.is_running]

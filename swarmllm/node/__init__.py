@@ -6,6 +6,16 @@ from __future__ import annotations
 
 from swarmllm.node.admission import Admission
 from swarmllm.node.node import Node
+from swarmllm.node.requests import RequestView
 from swarmllm.node.views import HolderView, ModelView, PeerView, Readiness, RequestCounts
 
-__all__ = ["Admission", "HolderView", "ModelView", "Node", "PeerView", "Readiness", "RequestCounts"]
+__all__ = [
+    "Admission",
+    "HolderView",
+    "ModelView",
+    "Node",
+    "PeerView",
+    "Readiness",
+    "RequestCounts",
+    "RequestView",
+]

@@ -24,8 +24,9 @@ from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge, needed
 from swarmllm.node.admission import Admission
 from swarmllm.node.capability import describe
 from swarmllm.node.herald import Herald
-from swarmllm.node.metrics import Metrics, Outcome
-from swarmllm.node.request_words import account, check_layers
+from swarmllm.node.metrics import Metrics
+from swarmllm.node.request_words import check_layers
+from swarmllm.node.requests import Requests
 from swarmllm.node.texts import Texts
 from swarmllm.node.views import HolderView, ModelView, PeerView, Readiness, RequestCounts
 from swarmllm.pipeline.generation import Generation
@@ -71,7 +72,6 @@ class Node:
     ) -> None:
         inference = config.inference
         self.nickname = config.nickname
-        self.counts = RequestCounts()
         # More would find no slot in a worker.
         n_running = min(inference.max_concurrent_requests, inference.n_slots)
         self.admission = Admission(n_running, inference.max_queued_requests, inference.queue_timeout_s)
@@ -96,11 +96,16 @@ class Node:
         self.started_at = self._herald.started_at
         self._readiness = Readiness("starting", "loading models")
         self.metrics = Metrics(self)
+        self.requests = Requests(self.metrics)
         self.texts = Texts(pool, self._as_origin)
 
     @property
     def node_id(self) -> str:
         return self._router.node_id
+
+    @property
+    def counts(self) -> RequestCounts:
+        return self.requests.counts
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -230,28 +235,21 @@ class Node:
         Leaving early cancels it on every node. Raises ModelNotFound, BadModel, Overloaded, NoPipeline,
         ContextFull, and what pipelines raise.
         """
-        since_s = trio.current_time()
         entry = await self._as_origin(model)
         # Pipelines shorten it to what the context leaves.
         sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens or MAX_TOKENS)
-        generation: Generation | None = None
-        outcome: Outcome = "completed"
+        request = self.requests.begin(entry.name)
         try:
-            async with (
-                self.admission.turn() as queue_s,
-                self._pipelines.generate(prompt, entry, sampling, queue_s=queue_s) as generation,
-            ):
-                self.metrics.first_token(entry.name, generation, trio.current_time() - since_s)
-                yield generation
+            async with self.admission.turn() as queue_s:
+                request.has_turn()
+                async with self._pipelines.generate(prompt, entry, sampling, queue_s=queue_s) as generation:
+                    request.first_token(generation)
+                    yield generation
         except BaseException as error:
-            outcome = "failed" if isinstance(error, Exception) else "cancelled"
+            request.failed(error)
             raise
         finally:
-            self.metrics.ended(entry.name, outcome, generation, trio.current_time() - since_s)
-            self.counts.count(outcome)
-            if generation is not None:
-                self.counts.generated_tokens += generation.n_generated
-                log.info("%s: %s", entry.name, account(generation))
+            request.end()
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the swarm informed of holdings, load and speed; started once it knows this node."""

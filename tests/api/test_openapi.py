@@ -12,7 +12,7 @@ import pytest
 from api_fakes import serve_node
 
 from swarmllm.api import create_app
-from swarmllm.api.openapi import OPERATIONS, openapi_document
+from swarmllm.api.openapi import EVENTS, OPERATIONS, openapi_document
 from swarmllm.config import Config
 from swarmllm.node import Node
 
@@ -76,7 +76,8 @@ async def test_handlers_take_the_bodies_it_describes(tmp_path: Path) -> None:
 async def test_endpoints_answer_with_the_content_types_it_names(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         for operation in OPERATIONS:
-            if operation.method == "get":
+            # A stream of events has no end; test_events reads it.
+            if operation.method == "get" and operation.answers != (EVENTS,):
                 path = operation.path.replace("{name}", "guide")
                 query = dict.fromkeys(operation.query, "guide") | dict.fromkeys(operation.numbers, "8")
                 answer = await stand.http.get(path, params=query)

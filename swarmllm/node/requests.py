@@ -1,0 +1,155 @@
+"""The requests of this node's users: those that run now, and the latest that have ended.
+
+One account per request feeds everybody who looks on: metrics and the log as it ends, the dashboard and
+`swarmllm top` while it runs. It says what was done where and how long that took, never what was said.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import trio
+
+from swarmllm.errors import InvalidRequest, SwarmLLMError
+from swarmllm.node.request_words import account
+from swarmllm.node.views import RequestCounts
+
+if TYPE_CHECKING:
+    from swarmllm.node.metrics import Metrics, Outcome
+    from swarmllm.pipeline.generation import Generation, StageReport
+
+log = logging.getLogger("swarmllm.node")
+
+RECENT_MAX = 50
+"""Ended requests that are remembered: what fits on a screen or two."""
+
+RequestState = Literal["queued", "prefill", "decode", "completed", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """One request at one moment; of one that has ended, as it ended."""
+
+    id: str
+    model: str
+    state: RequestState
+    started_at: float
+    """Seconds since the epoch."""
+    elapsed_s: float
+    queue_s: float
+    first_token_s: float | None
+    """From its arrival to its first token."""
+    n_prompt_tokens: int
+    n_cached_tokens: int
+    n_generated: int
+    tokens_per_s: float | None
+    """Of the decode: tokens after the first, per second."""
+    shape: str
+    route: tuple[StageReport, ...]
+    error: str
+
+
+class Request:
+    """One request's account; `Requests.begin` makes it."""
+
+    def __init__(self, requests: Requests, model: str) -> None:
+        self.id = uuid.uuid4().hex[:12]
+        self.model = model
+        self.state: RequestState = "queued"
+        self.generation: Generation | None = None
+        self._requests = requests
+        self._started_at = time.time()
+        self._since_s = trio.current_time()
+        self._turn_s: float | None = None
+        self._first_token_s: float | None = None
+        self._error = ""
+
+    def has_turn(self) -> None:
+        self.state = "prefill"
+        self._turn_s = trio.current_time() - self._since_s
+
+    def first_token(self, generation: Generation) -> None:
+        self.state = "decode"
+        self.generation = generation
+        self._first_token_s = trio.current_time() - self._since_s
+        self._requests.metrics.first_token(self.model, generation, self._first_token_s)
+
+    def failed(self, error: BaseException) -> None:
+        """Or cancelled, if that is what the error is."""
+        self.state = "failed" if isinstance(error, Exception) else "cancelled"
+        if isinstance(error, InvalidRequest):
+            # Its words may quote what was asked.
+            self._error = error.code
+        elif isinstance(error, SwarmLLMError):
+            self._error = error.message
+        elif isinstance(error, Exception):
+            self._error = "internal_error"
+
+    def end(self) -> None:
+        if self.state not in ("failed", "cancelled"):
+            self.state = "completed"
+        self._requests.ended(self, self.state, trio.current_time() - self._since_s)
+
+    def view(self) -> RequestView:
+        generation, elapsed_s = self.generation, trio.current_time() - self._since_s
+        decode_s = generation.timings.decode_s if generation else 0.0
+        n_decoded = generation.n_generated - 1 if generation else 0
+        return RequestView(
+            id=self.id,
+            model=self.model,
+            state=self.state,
+            started_at=self._started_at,
+            elapsed_s=elapsed_s,
+            queue_s=elapsed_s if self._turn_s is None else self._turn_s,
+            first_token_s=self._first_token_s,
+            n_prompt_tokens=generation.n_prompt_tokens if generation else 0,
+            n_cached_tokens=generation.n_cached_tokens if generation else 0,
+            n_generated=generation.n_generated if generation else 0,
+            tokens_per_s=n_decoded / decode_s if n_decoded > 0 and decode_s > 0 else None,
+            shape=generation.shape if generation else "",
+            route=generation.route if generation else (),
+            error=self._error,
+        )
+
+
+class Requests:
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self.counts = RequestCounts()
+        self._live: dict[str, Request] = {}
+        self._recent: deque[RequestView] = deque(maxlen=RECENT_MAX)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Since the start, those of unfinished answers included."""
+        return self.counts.generated_tokens + sum(
+            request.generation.n_generated for request in self._live.values() if request.generation
+        )
+
+    def live(self) -> tuple[RequestView, ...]:
+        """Those that wait or run, the oldest first."""
+        return tuple(request.view() for request in self._live.values())
+
+    def recent(self) -> tuple[RequestView, ...]:
+        """Those that have ended, the latest first."""
+        return tuple(self._recent)
+
+    def begin(self, model: str) -> Request:
+        request = Request(self, model)
+        self._live[request.id] = request
+        return request
+
+    def ended(self, request: Request, outcome: Outcome, elapsed_s: float) -> None:
+        generation = request.generation
+        del self._live[request.id]
+        self._recent.appendleft(request.view())
+        self.metrics.ended(request.model, outcome, generation, elapsed_s)
+        self.counts.count(outcome)
+        if generation is not None:
+            self.counts.generated_tokens += generation.n_generated
+            log.info("%s: %s", request.model, account(generation))
