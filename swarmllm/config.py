@@ -126,6 +126,10 @@ class InferenceTable:
     first_token_timeout_s: Seconds = _setting(
         120.0, "Longest wait for a pipeline's first token, and for each later one."
     )
+    failover_timeout_s: Annotated[float, Meta(ge=0, le=86400)] = _setting(
+        60.0,
+        "How long a stream whose pipeline broke waits for nodes that can go on with it; 0 ends it at once.",
+    )
     rr_ack_timeout_s: Seconds = _setting(10.0, "Longest wait until every stage has accepted its assignment.")
 
 

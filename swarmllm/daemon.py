@@ -236,6 +236,7 @@ def pipeline_settings(config: Config) -> PipelineSettings:
         prefill_chunk_tokens=inference.prefill_chunk_tokens,
         ack_timeout_s=inference.rr_ack_timeout_s,
         silence_timeout_s=inference.first_token_timeout_s,
+        failover_timeout_s=inference.failover_timeout_s,
         n_ctx=inference.n_ctx,
         max_requests_per_model=inference.n_slots,
     )

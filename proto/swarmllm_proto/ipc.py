@@ -24,6 +24,8 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 """Thirty years at most: keeps infinity out of sums and averages."""
 FinishReason = Literal["stop", "length", "cancelled"]
+GeneratedTokens = Annotated[tuple[TokenId, ...], Meta(max_length=2**19)]
+"""What a request has generated already, where another process goes on with it; at most 5 bytes each."""
 
 
 def require_layer_range(start: int, end: int) -> None:
@@ -164,7 +166,8 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     Where layers are recurrent only position 0 can be gone back to, anything else is an error too.
     want: "hidden" -> LayerResult with f32 [n, n_embd]; "none" -> LayerResult without tensor (prefill at the
     last stage); "token" -> Token sampled from the last row (needs the head). `sampling` must come with the
-    first "token".
+    first "token", and with it `generated`, where the request began elsewhere: the tokens between the prompt
+    and the one that is wanted.
     """
 
     request_id: RequestId
@@ -174,6 +177,7 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     want: Literal["hidden", "none", "token"]
     sampling: Sampling | None = None
     n_prompt_tokens: TokenCount = 0
+    generated: GeneratedTokens = ()
 
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)
@@ -185,6 +189,9 @@ class Generate(DaemonMessage, frozen=True, tag=True):
 
     request_id: RequestId
     sampling: Sampling = Sampling()
+    n_generated: TokenCount = 0
+    """The last so many tokens of the payload are not prompt: the request generated them elsewhere, and goes
+    on here with the next."""
 
 
 class CancelRequest(DaemonMessage, frozen=True, tag=True):

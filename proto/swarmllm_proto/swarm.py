@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from swarmllm_proto.ipc import (
     FinishReason,
+    GeneratedTokens,
     LayerIndex,
     Logprobs,
     Position,
@@ -161,6 +162,8 @@ class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stages: Annotated[tuple[Stage, ...], Meta(min_length=1, max_length=256)]
     n_prompt_tokens: TokenCount
     sampling: Sampling
+    generated: GeneratedTokens = ()
+    """By a pipeline that broke: this one goes on after them. Told to the last stage only."""
 
     def __post_init__(self) -> None:
         expected = 0

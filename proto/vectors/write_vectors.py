@@ -114,10 +114,15 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             want="token",
             sampling=SAMPLING,
             n_prompt_tokens=4,
+            generated=(15043, 2**31 - 1),
         ),
         tensor_bytes(TOKEN_IDS),
     ),
-    ("generate", ipc.Generate(id=9, request_id=REQUEST_ID, sampling=SAMPLING), tensor_bytes(TOKEN_IDS)),
+    (
+        "generate",
+        ipc.Generate(id=9, request_id=REQUEST_ID, sampling=SAMPLING, n_generated=2),
+        tensor_bytes(TOKEN_IDS),
+    ),
     ("cancel-request", ipc.CancelRequest(id=10, request_id=REQUEST_ID), b""),
     ("release-request-kv", ipc.ReleaseRequestKv(id=11, request_id=REQUEST_ID), b""),
     ("shutdown", ipc.Shutdown(id=12), b""),
@@ -265,6 +270,7 @@ REQUEST = swarm.PipelineAssignment(
     stages=(swarm.Stage(node_id=NODE_A, start=0, end=4), swarm.Stage(node_id=NODE_B, start=4, end=12)),
     n_prompt_tokens=130,
     sampling=SAMPLING,
+    generated=(15043, 2**31 - 1),
 )
 RESPONSE = swarm.PipelineAck(
     request_id=REQUEST_ID, accepted=False, reason="the model has 8 requests here already", busy=True

@@ -19,6 +19,7 @@ def swarm_object(generation: Generation) -> Json:
         "tokenize_ms": milliseconds(timings.tokenize_s),
         "prefill_ms": milliseconds(timings.prefill_s),
         "decode_ms": milliseconds(timings.decode_s),
+        "recoveries": generation.n_recoveries,
         "decode_tokens_per_s": None if tokens_per_s is None else round(tokens_per_s, 1),
     }
 

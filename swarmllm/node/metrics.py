@@ -109,6 +109,11 @@ FOREIGN = Definition(
 RETRIES = Definition(
     "swarmllm_pipeline_retries_total", "counter", "Requests started anew over another route."
 )
+RECOVERIES = Definition(
+    "swarmllm_streams_recovered_total",
+    "counter",
+    "Times that a stream went on over another pipeline after its own had broken.",
+)
 REPEATS = Definition("swarmllm_jobs_repeated_total", "counter", "Jobs repeated after they arrived damaged.")
 BAD = Definition("swarmllm_messages_bad_total", "counter", "Messages of other nodes that could not be read.")
 WEIGHTS = Definition("swarmllm_worker_weights_bytes", "gauge", "Weights that a worker holds.", ("model_id",))
@@ -206,6 +211,7 @@ class _NodeState(Collector):
             (SEGMENTS, pipelines.segments_served),
             (FOREIGN, pipelines.active_stage_requests),
             (RETRIES, pipelines.retries),
+            (RECOVERIES, pipelines.recoveries),
             (REPEATS, pipelines.repeats),
             (BAD, pipelines.messages_bad),
         ):

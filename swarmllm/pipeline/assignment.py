@@ -48,8 +48,9 @@ async def assign(
 
 async def _ask(router: Router, node_id: str, assignment: PipelineAssignment, timeout_s: float) -> None:
     if assignment.stages[-1].node_id != node_id:
-        # Only who samples needs to know how: stop strings may be quotes from the prompt.
-        assignment = msgspec.structs.replace(assignment, sampling=Sampling())
+        # Only who samples needs to know how, and what came before: stop strings may be quotes from the
+        # prompt.
+        assignment = msgspec.structs.replace(assignment, sampling=Sampling(), generated=())
     try:
         with trio.fail_after(timeout_s):
             body = await router.request(node_id, encode_request(assignment), timeout_s=timeout_s)

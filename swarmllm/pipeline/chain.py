@@ -68,7 +68,8 @@ class Chain:
         self.failure: Exception | None = None
         self.culprit: str | None = None
         """The node that failed, where that is known."""
-        self._tokens = TokenLog(len(prompt), context.sampling.max_tokens)
+        self._n_resumed = len(context.generated)
+        self._tokens = TokenLog(context.n_prompt_tokens, context.sampling.max_tokens, self._n_resumed)
         self._silence_timeout_s = silence_timeout_s
         self._names = nicknames
         self._on_repeat = on_repeat
@@ -93,15 +94,20 @@ class Chain:
 
     @property
     def prefill_s(self) -> float:
-        return self._first_s - self._started_s if self._tokens.n_received else 0.0
+        return self._first_s - self._started_s if self._has_begun else 0.0
 
     @property
     def decode_s(self) -> float:
-        return self._latest_s - self._first_s if self._tokens.n_received else 0.0
+        return self._latest_s - self._first_s if self._has_begun else 0.0
 
     @property
     def n_generated(self) -> int:
         return self._tokens.n_received
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether this pipeline has given a token."""
+        return self._tokens.n_received > self._n_resumed
 
     def start(self, session: Session) -> None:
         """All stages have accepted: let the first chunks go."""
@@ -176,7 +182,7 @@ class Chain:
         if not self._tokens.receive(message.index, message.token):
             return
         self._latest_s = trio.current_time()
-        if message.index == 0:
+        if message.index == self._n_resumed:
             self._first_s = self._latest_s
             self.account.add_prefill(message.timings)
         else:
@@ -226,8 +232,8 @@ class Chain:
             position,
             sender,
         )
-        if position < self.context.n_prompt_tokens:
-            if self._tokens.n_received:
+        if position < self.window.n_tokens:
+            if self._has_begun:
                 raise BrokenPromise(f"no job is under way at {position}")
             self.window.rewind(position)
             self._feed()

@@ -75,10 +75,17 @@ class Compute(Protocol):
         want: Literal["hidden", "none", "token"],
         sampling: Sampling | None = None,
         n_prompt_tokens: int = 0,
+        generated: tuple[int, ...] = (),
     ) -> ForwardResult: ...
 
     def generate(
-        self, model: ModelFile, *, request_id: str, tokens: Tensor, sampling: Sampling
+        self,
+        model: ModelFile,
+        *,
+        request_id: str,
+        tokens: Tensor,
+        sampling: Sampling,
+        n_generated: int = 0,
     ) -> AbstractAsyncContextManager[LocalGeneration]: ...
 
     async def cancel(self, model_id: str, request_id: str) -> None: ...

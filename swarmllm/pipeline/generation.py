@@ -112,7 +112,8 @@ class StageAccount:
 class Source(Protocol):
     """Where tokens come from: this node's worker, or a chain of stages."""
 
-    shape: Literal["local", "chain"]
+    @property
+    def shape(self) -> Literal["local", "chain"]: ...
 
     async def next(self) -> tuple[SampledToken, bytes]:
         """Not to be called after a token with a finish reason. Raises SwarmLLMError."""
@@ -134,12 +135,21 @@ class Source(Protocol):
     def n_cached_tokens(self) -> int: ...
 
 
+class LastingSource(Source, Protocol):
+    """Where tokens come from as long as there is anybody to make them."""
+
+    @property
+    def n_recoveries(self) -> int:
+        """How often another pipeline went on after a token."""
+        ...
+
+
 class Generation:
     """Iterate once for the text; everything else can be read at any time and grows with it."""
 
     def __init__(
         self,
-        source: Source,
+        source: LastingSource,
         first: tuple[SampledToken, bytes],
         *,
         request_id: str,
@@ -181,6 +191,11 @@ class Generation:
     def n_cached_tokens(self) -> int:
         """Of the prompt: not computed, because an earlier request began alike. Known at the end."""
         return self._source.n_cached_tokens
+
+    @property
+    def n_recoveries(self) -> int:
+        """How often another pipeline went on after one had broken."""
+        return self._source.n_recoveries
 
     @property
     def timings(self) -> Timings:

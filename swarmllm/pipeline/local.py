@@ -27,6 +27,7 @@ class LocalSource:
         self._nickname = nickname
         self._compute_s = 0.0
         self._n_tokens = 0
+        """Of this worker's own."""
         self._started_s = trio.current_time()
         self._first_s = 0.0
         self._latest_s = 0.0
@@ -51,7 +52,7 @@ class LocalSource:
 
     @property
     def n_generated(self) -> int:
-        return self._n_tokens
+        return len(self._context.generated) + self._n_tokens
 
     @property
     def n_cached_tokens(self) -> int:
@@ -85,6 +86,10 @@ async def open_local(
     compute: Compute, context: RequestContext, tokens: Tensor, nickname: str
 ) -> AsyncIterator[LocalSource]:
     async with compute.generate(
-        context.model, request_id=context.request_id, tokens=tokens, sampling=context.sampling
+        context.model,
+        request_id=context.request_id,
+        tokens=tokens,
+        sampling=context.sampling,
+        n_generated=len(context.generated),
     ) as generation:
         yield LocalSource(generation, context, nickname)

@@ -51,6 +51,7 @@ class ObservedCompute:
         want: Literal["hidden", "none", "token"],
         sampling: Sampling | None = None,
         n_prompt_tokens: int = 0,
+        generated: tuple[int, ...] = (),
     ) -> ForwardResult:
         result = await self._compute.forward(
             model,
@@ -61,6 +62,7 @@ class ObservedCompute:
             want=want,
             sampling=sampling,
             n_prompt_tokens=n_prompt_tokens,
+            generated=generated,
         )
         n_rows = len(tensor)
         phase: Literal["decode", "prefill"] = "decode" if n_rows == 1 else "prefill"
@@ -69,13 +71,19 @@ class ObservedCompute:
 
     @asynccontextmanager
     async def generate(
-        self, model: ModelFile, *, request_id: str, tokens: Tensor, sampling: Sampling
+        self,
+        model: ModelFile,
+        *,
+        request_id: str,
+        tokens: Tensor,
+        sampling: Sampling,
+        n_generated: int = 0,
     ) -> AsyncIterator[LocalGeneration]:
         n_layers = max((layers.end for layers in self.loaded(model.model_id)), default=0)
         async with self._compute.generate(
-            model, request_id=request_id, tokens=tokens, sampling=sampling
+            model, request_id=request_id, tokens=tokens, sampling=sampling, n_generated=n_generated
         ) as generation:
-            yield _ObservedGeneration(generation, self._observations, model.model_id, n_layers)
+            yield _ObservedGeneration(generation, self._observations, model.model_id, n_layers, n_generated)
 
     async def cancel(self, model_id: str, request_id: str) -> None:
         await self._compute.cancel(model_id, request_id)
@@ -83,12 +91,18 @@ class ObservedCompute:
 
 class _ObservedGeneration:
     def __init__(
-        self, generation: LocalGeneration, observations: Observations, model_id: str, n_layers: int
+        self,
+        generation: LocalGeneration,
+        observations: Observations,
+        model_id: str,
+        n_layers: int,
+        first_index: int,
     ) -> None:
         self._generation = generation
         self._observations = observations
         self._model_id = model_id
         self._n_layers = n_layers
+        self._first_index = first_index
 
     @property
     def done(self) -> GenerateDone | None:
@@ -97,11 +111,15 @@ class _ObservedGeneration:
     async def __aiter__(self) -> AsyncIterator[tuple[Token, bytes]]:
         async for token, piece in self._generation:
             # The first token's time belongs to the prompt.
-            if token.index:
+            if token.index > self._first_index:
                 self._observations.observe(self._model_id, "decode", token.compute_s, self._n_layers, 1)
             yield token, piece
         done = self._generation.done
         if done is not None and done.n_prompt_tokens > 1:
             self._observations.observe(
-                self._model_id, "prefill", done.prefill_s, self._n_layers, done.n_prompt_tokens
+                self._model_id,
+                "prefill",
+                done.prefill_s,
+                self._n_layers,
+                done.n_prompt_tokens + self._first_index,
             )

@@ -73,7 +73,7 @@ class PromptWindow:
 
 @dataclass(slots=True)
 class TokenLog:
-    """Tokens sampled so far, as the origin knows them."""
+    """Tokens sampled so far, as the origin knows them; those of an earlier pipeline count as received."""
 
     n_prompt_tokens: int
     max_tokens: int

@@ -2,39 +2,37 @@
 
 `generate` opens at the first token, not before: until then a failure is still a plain refusal with a
 status, and one more attempt may be made with whoever is alive now, without any client having seen a
-character. An attempt that failed is cleaned up completely before the next one starts, under another request
-id, so that nothing late can be mistaken.
+character. From then on a stream outlives its pipeline (see `lasting`). An attempt that failed is cleaned up
+before the next one starts, under another request id, so that nothing late can be mistaken.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import trio
 
-from swarmllm.errors import (
-    ContextFull,
-    InvalidRequest,
-    NoPipeline,
-    RemoteError,
-    SwarmLLMError,
-)
+from swarmllm.errors import ContextFull, InvalidRequest, SwarmLLMError
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.pipeline.assignment import assign
 from swarmllm.pipeline.chain import Chain
 from swarmllm.pipeline.circumstances import Load
-from swarmllm.pipeline.compute import Compute, SampledToken
+from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.generation import Generation, Source
+from swarmllm.pipeline.lasting import Lasting
 from swarmllm.pipeline.local import open_local
 from swarmllm.pipeline.observed import ObservedCompute
 from swarmllm.pipeline.occupancy import EXPECTED_OUTPUT_TOKENS, Held, Room, room_left
 from swarmllm.pipeline.prompt import Prompt
+from swarmllm.pipeline.recovery import Recovery
 from swarmllm.pipeline.routes import DEFAULT_SIZE, RequestSize, Routes
 from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
@@ -63,7 +61,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 2
 CLOSE_TIMEOUT_S = 1.0
 
 
@@ -76,6 +73,9 @@ class PipelineStatistics:
     """Requests of other nodes."""
     generations: int = 0
     retries: int = 0
+    """Further attempts before the first token."""
+    recoveries: int = 0
+    """Streams that went on over another pipeline."""
     repeats: int = 0
     """Jobs repeated after damage."""
     segments_served: int = 0
@@ -111,6 +111,7 @@ class Pipelines:
         self._counts = PipelineStatistics()
         self._chains: dict[str, Chain] = {}
         self._own: dict[str, Held] = {}
+        self._swarm_changed = trio.lowlevel.ParkingLot()
         self._sessions = Sessions(pool, router, catalogue, settings, self._start_session)
 
     def __repr__(self) -> str:
@@ -143,6 +144,7 @@ class Pipelines:
                         self._lost(change.node_id)
                     else:
                         self._look_for_lost()
+                    self._swarm_changed.unpark_all()
             finally:
                 self._nursery = None
                 nursery.cancel_scope.cancel()
@@ -173,11 +175,10 @@ class Pipelines:
         self._counts.generations += 1
         self._own[request_id] = Held(entry.model_id, len(tokens), sampling.max_tokens)
         try:
-            async with AsyncExitStack() as stack:
-                source, first = await self._open(stack, tokens, entry, sampling, request_id)
+            async with self._open(tokens, entry, sampling, request_id) as source:
                 yield Generation(
                     source,
-                    first,
+                    await source.next(),
                     request_id=request_id,
                     n_prompt_tokens=len(tokens),
                     queue_s=queue_s,
@@ -244,53 +245,44 @@ class Pipelines:
                 " answer included",
                 field="messages",
             )
-        return msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, limit - n_prompt_tokens))
+        # Whoever goes on with this request after a failure has to draw the same random numbers.
+        seed = secrets.randbelow(2**32) if sampling.seed is None else sampling.seed
+        max_tokens = min(sampling.max_tokens, limit - n_prompt_tokens)
+        return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)
 
+    @asynccontextmanager
     async def _open(
-        self,
-        stack: AsyncExitStack,
-        tokens: Tensor,
-        entry: CatalogueEntry,
-        sampling: Sampling,
-        request_id: str,
-    ) -> tuple[Source, tuple[SampledToken, bytes]]:
-        """A source and its first token; what must be closed later is on `stack`."""
-        avoid: set[str] = set()
-        failure: SwarmLLMError | None = None
+        self, tokens: Tensor, entry: CatalogueEntry, sampling: Sampling, request_id: str
+    ) -> AsyncIterator[Lasting]:
+        """Nothing has been asked of anybody before the first `next`."""
         size = RequestSize(len(tokens), min(sampling.max_tokens, EXPECTED_OUTPUT_TOKENS))
-        for n_attempt in range(MAX_ATTEMPTS):
-            try:
-                stages = self._routes.choose(entry, size, self._load(1), avoid)
-            except NoPipeline:
-                if failure is not None:
-                    raise failure from None
-                raise
+
+        def attempt(generated: tuple[int, ...], avoid: set[str]) -> AbstractAsyncContextManager[Source]:
             assignment = PipelineAssignment(
-                request_id=request_id if n_attempt == 0 else uuid.uuid4().hex,
+                request_id=request_id if source.n_attempts == 1 else uuid.uuid4().hex,
                 model_id=entry.model_id,
                 origin=self._node_id,
-                stages=stages,
+                stages=self._routes.choose(entry, size, self._load(1), avoid),
                 n_prompt_tokens=len(tokens),
                 sampling=sampling,
+                generated=generated,
             )
-            context = request_context(assignment, entry, self._node_id)
-            if n_attempt:
+            rows = np.concatenate((tokens, np.array(generated, np.int32))) if generated else tokens
+            if not generated and source.n_attempts > 1:
                 self._counts.retries += 1
-            try:
-                async with AsyncExitStack() as attempt:
-                    source = await attempt.enter_async_context(
-                        self._source(context, assignment, tokens, avoid)
-                    )
-                    first = await source.next()
-                    stack.push_async_exit(attempt.pop_all())
-                    return source, first
-            except ContextFull:
-                raise
-            except RemoteError as error:
-                failure = error
-                log.info("request %s, attempt %d: %s", request_id, n_attempt + 1, error)
-        assert failure is not None
-        raise failure
+            return self._source(request_context(assignment, entry, self._node_id), assignment, rows, avoid)
+
+        recovery = Recovery(self._settings.failover_timeout_s)
+        source = Lasting(request_id, attempt, recovery, self._pause)
+        try:
+            yield source
+        finally:
+            self._counts.recoveries += recovery.n_recoveries
+            await source.aclose()
+
+    async def _pause(self, until_s: float) -> None:
+        with trio.CancelScope(deadline=until_s):
+            await self._swarm_changed.park()
 
     def _source(
         self, context: RequestContext, assignment: PipelineAssignment, tokens: Tensor, failed: set[str]
@@ -326,7 +318,7 @@ class Pipelines:
                 raise chain.failure
             chain.start(session)
             yield chain
-        except RemoteError:
+        except SwarmLLMError:
             if chain.culprit is not None and chain.culprit != self._node_id:
                 failed.add(chain.culprit)
             raise

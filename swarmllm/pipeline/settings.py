@@ -13,6 +13,8 @@ class PipelineSettings:
     """Within which every stage must have accepted its assignment."""
     silence_timeout_s: float = 120.0
     """Longest wait for the next sign of a request: of a token at the origin, of a job at a stage."""
+    failover_timeout_s: float = 60.0
+    """How long a stream whose pipeline broke may look for another one; 0: it ends."""
     n_ctx: int = 4096
     """KV cells per model: prompt and output of one request must fit."""
     max_stage_requests: int = 64

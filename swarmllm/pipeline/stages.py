@@ -38,6 +38,7 @@ def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_
         n_embd=entry.manifest.n_embd,
         n_prompt_tokens=assignment.n_prompt_tokens,
         sampling=assignment.sampling,
+        generated=assignment.generated,
         view=RequestView(
             node_id=node_id,
             origin=assignment.origin,

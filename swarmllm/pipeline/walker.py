@@ -61,6 +61,9 @@ class RequestContext:
     n_prompt_tokens: int
     sampling: Sampling
     view: RequestView
+    generated: tuple[int, ...] = ()
+    """Tokens of a pipeline that broke, in whose place this one is; known to the origin and where the last
+    stage is."""
 
 
 class OriginSide(Protocol):
@@ -68,7 +71,7 @@ class OriginSide(Protocol):
 
     @property
     def prompt(self) -> Tensor:
-        """i32 [n_prompt_tokens]."""
+        """i32 [n_prompt_tokens + what had been generated before]."""
         ...
 
     def next_chunk(self) -> Chunk | None:
@@ -160,6 +163,7 @@ class Walker:
             want="token" if samples else "none" if stage == self._view.last else "hidden",
             sampling=self._context.sampling if first_sample else None,
             n_prompt_tokens=self._context.n_prompt_tokens,
+            generated=self._context.generated if first_sample else (),
         )
         self._has_sampled |= samples
         job.tensor, job.sampled, job.piece = result.tensor, result.token, result.piece

@@ -218,8 +218,10 @@ class WorkerPool:
         want: Literal["hidden", "none", "token"],
         sampling: Sampling | None = None,
         n_prompt_tokens: int = 0,
+        generated: tuple[int, ...] = (),
     ) -> ForwardResult:
-        """Run `layers` over f32 [n, n_embd], or over i32 [n] token ids where they begin at 0.
+        """Run `layers` over f32 [n, n_embd], or over i32 [n] token ids where they begin at 0. `generated`:
+        with the first token that is wanted here, those that came before it elsewhere.
 
         The tensor must not be changed before this returns. Raises ContextFull, WorkerError, WorkerDied,
         DeadlineExceeded.
@@ -234,6 +236,7 @@ class WorkerPool:
             want=want,
             sampling=sampling,
             n_prompt_tokens=n_prompt_tokens,
+            generated=generated,
         )
         pieces, timeout_s = encode_tensor(tensor), self._settings.call_timeout_s
         if want == "token":
@@ -247,15 +250,23 @@ class WorkerPool:
 
     @asynccontextmanager
     async def generate(
-        self, model: ModelFile, *, request_id: str, tokens: TokenIds, sampling: Sampling
+        self,
+        model: ModelFile,
+        *,
+        request_id: str,
+        tokens: TokenIds,
+        sampling: Sampling,
+        n_generated: int = 0,
     ) -> AsyncIterator[TokenStream]:
         """The whole decode loop in the worker, which must hold every layer: iterate the stream for (Token,
-        bytes).
+        bytes). The last `n_generated` of `tokens` are no prompt but what came of it elsewhere.
 
         Leaving early cancels it. Raises as `forward` does, from the iteration.
         """
         worker = await self._ready(model)
-        message = Generate(id=worker.new_id(), request_id=request_id, sampling=sampling)
+        message = Generate(
+            id=worker.new_id(), request_id=request_id, sampling=sampling, n_generated=n_generated
+        )
         stream = await worker.generate(
             message, encode_tensor(tokens), silence_s=self._settings.call_timeout_s
         )

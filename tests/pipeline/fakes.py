@@ -116,6 +116,7 @@ class FakePool:
         want: Literal["hidden", "none", "token"],
         sampling: Sampling | None = None,
         n_prompt_tokens: int = 0,
+        generated: tuple[int, ...] = (),
     ) -> SimpleNamespace:
         slot = self.slots.setdefault(request_id, _Slot())
         await trio.lowlevel.checkpoint()
@@ -128,6 +129,8 @@ class FakePool:
         hidden = self._run(slot, layers, position, rows)
         token, piece = None, b""
         if want == "token":
+            if slot.sampling is None:
+                slot.n_sampled = len(generated)
             slot.sampling = sampling or slot.sampling
             assert slot.sampling is not None, "sampling comes with the first token"
             token, piece = self._sample(slot, request_id, hidden[-1])
@@ -137,9 +140,15 @@ class FakePool:
 
     @asynccontextmanager
     async def generate(
-        self, model: ModelFile, *, request_id: str, tokens: Tensor, sampling: Sampling
+        self,
+        model: ModelFile,
+        *,
+        request_id: str,
+        tokens: Tensor,
+        sampling: Sampling,
+        n_generated: int = 0,
     ) -> AsyncIterator[FakeStream]:
-        stream = FakeStream(self, model, request_id, tokens, sampling)
+        stream = FakeStream(self, model, request_id, tokens, sampling, n_generated)
         try:
             yield stream
         finally:
@@ -184,10 +193,16 @@ class FakePool:
 
 class FakeStream:
     def __init__(
-        self, pool: FakePool, model: ModelFile, request_id: str, tokens: Tensor, sampling: Sampling
+        self,
+        pool: FakePool,
+        model: ModelFile,
+        request_id: str,
+        tokens: Tensor,
+        sampling: Sampling,
+        n_generated: int,
     ) -> None:
         self.done: GenerateDone | None = None
-        self._steps = self._run(pool, model, request_id, tokens, sampling)
+        self._steps = self._run(pool, model, request_id, tokens, sampling, n_generated)
 
     def __aiter__(self) -> FakeStream:
         return self
@@ -196,9 +211,16 @@ class FakeStream:
         return await self._steps.__anext__()
 
     async def _run(
-        self, pool: FakePool, model: ModelFile, request_id: str, tokens: Tensor, sampling: Sampling
+        self,
+        pool: FakePool,
+        model: ModelFile,
+        request_id: str,
+        tokens: Tensor,
+        sampling: Sampling,
+        n_generated: int,
     ) -> AsyncIterator[tuple[Token, bytes]]:
         position, rows = 0, tokens
+        generated = tuple(tokens[len(tokens) - n_generated :].tolist())
         while True:
             result = await pool.forward(
                 model,
@@ -208,6 +230,8 @@ class FakeStream:
                 tensor=rows,
                 want="token",
                 sampling=sampling,
+                n_prompt_tokens=len(tokens) - n_generated,
+                generated=generated,
             )
             yield result.token, result.piece
             if result.token.finish_reason:
@@ -240,13 +264,25 @@ class FakeNode:
 class Swarm:
     """Nodes "a", "b" ... of one in-memory network."""
 
-    def __init__(self, network: InMemoryNetwork, entry: CatalogueEntry, nodes: dict[str, FakeNode]) -> None:
+    def __init__(
+        self,
+        network: InMemoryNetwork,
+        entry: CatalogueEntry,
+        start: Callable[[str, Any], Awaitable[FakeNode]],
+    ) -> None:
         self.network = network
         self.entry = entry
-        self.nodes = nodes
+        self.nodes: dict[str, FakeNode] = {}
+        self._start = start
 
     def __getitem__(self, node_id: str) -> FakeNode:
         return self.nodes[node_id]
+
+    async def start(self, node_id: str, pool: Any) -> None:
+        """A new node, or one that was killed, with a memory as empty as `pool`."""
+        node = await self._start(node_id, pool)
+        await node.announce(self.entry, pool.loaded(self.entry.model_id))
+        self.nodes[node_id] = node
 
     def kill(self, node_id: str) -> None:
         self.network.kill(node_id)
@@ -272,12 +308,14 @@ async def open_swarm(
         network = await stack.enter_async_context(InMemoryNetwork())
         nursery = await stack.enter_async_context(trio.open_nursery())
         stack.callback(nursery.cancel_scope.cancel)
-        swarm = Swarm(network, entry, {})
-        for node_id, pool in holdings.items():
+
+        async def start(node_id: str, pool: Any) -> FakeNode:
             own = settings[node_id] if isinstance(settings, Mapping) else settings
-            node = await _start_node(nursery, network.add(node_id), pool, entry, own)
-            await node.announce(entry, pool.loaded(entry.model_id))
-            swarm.nodes[node_id] = node
+            return await _start_node(nursery, network.add(node_id), pool, entry, own)
+
+        swarm = Swarm(network, entry, start)
+        for node_id, pool in holdings.items():
+            await swarm.start(node_id, pool)
         with trio.fail_after(5):
             while any(len(node.registry.nodes()) < len(holdings) for node in swarm.nodes.values()):
                 await trio.lowlevel.checkpoint()

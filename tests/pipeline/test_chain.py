@@ -28,6 +28,8 @@ from swarmllm_proto.ipc import Sampling
 from .fakes import FakePool, Swarm, open_swarm, uncut
 
 SMALL_CHUNKS = PipelineSettings(prefill_chunk_tokens=4)
+MORTAL = PipelineSettings(prefill_chunk_tokens=4, failover_timeout_s=0)
+"""A stream ends with its pipeline."""
 PROMPT = "where do the layers live?"
 
 
@@ -211,7 +213,7 @@ async def test_a_cancelled_client_frees_every_node(phase: str) -> None:
 
 async def test_a_lost_node_fails_the_stream_at_once_and_the_others_are_freed() -> None:
     pools = {"a": FakePool("0:4"), "b": FakePool("4:8"), "c": FakePool("8:12")}
-    async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
+    async with open_swarm(pools, settings=MORTAL) as swarm:
         texts: list[str] = []
 
         async def read() -> None:
@@ -320,7 +322,7 @@ async def test_a_stage_frees_a_request_of_which_nothing_more_is_heard(
     patient_clock: MockClock,
 ) -> None:
     pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
-    settings = {"a": PipelineSettings(), "b": PipelineSettings(silence_timeout_s=30)}
+    settings = {"a": MORTAL, "b": PipelineSettings(silence_timeout_s=30)}
     async with open_swarm(pools, settings=settings) as swarm:
 
         async def stuck(position: int, layers: LayerRange) -> None:

@@ -228,7 +228,7 @@ async def test_a_job_that_makes_no_sense_fails_the_request_with_the_field(
 )
 async def test_a_stage_that_breaks_its_promises_is_named(message: JobMessage, complaint: str) -> None:
     pools = {"a": FakePool("0:6"), "b": FakePool("6:12")}
-    async with open_swarm(pools) as swarm:
+    async with open_swarm(pools, settings=PipelineSettings(failover_timeout_s=0)) as swarm:
         request_id = ""
 
         async def lie(position: int, layers: object) -> None:

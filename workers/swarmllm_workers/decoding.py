@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,17 @@ class Decoding:
     @property
     def n_generated(self) -> int:
         return len(self._tokens)
+
+    def resume(self, generated: Sequence[int]) -> None:
+        """Be where a decoding is that has sampled `generated`, none of which is shown again. Raises CallError
+        bad_message for tokens that it could not have sampled."""
+        n_vocab = self._vocabulary.n_vocab
+        if any(token >= n_vocab for token in generated):
+            raise CallError("bad_message", f"token ids lie in [0, {n_vocab})", "generated")
+        self._sampler.resume(generated)
+        self._tokens = list(generated)
+        for token in generated:
+            self._text.push(self._vocabulary.piece(token))
 
     def decode(self, logits: np.ndarray, index: int) -> Decoded:
         """Sample generated token `index` from f32 [n_vocab]. Raises CallError position_gap where tokens

@@ -94,6 +94,17 @@ class Grammar:
             lib.llama_sampler_accept(self._handle, token)
         self._accepted = list(tokens)
 
+    def follow_untrusted(self, tokens: Sequence[int]) -> None:
+        """The same for tokens that somebody else says were chosen. Raises CallError bad_message."""
+        lib.llama_sampler_reset(self._handle)
+        self._accepted = []
+        for token in tokens:
+            if not self.allows(token):
+                place = len(self._accepted)
+                raise CallError("bad_message", f"token {place} is not allowed by the grammar", "generated")
+            lib.llama_sampler_accept(self._handle, token)
+            self._accepted.append(token)
+
     def allows(self, token: int) -> bool:
         return bool(np.isfinite(self.mask(np.zeros(1, np.float32), np.array([token], np.int32))[0]))
 

@@ -222,6 +222,10 @@ class Handlers:
         tokens = self._tokens(payload)
         if len(tokens) == 0:
             raise CallError("bad_tensor", "the prompt has no tokens", "payload")
+        if message.n_generated >= len(tokens):
+            raise CallError(
+                "bad_message", f"{message.n_generated} generated tokens of {len(tokens)}", "n_generated"
+            )
         if self._running().of_request(message.request_id):
             raise CallError("bad_message", f"request {message.request_id} is running", "request_id")
         engine.release(message.request_id)

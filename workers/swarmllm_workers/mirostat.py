@@ -21,6 +21,10 @@ class Mirostat:
         self._limits = [2.0 * tau]
         """The greatest surprise allowed for each token, bits."""
 
+    def resume(self, n_generated: int) -> None:
+        """Let the next draw be that of token `n_generated`, at the first limit."""
+        self._limits = [2.0 * self._tau] * (n_generated + 1)
+
     def draw(self, logits: np.ndarray, index: int, seed: int) -> int:
         """Token `index`, after tokens 0 to index - 1 have been drawn. `logits` f32 [n], in the order of
         token ids; minus infinity for those that cannot come."""

@@ -71,6 +71,15 @@ class Sampler:
             text = grammar_of_schema(sampling.json_schema)
             self._grammar = Grammar(vocabulary, text, "sampling.json_schema")
 
+    def resume(self, generated: Sequence[int]) -> None:
+        """Go on after tokens that another process sampled, with the same seed. Mirostat's limit depends on
+        logits that nobody kept and begins anew. Raises CallError bad_message where the grammar forbids one of
+        them."""
+        if self._grammar is not None:
+            self._grammar.follow_untrusted(generated)
+        if self._mirostat is not None:
+            self._mirostat.resume(len(generated))
+
     def sample(self, logits: np.ndarray, index: int, generated: Sequence[int]) -> int:
         """A token id for generated token `index`. `logits` f32 [n_vocab]. Raises CallError engine on NaN,
         bad_message where no token can go on in the grammar."""

@@ -139,9 +139,9 @@ class ForwardWork:
                 raise CallError(
                     "bad_message", "the first forward that wants a token brings the sampling", "sampling"
                 )
-            decoding = self._decodings[message.request_id] = Decoding(
-                self._engine.vocabulary, message.sampling
-            )
+            decoding = Decoding(self._engine.vocabulary, message.sampling)
+            decoding.resume(message.generated)
+            self._decodings[message.request_id] = decoding
         index = message.position + len(self._data) - message.n_prompt_tokens
         started = time.perf_counter()
         decoded = decoding.decode(logits, index)
@@ -166,8 +166,10 @@ class GenerateWork:
         self.is_finished = False
         self.can_restart = True
         self.has_tokens = True
-        self._n_prompt = len(tokens)
-        n_max = min(len(tokens) + message.sampling.max_tokens, engine.settings.n_ctx + 1)
+        self._n_given = len(tokens)
+        """The prompt, and what was generated elsewhere."""
+        self._n_prompt = len(tokens) - message.n_generated
+        n_max = min(self._n_prompt + message.sampling.max_tokens, engine.settings.n_ctx + 1)
         self._history = np.empty(max(n_max, len(tokens)), np.int32)
         """The prompt and the tokens generated so far."""
         self._history[: len(tokens)] = tokens
@@ -175,6 +177,7 @@ class GenerateWork:
         self._engine = engine
         self._send = send
         self._decoding = Decoding(engine.vocabulary, message.sampling)
+        self._decoding.resume(tokens[self._n_prompt :].tolist())
         self._position = 0
         self._n_running = 0
         self._n_cached = 0
@@ -198,15 +201,15 @@ class GenerateWork:
 
     @property
     def is_decode(self) -> bool:
-        return self.n_waiting == 1 and self._position >= self._n_prompt
+        return self.n_waiting == 1 and self._position >= self._n_given
 
     def next_span(self, n_rows: int) -> Span:
         slot = self._engine.take_slot(self.request_id)
         if self._position == 0:
             history = self._history[: self._n_history]
             self._position = self._engine.reuse(self.request_id, self.route(), history)
-            if self._n_history == self._n_prompt:
-                self._n_cached = self._position
+            if self._n_history == self._n_given:
+                self._n_cached = min(self._position, self._n_prompt)
         data = self._history[self._position : min(self._position + n_rows, self._n_history)]
         self._n_running = len(data)
         is_last = self._position + len(data) == self._n_history
@@ -214,7 +217,7 @@ class GenerateWork:
 
     def accept(self, result: np.ndarray, compute_s: float) -> None:
         self._position += self._n_running
-        is_prefill = self._n_history == self._n_prompt
+        is_prefill = self._n_history == self._n_given
         decoded: Decoded | None = None
         if self._position == self._n_history:
             started = time.perf_counter()
@@ -254,7 +257,7 @@ class GenerateWork:
                 finish_reason=reason,
                 n_prompt_tokens=self._n_prompt,
                 n_cached_tokens=self._n_cached,
-                n_generated=self._decoding.n_generated,
+                n_generated=self._decoding.n_generated - (self._n_given - self._n_prompt),
                 prefill_s=self._prefill_s,
                 decode_s=self._decode_s,
             )
