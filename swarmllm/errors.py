@@ -80,6 +80,14 @@ class NoPipeline(SwarmLLMError):
     code = "no_pipeline"
 
 
+class VisionEncoderUnavailable(SwarmLLMError):
+    """There is a picture in the prompt, and nothing here that could look at it."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    code = "vision_encoder_unavailable"
+
+
 class WorkerError(SwarmLLMError):
     """This node's worker refused or failed one call; the worker lives on. `kind` is the worker's own word
     for it (see `swarmllm_proto.ipc.Error.kind`), empty where the fault was noticed on this side."""

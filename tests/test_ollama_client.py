@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,15 +94,25 @@ def test_a_tool_call_comes_as_one(client: ollama.Client) -> None:
     assert answer.eval_count
 
 
+def test_an_answer_takes_the_format_that_is_asked_for(client: ollama.Client) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"where": {"enum": ["here", "there"]}},
+        "required": ["where"],
+        "additionalProperties": False,
+    }
+    said = client.chat("guide", messages=QUESTION, options={"temperature": 0}, format=schema).message.content
+    assert json.loads(said or "")["where"] in ("here", "there")
+
+
 @pytest.mark.parametrize(
     ("options", "status", "field"),
     [
         ({"model": "gpt-9"}, 404, "gpt-9"),
-        ({"format": "json"}, 400, "format"),
         ({"think": True}, 400, "think"),
         ({"options": {"mirostat": 2}}, 400, "options.mirostat"),
         ({"options": {"temperature": 9}}, 400, "options.temperature"),
-        ({"messages": [{"role": "user", "content": "x", "images": [b"12"]}]}, 400, "messages[0].images"),
+        ({"messages": [{"role": "user", "content": "x", "images": [b"12"]}]}, 503, "messages[0].images"),
     ],
 )
 def test_errors_are_of_the_clients_own_kind(

@@ -210,3 +210,51 @@ def test_the_guide_calls_a_tool_that_it_is_given(ai: openai.OpenAI) -> None:
     )
     assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
     assert chunks[-1].finish_reason == "tool_calls"
+
+
+NAMES = ("get_weather", "get_time")
+
+
+def offered(name: str) -> dict[str, Any]:
+    """The same reference in every tool: each means its own."""
+    city = {"type": "string", "enum": [f"{name}-oslo", f"{name}-rome"]}
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"City": city},
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_time"}}], ids=["any", "named"]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_follows_the_tools_schema(ai: openai.OpenAI, choice: Any, stream: bool) -> None:
+    """The question needs no tool: the grammar leaves no other way."""
+    options = {"tools": [offered(name) for name in NAMES], "tool_choice": choice, "max_tokens": 300}
+    answer = ask(ai, stream=stream, parallel_tool_calls=False, **options)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in answer]
+        calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        reason = chunks[-1].finish_reason
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
+    else:
+        calls, reason = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
+        assert answer.choices[0].message.content is None
+    assert reason == "tool_calls"
+    (call,) = calls
+    assert call.function.name in (NAMES if choice == "required" else ("get_time",))
+    assert json.loads(call.function.arguments)["city"] in (
+        f"{call.function.name}-oslo",
+        f"{call.function.name}-rome",
+    )
+
+
+def test_a_picture_is_refused_until_something_can_look_at_it(ai: openai.OpenAI) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    with pytest.raises(openai.InternalServerError) as caught:
+        ask(ai, messages=[{"role": "user", "content": [picture]}])
+    assert (caught.value.status_code, caught.value.code) == (503, "vision_encoder_unavailable")

@@ -69,6 +69,12 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_de
     """Tokens come with their log-probabilities."""
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
     """How many of the likeliest tokens come along with each; needs `logprobs`."""
+    json_before: Annotated[str, Meta(max_length=64)] = ""
+    """Text that stands before that JSON; a model that calls tools expects its own marks around a call."""
+    json_after: Annotated[str, Meta(max_length=64)] = ""
+    """Text that stands behind it."""
+    json_max: Annotated[int, Meta(ge=1, le=64)] = 1
+    """The JSON with what stands around it comes this often at most, at least once."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -58,6 +58,9 @@ SAMPLING = ipc.Sampling(
     logit_bias=((5, -1.5), (2**31 - 1, 1000.0)),
     grammar='root ::= "ü"',
     json_schema='{"type":"object"}',
+    json_before="<call>",
+    json_after="</call>",
+    json_max=3,
     logprobs=True,
     top_logprobs=1,
 )

@@ -15,14 +15,14 @@ from quart import Blueprint, Response
 from werkzeug.exceptions import HTTPException
 
 from swarmllm.api import schema
-from swarmllm.api.answering import Ask, answer
+from swarmllm.api.answering import answer
 from swarmllm.api.anthropic_reply import AnthropicReply, error_body
 from swarmllm.api.chat_reply import encode
-from swarmllm.api.chat_request import ChatCall, chat_call
+from swarmllm.api.chat_request import ChatCall, chat_call, no_eyes
 from swarmllm.api.context import current_node
 from swarmllm.api.errors import as_swarmllm_error, read_body
 from swarmllm.api.schema import Body, Json, MaxTokens, ModelName, Name, Share, StopText, Text
-from swarmllm.api.tool_calls import ToolCallParser
+from swarmllm.api.spoken import prepare
 from swarmllm.errors import InvalidRequest
 from swarmllm.pipeline.prompt import Prompt
 
@@ -137,9 +137,8 @@ async def messages() -> Response:
         top_p=body.top_p,
         top_k=body.top_k,
     )
-    parser = ToolCallParser(call.max_tool_calls) if call.tools else None
-    ask = Ask(call.model, Prompt(messages=call.messages, tools=call.tools), call.sampling, call.max_tokens)
-    return await answer(ask, AnthropicReply(body.model, parser), stream=bool(body.stream))
+    ask, (spoken,) = await prepare(call)
+    return await answer(ask, AnthropicReply(body.model, spoken), stream=bool(body.stream))
 
 
 @anthropic.post("/messages/count_tokens")
@@ -169,10 +168,6 @@ def _call(body: CountRequest, **sampling: object) -> ChatCall:
     if body.thinking is not None and body.thinking.get("type") != "disabled":
         raise InvalidRequest("is not supported here; leave it out.", field="thinking")
     choice = body.tool_choice
-    if choice is not None and choice.type in ("any", "tool"):
-        raise InvalidRequest(
-            'type can be "none" or "auto": this node cannot force a call.', field="tool_choice"
-        )
     turns: list[schema.Message] = []
     if body.system:
         turns.append(schema.SystemMessage(content=_joined(body.system, "system")))
@@ -186,11 +181,19 @@ def _call(body: CountRequest, **sampling: object) -> ChatCall:
         model=body.model,
         messages=turns,
         tools=tools or None,
-        tool_choice="none" if choice is not None and choice.type == "none" else None,
+        tool_choice=_tool_choice(choice) if choice is not None else None,
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         **sampling,  # type: ignore[arg-type]
     )
     return chat_call(request)
+
+
+def _tool_choice(choice: ToolChoice) -> schema.ToolChoice:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise InvalidRequest("Missing field `tool_choice.name`.", field="tool_choice.name")
+        return schema.NamedTool(function=schema.NamedFunction(choice.name))
+    return "required" if choice.type == "any" else choice.type
 
 
 def _turns(message: MessageParam, path: str) -> list[schema.Message]:
@@ -214,6 +217,8 @@ def _turns(message: MessageParam, path: str) -> list[schema.Message]:
                 results.append(schema.ToolMessage(content=content, tool_call_id=block.tool_use_id))
             case ThinkingBlock() | RedactedThinkingBlock() if message.role == "assistant":
                 pass
+            case ImageBlock():
+                raise no_eyes(field)
             case _:
                 raise InvalidRequest(f"not supported in a message of the {message.role}.", field=field)
     text = "\n".join(texts)
@@ -227,6 +232,8 @@ def _joined(content: str | list[TextBlock] | list[ResultBlock], path: str) -> st
         return content
     texts: list[str] = []
     for i, block in enumerate(content):
+        if isinstance(block, ImageBlock):
+            raise no_eyes(f"{path}[{i}]")
         if not isinstance(block, TextBlock):
             raise InvalidRequest("only text is supported here.", field=f"{path}[{i}]")
         texts.append(block.text)

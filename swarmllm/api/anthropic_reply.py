@@ -13,8 +13,10 @@ from swarmllm.api.answering import EVENT_STREAM
 from swarmllm.api.chat_reply import encode
 from swarmllm.api.feed import Passage
 from swarmllm.api.schema import Json
+from swarmllm.api.spoken import Item, Spoken
 from swarmllm.api.swarm_report import swarm_object
-from swarmllm.api.tool_calls import FoundCall, ToolCallParser
+from swarmllm.api.thoughts import Thought
+from swarmllm.api.tool_calls import FoundCall
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.generation import Generation
 
@@ -38,27 +40,27 @@ def error_body(message: str, status: int) -> bytes:
 
 
 class AnthropicReply:
-    """One message on its way out. `parser` is there when tools were given."""
+    """One message on its way out."""
 
-    def __init__(self, model: str, parser: ToolCallParser | None) -> None:
+    def __init__(self, model: str, spoken: Spoken) -> None:
         self._model = model
-        self._parser = parser
+        self._spoken = spoken
         self._n_blocks = 0
-        self._text_is_open = False
+        self._open_kind = ""
+        """"text" or "thinking" while such a block is being told."""
 
     @property
     def stream_type(self) -> str:
         return EVENT_STREAM
 
     def full(self, passage: Passage, generation: Generation) -> bytes:
-        text = passage.text
-        found = [*self._parser.feed(text), *self._parser.finish()] if self._parser else [text]
-        shown = "".join(item for item in found if isinstance(item, str))
-        calls = [item for item in found if isinstance(item, FoundCall)]
+        heard = self._spoken.whole(passage.text)
         blocks: list[Json] = []
-        if shown.strip() or not calls:
-            blocks.append({"type": "text", "text": shown})
-        blocks += [_tool_use(call) | {"input": msgspec.json.decode(call.arguments)} for call in calls]
+        if heard.thought:
+            blocks.append({"type": "thinking", "thinking": heard.thought, "signature": ""})
+        if heard.text.strip() or not heard.calls:
+            blocks.append({"type": "text", "text": heard.text})
+        blocks += [_tool_use(call) | {"input": msgspec.json.decode(call.arguments)} for call in heard.calls]
         end = {"stop_reason": self._stop_reason(generation), "usage": _usage(generation)}
         return encode(self._message(blocks) | end | {"swarm": swarm_object(generation)})
 
@@ -67,18 +69,16 @@ class AnthropicReply:
         return _event("message_start", {"message": self._message([]) | {"usage": usage}})
 
     def text(self, passage: Passage) -> bytes:
-        found = self._parser.feed(passage.text) if self._parser else [passage.text]
-        return b"".join(map(self._found, found))
+        return b"".join(map(self._found, self._spoken.feed(passage.text)))
 
     def waiting(self) -> bytes:
         return PING
 
     def last(self, generation: Generation) -> bytes:
-        rest = self._parser.finish() if self._parser else []
-        events = [*map(self._found, rest)]
+        events = [*map(self._found, self._spoken.finish())]
         if not self._n_blocks:
             events.append(self._found(""))
-        events.append(self._close_text())
+        events.append(self._close_open())
         delta = {"stop_reason": self._stop_reason(generation), "stop_sequence": None}
         end = {"delta": delta, "usage": _usage(generation), "swarm": swarm_object(generation)}
         events += [_event("message_delta", end), _event("message_stop", {})]
@@ -98,12 +98,13 @@ class AnthropicReply:
             "stop_sequence": None,
         }
 
-    def _found(self, item: str | FoundCall) -> bytes:
+    def _found(self, item: Item) -> bytes:
         if isinstance(item, FoundCall):
-            return self._close_text() + self._call(item)
-        opening = b"" if self._text_is_open else self._open({"type": "text", "text": ""})
-        self._text_is_open = True
-        return opening + self._delta({"type": "text_delta", "text": item})
+            return self._close_open() + self._call(item)
+        if isinstance(item, Thought):
+            opening = self._begin("thinking", {"thinking": "", "signature": ""})
+            return opening + self._delta({"type": "thinking_delta", "thinking": item.text})
+        return self._begin("text", {"text": ""}) + self._delta({"type": "text_delta", "text": item})
 
     def _call(self, call: FoundCall) -> bytes:
         opening = self._open(_tool_use(call) | {"input": {}})
@@ -120,13 +121,20 @@ class AnthropicReply:
     def _close(self) -> bytes:
         return _event("content_block_stop", {"index": self._n_blocks - 1})
 
-    def _close_text(self) -> bytes:
-        closing = self._close() if self._text_is_open else b""
-        self._text_is_open = False
+    def _begin(self, kind: str, block: Json) -> bytes:
+        if self._open_kind == kind:
+            return b""
+        closing = self._close_open()
+        self._open_kind = kind
+        return closing + self._open({"type": kind} | block)
+
+    def _close_open(self) -> bytes:
+        closing = self._close() if self._open_kind else b""
+        self._open_kind = ""
         return closing
 
     def _stop_reason(self, generation: Generation) -> str:
-        if self._parser and self._parser.n_calls:
+        if self._spoken.n_calls:
             return "tool_use"
         return "max_tokens" if generation.finish_reason == "length" else "end_turn"
 

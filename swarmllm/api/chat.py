@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from quart import Blueprint, Response
 
-from swarmllm.api.answering import Ask
 from swarmllm.api.chat_reply import ChatReply, encode
-from swarmllm.api.chat_request import ChatCall, chat_call
+from swarmllm.api.chat_request import chat_call
 from swarmllm.api.choices import answer_choices
 from swarmllm.api.context import current_node
 from swarmllm.api.errors import read_body
 from swarmllm.api.schema import ChatRequest
-from swarmllm.api.tool_calls import ToolCallParser
+from swarmllm.api.spoken import prepare
 from swarmllm.errors import ModelNotFound
 from swarmllm.node import ModelView
-from swarmllm.pipeline.prompt import Prompt
 
 CREATED = 0
 """OpenAI's schema wants a time; when a model was made is not known here."""
@@ -25,17 +23,12 @@ chat = Blueprint("chat", __name__, url_prefix="/v1")
 @chat.post("/chat/completions")
 async def completions() -> Response:
     call = chat_call(await read_body(ChatRequest))
-    ask = Ask(call.model, Prompt(messages=call.messages, tools=call.tools), call.sampling, call.max_tokens)
-    return await answer_choices(ask, _replies(call), stream=call.stream)
-
-
-def _replies(call: ChatCall) -> list[ChatReply]:
+    ask, listeners = await prepare(call)
     replies: list[ChatReply] = []
-    for index in range(call.n):
-        parser = ToolCallParser(call.max_tool_calls) if call.tools else None
+    for index, spoken in enumerate(listeners):
         head = replies[0].head if replies else None
-        replies.append(ChatReply(call.model, parser, call.include_usage, index=index, head=head))
-    return replies
+        replies.append(ChatReply(call.model, spoken, call.include_usage, index=index, head=head))
+    return await answer_choices(ask, replies, stream=call.stream)
 
 
 @chat.get("/models")

@@ -15,8 +15,10 @@ from swarmllm.api.answering import EVENT_STREAM
 from swarmllm.api.choices import usage
 from swarmllm.api.errors import error_object
 from swarmllm.api.feed import Passage
+from swarmllm.api.spoken import Item, Spoken
 from swarmllm.api.swarm_report import swarm_object
-from swarmllm.api.tool_calls import FoundCall, ToolCallParser
+from swarmllm.api.thoughts import Thought
+from swarmllm.api.tool_calls import FoundCall
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.generation import Generation
 from swarmllm_proto.ipc import TokenLogprob
@@ -29,12 +31,12 @@ WAITING = b": waiting\n\n"
 
 
 class ChatReply:
-    """One choice of a chat completion on its way out. `parser` is there when tools were given."""
+    """One choice of a chat completion on its way out."""
 
     def __init__(
         self,
         model: str,
-        parser: ToolCallParser | None,
+        spoken: Spoken,
         include_usage: bool = False,
         *,
         index: int = 0,
@@ -49,7 +51,7 @@ class ChatReply:
         self._index = index
         self._untold: list[Json] = []
         """Log-probabilities of tokens whose text is held back."""
-        self._parser = parser
+        self._spoken = spoken
         self._include_usage = include_usage
         self._n_sent_calls = 0
         self._text_prefix, self._text_suffix = self._around_text()
@@ -59,13 +61,13 @@ class ChatReply:
         return self.body([self.choice(passage, generation)], usage(generation), generation)
 
     def choice(self, passage: Passage, generation: Generation) -> Json:
-        found = self._parse(passage.text) + self._parse_rest()
-        content = "".join(item for item in found if isinstance(item, str))
-        calls = [item for item in found if isinstance(item, FoundCall)]
-        message: Json = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
-            message["content"] = content.strip() or None
-            message["tool_calls"] = [_call(call) for call in calls]
+        heard = self._spoken.whole(passage.text)
+        message: Json = {"role": "assistant", "content": heard.text, "refusal": None}
+        if heard.thought:
+            message["reasoning_content"] = heard.thought
+        if heard.calls:
+            message["content"] = heard.text.strip() or None
+            message["tool_calls"] = [_call(call) for call in heard.calls]
         return {
             "index": self._index,
             "message": message,
@@ -90,16 +92,14 @@ class ChatReply:
     def text(self, passage: Passage) -> bytes:
         """Chunks for a piece of output: usually one, none while a tool call is pending."""
         self._untold += [_token(each) for each in passage.logprobs]
-        if self._parser is None:
-            return self._found(passage.text)
-        return b"".join(map(self._found, self._parse(passage.text)))
+        return b"".join(map(self._found, self._spoken.feed(passage.text)))
 
     def last(self, generation: Generation) -> bytes:
         return self.finish(generation) + self.end(usage(generation))
 
     def finish(self, generation: Generation) -> bytes:
         """What was held back, the finish chunk."""
-        chunks = [self._found(item) for item in self._parse_rest()]
+        chunks = [self._found(item) for item in self._spoken.finish()]
         chunks.append(self._chunk({}, self._finish_reason(generation), {"swarm": swarm_object(generation)}))
         return b"".join(chunks)
 
@@ -113,23 +113,18 @@ class ChatReply:
         """
         return b"data: " + encode({"error": error_object(error)}) + b"\n\n"
 
-    def _parse(self, text: str) -> list[str | FoundCall]:
-        return self._parser.feed(text) if self._parser else [text]
-
-    def _parse_rest(self) -> list[str | FoundCall]:
-        return self._parser.finish() if self._parser else []
-
     def _finish_reason(self, generation: Generation) -> str:
-        if self._parser and self._parser.n_calls:
+        if self._spoken.n_calls:
             return "tool_calls"
         return "length" if generation.finish_reason == "length" else "stop"
 
-    def _found(self, item: str | FoundCall) -> bytes:
+    def _found(self, item: Item) -> bytes:
         if isinstance(item, str):
             if self._untold:
                 return self._chunk({"content": item})
             return self._text_prefix + encode(item) + self._text_suffix
-        assert self._parser is not None
+        if isinstance(item, Thought):
+            return self._chunk({"reasoning_content": item.text})
         index, self._n_sent_calls = self._n_sent_calls, self._n_sent_calls + 1
         return self._chunk({"tool_calls": [{"index": index} | _call(item)]})
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
 from swarmllm.api import schema
-from swarmllm.errors import InvalidRequest
+from swarmllm.api.forced_call import SCHEMA_MAX
+from swarmllm.errors import InvalidRequest, VisionEncoderUnavailable
 from swarmllm_proto.ipc import Sampling
 
 Json = dict[str, object]
@@ -40,8 +42,6 @@ SAMPLED_AS_THEY_ARE = (
     "mirostat_eta",
     "grammar",
 )
-SCHEMA_MAX = 65536
-"""Characters; the wire's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,22 @@ class ChatCall:
     include_usage: bool
     max_tool_calls: int | None
     n: int
+    must_call: bool
+    """The answer has to be a call of one of the tools."""
 
 
 def chat_call(body: schema.ChatRequest) -> ChatCall:
     """Raises InvalidRequest."""
     _refuse_unsupported(body)
-    tools = None if body.tool_choice == "none" or not body.tools else [_tool(tool) for tool in body.tools]
+    choice = body.tool_choice
+    max_calls = 1 if body.parallel_tool_calls is False or isinstance(choice, schema.NamedTool) else None
+    tools = _offered(body, choice)
+    must_call = _is_forced(choice)
+    if must_call:
+        if not tools:
+            raise InvalidRequest("tool_choice forces a call, but there are no tools.", field="tool_choice")
+        if body.grammar:
+            raise InvalidRequest("grammar and a forced call exclude each other; send one.", field="grammar")
     return ChatCall(
         model=body.model,
         messages=[_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
@@ -74,9 +84,38 @@ def chat_call(body: schema.ChatRequest) -> ChatCall:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        max_tool_calls=1 if body.parallel_tool_calls is False else None,
+        max_tool_calls=max_calls,
+        must_call=must_call,
         n=body.n or 1,
     )
+
+
+def _is_forced(choice: schema.ToolChoice | None) -> bool:
+    if isinstance(choice, schema.AllowedToolsChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, schema.NamedTool)
+
+
+def _offered(body: schema.ChatRequest, choice: schema.ToolChoice | None) -> list[Json] | None:
+    """The tools that may be called. Raises InvalidRequest for a choice of one that is not there."""
+    if choice == "none" or not body.tools:
+        return None
+    by_name = {tool.function.name: _tool(tool) for tool in body.tools}
+    if isinstance(choice, schema.NamedTool):
+        wanted: list[object] = [choice.function.name]
+    elif isinstance(choice, schema.AllowedToolsChoice):
+        wanted = [_allowed_name(tool) for tool in choice.allowed_tools.tools]
+    else:
+        return list(by_name.values())
+    unknown = next((name for name in wanted if name not in by_name), None)
+    if unknown is not None:
+        raise InvalidRequest(f"there is no tool {str(unknown)[:100]!r}.", field="tool_choice")
+    return [by_name[str(name)] for name in wanted]
+
+
+def _allowed_name(tool: Json) -> object:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else tool.get("name")
 
 
 def _refuse_unsupported(body: schema.ChatRequest) -> None:
@@ -87,10 +126,8 @@ def _refuse_unsupported(body: schema.ChatRequest) -> None:
                 f"; leave it out or set it to {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""
             )
             raise InvalidRequest(f"{field} is not supported here{allowed}.", field=field)
-    if isinstance(body.tool_choice, schema.NamedTool) or body.tool_choice == "required":
-        raise InvalidRequest(
-            'tool_choice can be "none" or "auto": this node cannot force a call.', field="tool_choice"
-        )
+    if isinstance(body.tool_choice, schema.CustomToolChoice):
+        raise InvalidRequest("custom tools are not supported here.", field="tool_choice.type")
     if body.grammar and not isinstance(body.response_format, schema.TextFormat | None):
         raise InvalidRequest("grammar and response_format exclude each other; send one.", field="grammar")
     if body.top_logprobs and not body.logprobs:
@@ -162,13 +199,18 @@ def _assistant(message: schema.AssistantMessage, path: str) -> Json:
     for field in ("audio", "function_call"):
         if getattr(message, field) is not None:
             raise InvalidRequest(f"{path}.{field} is not supported here.", field=f"{path}.{field}")
-    text = "" if message.content is None else _text(message.content, path)
-    if not message.tool_calls:
-        if message.content is None:
-            raise InvalidRequest(f"{path} has neither content nor tool_calls.", field=f"{path}.content")
-        return {"role": "assistant", "content": text}
-    calls = [_tool_call(call) for call in message.tool_calls]
-    return {"role": "assistant", "content": text, "tool_calls": calls}
+    said: Json = {
+        "role": "assistant",
+        "content": (message.refusal or "") if message.content is None else _text(message.content, path),
+    }
+    if message.content is None and message.refusal is None and not message.tool_calls:
+        raise InvalidRequest(f"{path} has neither content nor tool_calls.", field=f"{path}.content")
+    if message.reasoning_content:
+        # Templates that show earlier thoughts look for it under this name.
+        said["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        said["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return said
 
 
 def _tool_call(call: schema.ToolCall) -> Json:
@@ -194,13 +236,26 @@ def _tool(tool: schema.Tool) -> Json:
     return {"type": "function", "function": function}
 
 
-def _text(content: schema.Content, path: str) -> str:
+def _text(content: str | Sequence[schema.Part | schema.RefusalPart], path: str) -> str:
     if isinstance(content, str):
         return content
     texts: list[str] = []
     for i, part in enumerate(content):
-        if not isinstance(part, schema.TextPart):
-            field = f"{path}.content[{i}].type"
+        field = f"{path}.content[{i}].type"
+        if isinstance(part, schema.TextPart):
+            texts.append(part.text)
+        elif isinstance(part, schema.RefusalPart):
+            texts.append(part.refusal)
+        elif isinstance(part, schema.ImagePart):
+            raise no_eyes(field)
+        else:
             raise InvalidRequest(f"{field}: only text parts are supported here.", field=field)
-        texts.append(part.text)
     return "\n".join(texts)
+
+
+def no_eyes(field: str) -> VisionEncoderUnavailable:
+    """What a picture in a prompt is answered with."""
+    return VisionEncoderUnavailable(
+        f"{field}: no vision encoder is loaded here; send text only.",
+        field=field,
+    )

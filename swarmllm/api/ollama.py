@@ -18,7 +18,7 @@ from werkzeug.exceptions import HTTPException
 
 from swarmllm.api.answering import Ask, answer
 from swarmllm.api.chat_reply import encode
-from swarmllm.api.chat_request import chat_call, sampling_of
+from swarmllm.api.chat_request import chat_call, no_eyes, sampling_of
 from swarmllm.api.context import current_config, current_node
 from swarmllm.api.errors import as_swarmllm_error, read_body
 from swarmllm.api.ollama_reply import ChatWords, GenerateWords, OllamaReply, timestamp
@@ -28,10 +28,14 @@ from swarmllm.api.schema import (
     ChatRequest,
     FunctionCall,
     Json,
+    JsonObjectFormat,
+    JsonSchemaFormat,
     Message,
     ModelName,
     Name,
+    NamedSchema,
     Penalty,
+    ResponseFormat,
     Share,
     StopText,
     SystemMessage,
@@ -42,7 +46,8 @@ from swarmllm.api.schema import (
     ToolMessage,
     UserMessage,
 )
-from swarmllm.api.tool_calls import ToolCallParser
+from swarmllm.api.spoken import Spoken, prepare
+from swarmllm.api.thoughts import opened_thought
 from swarmllm.errors import InvalidRequest, ModelNotFound
 from swarmllm.node import ModelView
 from swarmllm.pipeline.prompt import Prompt
@@ -174,14 +179,11 @@ async def chat() -> Response:
     if not body.messages:
         return _nothing_asked(ChatWords(body.model))
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-    call = chat_call(
-        msgspec.structs.replace(_settings(name, body.options), messages=messages, tools=body.tools)
-    )
-    parser = ToolCallParser(None) if call.tools else None
-    ask = Ask(
-        name, Prompt(messages=call.messages, tools=call.tools), call.sampling, _max_tokens(body.options)
-    )
-    return await answer(ask, OllamaReply(ChatWords(body.model), parser), stream=body.stream is not False)
+    settings = _settings(name, body)
+    limit = _max_tokens(body.options)
+    call = chat_call(msgspec.structs.replace(settings, messages=messages, tools=body.tools, max_tokens=limit))
+    ask, (spoken,) = await prepare(call)
+    return await answer(ask, OllamaReply(ChatWords(body.model), spoken), stream=body.stream is not False)
 
 
 @ollama.post("/generate")
@@ -189,19 +191,24 @@ async def generate() -> Response:
     body = await read_body(OllamaGenerate)
     name = await _name(body.model)
     _refuse_unsupported(body)
-    for field in ("suffix", "template", "context", "images"):
+    if body.images:
+        raise no_eyes("images")
+    for field in ("suffix", "template", "context"):
         if getattr(body, field):
             raise InvalidRequest(f"{field} is not supported here.", field=field)
     if not body.prompt:
         return _nothing_asked(GenerateWords(body.model))
-    settings = _settings(name, body.options)
+    settings = _settings(name, body)
+    opened = ""
     if body.raw:
         prompt = Prompt(text=body.prompt)
     else:
+        opened = opened_thought(await current_node().texts.prompt_ending(name))
         messages = [{"role": "system", "content": body.system}] if body.system else []
         prompt = Prompt(messages=[*messages, {"role": "user", "content": body.prompt}])
     ask = Ask(name, prompt, sampling_of(settings), _max_tokens(body.options))
-    return await answer(ask, OllamaReply(GenerateWords(body.model), None), stream=body.stream is not False)
+    spoken = Spoken(opened_thought=opened)
+    return await answer(ask, OllamaReply(GenerateWords(body.model), spoken), stream=body.stream is not False)
 
 
 @ollama.get("/version")
@@ -273,16 +280,28 @@ async def _name(asked: str) -> str:
     return asked
 
 
-def _settings(name: str, options: Options | None) -> ChatRequest:
+def _settings(name: str, body: OllamaRequest) -> ChatRequest:
+    wanted, options = _response_format(body.format), body.options
     if options is None:
-        return ChatRequest(model=name, messages=[])
+        return ChatRequest(model=name, messages=[], response_format=wanted)
     for field, neutral in NEUTRAL_OPTIONS.items():
         if getattr(options, field) not in (None, neutral):
             raise InvalidRequest("is not supported here; leave it out.", field=f"options.{field}")
     chosen = {field: getattr(options, field) for field in SAMPLING}
     # Ollama's -1 means: draw one.
     seed = options.seed if options.seed is not None and options.seed >= 0 else None
-    return ChatRequest(model=name, messages=[], seed=seed, **chosen)
+    return ChatRequest(model=name, messages=[], seed=seed, response_format=wanted, **chosen)
+
+
+def _response_format(wanted: str | Json | None) -> ResponseFormat | None:
+    """Ollama's `format`: "json", or a JSON schema."""
+    if not wanted:
+        return None
+    if isinstance(wanted, str):
+        if wanted != "json":
+            raise InvalidRequest('can be "json" or a JSON schema.', field="format")
+        return JsonObjectFormat()
+    return JsonSchemaFormat(json_schema=NamedSchema(name="format", schema=wanted))
 
 
 def _max_tokens(options: Options | None) -> int | None:
@@ -291,7 +310,7 @@ def _max_tokens(options: Options | None) -> int | None:
 
 
 def _refuse_unsupported(body: OllamaRequest) -> None:
-    for field in ("format", "think", "logprobs"):
+    for field in ("think", "logprobs"):
         if getattr(body, field):
             raise InvalidRequest("is not supported here; leave it out.", field=field)
 
@@ -303,7 +322,7 @@ def _nothing_asked(words: ChatWords | GenerateWords) -> Response:
 
 def _message(message: OllamaMessage, path: str) -> Message:
     if message.images:
-        raise InvalidRequest("images are not supported here.", field=f"{path}.images")
+        raise no_eyes(f"{path}.images")
     content = message.content or ""
     match message.role:
         case "system":

@@ -10,14 +10,16 @@ import msgspec
 from swarmllm.api.chat_reply import encode
 from swarmllm.api.feed import Passage
 from swarmllm.api.schema import Json
+from swarmllm.api.spoken import Item, Spoken
 from swarmllm.api.swarm_report import swarm_object
-from swarmllm.api.tool_calls import FoundCall, ToolCallParser
+from swarmllm.api.thoughts import Thought
+from swarmllm.api.tool_calls import FoundCall
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.generation import Generation
 
 
 class Words(Protocol):
-    def say(self, text: str, calls: list[FoundCall] | None = None) -> Json: ...
+    def say(self, text: str, calls: list[FoundCall] | None = None, thought: str = "") -> Json: ...
 
 
 class ChatWords:
@@ -26,8 +28,10 @@ class ChatWords:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def say(self, text: str, calls: list[FoundCall] | None = None) -> Json:
+    def say(self, text: str, calls: list[FoundCall] | None = None, thought: str = "") -> Json:
         message: Json = {"role": "assistant", "content": text}
+        if thought:
+            message["thinking"] = thought
         if calls:
             message["tool_calls"] = [
                 {"function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments)}}
@@ -42,47 +46,47 @@ class GenerateWords:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def say(self, text: str, calls: list[FoundCall] | None = None) -> Json:
-        return {"model": self._model, "created_at": timestamp(), "response": text}
+    def say(self, text: str, calls: list[FoundCall] | None = None, thought: str = "") -> Json:
+        thinking: Json = {"thinking": thought} if thought else {}
+        return {"model": self._model, "created_at": timestamp(), "response": text} | thinking
 
 
 class OllamaReply:
-    def __init__(self, words: Words, parser: ToolCallParser | None) -> None:
+    def __init__(self, words: Words, spoken: Spoken) -> None:
         self._words = words
-        self._parser = parser
+        self._spoken = spoken
 
     @property
     def stream_type(self) -> str:
         return "application/x-ndjson"
 
     def full(self, passage: Passage, generation: Generation) -> bytes:
-        text = passage.text
-        found = [*self._parser.feed(text), *self._parser.finish()] if self._parser else [text]
-        shown = "".join(item for item in found if isinstance(item, str))
-        calls = [item for item in found if isinstance(item, FoundCall)]
-        return encode(self._words.say(shown, calls) | _end(generation))
+        heard = self._spoken.whole(passage.text)
+        return encode(self._words.say(heard.text, heard.calls, heard.thought) | _end(generation))
 
     def first(self, generation: Generation | None) -> bytes:
         return b""
 
     def text(self, passage: Passage) -> bytes:
-        found = self._parser.feed(passage.text) if self._parser else [passage.text]
-        return b"".join(map(self._line, found))
+        return b"".join(map(self._line, self._spoken.feed(passage.text)))
 
     def waiting(self) -> bytes:
         """There are no comments in JSON; a piece without text does no harm."""
         return self._line("")
 
     def last(self, generation: Generation) -> bytes:
-        rest = self._parser.finish() if self._parser else []
+        rest = self._spoken.finish()
         end = encode(self._words.say("") | _end(generation)) + b"\n"
         return b"".join([*map(self._line, rest), end])
 
     def error(self, error: SwarmLLMError) -> bytes:
         return encode({"error": error.message}) + b"\n"
 
-    def _line(self, found: str | FoundCall) -> bytes:
-        said = self._words.say(found) if isinstance(found, str) else self._words.say("", [found])
+    def _line(self, found: Item) -> bytes:
+        if isinstance(found, Thought):
+            said = self._words.say("", thought=found.text)
+        else:
+            said = self._words.say(found) if isinstance(found, str) else self._words.say("", [found])
         return encode(said | {"done": False}) + b"\n"
 
 

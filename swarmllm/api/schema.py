@@ -24,8 +24,15 @@ class TextPart(Body, frozen=True, tag_field="type", tag="text"):
     text: Text
 
 
-class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
-    """Known so that it can be refused by name."""
+class ImageUrl(Body, frozen=True):
+    url: Annotated[str, Meta(max_length=64 * 2**20)]
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(Body, frozen=True, tag_field="type", tag="image_url"):
+    """Understood, and refused as long as nothing here can look at a picture."""
+
+    image_url: ImageUrl
 
 
 class AudioPart(msgspec.Struct, frozen=True, tag_field="type", tag="input_audio"):
@@ -70,8 +77,15 @@ class UserMessage(Body, frozen=True, tag_field="role", tag="user"):
     name: Name | None = None
 
 
+class RefusalPart(Body, frozen=True, tag_field="type", tag="refusal"):
+    """Of an earlier turn: what the assistant said instead of an answer."""
+
+    refusal: Text
+
+
 class AssistantMessage(Body, frozen=True, tag_field="role", tag="assistant"):
-    content: Content | None = None
+    content: Text | Annotated[list[Part | RefusalPart], Meta(max_length=4096)] | None = None
+    reasoning_content: Text | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
     refusal: Text | None = None
@@ -101,8 +115,32 @@ class Tool(Body, frozen=True):
     type: Literal["function"] = "function"
 
 
-class NamedTool(msgspec.Struct, frozen=True):
-    """A `tool_choice` object; refused by name."""
+class NamedFunction(Body, frozen=True):
+    name: Name
+
+
+class NamedTool(Body, frozen=True, tag_field="type", tag="function"):
+    """A `tool_choice` that names the tool to call."""
+
+    function: NamedFunction
+
+
+class AllowedTools(Body, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Json], Meta(min_length=1, max_length=128)]
+
+
+class AllowedToolsChoice(Body, frozen=True, tag_field="type", tag="allowed_tools"):
+    """A `tool_choice` that leaves some of the tools."""
+
+    allowed_tools: AllowedTools
+
+
+class CustomToolChoice(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
+    """Known so that it can be refused by name."""
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | CustomToolChoice
 
 
 class StreamOptions(Body, frozen=True):
@@ -160,7 +198,7 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     seed: Seed | None = None
     stop: Stop | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     logit_bias: (
         Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None

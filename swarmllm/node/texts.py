@@ -12,12 +12,35 @@ from swarmllm.models import CatalogueEntry
 from swarmllm.pipeline.prompt import Prompt
 from swarmllm.workerpool import ModelFile, WorkerPool
 
+Messages = list[dict[str, Any]]
+
+ENDING_CHARACTERS = 64
+QUESTION: Messages = [{"role": "user", "content": "?"}]
+TOOLS: Messages = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+CALL_ID = "abcdefghi"
+"""Mistral's templates want nine characters."""
+CONVERSATION: Messages = [
+    *QUESTION,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": CALL_ID, "type": "function", "function": {"name": "f", "arguments": {}}}],
+    },
+    {"role": "tool", "content": "x", "tool_call_id": CALL_ID},
+]
+
 
 class Texts:
     def __init__(self, pool: WorkerPool, find: Callable[[str], Awaitable[CatalogueEntry]]) -> None:
         """`find`: the model of a name or id, with what reading a prompt takes. Raises ModelNotFound."""
         self._pool = pool
         self._find = find
+        self._samples: dict[tuple[str, int], str] = {}
 
     async def tokenize(self, model: str, text: str, *, add_special: bool) -> list[int]:
         """Token ids of a text as it is; `add_special`: with what the model wants around each text."""
@@ -51,6 +74,26 @@ class Texts:
     ) -> str:
         """The text the model would read. Raises InvalidRequest where its template refuses."""
         return await self._pool.apply_template(_file(await self._find(model)), messages, tools)
+
+    async def prompt_ending(self, model: str) -> str:
+        """The last characters of any prompt of this model: what its answers go on from. "" where its
+        template refuses."""
+        return (await self._sample(model, QUESTION, None))[-ENDING_CHARACTERS:]
+
+    async def call_sample(self, model: str) -> str:
+        """A conversation with a tool call as this model would read it: shows in which format it calls."""
+        return await self._sample(model, CONVERSATION, TOOLS)
+
+    async def _sample(self, model: str, messages: Messages, tools: Messages | None) -> str:
+        """Rendered once per model: templates do not decide by what was said."""
+        entry = await self._find(model)
+        key = entry.model_id, len(messages)
+        if key not in self._samples:
+            try:
+                self._samples[key] = await self._pool.apply_template(_file(entry), messages, tools)
+            except InvalidRequest:
+                self._samples[key] = ""
+        return self._samples[key]
 
 
 def _file(entry: CatalogueEntry) -> ModelFile:

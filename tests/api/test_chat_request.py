@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from swarmllm.api.chat_request import ChatCall, chat_call
 from swarmllm.api.errors import decode_body
+from swarmllm.api.forced_call import forced
 from swarmllm.api.schema import ChatRequest
-from swarmllm.errors import InvalidRequest
+from swarmllm.errors import InvalidRequest, VisionEncoderUnavailable
 
 HELLO: dict[str, Any] = {"model": "guide", "messages": [{"role": "user", "content": "hello"}]}
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
@@ -33,6 +34,10 @@ def refused_field(body: dict[str, Any]) -> str | None:
 
 def message(**fields: Any) -> dict[str, Any]:
     return {"model": "guide", "messages": [fields]}
+
+
+def named(tool: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool}}
 
 
 @pytest.mark.parametrize(
@@ -58,15 +63,18 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(role="user", content=7), "messages[0].content"),
         (message(role="user", content="x", colour="red"), "messages[0].colour"),
         (message(role="user", content=[{"type": "text"}]), "messages[0].content[0].text"),
-        (message(role="user", content=[IMAGE]), "messages[0].content[0].type"),
+        (message(role="user", content=[{"type": "image_url"}]), "messages[0].content[0].image_url"),
         (message(role="user", content=[{"type": "smell"}]), "messages[0].content[0].type"),
         (message(role="assistant"), "messages[0].content"),
         (message(role="assistant", content="x", audio={"id": "a"}), "messages[0].audio"),
         (message(role="tool", content="x"), "messages[0].tool_call_id"),
         (HELLO | {"tools": [{"type": "function"}]}, "tools[0].function"),
         (HELLO | {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        (HELLO | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        (HELLO | {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        (HELLO | {"tool_choice": "required"}, "tool_choice"),
+        (HELLO | {"tools": [TOOL], "tool_choice": "required", "grammar": "root ::= x"}, "grammar"),
+        (HELLO | {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        (HELLO | {"tools": [TOOL], "tool_choice": named("then")}, "tool_choice"),
+        (HELLO | {"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
         (HELLO | {"n": 0}, "n"),
         (HELLO | {"n": 33}, "n"),
         (HELLO | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -86,6 +94,50 @@ def message(**fields: Any) -> dict[str, Any]:
 )
 def test_a_refusal_names_the_field(body: dict[str, Any], field: str) -> None:
     assert refused_field(body) == field
+
+
+def test_a_picture_needs_a_vision_encoder() -> None:
+    with pytest.raises(VisionEncoderUnavailable) as caught:
+        read(message(role="user", content=[{"type": "text", "text": "What is this?"}, IMAGE]))
+    assert (caught.value.http_status, caught.value.field) == (503, "messages[0].content[1].type")
+
+
+def test_a_forced_call_leaves_the_model_no_choice_but_calls_in_its_own_format() -> None:
+    city = {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}},
+        "$defs": {"City": {"type": "string"}},
+    }
+    tools = [TOOL, {"type": "function", "function": {"name": "weather", "parameters": city}}]
+    call = read(HELLO | {"tools": tools, "tool_choice": "required"})
+    assert call.must_call
+    assert call.tools == tools
+    hermes = forced(call.sampling, tools, None, "... <tool_call>\n{...")
+    schema = json.loads(hermes.json_schema)
+    assert [option["properties"]["name"]["const"] for option in schema["anyOf"]] == ["now", "weather"]
+    assert schema["$defs"]["tool1"]["properties"]["city"]["$ref"] == "#/$defs/tool1/$defs/City"
+    assert (hermes.json_before, hermes.json_max) == ("<tool_call>\n", 16)
+    mistral = forced(call.sampling, tools, 1, "[TOOL_CALLS] [...")
+    schema = json.loads(mistral.json_schema)
+    assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, 1)
+    assert (mistral.json_before, mistral.json_max) == ("[TOOL_CALLS]", 1)
+    assert forced(call.sampling, tools, 1, "").json_before == ""
+
+
+def test_a_named_tool_is_the_only_one_that_is_offered() -> None:
+    other = {"type": "function", "function": {"name": "then"}}
+    one = read(HELLO | {"tools": [TOOL, other], "tool_choice": named("then")})
+    assert (one.tools, one.must_call, one.max_tool_calls) == ([other], True, 1)
+
+
+def test_allowed_tools_are_those_that_are_offered() -> None:
+    other = {"type": "function", "function": {"name": "then"}}
+    allowed = {"mode": "auto", "tools": [named("then")]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    body = HELLO | {"tools": [TOOL, other], "tool_choice": choice}
+    assert (read(body).tools, read(body).must_call) == ([other], False)
+    allowed["mode"] = "required"
+    assert read(body).must_call
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[]", b'"x"', b"[" * 100_000, b'{"model": 1e400}'])

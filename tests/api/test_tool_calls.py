@@ -102,3 +102,84 @@ def test_how_the_text_is_split_makes_no_difference(text: str, cuts: list[int]) -
     whole = parse(text)
     split = parse(*pieces)
     assert split == whole
+
+
+OTHER = FoundCall("add", '{"a": 1}')
+FORMATS = {
+    "hermes": (CALL, [FOUND]),
+    "llama 3": ('<|python_tag|>{"name": "get_weather", "parameters": {"city": "Oslo"}}', [FOUND]),
+    "llama 3, two": (
+        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Oslo"}}; '
+        '{"name": "add", "parameters": {"a": 1}}',
+        [FOUND, OTHER],
+    ),
+    "llama 3, own functions": ('<function=get_weather>{"city": "Oslo"}</function>', [FOUND]),
+    "llama 3, bare": ('{"name": "get_weather", "parameters": {"city": "Oslo"}}', [FOUND]),
+    "llama 3, typed": (
+        '{"type": "function", "name": "get_weather", "parameters": {"city": "Oslo"}}',
+        [FOUND],
+    ),
+    "mistral": (
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo"}}, '
+        '{"name": "add", "arguments": {"a": 1}, "id": "123456789"}]',
+        [FOUND, OTHER],
+    ),
+    "mistral, tekken": (
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]add[CALL_ID]123[ARGS]{"a": 1}',
+        [FOUND, OTHER],
+    ),
+    "mistral, without its mark": (
+        ' [{"name": "get_weather", "arguments": {"city": "Oslo"}}]',
+        [FOUND],
+    ),
+    "fenced": ('```json\n{"name": "add", "arguments": {"a": 1}}\n```', [OTHER]),
+    "openai's own": (
+        '[{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{\\"a\\": 1}"}}]',
+        [OTHER],
+    ),
+}
+
+
+def parse_offered(text: str, size: int) -> list[str | FoundCall]:
+    parser = ToolCallParser(None, ["get_weather", "add"])
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    return [item for piece in pieces for item in parser.feed(piece)] + parser.finish()
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_found_in_every_format(name: str, size: int) -> None:
+    text, calls = FORMATS[name]
+    assert parse_offered(text, size) == calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Oslo", "arguments": {}}',
+        '{"name": "add", "arguments": {}} is how to call it',
+        '{"colour": "red"}',
+        "[1, 2, 3]",
+        "```python\nprint(1)\n```",
+        '{"name"',
+        "`add` adds",
+        "[TOOL_CALLS]none of your business",
+        "<|python_tag|>print(1)",
+        "<function=add>no JSON</function>",
+        '{ "name" : "add" ' + "[" * 3000,
+    ],
+)
+@pytest.mark.parametrize("size", [1, 5, 10_000])
+def test_what_only_looks_like_a_call_is_the_answer(text: str, size: int) -> None:
+    assert "".join(map(str, parse_offered(text, size))) == text
+
+
+def test_json_that_cannot_become_a_call_is_shown_as_it_comes() -> None:
+    parser = ToolCallParser(None, ["add"])
+    assert parser.feed('{"colour": ') == ['{"colour":']
+    assert parser.feed('"red"') == [' "red"']
+
+
+def test_bare_json_is_no_call_where_no_tool_is_known() -> None:
+    text = '{"name": "add", "arguments": {}}'
+    assert parse(text) == [text]

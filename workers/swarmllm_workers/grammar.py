@@ -19,10 +19,10 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 from llama_cpp import llama_cpp as lib
-from llama_cpp.llama_grammar import json_schema_to_gbnf
 
 from swarmllm_workers.bounded import TookTooLong, bounded
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.json_schema import Unsupported, gbnf
 
 GRAMMAR_MAX: Final = 256 * 1024
 """Characters of a grammar, also of one made from a JSON schema."""
@@ -35,35 +35,19 @@ CANDIDATE: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.f
 """`llama_token_data`."""
 
 
-def grammar_of_schema(schema: str) -> str:
-    """GBNF for JSON that follows `schema`. Raises CallError bad_message."""
+def grammar_of_schema(schema: str, *, before: str = "", after: str = "", n_max: int = 1) -> str:
+    """GBNF for JSON that follows `schema`, one to `n_max` times between two texts. Raises CallError
+    bad_message."""
     field = "sampling.json_schema"
     try:
-        parsed = msgspec.json.decode(schema)
-        foreign = next((ref for ref in _references(parsed) if not ref.startswith("#")), None)
-        if foreign is not None:
-            raise CallError("bad_message", f"$ref {foreign[:80]!r} leads out of the schema", field)
         with bounded(CONVERSION_S):
-            return str(json_schema_to_gbnf(schema))
-    except CallError:
-        raise
+            return gbnf(msgspec.json.decode(schema), before=before, after=after, n_max=n_max)
+    except Unsupported as error:
+        raise CallError("bad_message", f"the schema cannot be enforced: {error}"[:400], field) from None
     except TookTooLong:
         raise CallError("bad_message", "the schema is too complex", field) from None
-    except Exception as error:  # the converter raises whatever Python can
-        reason = f"{type(error).__name__}: {error}"[:200]
-        raise CallError("bad_message", f"no grammar can be made of this schema: {reason}", field) from None
-
-
-def _references(value: object) -> Iterator[str]:
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, dict):
-            if isinstance(ref := item.get("$ref"), str):
-                yield ref
-            pending += item.values()
-        elif isinstance(item, list):
-            pending += item
+    except (msgspec.MsgspecError, RecursionError, TypeError, AttributeError) as error:
+        raise CallError("bad_message", f"this is no schema: {error}"[:200], field) from None
 
 
 class Grammar:

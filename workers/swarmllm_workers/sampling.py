@@ -68,7 +68,12 @@ class Sampler:
         if sampling.grammar:
             self._grammar = Grammar(vocabulary, sampling.grammar)
         elif sampling.json_schema:
-            text = grammar_of_schema(sampling.json_schema)
+            text = grammar_of_schema(
+                sampling.json_schema,
+                before=sampling.json_before,
+                after=sampling.json_after,
+                n_max=sampling.json_max,
+            )
             self._grammar = Grammar(vocabulary, text, "sampling.json_schema")
 
     def resume(self, generated: Sequence[int]) -> None:

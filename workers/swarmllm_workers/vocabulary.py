@@ -24,7 +24,7 @@ _NORMAL_TYPE: Final = 1
 """LLAMA_TOKEN_TYPE_NORMAL in `tokenizer.ggml.token_type`"""
 _SHOWN_CONTROL: Final = re.compile(
     r"</?\|?(tool|tools|tool_call|tool_calls|tool_response|function|function_call|think|thinking|thought)\|?>"
-    r"|\[/?(TOOL_CALLS|TOOL_RESULTS|THINK)\]|<\|python_tag\|>"
+    r"|\[/?(TOOL_CALLS|TOOL_RESULTS|THINK|ARGS|CALL_ID)\]|<\|python_tag\|>"
 )
 
 
