@@ -192,6 +192,10 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="text file for the loss curve")
     args = parser.parse_args()
 
+    for folder in (args.out, args.checkpoints, *(path and path.parent for path in (args.report, args.log))):
+        if folder is not None:
+            # Now rather than after an hour, when the first thing is to be written there.
+            folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(sample_texts(N_TOKENIZER_SAMPLES, TOKENIZER_SEED), GUIDE_SHAPE.n_vocab)
     reports: dict[str, Any] = {"torch": torch.__version__}
     jobs = (
