@@ -99,7 +99,9 @@ class InferenceTable:
     """How requests are run."""
 
     max_concurrent_requests: Count = _setting(
-        10, "Requests of this node's users that run at the same time; never more than n_slots."
+        10,
+        "Requests of this node's users that run at the same time (a key's tier may say more or fewer);"
+        " never more than n_slots.",
     )
     max_queued_requests: Annotated[int, Meta(ge=0, le=65536)] = _setting(
         64, "Requests that may wait for their turn; one more is refused with 429."

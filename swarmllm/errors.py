@@ -64,6 +64,10 @@ class Overloaded(SwarmLLMError):
     error_type = "rate_limit_error"
     code = "overloaded"
 
+    def __init__(self, message: str, *, field: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, field=field)
+        self.retry_after_s = retry_after_s
+
 
 class StoreFull(SwarmLLMError):
     """There is no room for what was to be stored: the quota, or the disk. What is there is intact."""

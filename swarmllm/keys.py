@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -25,6 +26,9 @@ from swarmllm.errors import ConfigError, Conflict, InvalidRequest
 KEY_FILE = "keys.json"
 PREFIX = "sk-swarm-"
 SECRET_BYTES = 32
+
+Tier = Literal["bronze", "silver", "gold", "platinum"]
+"""How much of a node a key may use, and before whom (see `scheduling.tiers`)."""
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +40,9 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     """Seconds since the epoch."""
     sha256: str
+    tier: Tier = "gold"
+    rate_limit: int = 0
+    """Requests per minute; 0: no limit."""
 
 
 class KeyFile:
@@ -52,7 +59,9 @@ class KeyFile:
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"Cannot read the keys in {self.path}: {error}") from None
 
-    def create(self, name: str, *, is_admin: bool = False) -> tuple[ApiKey, str]:
+    def create(
+        self, name: str, *, is_admin: bool = False, tier: Tier = "gold", rate_limit: int = 0
+    ) -> tuple[ApiKey, str]:
         """The key and its secret, which is nowhere else. Raises Conflict for a name that is taken."""
         secret = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
         key = ApiKey(
@@ -61,6 +70,8 @@ class KeyFile:
             is_admin=is_admin,
             created_at=time.time(),
             sha256=_hash(secret),
+            tier=tier,
+            rate_limit=rate_limit,
         )
         with self._locked():
             keys = self.list()

@@ -8,19 +8,20 @@ takes the generation with it.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from quart import Response
 
 from swarmllm.api.connection import own_feed
-from swarmllm.api.context import current_node
+from swarmllm.api.context import current_caller, current_node
 from swarmllm.api.errors import plain_errors
 from swarmllm.api.feed import Feed, Passage
 from swarmllm.api.swarm_report import swarm_headers
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.generation import Generation
 from swarmllm.pipeline.prompt import Prompt
+from swarmllm.scheduling.tiers import Caller
 from swarmllm_proto.ipc import Sampling
 
 HEADERS_AFTER_S = 10.0
@@ -39,11 +40,12 @@ class Ask:
     sampling: Sampling
     max_tokens: int | None
     """None: until the context is full."""
+    caller: Caller = field(default_factory=current_caller)
 
     @property
-    def terms(self) -> tuple[str, Prompt, Sampling, int | None]:
+    def terms(self) -> tuple[str, Prompt, Sampling, int | None, Caller]:
         """As `Node.generate` takes them."""
-        return self.model, self.prompt, self.sampling, self.max_tokens
+        return self.model, self.prompt, self.sampling, self.max_tokens, self.caller
 
 
 class Reply(Protocol):

@@ -53,9 +53,9 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     async def check() -> None:
         g.request_id = f"req_{secrets.token_hex(12)}"
         host = request.headers.get("Host", "")
-        has_key = await doorkeeper.admit(request)
+        key = g.key = await doorkeeper.admit(request)
         # A page on a re-pointed domain has no key, and a node reached from elsewhere has names unknown to it.
-        if not has_key and not (keys and keys.is_required):
+        if key is None and not (keys and keys.is_required):
             check_host(host, allowed_hosts)
         check_origin(request.headers.get("Origin"), host)
 

@@ -13,7 +13,7 @@ from quart import Request
 
 from swarmllm.api.errors import Forbidden
 from swarmllm.errors import ConfigError, InvalidRequest
-from swarmllm.keys import KeyRing
+from swarmllm.keys import ApiKey, KeyRing
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +35,13 @@ class Doorkeeper:
         self._refreshed_s = float("-inf")
         self._refreshing = trio.Lock()
 
-    async def admit(self, request: Request) -> bool:
-        """Whether the caller has shown a key; False where none is needed. Raises Unauthorized, Forbidden."""
+    async def admit(self, request: Request) -> ApiKey | None:
+        """The key that the caller has shown; None where none is needed. Raises Unauthorized, Forbidden."""
         if self._ring is None:
-            return False
+            return None
         await self._refresh(self._ring)
         if not self._ring.is_required or request.path in OPEN_PATHS:
-            return False
+            return None
         secret = presented_key(request)
         if secret is None:
             raise Unauthorized("This node asks for an API key: send Authorization: Bearer KEY.")
@@ -50,7 +50,7 @@ class Doorkeeper:
             raise Unauthorized("This API key is not known here, or revoked.")
         if request.path.startswith(ADMIN_PREFIXES) and not key.is_admin:
             raise Forbidden(f"Key {key.name} may use models, not administer this node.")
-        return True
+        return key
 
     async def _refresh(self, ring: KeyRing) -> None:
         async with self._refreshing:

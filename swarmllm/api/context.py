@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import cast
 
-from quart import current_app
+from quart import current_app, g, has_request_context
 
 from swarmllm.api.work import Works
 from swarmllm.config import Config
 from swarmllm.errors import InvalidRequest
+from swarmllm.keys import ApiKey
 from swarmllm.node import Node
+from swarmllm.scheduling.tiers import LOCAL, Caller
 
 NODE = "swarmllm.node"
 SETTINGS = "swarmllm.config"
@@ -18,6 +20,12 @@ WORKS = "swarmllm.works"
 
 def current_node() -> Node:
     return cast(Node, current_app.extensions[NODE])
+
+
+def current_caller() -> Caller:
+    """On whose behalf the present request runs: what its key says."""
+    key = cast("ApiKey | None", g.get("key")) if has_request_context() else None
+    return Caller(key.id, key.tier, key.rate_limit) if key is not None else LOCAL
 
 
 def current_config() -> Config:

@@ -8,6 +8,7 @@ plain 500 without their text, and are logged without it: it may quote what the u
 from __future__ import annotations
 
 import logging
+import math
 import re
 import traceback
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import msgspec
 from quart import Response, request
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
-from swarmllm.errors import InvalidRequest, SwarmLLMError
+from swarmllm.errors import InvalidRequest, Overloaded, SwarmLLMError
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ def error_response(error: SwarmLLMError) -> Response:
     body = msgspec.json.encode({"error": error_object(error)})
     response = Response(body, status=error.http_status, content_type="application/json")
     if error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
-        response.headers["Retry-After"] = str(DEFAULT_RETRY_AFTER_S)
+        wait_s = error.retry_after_s if isinstance(error, Overloaded) else DEFAULT_RETRY_AFTER_S
+        response.headers["Retry-After"] = str(math.ceil(wait_s))
     if error.http_status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, TooLarge):

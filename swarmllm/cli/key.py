@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import click
 
@@ -13,7 +13,7 @@ from swarmllm.cli.display import make_console, print_json, safe, table
 from swarmllm.cli.errors import CommandFailed, RequestRefused
 from swarmllm.cli.options import json_option
 from swarmllm.errors import InvalidRequest, SwarmLLMError
-from swarmllm.keys import ApiKey, KeyFile
+from swarmllm.keys import ApiKey, KeyFile, Tier
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -24,6 +24,7 @@ Command = TypeVar("Command", bound=Callable[..., object])
 Examples:
   swarmllm key create laptop
   swarmllm key create operator --admin
+  swarmllm key create guest --tier bronze --rate-limit 20
   swarmllm key list
   swarmllm key revoke laptop
 """,
@@ -46,12 +47,29 @@ def data_dir_option(command: Command) -> Command:
 @key.command(short_help="Make a key and show it, once.")
 @click.argument("name")
 @click.option("--admin", "is_admin", is_flag=True, help="May administer the node, not only use its models.")
+@click.option(
+    "--tier",
+    type=click.Choice(get_args(Tier)),
+    default="gold",
+    show_default=True,
+    help="Its share of max_concurrent_requests: bronze 1/4, silver 1/2, gold 1x, platinum 2x.",
+)
+@click.option(
+    "--rate-limit",
+    type=click.IntRange(0, 1_000_000),
+    default=0,
+    metavar="N",
+    help="Requests per minute at most.  [default: no limit]",
+)
 @data_dir_option
 @json_option
-def create(name: str, is_admin: bool, data_dir: str | None, as_json: bool) -> None:
+def create(
+    name: str, is_admin: bool, tier: Tier, rate_limit: int, data_dir: str | None, as_json: bool
+) -> None:
     """Make a key called NAME and show it. It is shown this once: what is kept is only a hash."""
     with _failures_explained():
-        created, secret = key_file(data_dir).create(name, is_admin=is_admin)
+        file = key_file(data_dir)
+        created, secret = file.create(name, is_admin=is_admin, tier=tier, rate_limit=rate_limit)
     if as_json:
         print_json(_public(created) | {"key": secret})
         return
@@ -69,8 +87,18 @@ def list_(data_dir: str | None, as_json: bool) -> None:
     if as_json:
         print_json([_public(key) for key in keys])
     elif keys:
-        rows = [(key.name, key.id, "admin" if key.is_admin else "use", _date(key)) for key in keys]
-        make_console().print(table(("name", "id", "may", "created"), rows))
+        rows = [
+            (
+                key.name,
+                key.id,
+                "admin" if key.is_admin else "use",
+                key.tier,
+                f"{key.rate_limit}/min" if key.rate_limit else "-",
+                _date(key),
+            )
+            for key in keys
+        ]
+        make_console().print(table(("name", "id", "may", "tier", "limit", "created"), rows))
     else:
         click.echo("No keys: the node serves this machine only. Make one: swarmllm key create NAME")
 
@@ -107,7 +135,14 @@ def _failures_explained() -> Iterator[None]:
 
 
 def _public(key: ApiKey) -> dict[str, object]:
-    return {"id": key.id, "name": key.name, "is_admin": key.is_admin, "created_at": key.created_at}
+    return {
+        "id": key.id,
+        "name": key.name,
+        "is_admin": key.is_admin,
+        "tier": key.tier,
+        "rate_limit": key.rate_limit,
+        "created_at": key.created_at,
+    }
 
 
 def _date(key: ApiKey) -> str:

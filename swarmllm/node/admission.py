@@ -1,56 +1,107 @@
-"""Turns for the requests of this node's own users. Event-driven: a turn that ends, however it ends, wakes the
-next.
+"""Turns for the requests of this node's own users: the driver of `scheduling.tiers`.
+
+Event-driven: a turn that ends, however it ends, wakes whoever is next, once; nobody polls. A request that
+cannot wait any longer, or cannot wait at all, is refused with the seconds after which it may try again.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Literal
 
 import trio
 
 from swarmllm.errors import Overloaded
+from swarmllm.keys import Tier
+from swarmllm.scheduling.tiers import LOCAL, Caller, Full, Moves, RateLimits, Ticket, TurnQueue
+
+Refusal = Literal["full", "timeout", "rate"]
+LONGEST_ADVICE_S = 60.0
+_ALPHA = 0.2
+"""Of the moving average of how long requests run."""
 
 
 class Admission:
-    """At most `max_running` requests at a time; the next `max_queued` wait in order, for `timeout_s` at
-    most.
-    """
+    """At most `caps` requests at a time; the next `max_queued` wait, for `timeout_s` at most."""
 
-    def __init__(self, max_running: int, max_queued: int, timeout_s: float) -> None:
-        self.max_running = max_running
-        self._max_queued = max_queued
+    def __init__(self, caps: Mapping[Tier, int], max_queued: int, timeout_s: float) -> None:
+        self.caps = dict(caps)
+        self.refused: Counter[tuple[Tier, Refusal]] = Counter()
+        self._queue = TurnQueue(self.caps, max_queued)
+        self._rates = RateLimits()
         self._timeout_s = timeout_s
-        self._turns = trio.Semaphore(max_running, max_value=max_running)
-        self.n_queued = 0
+        self._news: dict[Ticket, trio.Event] = {}
+        self._run_s = 0.0
+        """Moving average."""
+
+    @property
+    def max_running(self) -> int:
+        """Of requests without a key, and of gold."""
+        return self.caps["gold"]
 
     @property
     def n_active(self) -> int:
-        return self.max_running - self._turns.value
+        return self._queue.n_running()
+
+    @property
+    def n_queued(self) -> int:
+        return self._queue.n_waiting()
+
+    def n_active_of(self, tier: Tier) -> int:
+        return self._queue.n_running(tier)
+
+    def n_queued_of(self, tier: Tier) -> int:
+        return self._queue.n_waiting(tier)
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[float]:
+    async def turn(self, caller: Caller = LOCAL) -> AsyncIterator[float]:
         """Holds one turn; yields the seconds waited for it. Raises Overloaded."""
         since_s = trio.current_time()
-        await self._wait()
+        wait_s = self._rates.wait_s(caller, since_s)
+        if wait_s:
+            text = f"This key may send {caller.rate_limit} requests per minute."
+            raise self._refuse(caller, "rate", text, wait_s)
+        ticket = Ticket(caller)
         try:
-            yield trio.current_time() - since_s
+            await self._begin(ticket)
+            started_s = trio.current_time()
+            try:
+                yield started_s - since_s
+            finally:
+                run_s = trio.current_time() - started_s
+                self._run_s += _ALPHA * (run_s - self._run_s) if self._run_s else run_s
         finally:
-            self._turns.release()
+            self._news.pop(ticket, None)
+            self._tell(self._queue.leave(ticket))
 
-    async def _wait(self) -> None:
+    async def _begin(self, ticket: Ticket) -> None:
+        news = self._news[ticket] = trio.Event()
         try:
-            self._turns.acquire_nowait()
-        except trio.WouldBlock:
-            if self.n_queued >= self._max_queued:
-                raise Overloaded(f"This node is busy and {self.n_queued} requests wait already.") from None
-        else:
+            self._tell(self._queue.submit(ticket))
+        except Full:
+            n_waiting = self._queue.n_waiting()
+            text = f"This node is busy and {n_waiting} requests wait already."
+            raise self._refuse(ticket.caller, "full", text) from None
+        with trio.move_on_after(self._timeout_s):
+            await news.wait()
+        if self._queue.is_running(ticket):
             return
-        self.n_queued += 1
-        try:
-            with trio.fail_after(self._timeout_s):
-                await self._turns.acquire()
-        except trio.TooSlowError:
-            raise Overloaded(f"This node was busy for {self._timeout_s:g} s; try again later.") from None
-        finally:
-            self.n_queued -= 1
+        if news.is_set():
+            text = "This node is busy, and other keys have fewer requests waiting."
+            raise self._refuse(ticket.caller, "full", text)
+        text = f"This node was busy for {self._timeout_s:g} s; try again later."
+        raise self._refuse(ticket.caller, "timeout", text)
+
+    def _tell(self, moves: Moves) -> None:
+        for ticket in (*moves.started, moves.evicted):
+            if ticket is not None and ticket in self._news:
+                self._news[ticket].set()
+
+    def _refuse(self, caller: Caller, why: Refusal, text: str, retry_after_s: float = 0.0) -> Overloaded:
+        self.refused[caller.tier, why] += 1
+        if not retry_after_s:
+            # When those who wait now have had their turns, as far as one can tell.
+            retry_after_s = self._run_s * (self._queue.n_waiting() + 1) / self.caps[caller.tier]
+        return Overloaded(text, retry_after_s=min(max(retry_after_s, 1.0), LONGEST_ADVICE_S))

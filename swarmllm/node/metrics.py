@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from swarmllm import __version__
+from swarmllm.scheduling.tiers import TIERS
 
 if TYPE_CHECKING:
     from swarmllm.node.admission import Admission
@@ -100,6 +101,27 @@ RECEIVED = Definition(
 ACTIVE = Definition("swarmllm_requests_active", "gauge", "Requests of this node's clients that have a turn.")
 QUEUED = Definition("swarmllm_requests_queued", "gauge", "Requests that wait for a turn.")
 TURNS = Definition("swarmllm_requests_max", "gauge", "Turns there are.")
+TIER_ACTIVE = Definition(
+    "swarmllm_tier_requests_active",
+    "gauge",
+    "Requests that have a turn, by their tier.",
+    ("tier",),
+)
+TIER_QUEUED = Definition(
+    "swarmllm_tier_requests_queued",
+    "gauge",
+    "Requests that wait for a turn, by their tier.",
+    ("tier",),
+)
+TIER_TURNS = Definition(
+    "swarmllm_tier_requests_max", "gauge", "Turns there are for a tier and those below it.", ("tier",)
+)
+REFUSED = Definition(
+    "swarmllm_requests_refused_total",
+    "counter",
+    "Requests answered with 429; `reason` is full, timeout or rate (the key's limit).",
+    ("tier", "reason"),
+)
 SEGMENTS = Definition(
     "swarmllm_segments_served_total", "counter", "Jobs run through this node's layers for other nodes."
 )
@@ -216,6 +238,10 @@ class _NodeState(Collector):
             (BAD, pipelines.messages_bad),
         ):
             yield _family(definition, [((), value)])
+        yield _family(TIER_ACTIVE, [((tier,), admission.n_active_of(tier)) for tier in TIERS])
+        yield _family(TIER_QUEUED, [((tier,), admission.n_queued_of(tier)) for tier in TIERS])
+        yield _family(TIER_TURNS, [((tier,), n) for tier, n in admission.caps.items()])
+        yield _family(REFUSED, [(labels, n) for labels, n in sorted(admission.refused.items())])
         peers = [peer.info for peer in node.peers()]
         yield _family(SENT, [((peer.node_id,), peer.bytes_sent) for peer in peers])
         yield _family(RECEIVED, [((peer.node_id,), peer.bytes_received) for peer in peers])

@@ -36,6 +36,7 @@ from swarmllm.pipeline.routes import RequestSize
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.route import choose_route, missing_layers
+from swarmllm.scheduling.tiers import LOCAL, Caller, tier_caps
 from swarmllm.swarm.registry import Registry, SwarmModel
 from swarmllm.swarm.router import Router
 from swarmllm.travel import Travel, TravelStatistics
@@ -72,9 +73,11 @@ class Node:
     ) -> None:
         inference = config.inference
         self.nickname = config.nickname
-        # More would find no slot in a worker.
-        n_running = min(inference.max_concurrent_requests, inference.n_slots)
-        self.admission = Admission(n_running, inference.max_queued_requests, inference.queue_timeout_s)
+        self.admission = Admission(
+            tier_caps(inference.max_concurrent_requests, inference.n_slots),
+            inference.max_queued_requests,
+            inference.queue_timeout_s,
+        )
         self._config = config
         self._router = router
         self._registry = registry
@@ -228,7 +231,12 @@ class Node:
 
     @asynccontextmanager
     async def generate(
-        self, model: str, prompt: Prompt, sampling: Sampling, max_tokens: int | None
+        self,
+        model: str,
+        prompt: Prompt,
+        sampling: Sampling,
+        max_tokens: int | None,
+        caller: Caller = LOCAL,
     ) -> AsyncIterator[Generation]:
         """One request of a user of this node. `max_tokens` None: until the context is full.
 
@@ -240,7 +248,7 @@ class Node:
         sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens or MAX_TOKENS)
         request = self.requests.begin(entry.name)
         try:
-            async with self.admission.turn() as queue_s:
+            async with self.admission.turn(caller) as queue_s:
                 request.has_turn()
                 async with self._pipelines.generate(prompt, entry, sampling, queue_s=queue_s) as generation:
                     request.first_token(generation)

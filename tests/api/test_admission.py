@@ -10,14 +10,20 @@ import trio
 import trio.testing
 
 from swarmllm.errors import Overloaded
+from swarmllm.keys import Tier
 from swarmllm.node import Admission
+from swarmllm.scheduling.tiers import LOCAL, TIERS, Caller, tier_caps
+
+
+def admission_of(max_running: int, max_queued: int, timeout_s: float) -> Admission:
+    return Admission(tier_caps(max_running, max_running), max_queued, timeout_s)
 
 
 @pytest.mark.parametrize("max_running", [1, 2])
 async def test_no_more_than_the_cap_run_and_the_rest_in_order(
     autojump_clock: object, max_running: int
 ) -> None:
-    admission = Admission(max_running, 10, 100.0)
+    admission = admission_of(max_running, 10, 100.0)
     order: list[int] = []
 
     async def request(number: int) -> None:
@@ -38,7 +44,7 @@ async def test_no_more_than_the_cap_run_and_the_rest_in_order(
 
 
 async def test_a_full_queue_refuses_at_once(autojump_clock: object) -> None:
-    admission = Admission(1, 1, 100.0)
+    admission = admission_of(1, 1, 100.0)
     async with trio.open_nursery() as nursery, admission.turn():
         nursery.start_soon(hold, admission)
         await trio.testing.wait_all_tasks_blocked()
@@ -49,7 +55,7 @@ async def test_a_full_queue_refuses_at_once(autojump_clock: object) -> None:
 
 
 async def test_a_wait_that_takes_too_long_is_refused(autojump_clock: object) -> None:
-    admission = Admission(1, 1, 3.0)
+    admission = admission_of(1, 1, 3.0)
     async with admission.turn():
         with pytest.raises(Overloaded, match="3 s"):
             async with admission.turn():
@@ -60,7 +66,7 @@ async def test_a_wait_that_takes_too_long_is_refused(autojump_clock: object) -> 
 
 
 async def test_no_turn_is_lost_to_random_cancellations(autojump_clock: object) -> None:
-    admission = Admission(3, 1000, 5.0)
+    admission = admission_of(3, 1000, 5.0)
     dice = random.Random(7)
     n_served = 0
 
@@ -87,3 +93,98 @@ async def test_no_turn_is_lost_to_random_cancellations(autojump_clock: object) -
 async def hold(admission: Admission) -> None:
     async with admission.turn():
         await trio.sleep_forever()
+
+
+async def test_keys_take_turns_however_many_requests_each_has(autojump_clock: object) -> None:
+    admission = admission_of(1, 20, 100.0)
+    order: list[str] = []
+
+    async def request(caller: Caller) -> None:
+        async with admission.turn(caller):
+            order.append(caller.key_id)
+            await trio.sleep(1)
+
+    async with trio.open_nursery() as nursery:
+        for key_id in ["many"] * 5 + ["few"] * 2:
+            nursery.start_soon(request, Caller(key_id))
+            await trio.testing.wait_all_tasks_blocked()
+    assert order == ["many", "many", "few", "many", "few", "many", "many"]
+
+
+async def test_a_full_queue_makes_room_for_a_key_with_fewer_requests(autojump_clock: object) -> None:
+    admission = admission_of(1, 2, 100.0)
+    refused: list[str] = []
+
+    async def request(caller: Caller) -> None:
+        try:
+            async with admission.turn(caller):
+                await trio.sleep(1)
+        except Overloaded:
+            refused.append(caller.key_id)
+
+    async with trio.open_nursery() as nursery:
+        for key_id in ("many", "many", "many", "few", "few"):
+            nursery.start_soon(request, Caller(key_id))
+            await trio.testing.wait_all_tasks_blocked()
+        # One of "many" had its turn, one waits, the other gave way to "few", whose second found it as full.
+        assert refused == ["many", "few"]
+    assert admission.refused == {("gold", "full"): 2}
+
+
+async def test_tiers_have_their_shares_and_the_higher_goes_first(autojump_clock: object) -> None:
+    admission = Admission(tier_caps(8, 99), 99, 100.0)
+    assert admission.caps == {"bronze": 2, "silver": 4, "gold": 8, "platinum": 16}
+    order: list[Tier] = []
+
+    async def request(tier: Tier) -> None:
+        async with admission.turn(Caller(tier, tier)):
+            order.append(tier)
+            await trio.sleep(1)
+
+    async with trio.open_nursery() as nursery:
+        for tier in TIERS:
+            for _ in range(20):
+                nursery.start_soon(request, tier)
+        await trio.testing.wait_all_tasks_blocked()
+        active = {tier: admission.n_active_of(tier) for tier in TIERS}
+    assert sum(active.values()) == 16
+    assert active["bronze"] <= 2
+    assert len(order) == 80
+    # As long as anybody higher waited, nobody lower began.
+    assert order[-2:] == ["bronze", "bronze"]
+
+
+async def test_a_key_may_send_as_many_requests_per_minute_as_it_says(autojump_clock: object) -> None:
+    admission = admission_of(5, 5, 100.0)
+    limited = Caller("limited", rate_limit=3)
+
+    async def try_once(caller: Caller) -> float:
+        """Seconds to wait, 0 where it was let in."""
+        try:
+            async with admission.turn(caller):
+                return 0.0
+        except Overloaded as refusal:
+            return refusal.retry_after_s
+
+    assert [await try_once(limited) for _ in range(4)] == [0, 0, 0, pytest.approx(20)]
+    assert await try_once(LOCAL) == 0
+    await trio.sleep(20.01)
+    assert [await try_once(limited) > 0 for _ in range(2)] == [False, True]
+    assert admission.refused == {("gold", "rate"): 2}
+
+
+async def test_who_is_refused_is_told_when_the_others_will_have_had_their_turns(
+    autojump_clock: object,
+) -> None:
+    admission = admission_of(1, 2, 100.0)
+    async with admission.turn():
+        await trio.sleep(4)
+    async with trio.open_nursery() as nursery, admission.turn():
+        for _ in range(2):
+            nursery.start_soon(hold, admission)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(Overloaded) as refusal:
+            async with admission.turn():
+                pass
+        assert refusal.value.retry_after_s == pytest.approx(12)
+        nursery.cancel_scope.cancel()

@@ -43,6 +43,20 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+async def test_a_key_has_its_tier_and_its_rate(tmp_path: Path) -> None:
+    _, guest = KeyFile(tmp_path).create("guest", tier="bronze", rate_limit=1)
+    async with serve(tmp_path) as (stand, url), client(url) as http:
+        await stand.load_guide()
+        body = {"model": "guide", "messages": [{"role": "user", "content": "hi"}]}
+        answers = [
+            await http.post("/v1/chat/completions", json=body | {"stream": stream}, headers=bearer(guest))
+            for stream in (False, True)
+        ]
+        assert [answer.status_code for answer in answers] == [200, 429]
+        assert 55 <= int(answers[1].headers["Retry-After"]) <= 60
+        assert stand.node.admission.refused == {("bronze", "rate"): 1}
+
+
 @pytest.mark.slow
 async def test_each_key_opens_what_it_may(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, user = KeyFile(tmp_path).create("user")

@@ -38,6 +38,15 @@ def test_a_key_is_shown_once_and_listed_without_itself(tmp_path: Path) -> None:
     assert [item.name for item in KeyFile(tmp_path).list()] == ["operator"]
 
 
+def test_a_key_has_a_tier_and_may_have_a_limit(tmp_path: Path) -> None:
+    key(tmp_path, "create", "laptop")
+    key(tmp_path, "create", "guest", "--tier", "bronze", "--rate-limit", "20")
+    listed = json.loads(key(tmp_path, "list", "--json").output)
+    assert [(item["tier"], item["rate_limit"]) for item in listed] == [("gold", 0), ("bronze", 20)]
+    assert "20/min" in key(tmp_path, "list").output
+    assert key(tmp_path, "create", "other", "--tier", "lead").exit_code == errors.EXIT_USAGE
+
+
 def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
     key(tmp_path, "create", "laptop")
     again = key(tmp_path, "create", "laptop")

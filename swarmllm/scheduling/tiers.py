@@ -1,0 +1,179 @@
+"""Whose turn it is: the requests of one node's users, by the tier and fairness of their keys. Pure.
+
+A tier is a share of `max_concurrent_requests`: bronze a quarter, silver a half, gold all of it, platinum
+twice as much. The shares lie inside each other: what counts towards a tier's cap are the running requests of
+that tier and of those below it. So bronze can never take what silver was promised, gold alone fills exactly
+what was configured, and platinum always finds room beside a node full of gold.
+
+Who waits is served by tier first and within a tier key by key, each in order; a key with a hundred requests
+and one with a single one take turns. A full queue makes room for a key that has fewer requests in it, at
+the cost of the newest request of the key that has most.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Final, get_args
+
+from swarmllm.keys import Tier
+
+TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
+"""From the lowest to the highest."""
+SHARES: Final[dict[Tier, Fraction]] = {
+    "bronze": Fraction(1, 4),
+    "silver": Fraction(1, 2),
+    "gold": Fraction(1),
+    "platinum": Fraction(2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """On whose behalf a request runs."""
+
+    key_id: str = ""
+    """Empty: whoever asks, on a node that asks nobody for a key."""
+    tier: Tier = "gold"
+    rate_limit: int = 0
+    """Requests per minute; 0: no limit."""
+
+
+LOCAL: Final = Caller()
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """One request's place, waiting or running."""
+
+    caller: Caller
+
+
+class Full(Exception):
+    """There is no room to wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What came of a submission or a leave, to be told to whom it concerns; each ticket starts once."""
+
+    started: tuple[Ticket, ...] = ()
+    evicted: Ticket | None = None
+
+
+def tier_caps(max_requests: int, n_slots: int) -> dict[Tier, int]:
+    """How many requests of each tier and those below it may run. More than `n_slots` would find no slot in a
+    worker; everybody can have one."""
+    return {tier: max(1, min(int(SHARES[tier] * max_requests), n_slots)) for tier in TIERS}
+
+
+@dataclass(slots=True)
+class TurnQueue:
+    caps: Mapping[Tier, int]
+    max_waiting: int
+    _running: dict[Tier, set[Ticket]] = field(default_factory=lambda: {tier: set() for tier in TIERS})
+    _waiting: dict[Tier, OrderedDict[str, deque[Ticket]]] = field(
+        default_factory=lambda: {tier: OrderedDict() for tier in TIERS}
+    )
+    """By key, the one to be served next first."""
+
+    def submit(self, ticket: Ticket) -> Moves:
+        """Raises Full; then nothing has changed."""
+        caller = ticket.caller
+        self._waiting[caller.tier].setdefault(caller.key_id, deque()).append(ticket)
+        started = self._start()
+        if ticket in started or self.n_waiting() <= self.max_waiting:
+            return Moves(started)
+        greedy = self._greediest(caller)
+        if greedy is None:
+            self._remove(ticket)
+            raise Full
+        self._remove(greedy)
+        return Moves(started, greedy)
+
+    def leave(self, ticket: Ticket) -> Moves:
+        """It has run, or waits no longer; whoever has left already may leave again."""
+        running = self._running[ticket.caller.tier]
+        if ticket in running:
+            running.discard(ticket)
+        else:
+            self._remove(ticket)
+        return Moves(self._start())
+
+    def is_running(self, ticket: Ticket) -> bool:
+        return ticket in self._running[ticket.caller.tier]
+
+    def n_running(self, tier: Tier | None = None) -> int:
+        return sum(len(running) for each, running in self._running.items() if tier in (None, each))
+
+    def n_waiting(self, tier: Tier | None = None) -> int:
+        return sum(
+            len(tickets)
+            for each, keys in self._waiting.items()
+            if tier in (None, each)
+            for tickets in keys.values()
+        )
+
+    def has_room(self, tier: Tier) -> bool:
+        """Whether one more request of this tier may run."""
+        n_below = 0
+        for each in TIERS:
+            n_below += len(self._running[each])
+            if TIERS.index(each) >= TIERS.index(tier) and n_below >= self.caps[each]:
+                return False
+        return True
+
+    def _start(self) -> tuple[Ticket, ...]:
+        started: list[Ticket] = []
+        for tier in reversed(TIERS):
+            keys = self._waiting[tier]
+            while keys and self.has_room(tier):
+                key_id, tickets = next(iter(keys.items()))
+                ticket = tickets.popleft()
+                keys.move_to_end(key_id)
+                if not tickets:
+                    del keys[key_id]
+                self._running[tier].add(ticket)
+                started.append(ticket)
+        return tuple(started)
+
+    def _greediest(self, caller: Caller) -> Ticket | None:
+        """The newest ticket of the key that has most waiting, more than the caller's own and not of a higher
+        tier."""
+        best: deque[Ticket] = self._waiting[caller.tier][caller.key_id]
+        found: Ticket | None = None
+        for tier in TIERS[: TIERS.index(caller.tier) + 1]:
+            for tickets in self._waiting[tier].values():
+                if len(tickets) > len(best):
+                    best = tickets
+                    found = tickets[-1]
+        return found
+
+    def _remove(self, ticket: Ticket) -> None:
+        keys, key_id = self._waiting[ticket.caller.tier], ticket.caller.key_id
+        tickets = keys.get(key_id)
+        if tickets is not None and ticket in tickets:
+            tickets.remove(ticket)
+            if not tickets:
+                del keys[key_id]
+
+
+@dataclass(slots=True)
+class RateLimits:
+    """A bucket per key: it holds `rate_limit` requests and fills up within a minute."""
+
+    _buckets: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By key: (requests left, when that was)."""
+
+    def wait_s(self, caller: Caller, now_s: float) -> float:
+        """0 and the request counts, or the seconds until one more would be let in."""
+        if not caller.rate_limit:
+            return 0.0
+        per_s = caller.rate_limit / 60
+        left, then_s = self._buckets.get(caller.key_id, (float(caller.rate_limit), now_s))
+        left = min(float(caller.rate_limit), left + (now_s - then_s) * per_s)
+        allowed = left >= 1.0
+        self._buckets[caller.key_id] = (left - allowed, now_s)
+        return 0.0 if allowed else (1.0 - left) / per_s

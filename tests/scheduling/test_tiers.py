@@ -1,0 +1,110 @@
+"""The queue of turns: whatever comes and goes, no cap is exceeded and no wake-up is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm.keys import Tier
+from swarmllm.scheduling.tiers import TIERS, Caller, Full, Moves, RateLimits, Ticket, TurnQueue, tier_caps
+
+CAPS = {"bronze": 1, "silver": 2, "gold": 4, "platinum": 8}
+
+
+@pytest.mark.parametrize(
+    ("max_requests", "n_slots", "caps"),
+    [(10, 99, (2, 5, 10, 20)), (10, 8, (2, 5, 8, 8)), (1, 99, (1, 1, 1, 2)), (4, 99, (1, 2, 4, 8))],
+)
+def test_shares_of_the_tiers(max_requests: int, n_slots: int, caps: tuple[int, ...]) -> None:
+    assert tuple(tier_caps(max_requests, n_slots).values()) == caps
+
+
+Step = tuple[str, Tier, int]
+steps = st.lists(
+    st.tuples(st.sampled_from(["submit", "submit", "leave"]), st.sampled_from(TIERS), st.integers(0, 30)),
+    max_size=120,
+)
+
+
+@given(steps, st.integers(0, 6), st.integers(1, 12))
+def test_no_cap_is_exceeded_and_no_wake_up_lost(
+    script: list[Step], max_waiting: int, max_requests: int
+) -> None:
+    """`leave` stands for the end of a run, a failure, a cancellation and a deadline: all are the same."""
+    queue = TurnQueue(tier_caps(max_requests, 99), max_waiting)
+    waiting: list[Ticket] = []
+    running: list[Ticket] = []
+
+    def apply(moves: Moves) -> None:
+        for ticket in moves.started:
+            # Exactly once, and only who waits.
+            waiting.remove(ticket)
+            running.append(ticket)
+        if moves.evicted is not None:
+            waiting.remove(moves.evicted)
+
+    def check() -> None:
+        assert {ticket: queue.is_running(ticket) for ticket in waiting + running} == dict.fromkeys(
+            waiting, False
+        ) | dict.fromkeys(running, True)
+        assert (queue.n_waiting(), queue.n_running()) == (len(waiting), len(running))
+        assert len(waiting) <= max_waiting
+        for n, tier in enumerate(TIERS):
+            below = [ticket for ticket in running if ticket.caller.tier in TIERS[: n + 1]]
+            assert len(below) <= queue.caps[tier]
+            # A lost wake-up: somebody waits although there is room.
+            assert not (queue.n_waiting(tier) and queue.has_room(tier))
+
+    for act, tier, number in script:
+        if act == "submit":
+            ticket = Ticket(Caller(f"{tier}-{number % 4}", tier))
+            waiting.append(ticket)
+            try:
+                apply(queue.submit(ticket))
+            except Full:
+                waiting.remove(ticket)
+        elif waiting or running:
+            everybody = waiting + running
+            ticket = everybody[number % len(everybody)]
+            (waiting if ticket in waiting else running).remove(ticket)
+            apply(queue.leave(ticket))
+            assert queue.leave(ticket) == Moves()
+        check()
+    while running:
+        apply(queue.leave(running.pop(0)))
+        check()
+    assert not waiting
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40))
+def test_keys_of_a_tier_are_served_in_turn(keys: list[int]) -> None:
+    """Between two turns of a key, no other key that waited all the time has more than one."""
+    queue = TurnQueue({"bronze": 1, "silver": 1, "gold": 1, "platinum": 1}, 99)
+    tickets = [Ticket(Caller(str(key))) for key in keys]
+    for ticket in tickets:
+        queue.submit(ticket)
+    served = [tickets[0]]
+    while moved := queue.leave(served[-1]).started:
+        served += moved
+    assert len(served) == len(tickets)
+    order = [ticket.caller.key_id for ticket in served[1:]]
+    left = {key: order.count(key) for key in order}
+    while order:
+        round_, order = order[: len(left)], order[len(left) :]
+        assert sorted(round_) == sorted(left)
+        left = {key: n - 1 for key, n in left.items() if n > 1}
+
+
+@given(st.integers(1, 100), st.lists(st.floats(0, 10), max_size=80))
+def test_no_more_requests_pass_than_the_rate_allows(rate_limit: int, gaps_s: list[float]) -> None:
+    limits, caller = RateLimits(), Caller("key", rate_limit=rate_limit)
+    now_s, passed = 0.0, []
+    for gap_s in gaps_s:
+        now_s += gap_s
+        wait_s = limits.wait_s(caller, now_s)
+        assert wait_s <= 60 / rate_limit + 1e-6
+        if not wait_s:
+            passed.append(now_s)
+    for n, then_s in enumerate(passed):
+        assert n < rate_limit + rate_limit * then_s / 60 + 1e-6
