@@ -119,9 +119,20 @@ class InferenceTable:
     continuous_batching: bool = _setting(
         True, "Requests that run at the same time share the worker's batches; false computes them in turn."
     )
-    prefix_cache_max_entries: Annotated[int, Meta(ge=0, le=255)] = _setting(
-        16, "Finished answers whose KV a worker keeps, for 600 s, for prompts that begin alike; 0 keeps none."
+    prefix_cache_enabled: bool = _setting(
+        True, "Keep the KV of finished requests for prompts that begin alike and for a session's next turn."
     )
+    prefix_cache_max_entries: Annotated[int, Meta(ge=0, le=246)] = _setting(
+        16, "Finished requests of which each worker keeps KV, in its cells or in host memory; 0 keeps none."
+    )
+    prefix_cache_max_mb: Annotated[int, Meta(ge=0, le=2**20)] = _setting(
+        2048, "Host memory in MiB per worker for kept KV whose cells others needed; 0 drops it then."
+    )
+    prefix_cache_min_tokens: Annotated[int, Meta(ge=1, le=65536)] = _setting(
+        32, "A prompt that shares fewer tokens with an earlier one is computed anew."
+    )
+    kv_cache_ttl_secs: Seconds = _setting(600.0, "How long KV is kept that no request asks for.")
+    session_timeout_seconds: Seconds = _setting(600.0, "The same for that of sessions (session_id).")
     n_threads: Annotated[int, Meta(ge=0, le=1024)] = _setting(
         0, "Compute threads of each worker; 0 means the cores this process may use."
     )

@@ -204,6 +204,7 @@ def travel_settings(config: Config) -> TravelSettings:
 
 
 def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
+    inference = config.inference
     return WorkerSettings(
         cache_dir=data_dir / "segments",
         n_ctx=config.inference.n_ctx,
@@ -212,7 +213,11 @@ def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
         use_mmap=config.resources.use_mmap,
         n_gpu_layers=config.resources.n_gpu_layers,
         continuous_batching=config.inference.continuous_batching,
-        n_prefixes=config.inference.prefix_cache_max_entries,
+        n_prefixes=inference.prefix_cache_max_entries if inference.prefix_cache_enabled else 0,
+        prefix_max_bytes=inference.prefix_cache_max_mb * 2**20,
+        prefix_min_tokens=inference.prefix_cache_min_tokens,
+        prefix_ttl_s=inference.kv_cache_ttl_secs,
+        session_ttl_s=inference.session_timeout_seconds,
     )
 
 

@@ -258,3 +258,23 @@ def test_a_picture_is_refused_until_something_can_look_at_it(ai: openai.OpenAI) 
     with pytest.raises(openai.InternalServerError) as caught:
         ask(ai, messages=[{"role": "user", "content": [picture]}])
     assert (caught.value.status_code, caught.value.code) == (503, "vision_encoder_unavailable")
+
+
+def test_the_next_turn_of_a_session_computes_only_what_is_new(ai: openai.OpenAI, node: DaemonProcess) -> None:
+    def cached_in_all() -> float:
+        lines = node.http.get("/metrics").text.splitlines()
+        return sum(
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith("swarmllm_cached_prompt_tokens_total{")
+        )
+
+    before = cached_in_all()
+    first = ask(ai, max_tokens=60, extra_body={"session_id": "talk"})
+    turns = [*QUESTION, {"role": "assistant", "content": text_of(first)}, {"role": "user", "content": "Why?"}]
+    second = ask(ai, messages=turns, max_tokens=3, prompt_cache_key="talk")
+    fresh = ask(ai, messages=turns, max_tokens=3)
+    told = second.usage.prompt_tokens_details.cached_tokens
+    assert told > first.usage.prompt_tokens
+    assert text_of(second) == text_of(fresh)
+    assert cached_in_all() >= before + told

@@ -115,7 +115,15 @@ class Open(DaemonMessage, frozen=True, tag=True):
     continuous_batching: bool = True
     """Requests that run at the same time share libllama's batches."""
     n_prefixes: Annotated[int, Meta(ge=0, le=255)] = 16
-    """Finished generations whose KV is kept for prompts that begin alike; 0: none."""
+    """Finished requests whose KV is kept for prompts that begin alike; 0: none."""
+    prefix_max_bytes: SizeBytes = 2**31
+    """Host memory for kept KV whose cells others needed."""
+    prefix_min_tokens: TokenCount = 32
+    """Fewer rows are not worth sharing."""
+    prefix_ttl_s: Seconds = 600.0
+    """How long KV is kept that nobody asks for."""
+    session_ttl_s: Seconds = 600.0
+    """The same for that of sessions."""
 
 
 class Load(DaemonMessage, frozen=True, tag=True):
@@ -198,6 +206,8 @@ class Generate(DaemonMessage, frozen=True, tag=True):
     n_generated: TokenCount = 0
     """The last so many tokens of the payload are not prompt: the request generated them elsewhere, and goes
     on here with the next."""
+    session_id: Annotated[str, Meta(max_length=256)] = ""
+    """A conversation whose next turn begins with this one: its KV is kept to the last row, and longest."""
 
 
 class CancelRequest(DaemonMessage, frozen=True, tag=True):

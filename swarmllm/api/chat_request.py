@@ -62,6 +62,8 @@ class ChatCall:
     n: int
     must_call: bool
     """The answer has to be a call of one of the tools."""
+    session_id: str | None
+    prompt_cache_key: str | None
 
 
 def chat_call(body: schema.ChatRequest) -> ChatCall:
@@ -87,6 +89,8 @@ def chat_call(body: schema.ChatRequest) -> ChatCall:
         max_tool_calls=max_calls,
         must_call=must_call,
         n=body.n or 1,
+        session_id=body.session_id,
+        prompt_cache_key=body.prompt_cache_key,
     )
 
 

@@ -24,6 +24,7 @@ from swarmllm.api.schema import (
     ModelName,
     Penalty,
     Seed,
+    SessionName,
     Share,
     Stop,
     StreamOptions,
@@ -31,6 +32,7 @@ from swarmllm.api.schema import (
     Text,
     TopLogprobs,
 )
+from swarmllm.api.session import session_of
 from swarmllm.api.swarm_report import swarm_object
 from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.pipeline.generation import Generation
@@ -82,6 +84,8 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
     n: Choices | None = None
     logprobs: TopLogprobs | None = None
     """How many of the likeliest tokens come with each; 0: the token's own value alone."""
+    prompt_cache_key: SessionName | None = None
+    session_id: SessionName | None = None
     # accepted and without effect on the answer
     user: str | None = None
     # accepted at their neutral value only
@@ -112,7 +116,13 @@ async def complete() -> Response:
         top_logprobs=body.logprobs,
         **{name: getattr(body, name) for name in SAMPLING},
     )
-    ask = Ask(body.model, Prompt(text=prompt), sampling_of(settings), body.max_tokens or DEFAULT_MAX_TOKENS)
+    session = session_of(body.session_id, body.prompt_cache_key)
+    ask = Ask(
+        body.model,
+        Prompt(text=prompt, session=session),
+        sampling_of(settings),
+        body.max_tokens or DEFAULT_MAX_TOKENS,
+    )
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
     echo = prompt if body.echo else ""
     replies = [CompletionReply(body.model, echo, include_usage)]

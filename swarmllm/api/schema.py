@@ -155,6 +155,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**20)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+SessionName = Annotated[str, Meta(max_length=256)]
 Choices = Annotated[int, Meta(ge=1, le=32)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=16)]
@@ -207,6 +208,8 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     n: Choices | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    prompt_cache_key: SessionName | None = None
+    session_id: SessionName | None = None
     # llama.cpp's extras
     typical_p: Share | None = None
     xtc_probability: Share | None = None
@@ -225,7 +228,6 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     # accepted and without effect on the answer
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     metadata: Json | None = None
     # accepted at their neutral value only

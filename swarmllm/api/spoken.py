@@ -8,6 +8,7 @@ from swarmllm.api.answering import Ask
 from swarmllm.api.chat_request import ChatCall
 from swarmllm.api.context import current_node
 from swarmllm.api.forced_call import forced
+from swarmllm.api.session import session_of
 from swarmllm.api.thoughts import Thought, ThoughtSplitter, opened_thought
 from swarmllm.api.tool_calls import FoundCall, ToolCallParser
 from swarmllm.pipeline.prompt import Prompt
@@ -71,7 +72,8 @@ async def prepare(call: ChatCall) -> tuple[Ask, list[Spoken]]:
         opened = ""
     else:
         opened = opened_thought(await texts.prompt_ending(call.model))
-    prompt = Prompt(messages=call.messages, tools=call.tools)
+    session = session_of(call.session_id, call.prompt_cache_key)
+    prompt = Prompt(messages=call.messages, tools=call.tools, session=session)
     parsers = (ToolCallParser(call.max_tool_calls, names) if call.tools else None for _ in range(call.n))
     ask = Ask(call.model, prompt, sampling, call.max_tokens)
     return ask, [Spoken(parser, opened) for parser in parsers]

@@ -85,6 +85,12 @@ QUEUE = Definition(
 PROMPT_TOKENS = Definition(
     "swarmllm_prompt_tokens_total", "counter", "Prompt tokens of requests that got a first token.", ("model",)
 )
+CACHED_TOKENS = Definition(
+    "swarmllm_cached_prompt_tokens_total",
+    "counter",
+    "Prompt tokens that were not computed, because an earlier request began alike.",
+    ("model",),
+)
 GENERATED_TOKENS = Definition(
     "swarmllm_generated_tokens_total", "counter", "Tokens generated for this node's clients.", ("model",)
 )
@@ -171,6 +177,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._requests = self._counter(REQUESTS)
         self._prompt_tokens = self._counter(PROMPT_TOKENS)
+        self._cached_tokens = self._counter(CACHED_TOKENS)
         self._generated_tokens = self._counter(GENERATED_TOKENS)
         self._latency = self._histogram(LATENCY)
         self._first_token = self._histogram(FIRST_TOKEN)
@@ -192,6 +199,7 @@ class Metrics:
         if generation is None:
             return
         self._generated_tokens.labels(model).inc(generation.n_generated)
+        self._cached_tokens.labels(model).inc(generation.n_cached_tokens)
         if outcome == "completed":
             self._latency.labels(model).observe(elapsed_s)
             n_decoded = generation.n_generated - 1

@@ -86,6 +86,7 @@ class Compute(Protocol):
         tokens: Tensor,
         sampling: Sampling,
         n_generated: int = 0,
+        session: str = "",
     ) -> AbstractAsyncContextManager[LocalGeneration]: ...
 
     async def cancel(self, model_id: str, request_id: str) -> None: ...

@@ -91,5 +91,6 @@ async def open_local(
         tokens=tokens,
         sampling=context.sampling,
         n_generated=len(context.generated),
+        session=context.session,
     ) as generation:
         yield LocalSource(generation, context, nickname)

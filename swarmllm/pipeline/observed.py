@@ -78,10 +78,16 @@ class ObservedCompute:
         tokens: Tensor,
         sampling: Sampling,
         n_generated: int = 0,
+        session: str = "",
     ) -> AsyncIterator[LocalGeneration]:
         n_layers = max((layers.end for layers in self.loaded(model.model_id)), default=0)
         async with self._compute.generate(
-            model, request_id=request_id, tokens=tokens, sampling=sampling, n_generated=n_generated
+            model,
+            request_id=request_id,
+            tokens=tokens,
+            sampling=sampling,
+            n_generated=n_generated,
+            session=session,
         ) as generation:
             yield _ObservedGeneration(generation, self._observations, model.model_id, n_layers, n_generated)
 

@@ -13,7 +13,7 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -175,7 +175,7 @@ class Pipelines:
         self._counts.generations += 1
         self._own[request_id] = Held(entry.model_id, len(tokens), sampling.max_tokens)
         try:
-            async with self._open(tokens, entry, sampling, request_id) as source:
+            async with self._open(tokens, entry, sampling, request_id, prompt.session) as source:
                 yield Generation(
                     source,
                     await source.next(),
@@ -252,7 +252,7 @@ class Pipelines:
 
     @asynccontextmanager
     async def _open(
-        self, tokens: Tensor, entry: CatalogueEntry, sampling: Sampling, request_id: str
+        self, tokens: Tensor, entry: CatalogueEntry, sampling: Sampling, request_id: str, session: str
     ) -> AsyncIterator[Lasting]:
         """Nothing has been asked of anybody before the first `next`."""
         size = RequestSize(len(tokens), min(sampling.max_tokens, EXPECTED_OUTPUT_TOKENS))
@@ -270,7 +270,8 @@ class Pipelines:
             rows = np.concatenate((tokens, np.array(generated, np.int32))) if generated else tokens
             if not generated and source.n_attempts > 1:
                 self._counts.retries += 1
-            return self._source(request_context(assignment, entry, self._node_id), assignment, rows, avoid)
+            context = replace(request_context(assignment, entry, self._node_id), session=session)
+            return self._source(context, assignment, rows, avoid)
 
         recovery = Recovery(self._settings.failover_timeout_s)
         source = Lasting(request_id, attempt, recovery, self._pause)

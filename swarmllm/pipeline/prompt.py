@@ -18,6 +18,8 @@ class Prompt:
     messages: list[dict[str, Any]] | None = None
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
+    session: str = ""
+    """The conversation of which this is a turn, where the client says so."""
 
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.text is None):

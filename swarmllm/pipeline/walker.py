@@ -64,6 +64,8 @@ class RequestContext:
     generated: tuple[int, ...] = ()
     """Tokens of a pipeline that broke, in whose place this one is; known to the origin and where the last
     stage is."""
+    session: str = ""
+    """Known at the origin only."""
 
 
 class OriginSide(Protocol):

@@ -161,6 +161,10 @@ class HostedModel:
                 n_gpu_layers=settings.n_gpu_layers,
                 continuous_batching=settings.continuous_batching,
                 n_prefixes=settings.n_prefixes,
+                prefix_max_bytes=settings.prefix_max_bytes,
+                prefix_min_tokens=settings.prefix_min_tokens,
+                prefix_ttl_s=settings.prefix_ttl_s,
+                session_ttl_s=settings.session_ttl_s,
             )
             self.opened, _ = await worker.call(message, Opened, timeout_s=settings.load_timeout_s)
             for layers in self.wanted:

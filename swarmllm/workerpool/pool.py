@@ -257,6 +257,7 @@ class WorkerPool:
         tokens: TokenIds,
         sampling: Sampling,
         n_generated: int = 0,
+        session: str = "",
     ) -> AsyncIterator[TokenStream]:
         """The whole decode loop in the worker, which must hold every layer: iterate the stream for (Token,
         bytes). The last `n_generated` of `tokens` are no prompt but what came of it elsewhere.
@@ -265,7 +266,11 @@ class WorkerPool:
         """
         worker = await self._ready(model)
         message = Generate(
-            id=worker.new_id(), request_id=request_id, sampling=sampling, n_generated=n_generated
+            id=worker.new_id(),
+            request_id=request_id,
+            sampling=sampling,
+            n_generated=n_generated,
+            session_id=session,
         )
         stream = await worker.generate(
             message, encode_tensor(tokens), silence_s=self._settings.call_timeout_s

@@ -27,7 +27,15 @@ class WorkerSettings:
     n_gpu_layers: int = 0
     continuous_batching: bool = True
     n_prefixes: int = 16
-    """Finished generations whose KV a worker keeps for prompts that begin alike."""
+    """Finished requests whose KV a worker keeps for prompts that begin alike."""
+    prefix_max_bytes: int = 2**31
+    """Host memory for kept KV whose cells others needed."""
+    prefix_min_tokens: int = 32
+    """Fewer rows are not worth sharing."""
+    prefix_ttl_s: float = 600.0
+    """How long KV is kept that nobody asks for."""
+    session_ttl_s: float = 600.0
+    """The same for that of sessions."""
     start_timeout_s: float = 60.0
     """From spawning a worker until it says Ready: Python's start, and libllama's load from a cold disk."""
     load_timeout_s: float = 600.0

@@ -145,3 +145,26 @@ async def test_log_probabilities_survive_text_that_is_held_back(tmp_path: Path) 
         chunks = await streamed(stand, CHAT[0], CHAT[1] | {"tools": tools, "logprobs": True})
     told = [c["choices"][0]["logprobs"] for c in chunks]
     assert [e["logprob"] for logprobs in told if logprobs for e in logprobs["content"]] == [-0.5, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("sent", "header", "session"),
+    [
+        ({}, "", ""),
+        ({"session_id": "a", "prompt_cache_key": "b"}, "c", "a"),
+        ({"prompt_cache_key": "b"}, "c", "c"),
+        ({"prompt_cache_key": "b"}, "", "b"),
+    ],
+)
+@BOTH
+async def test_a_session_is_named_in_three_ways(
+    tmp_path: Path, endpoint: tuple[str, dict[str, Any]], sent: dict[str, str], header: str, session: str
+) -> None:
+    url, body = endpoint
+    headers = {"x-session-id": header} if header else {}
+    async with serve_node(tmp_path) as stand:
+        assert (await stand.http.post(url, json=body | sent, headers=headers)).status_code == 200
+        (call,) = stand.pipelines.calls
+        too_long = await stand.http.post(url, json=body, headers={"x-session-id": "x" * 257})
+    assert call.prompt.session == session
+    assert too_long.json()["error"]["param"] == "session_id"

@@ -147,6 +147,7 @@ class FakePool:
         tokens: Tensor,
         sampling: Sampling,
         n_generated: int = 0,
+        session: str = "",
     ) -> AsyncIterator[FakeStream]:
         stream = FakeStream(self, model, request_id, tokens, sampling, n_generated)
         try:

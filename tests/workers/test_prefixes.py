@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +13,13 @@ from hypothesis import strategies as st
 
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
-from swarmllm_workers.prefixes import TTL_S, Prefixes
+from swarmllm_workers.prefixes import Kept, Prefixes, PrefixSettings, token_name
 from swarmllm_workers.segment import Span
 
 from .client import GREEDY
 from .test_batching import PROMPT, Room, batches, guide_prompts, open_room  # noqa: F401
 from .test_exactness import GUIDE
+from .test_kv_state import open_family
 
 OpenRoom = Callable[..., Room]
 B = BLOCK_TOKENS
@@ -28,31 +31,53 @@ def done(room: Room, name: str) -> ipc.GenerateDone:
     return message
 
 
+def index(n: int, **settings: Any) -> Prefixes:
+    return Prefixes(8, PrefixSettings(n_cells_entries=n, n_entries=settings.pop("n_entries", n), **settings))
+
+
+def put(prefixes: Prefixes, tokens: np.ndarray, now: float, session: str = "") -> list[Kept]:
+    """As `PrefixCache.keep` does; what was dropped."""
+    name = token_name(tokens, session)
+    n_rows = len(tokens) if session else len(name.hashes) * B
+    if not n_rows or prefixes.is_known("here", name, now):
+        return []
+    dropped = prefixes.replaced_by("here", name)
+    if not prefixes.has_free_sequence:
+        oldest = prefixes.least_wanted(in_cells=True)
+        if oldest is None:
+            return []
+        dropped += prefixes.drop(oldest)
+    return dropped + prefixes.add(Kept("here", name, n_rows, now, prefixes.take_sequence()))
+
+
+def found(prefixes: Prefixes, tokens: np.ndarray, now: float = 99.0, session: str = "") -> int:
+    """Rows that a prompt would get."""
+    hit = prefixes.find("here", token_name(tokens[:-1], session), len(tokens) - 1, now)
+    return hit[1] if hit else 0
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=12), st.integers(0, 4))
 def test_index_finds_the_longest_common_blocks_of_what_it_keeps(
     kept: list[tuple[int, int]], n_sequences: int
 ) -> None:
     """Prompts over two kinds of blocks, compared with a plain list of what was put in."""
-    prefixes = Prefixes(8, n_sequences)
+    prefixes = index(n_sequences)
     held: dict[int, list[int]] = {}
     for now, (pattern, n_blocks) in enumerate(kept):
         tokens = np.repeat([(pattern >> i) & 1 for i in range(n_blocks)], B)
-        new, dropped = prefixes.keep("here", tokens, float(now))
-        for each in dropped:
+        for each in put(prefixes, tokens, float(now)):
+            assert each.sequence is not None
             del held[each.sequence]
-        if new is not None:
-            assert new.sequence not in held
-            assert 8 <= new.sequence < 8 + n_sequences
-            held[new.sequence] = tokens.tolist()
-    assert len(prefixes) == len(held)
+        for each in prefixes:
+            assert each.sequence is not None
+            assert 8 <= each.sequence < 8 + n_sequences
+            held.setdefault(each.sequence, tokens.tolist())
+    assert len(prefixes) == len(held) <= n_sequences
     for pattern in range(4):
-        prompt = [token for i in range(3) for token in [(pattern >> i) & 1] * B]
-        found = prefixes.find("here", prompt, 99.0)
-        best = max((common(prompt[:-1], tokens) for tokens in held.values()), default=0)
-        assert (found.n_rows if found else 0) == best
-        if found is not None:
-            assert held[found.sequence][: found.n_rows] == prompt[: found.n_rows]
-    assert prefixes.find("elsewhere", TOKENS, 99.0) is None
+        prompt = np.array([token for i in range(3) for token in [(pattern >> i) & 1] * B])
+        best = max((common(prompt[:-1].tolist(), tokens) for tokens in held.values()), default=0)
+        assert found(prefixes, prompt) == best
+    assert prefixes.find("elsewhere", token_name(TOKENS), 9 * B, 99.0) is None
 
 
 def common(left: list[int], right: list[int]) -> int:
@@ -63,25 +88,79 @@ def common(left: list[int], right: list[int]) -> int:
 
 
 def test_longer_prefix_takes_the_place_of_its_beginning() -> None:
-    prefixes = Prefixes(0, 4)
-    short, _ = prefixes.keep("here", TOKENS[: 2 * B], 0.0)
-    long, dropped = prefixes.keep("here", TOKENS[: 4 * B], 1.0)
-    assert dropped == [short]
-    assert long is not None
-    assert prefixes.keep("here", TOKENS[: 3 * B], 2.0) == (None, [])
-    assert len(prefixes) == 1
+    prefixes = index(4)
+    put(prefixes, TOKENS[: 2 * B], 0.0)
+    (dropped,) = put(prefixes, TOKENS[: 4 * B], 1.0)
+    assert dropped.n_rows == 2 * B
+    assert put(prefixes, TOKENS[: 3 * B], 2.0) == []
+    assert [kept.n_rows for kept in prefixes] == [4 * B]
 
 
-def test_unused_prefixes_expire_and_the_oldest_gives_way() -> None:
-    prefixes = Prefixes(0, 2)
-    first, _ = prefixes.keep("here", TOKENS[:B], 0.0)
-    second, _ = prefixes.keep("here", TOKENS[B : 2 * B], 1.0)
-    prefixes.find("here", TOKENS[: B + 1], 2.0)
-    _, dropped = prefixes.keep("here", TOKENS[2 * B : 3 * B], 3.0)
-    assert dropped == [second]
-    assert first is not None
-    assert [kept.sequence for kept in prefixes.expired(2.5 + TTL_S)] == [first.sequence]
-    assert len(prefixes) == 1
+def test_unused_prefixes_expire_sessions_by_a_clock_of_their_own() -> None:
+    prefixes = index(4, ttl_s=10.0, session_ttl_s=100.0)
+    put(prefixes, TOKENS[:B], 0.0)
+    put(prefixes, TOKENS[B : 2 * B], 1.0)
+    put(prefixes, TOKENS[2 * B : 3 * B], 2.0, "talk")
+    assert found(prefixes, TOKENS[: B + 1], 8.0) == B
+    assert prefixes.next_expiry() == 11.0
+    assert [kept.used_at for kept in prefixes.expired(12.0)] == [1.0]
+    assert [kept.used_at for kept in prefixes.expired(20.0)] == [8.0]
+    assert prefixes.next_expiry() == 102.0
+    assert len(prefixes.expired(103.0)) == 1
+
+
+def test_sessions_are_the_last_to_give_way() -> None:
+    prefixes = index(2)
+    put(prefixes, TOKENS[:B], 0.0, "talk")
+    put(prefixes, TOKENS[B : 2 * B], 5.0)
+    (dropped,) = put(prefixes, TOKENS[2 * B : 3 * B], 6.0)
+    assert dropped.used_at == 5.0
+    put(prefixes, TOKENS[3 * B : 4 * B], 7.0, "other talk")
+    (dropped,) = put(prefixes, TOKENS[4 * B : 5 * B], 8.0, "third talk")
+    assert dropped.name.session == "talk"
+
+
+def test_a_session_goes_on_from_its_last_row_and_holds_one_turn() -> None:
+    prefixes = index(4)
+    put(prefixes, TOKENS[: B + 20], 0.0, "talk")
+    assert found(prefixes, TOKENS[: 3 * B], session="talk") == B + 20
+    assert found(prefixes, TOKENS[: B + 20], session="talk") == B + 19
+    assert found(prefixes, TOKENS[: 3 * B]) == B
+    assert found(prefixes, TOKENS[: 3 * B], session="another") == B
+    (dropped,) = put(prefixes, TOKENS[: B + 50], 1.0, "talk")
+    assert dropped.n_rows == B + 20
+    put(prefixes, TOKENS[2 * B : 3 * B], 2.0, "talk")
+    assert [kept.n_rows for kept in prefixes] == [B]
+
+
+def test_too_little_in_common_is_not_shared() -> None:
+    prefixes = index(4, min_tokens=2 * B)
+    put(prefixes, TOKENS[: 3 * B], 0.0)
+    assert found(prefixes, TOKENS[: 2 * B]) == 0
+    assert found(prefixes, TOKENS[: 2 * B + 1]) == 2 * B
+
+
+def test_host_memory_has_a_budget_and_the_oldest_pays() -> None:
+    prefixes = index(1, n_entries=3, max_bytes=250)
+    for i in range(4):
+        put(prefixes, TOKENS[i * B : (i + 1) * B], float(i))
+        (newest,) = [kept for kept in prefixes if kept.sequence is not None]
+        dropped = prefixes.stow(newest, (b"x" * 60, b"y" * 40), is_whole=True)
+        assert [kept.used_at for kept in dropped] == ([i - 2.0] if i >= 2 else [])
+    assert prefixes.n_bytes == 200
+    assert prefixes.fits(250)
+    assert not prefixes.fits(251)
+    assert [found(prefixes, TOKENS[i * B : (i + 1) * B + 1]) for i in range(4)] == [0, 0, B, B]
+
+
+def test_rows_of_a_window_are_used_to_their_end_or_not_at_all() -> None:
+    prefixes = index(1, max_bytes=100)
+    put(prefixes, TOKENS[: 3 * B], 0.0)
+    (kept,) = prefixes
+    assert prefixes.stow(kept, (b"x",), is_whole=False) == []
+    assert found(prefixes, TOKENS[: 3 * B]) == 0
+    assert found(prefixes, TOKENS[: 3 * B + 1]) == 3 * B
+    assert not prefixes.is_known("here", token_name(TOKENS[: 2 * B]), 1.0)
 
 
 def test_same_prompt_again_runs_only_what_follows_its_last_whole_block(
@@ -184,3 +263,120 @@ def test_nothing_is_kept_where_it_is_turned_off(open_room: OpenRoom) -> None:  #
         room.run()
     assert done(room, "again").n_cached_tokens == 0
     assert all(segment.n_rows == 0 for segment in room.handlers._opened().segments)
+
+
+def test_a_prompt_shares_cells_with_a_running_one_to_the_last_token(
+    open_room: OpenRoom,  # noqa: F811
+    batches: list[list[int]],  # noqa: F811
+) -> None:
+    """`n` answers: the others have all of the prompt but the row whose logits they want."""
+    room = open_room("llama", (0, 4), n_ctx=256, n_slots=8)
+    prompt = TOKENS[:200]
+    room.generate(prompt, "first")
+    room.run(2)
+    batches.clear()
+    for i in range(5):
+        room.generate(prompt, str(i))
+    room.run()
+    assert batches[0] == [1] * 6
+    assert [done(room, str(i)).n_cached_tokens for i in range(5)] == [199] * 5
+    assert not room.errors()  # 6 x 200 rows in 256 cells
+    assert len({tuple(room.tokens(name)) for name in ("first", *map(str, range(5)))}) == 1
+
+
+@pytest.mark.slow
+def test_next_turn_of_a_session_computes_only_what_is_new(
+    open_room: OpenRoom,  # noqa: F811
+    batches: list[list[int]],  # noqa: F811
+) -> None:
+    room = open_room(GUIDE, (0, 12), n_ctx=1024)
+    fresh = open_room(GUIDE, (0, 12), n_ctx=1024, n_prefixes=0)
+    first, second = guide_prompts(room)[:2]
+    sampling = ipc.Sampling(temperature=0.0, max_tokens=60, ignore_eos=True)
+    room.call(ipc.Generate, first, request_id="one", session_id="talk", sampling=sampling)
+    room.run()
+    # The last token was sampled, not run.
+    known = np.concatenate([first, room.tokens("one")[:-1]]).astype(np.int32)
+    prompt = np.concatenate([known, room.tokens("one")[-1:], second]).astype(np.int32)
+    batches.clear()
+    room.call(ipc.Generate, prompt, request_id="two", session_id="talk", sampling=GREEDY)
+    room.run()
+    assert batches[0] == [len(prompt) - len(known)]
+    assert done(room, "two").n_cached_tokens == len(known)
+    fresh.generate(prompt, "two")
+    fresh.run()
+    assert room.tokens("two") == fresh.tokens("two")
+
+
+@pytest.mark.parametrize("family", ["llama-3.1", "gemma-3", "deepseek-v3", "gpt-oss"])
+def test_rows_that_had_to_leave_their_cells_come_back_the_same(
+    open_room: OpenRoom,  # noqa: F811
+    tmp_path: Path,
+    family: str,
+) -> None:
+    """Through host memory: the logits are those of the cells they were in, to rounding."""
+    room = open_family(open_room, tmp_path, family)
+    engine = room.handlers._opened()
+    tokens = TOKENS[: 3 * B] % engine.n_vocab
+    room.generate(tokens, "kept", GREEDY)
+    room.run()
+    logits = []
+    for n_free in (0, 1024):  # from cells, then from host memory
+        route, slot = engine.route("r", 0, engine.n_layers), engine.take_slot("r")
+        engine.make_room(route, n_free)
+        assert (engine.prefixes.n_bytes > 0) == bool(n_free)
+        prompt = np.append(tokens, 7).astype(np.int32)
+        assert engine.reuse("r", route, prompt) == 3 * B
+        (result,) = engine.run(route, [Span(slot, 3 * B, prompt[3 * B :], "logits")])
+        logits.append(result.copy())
+        engine.release("r")
+    np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)
+
+
+def test_a_window_that_is_cut_off_is_never_taken_for_the_whole(open_room: OpenRoom) -> None:  # noqa: F811
+    """gemma3's bytes hold the last rows of its windowed layers only."""
+    room = open_room("gemma3", (0, 12), n_ctx=1024)
+    engine = room.handlers._opened()
+    room.generate(TOKENS[: 3 * B], "kept", GREEDY)
+    room.run()
+    route = engine.route("r", 0, engine.n_layers)
+    engine.make_room(route, 1024)
+    assert engine.reuse("r", route, TOKENS[: 2 * B]) == 0
+    assert engine.reuse("r", route, TOKENS[: 3 * B + 5]) == 3 * B
+
+
+def test_no_host_memory_means_that_rows_are_dropped(open_room: OpenRoom) -> None:  # noqa: F811
+    room = open_room("llama", (0, 4), n_ctx=1024, prefix_max_bytes=0)
+    engine = room.handlers._opened()
+    room.generate(TOKENS[: 2 * B], "kept", GREEDY)
+    room.run()
+    engine.make_room(engine.route("r", 0, 4), 1024)
+    assert len(engine.prefixes) == 0
+    assert engine.prefixes.n_bytes == 0
+
+
+@pytest.mark.parametrize("family", ["mamba-2", "qwen3-next"])
+def test_nothing_is_kept_of_recurrent_state(
+    open_room: OpenRoom,  # noqa: F811
+    tmp_path: Path,
+    family: str,
+) -> None:
+    room = open_family(open_room, tmp_path, family)
+    tokens = TOKENS[: 2 * B] % room.handlers._opened().n_vocab
+    for name in ("first", "again"):
+        room.call(ipc.Generate, tokens, request_id=name, session_id="talk", sampling=GREEDY)
+        room.run()
+    assert done(room, "again").n_cached_tokens == 0
+    assert room.tokens("again") == room.tokens("first")
+    assert not room.errors()
+
+
+def test_expired_rows_go_while_the_worker_sleeps(open_room: OpenRoom) -> None:  # noqa: F811
+    room = open_room("llama", (0, 4), n_ctx=1024, prefix_ttl_s=0.0)
+    room.generate(TOKENS[: 2 * B], "kept", GREEDY)
+    room.run()
+    engine = room.handlers._opened()
+    assert len(engine.prefixes) == 1
+    assert room.handlers.idle_ms() is None
+    assert len(engine.prefixes) == 0
+    assert all(segment.n_rows == 0 for segment in engine.segments)

@@ -11,7 +11,6 @@ has its own KV, and a slot is the same sequence number in all of them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,7 +24,8 @@ from swarmllm_workers.embedding import Embedding
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
 from swarmllm_workers.libllama import Model
-from swarmllm_workers.prefixes import Kept, Prefixes
+from swarmllm_workers.prefix_cache import PrefixCache
+from swarmllm_workers.prefixes import token_name
 from swarmllm_workers.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.ranges import Range, merge, subtract
 from swarmllm_workers.segment import EngineSettings, Segment, Span
@@ -74,7 +74,7 @@ class Engine:
         self._template: ChatTemplate | None = None
         self._cache = SegmentCache(cache_dir, self.source)
         self.slots = Slots(settings.n_slots)
-        self._prefixes = Prefixes(settings.n_slots, settings.n_prefixes)
+        self.prefixes = PrefixCache(settings, self.slots)
         self._held: list[Range] = []
         self._segments: list[Segment] = []
         self._retired: list[Segment] = []
@@ -133,7 +133,7 @@ class Engine:
         use."""
         if not any(s < end and start < e for s, e in self._held):
             raise CallError("not_loaded", f"layers {start}:{end} are not held", "start")
-        self._drop_prefixes()
+        self.prefixes.clear()
         remaining = subtract(self._held, [(start, end)])
         for piece in remaining:
             self._check_cut(*piece)
@@ -171,57 +171,22 @@ class Engine:
     def take_slot(self, request_id: str) -> int:
         return self.slots.take(request_id)
 
-    def n_free(self, route: Route) -> int:
-        """KV rows that every segment of the route has left."""
-        return min(self.settings.n_ctx - segment.n_rows for segment in route.segments)
-
     def make_room(self, route: Route, n_rows: int) -> int:
-        """Drop kept rows, the longest unused first, until `n_rows` are free or none are kept; what is free
-        then."""
-        while (n_free := self.n_free(route)) < n_rows and (kept := self._prefixes.drop_oldest()):
-            self._drop([kept])
-        return n_free
+        """Let kept rows go until `n_rows` are free or none are kept; what is free then."""
+        return self.prefixes.make_room(route.segments, n_rows)
 
-    def reuse(self, request_id: str, route: Route, tokens: np.ndarray) -> int:
-        """Rows that the request, which has none yet, gets from an earlier one with the same beginning."""
-        now = time.monotonic()
-        self._drop(self._prefixes.expired(now))
-        kept = self._prefixes.find(route.segments, tokens, now)
-        if kept is None:
-            return 0
-        for segment in route.segments:
-            segment.share(kept.sequence, self.slots.take(request_id), kept.n_rows)
-        return kept.n_rows
+    def reuse(self, request_id: str, route: Route, tokens: np.ndarray, session: str = "") -> int:
+        """Rows that the request, which has none yet, gets from others with the same beginning. At least one
+        token is left to be run: its logits are wanted."""
+        n_max = len(tokens) - 1
+        return self.prefixes.reuse(request_id, route.segments, token_name(tokens[:n_max], session), n_max)
 
-    def keep(self, request_id: str, tokens: np.ndarray) -> None:
-        """The request is over: keep the rows of `tokens`, which are all that it has, for others.
-
-        Nothing is kept of recurrent models, whose state is that of the last row only, nor in segments that
-        are about to go."""
-        slot = self.slots.get(request_id)
+    def keep(self, request_id: str, tokens: np.ndarray, session: str = "") -> None:
+        """The request is over: keep the rows of `tokens`, which are all that it has, for others. Not in
+        segments that are about to go."""
         route = self._routes.get(request_id, {}).get((0, self.n_layers))
-        if slot is None or route is None:
-            return
-        for segment in route.segments:
-            if segment not in self._segments or segment.is_recurrent:
-                return
-            if segment.lengths[slot] != len(tokens):
-                return
-        kept, dropped = self._prefixes.keep(route.segments, tokens, time.monotonic())
-        self._drop(dropped)
-        if kept is not None:
-            for segment in route.segments:
-                segment.share(slot, kept.sequence, kept.n_rows)
-
-    def _drop(self, dropped: Sequence[Kept]) -> None:
-        for kept in dropped:
-            for segment in self._segments:
-                if kept.sequence < len(segment.lengths):
-                    segment.truncate(kept.sequence, 0)
-
-    def _drop_prefixes(self) -> None:
-        while (kept := self._prefixes.drop_oldest()) is not None:
-            self._drop([kept])
+        if route is not None and all(segment in self._segments for segment in route.segments):
+            self.prefixes.keep(request_id, route.segments, token_name(tokens, session))
 
     def full(self, route: Route, n_more: int) -> CallError:
         """What a request is told for which there are not enough KV rows."""
@@ -242,6 +207,7 @@ class Engine:
 
     def release(self, request_id: str) -> None:
         """Free the request's slot and its rows in every segment."""
+        self.prefixes.forget(request_id)
         self.empty(request_id)
         self._routes.pop(request_id, None)
         self.slots.release(request_id)
@@ -359,7 +325,7 @@ class Engine:
             inside = [boundary for boundary in (start, end) if segment.start < boundary < segment.end]
             if not inside:
                 continue
-            self._drop_prefixes()
+            self.prefixes.clear()
             bounds = [segment.start, *inside, segment.end]
             self._segments.remove(segment)
             if segment.n_rows:

@@ -17,6 +17,7 @@ from swarmllm_workers.decoding import Decoding
 from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.planner import Planner
+from swarmllm_workers.prefixes import PrefixSettings
 from swarmllm_workers.runner import Runner
 from swarmllm_workers.segment import EngineSettings
 from swarmllm_workers.work import ForwardWork, GenerateWork, Send, Work
@@ -27,6 +28,20 @@ PROGRESS_INTERVAL_S: Final = 0.05
 SEQUENCES_MAX: Final = 256
 """libllama's limit."""
 EMBED_ROWS_MAX: Final = 65536
+SLEEP_MAX_MS: Final = 2**30
+
+
+def _prefix_settings(message: ipc.Open) -> PrefixSettings:
+    # One of the sequences beside the slots is none of the entries'.
+    n_sequences = max(0, min(message.n_prefixes, SEQUENCES_MAX - message.n_slots - 1))
+    return PrefixSettings(
+        n_cells_entries=n_sequences,
+        n_entries=message.n_prefixes if n_sequences else 0,
+        max_bytes=message.prefix_max_bytes,
+        min_tokens=message.prefix_min_tokens,
+        ttl_s=message.prefix_ttl_s,
+        session_ttl_s=message.session_ttl_s,
+    )
 
 
 class Handlers:
@@ -62,6 +77,14 @@ class Handlers:
             self._handlers[type(message)](message, payload)
         except Exception as error:
             self._answer_error(message.id, getattr(message, "request_id", ""), error)
+
+    def idle_ms(self) -> int | None:
+        """How long a worker without work may sleep: until kept KV expires. Drops what has expired."""
+        if self._engine is None:
+            return None
+        self._engine.prefixes.expire()
+        until_s = self._engine.prefixes.next_expiry_s()
+        return None if until_s is None else min(int(until_s * 1000) + 1, SLEEP_MAX_MS)
 
     def step(self) -> None:
         """One round of the works in progress."""
@@ -110,7 +133,7 @@ class Handlers:
             n_threads=message.n_threads,
             use_mmap=message.use_mmap,
             n_gpu_layers=message.n_gpu_layers,
-            n_prefixes=min(message.n_prefixes, SEQUENCES_MAX - message.n_slots),
+            prefixes=_prefix_settings(message),
         )
         engine = Engine(Path(message.path), Path(message.cache_dir), settings)
         self._engine = engine

@@ -231,6 +231,22 @@ class Context:
         """Give `target`, which must be empty, the first `length` rows of `source`: the same cells."""
         lib.llama_memory_seq_cp(self._memory, source, target, 0, length)
 
+    def state_size(self, sequence: int) -> int:
+        return int(lib.llama_state_seq_get_size(self.handle, sequence))
+
+    def save(self, sequence: int) -> bytes:
+        """The sequence's rows, in libllama's own format."""
+        buffer = ctypes.create_string_buffer(self.state_size(sequence))
+        pointer = ctypes.cast(buffer, ctypes.POINTER(ctypes.c_uint8))
+        n = lib.llama_state_seq_get_data(self.handle, pointer, len(buffer), sequence)
+        return buffer.raw[:n]
+
+    def restore(self, sequence: int, state: bytes) -> bool:
+        """False where libllama refuses: too few cells, or not of this model and these settings."""
+        array = np.frombuffer(state, np.uint8)
+        pointer = array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        return bool(lib.llama_state_seq_set_data(self.handle, pointer, len(state), sequence) == len(state))
+
     def truncate(self, sequence: int, length: int) -> bool:
         """Forget positions >= length. False where the model cannot forget a part (recurrent state)."""
         return bool(lib.llama_memory_seq_rm(self._memory, sequence, length, -1))

@@ -1,8 +1,13 @@
-"""KV of finished generations, kept so that a later prompt with the same beginning need not compute it again.
+"""Which KV of earlier requests is kept, and what of it a new prompt can use. A pure index.
 
-A pure index: which of the spare sequences holds which tokens, named by the chained hashes of their complete
-64-token blocks. The engine copies and drops the rows. Whole blocks only: then equal hashes are equal
-prefixes, and the rows that a prompt gets are the same however many others share them.
+Entries are named by the chained hashes of their complete blocks (see `swarmllm_proto.blocks`): equal hashes
+are equal prefixes, and whole blocks are shared, so the rows that a prompt gets are the same however many
+others share them. A turn of a session may go on from the last row of the one before, not only from its last
+whole block.
+
+An entry's rows are in cells of the KV, under a spare sequence number, until others need the room; then they
+become bytes in host memory, as long as those fit a budget, and last, nothing. What goes first is what was
+used least recently, sessions after everything else.
 
 Rows that come from an earlier request may lie in other cells and may have been computed in other batches
 than a fresh prefill's would: logits are equal to the bit where neither is the case, to rounding otherwise.
@@ -10,108 +15,229 @@ than a fresh prefill's would: logits are equal to the bit where neither is the c
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
 from swarmllm_proto.blocks import BLOCK_TOKENS, block_hashes
 
-TTL_S: Final = 600.0
-"""How long a prefix that nobody asks for is kept."""
 _ROOT: Final = "0" * 64
-"""The index lives and dies with one worker, thus one model: its id says nothing here."""
+"""Of rows whose tokens are known here: this index lives and dies with one worker, thus one model."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class PrefixSettings:
+    n_cells_entries: int = 0
+    """Entries that may be in cells: spare sequences of the context."""
+    n_entries: int = 0
+    """Entries in all. 0: nothing is kept."""
+    max_bytes: int = 0
+    """Host memory for rows that had to leave their cells."""
+    min_tokens: int = 32
+    """Less is not worth sharing."""
+    ttl_s: float = 600.0
+    """How long an entry is kept that nobody asks for."""
+    session_ttl_s: float = 600.0
+    """The same for sessions."""
+
+
+@dataclass(frozen=True, eq=False)
+class Name:
+    """What a request's rows are."""
+
+    hashes: tuple[bytes, ...]
+    """Of the complete blocks."""
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    """i32, where the tokens are known here; a stage of a chain knows hashes only."""
+    session: str = ""
+
+    def common(self, other: Name) -> int:
+        """Rows that both begin with."""
+        n = n_common(self.hashes, other.hashes) * BLOCK_TOKENS
+        if self.session and self.session == other.session:
+            n = max(n, n_common_tokens(self.tokens, other.tokens))
+        return n
+
+
+def token_name(tokens: np.ndarray, session: str = "") -> Name:
+    """`tokens` i32 [n]."""
+    return Name(block_hashes(_ROOT, 0, 1, tokens), tokens, session)
+
+
+@dataclass(eq=False)
 class Kept:
-    sequence: int
     where: Hashable
     """The segments that hold the rows."""
-    hashes: tuple[bytes, ...]
+    name: Name
+    n_rows: int
     used_at: float
+    sequence: int | None = None
+    """None: not in cells."""
+    states: tuple[bytes, ...] = ()
+    """Per segment, where the rows are in host memory."""
+    is_whole: bool = True
+    """Any beginning of it can be used, not only all of it."""
 
     @property
-    def n_rows(self) -> int:
-        return len(self.hashes) * BLOCK_TOKENS
+    def n_bytes(self) -> int:
+        return sum(map(len, self.states))
 
 
 class Prefixes:
-    """Sequences `first` to `first + n - 1`. Times are of any steady clock, in seconds."""
+    """Sequences `first` to `first + n_cells_entries - 1`. Times are of any steady clock, in seconds. Every
+    method that drops entries returns those, for their cells to be freed."""
 
-    def __init__(self, first: int, n: int) -> None:
-        self._free = list(range(first, first + n))
+    def __init__(self, first: int, settings: PrefixSettings) -> None:
+        self._settings = settings
+        self._free = list(range(first, first + settings.n_cells_entries))
         self._kept: list[Kept] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, where: Hashable, tokens: Sequence[int] | np.ndarray[Any, Any], now: float) -> Kept | None:
-        """What shares the most blocks with `tokens`, shortened to those. At least one token is left to be
-        run: its logits are wanted."""
-        hashes = block_hashes(_ROOT, 0, 1, tokens[: len(tokens) - 1])
-        best, n_best = None, 0
+    def __iter__(self) -> Iterator[Kept]:
+        return iter(self._kept)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(kept.n_bytes for kept in self._kept)
+
+    @property
+    def has_free_sequence(self) -> bool:
+        return bool(self._free)
+
+    def find(self, where: Hashable, wanted: Name, n_max: int, now: float) -> tuple[Kept, int] | None:
+        """The entry that shares the most rows with `wanted`, at most `n_max` of them, and how many."""
+        best, n_best = None, self._settings.min_tokens - 1
         for kept in self._kept:
-            n = _n_common(kept.hashes, hashes) if kept.where == where else 0
-            if n > n_best:
+            if kept.where != where:
+                continue
+            n = self._usable(kept, wanted, n_max)
+            if n > n_best or (n == n_best and best is not None and best.sequence is None):
                 best, n_best = kept, n
-        if best is None:
+        if best is None or n_best <= 0:
             return None
         best.used_at = now
-        return Kept(best.sequence, where, best.hashes[:n_best], now)
+        return best, n_best
 
-    def keep(
-        self, where: Hashable, tokens: Sequence[int] | np.ndarray[Any, Any], now: float
-    ) -> tuple[Kept | None, list[Kept]]:
-        """A place for the blocks of `tokens`, and what has to be dropped for it: what is a beginning of the
-        new one, or else the one that was not used for longest. No place for less than a block, or for what
-        is kept already."""
-        hashes = block_hashes(_ROOT, 0, 1, tokens)
+    def _usable(self, kept: Kept, wanted: Name, n_max: int) -> int:
+        n = min(kept.name.common(wanted), kept.n_rows)
+        if n > n_max:
+            n = n_max if kept.name.session and kept.name.session == wanted.session else _blocks(n_max)
+        return n if kept.is_whole or n == kept.n_rows else 0
+
+    def is_known(self, where: Hashable, name: Name, now: float) -> bool:
+        """Whether an entry holds all of it already."""
         for kept in self._kept:
-            if hashes and kept.where == where and kept.hashes[: len(hashes)] == hashes:
+            if kept.where == where and kept.is_whole and _contains(kept.name, name):
                 kept.used_at = now
-                return None, []
-        if not hashes or not (self._free or self._kept):
-            return None, []
-        dropped = [k for k in self._kept if k.where == where and k.hashes == hashes[: len(k.hashes)]]
-        for kept in dropped:
-            self._drop(kept)
-        if not self._free:
-            oldest = self.oldest()
-            assert oldest is not None
-            self._drop(oldest)
-            dropped.append(oldest)
-        new = Kept(self._free.pop(0), where, hashes, now)
-        self._kept.append(new)
-        return new, dropped
+                return True
+        return False
+
+    def replaced_by(self, where: Hashable, name: Name) -> list[Kept]:
+        """Dropped: what is a beginning of the new one, and the session's turn before."""
+        old = [
+            kept
+            for kept in self._kept
+            if kept.where == where
+            and (_contains(name, kept.name) or (name.session and kept.name.session == name.session))
+        ]
+        return self._dropped(old)
+
+    def add(self, kept: Kept) -> list[Kept]:
+        """`kept` has a sequence of `take_sequence`, or states."""
+        self._kept.append(kept)
+        return self._trim()
+
+    def take_sequence(self) -> int:
+        return self._free.pop(0)
+
+    def stow(self, kept: Kept, states: tuple[bytes, ...], *, is_whole: bool) -> list[Kept]:
+        """Its rows are in host memory now; its cells are to be freed."""
+        assert kept.sequence is not None
+        self._release(kept.sequence)
+        kept.sequence, kept.states, kept.is_whole = None, states, is_whole
+        return self._trim()
 
     def expired(self, now: float) -> list[Kept]:
-        """Dropped here: unused for TTL_S."""
-        old = [kept for kept in self._kept if now - kept.used_at > TTL_S]
-        for kept in old:
-            self._drop(kept)
-        return old
+        """Dropped here: unused for too long."""
+        return self._dropped([kept for kept in self._kept if now - kept.used_at > self._ttl_s(kept)])
 
-    def oldest(self) -> Kept | None:
-        return min(self._kept, key=lambda kept: kept.used_at, default=None)
+    def next_expiry(self) -> float | None:
+        return min((kept.used_at + self._ttl_s(kept) for kept in self._kept), default=None)
 
-    def drop_oldest(self) -> Kept | None:
-        oldest = self.oldest()
-        if oldest is not None:
-            self._drop(oldest)
-        return oldest
+    def least_wanted(self, *, in_cells: bool) -> Kept | None:
+        """Of those in cells, or of those in host memory."""
+        return min(
+            (kept for kept in self._kept if (kept.sequence is not None) == in_cells),
+            key=_wish,
+            default=None,
+        )
 
-    def _drop(self, kept: Kept) -> None:
-        self._kept.remove(kept)
-        self._free.append(kept.sequence)
+    def drop(self, kept: Kept) -> list[Kept]:
+        return self._dropped([kept])
+
+    def clear(self) -> list[Kept]:
+        return self._dropped(list(self._kept))
+
+    def fits(self, n_bytes: int) -> bool:
+        return n_bytes <= self._settings.max_bytes
+
+    def _ttl_s(self, kept: Kept) -> float:
+        return self._settings.session_ttl_s if kept.name.session else self._settings.ttl_s
+
+    def _trim(self) -> list[Kept]:
+        dropped: list[Kept] = []
+        while len(self._kept) > self._settings.n_entries:
+            dropped += self._dropped([min(self._kept, key=_wish)])
+        while self.n_bytes > self._settings.max_bytes:
+            oldest = self.least_wanted(in_cells=False)
+            assert oldest is not None
+            dropped += self._dropped([oldest])
+        return dropped
+
+    def _dropped(self, gone: list[Kept]) -> list[Kept]:
+        for kept in gone:
+            self._kept.remove(kept)
+            if kept.sequence is not None:
+                self._release(kept.sequence)
+        return gone
+
+    def _release(self, sequence: int) -> None:
+        self._free.append(sequence)
         self._free.sort()
 
 
-def _n_common(left: Sequence[bytes], right: Sequence[bytes]) -> int:
+def _wish(kept: Kept) -> tuple[bool, float]:
+    return bool(kept.name.session), kept.used_at
+
+
+def _blocks(n_rows: int) -> int:
+    return n_rows // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def _contains(longer: Name, shorter: Name) -> bool:
+    """Whether a request that could use `shorter` could use `longer` just as well."""
+    if shorter.session and (
+        shorter.session != longer.session
+        or n_common_tokens(longer.tokens, shorter.tokens) < len(shorter.tokens)
+    ):
+        return False
+    return longer.hashes[: len(shorter.hashes)] == shorter.hashes
+
+
+def n_common(left: Sequence[bytes], right: Sequence[bytes]) -> int:
     n = 0
     for a, b in zip(left, right, strict=False):
         if a != b:
             break
         n += 1
     return n
+
+
+def n_common_tokens(left: np.ndarray, right: np.ndarray) -> int:
+    n = min(len(left), len(right))
+    differing = np.flatnonzero(left[:n] != right[:n])
+    return int(differing[0]) if len(differing) else n

@@ -75,6 +75,7 @@ class Runner:
                 route = work.route()
                 if not self._has_slot(work):
                     continue
+                work.begin()
             except Exception as error:
                 self._fail(work, error)
                 continue
@@ -99,7 +100,7 @@ class Runner:
             _lane(key, work, route),
             work.n_waiting,
             work.is_decode,
-            n_cells=min(segment.lengths[slot] for segment in route.segments),
+            n_cells=_n_cells(route, slot),
             can_restart=work.can_restart,
         )
 
@@ -171,6 +172,13 @@ class Runner:
         else:
             self._engine.release_if_empty(work.request_id)
         self._on_error(work, error)
+
+
+def _n_cells(route: Route, slot: int) -> int:
+    """Cells that become free when the slot is emptied; at least 1 where it has rows at all."""
+    if not min(segment.lengths[slot] for segment in route.segments):
+        return 0
+    return max(1, min(segment.n_alone(slot) for segment in route.segments))
 
 
 def _lane(key: int, work: Work, route: Route) -> Hashable:

@@ -9,15 +9,17 @@ happens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
 from swarmllm_proto.architectures import Architecture
+from swarmllm_workers.cells import Cells
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.libllama import N_BATCH, Context, ContextSettings, Model
+from swarmllm_workers.prefixes import PrefixSettings
 from swarmllm_workers.tap import Rescaling, Tap
 
 Want: TypeAlias = Literal["hidden", "none", "logits"]
@@ -31,8 +33,8 @@ class EngineSettings:
     n_threads: int = 1
     use_mmap: bool = True
     n_gpu_layers: int = 0
-    n_prefixes: int = 0
-    """Sequences beyond the slots, in which the rows of finished requests are kept."""
+    prefixes: PrefixSettings = field(default_factory=PrefixSettings)
+    """How much is kept of requests that are over."""
     native_tap: bool = True
 
 
@@ -73,10 +75,12 @@ class Segment:
         )
         self.weights_bytes = self._model.size_bytes
         self.is_recurrent = self._model.is_recurrent
-        n_sequences = settings.n_slots + (0 if self.is_recurrent else settings.n_prefixes)
-        self.lengths = [0] * n_sequences
-        """Rows that each slot, and each sequence of kept rows, has in this segment's KV. Shared rows count
-        for each of them: that is more than there are, never less."""
+        n_kept = settings.prefixes.n_cells_entries
+        # Beyond the slots: one for each entry, and one in which an entry is cut to size.
+        n_sequences = settings.n_slots + (0 if self.is_recurrent or not n_kept else n_kept + 1)
+        self._cells = Cells(n_sequences)
+        self.lengths = self._cells.lengths
+        """Rows that each slot, and each sequence of kept rows, has in this segment's KV."""
         try:
             if self._model.n_layers != end - start:
                 raise CallError(
@@ -135,7 +139,12 @@ class Segment:
 
     @property
     def n_rows(self) -> int:
-        return sum(self.lengths)
+        """Cells in use; what several sequences share counts once."""
+        return self._cells.n_used
+
+    def n_alone(self, slot: int) -> int:
+        """Cells that become free when the slot is emptied."""
+        return self._cells.n_alone(slot)
 
     def check(self, spans: Sequence[Span]) -> None:
         """Whether these spans can run. Raises CallError position_gap or context_full; changes nothing."""
@@ -173,16 +182,32 @@ class Segment:
             return
         if not self._context.truncate(slot, length):
             self._context.truncate(slot, 0)
-            self.lengths[slot] = 0
+            self._cells.truncate(slot, 0)
             raise CallError(
                 "position_gap", "this model's state cannot be rolled back: start the request anew", "position"
             )
-        self.lengths[slot] = length
+        self._cells.truncate(slot, length)
 
     def share(self, source: int, target: int, length: int) -> None:
         """Give the empty sequence `target` the first `length` rows of `source`. Not for recurrent models."""
         self._context.share(source, target, length)
-        self.lengths[target] = length
+        self._cells.share(source, target, length)
+
+    def state_size(self, sequence: int) -> int:
+        """Bytes that `save` would give."""
+        return self._context.state_size(sequence)
+
+    def save(self, sequence: int) -> bytes:
+        return self._context.save(sequence)
+
+    def restore(self, sequence: int, state: bytes, n_rows: int) -> bool:
+        """Fill an empty sequence with the `n_rows` rows that `save` of this segment gave. False, and empty
+        still, where libllama will not have them."""
+        if not self._context.restore(sequence, state):
+            self._context.truncate(sequence, 0)
+            return False
+        self._cells.append(sequence, n_rows)
+        return True
 
     def run(self, spans: Sequence[Span]) -> list[np.ndarray]:
         """As `_run`, in as few graphs as the model's state allows."""
@@ -238,10 +263,10 @@ class Segment:
             for span in spans:  # some of the rows may be in the KV: none of them counts
                 if not self._context.truncate(span.slot, span.position):
                     self._context.truncate(span.slot, 0)
-                    self.lengths[span.slot] = 0
+                    self._cells.truncate(span.slot, 0)
             raise
         for span in spans:
-            self.lengths[span.slot] = span.position + len(span.data)
+            self._cells.append(span.slot, len(span.data))
         if self.has_head:
             return [
                 self._context.logits(last) if span.want == "logits" else _NOTHING

@@ -77,7 +77,7 @@ class Server:
             while not self._handlers.is_finished:
                 can_step = self._handlers.has_work and self._n_unwritten <= UNWRITTEN_MAX
                 poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._unwritten else 0))
-                for _, events in poll.poll(0 if can_step else None):
+                for _, events in poll.poll(0 if can_step else self._handlers.idle_ms()):
                     if events & select.POLLOUT:
                         self._write()
                     if events & ~select.POLLOUT and not self._read():

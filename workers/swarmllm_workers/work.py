@@ -25,6 +25,7 @@ from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.decoding import Decoded, Decoding
 from swarmllm_workers.engine import Engine, Route
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.prefixes import Name
 from swarmllm_workers.segment import Span, Want
 
 STEP_ROWS_MAX: Final = 16
@@ -45,6 +46,9 @@ class Work(Protocol):
 
     def route(self) -> Route:
         """Through what its rows go. Raises CallError."""
+
+    def begin(self) -> None:
+        """It has a slot, and may look for rows that are there already."""
 
     @property
     def n_waiting(self) -> int:
@@ -90,6 +94,9 @@ class ForwardWork:
 
     def route(self) -> Route:
         return self._engine.route(self.request_id, self._message.start, self._message.end)
+
+    def begin(self) -> None:
+        return
 
     @property
     def n_waiting(self) -> int:
@@ -166,6 +173,7 @@ class GenerateWork:
         self.is_finished = False
         self.can_restart = True
         self.has_tokens = True
+        self._session = message.session_id
         self._n_given = len(tokens)
         """The prompt, and what was generated elsewhere."""
         self._n_prompt = len(tokens) - message.n_generated
@@ -179,6 +187,7 @@ class GenerateWork:
         self._decoding = Decoding(engine.vocabulary, message.sampling)
         self._decoding.resume(tokens[self._n_prompt :].tolist())
         self._position = 0
+        self._has_begun = False
         self._n_running = 0
         self._n_cached = 0
         """Rows of the prompt that an earlier request had computed."""
@@ -195,6 +204,16 @@ class GenerateWork:
             )
         return self._engine.route(self.request_id, 0, self._engine.n_layers)
 
+    def begin(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        route, history = self.route(), self._history[: self._n_history]
+        self._position = self._engine.reuse(self.request_id, route, history, self._session)
+        self._engine.prefixes.follow(self.request_id, route.segments, self._name)
+        if self._n_history == self._n_given:
+            self._n_cached = min(self._position, self._n_prompt)
+
     @property
     def n_waiting(self) -> int:
         return self._n_history - self._position
@@ -205,15 +224,13 @@ class GenerateWork:
 
     def next_span(self, n_rows: int) -> Span:
         slot = self._engine.take_slot(self.request_id)
-        if self._position == 0:
-            history = self._history[: self._n_history]
-            self._position = self._engine.reuse(self.request_id, self.route(), history)
-            if self._n_history == self._n_given:
-                self._n_cached = min(self._position, self._n_prompt)
         data = self._history[self._position : min(self._position + n_rows, self._n_history)]
         self._n_running = len(data)
         is_last = self._position + len(data) == self._n_history
         return Span(slot, self._position, data, "logits" if is_last else "none")
+
+    def _name(self) -> Name:
+        return Name((), self._history[: self._position])
 
     def accept(self, result: np.ndarray, compute_s: float) -> None:
         self._position += self._n_running
@@ -241,6 +258,7 @@ class GenerateWork:
 
     def restart(self) -> None:
         self._position = 0
+        self._has_begun = False
 
     def cancel(self) -> None:
         self._finish("cancelled")
@@ -248,7 +266,7 @@ class GenerateWork:
     def _finish(self, reason: FinishReason) -> None:
         self.is_finished = True
         if self._position:
-            self._engine.keep(self.request_id, self._history[: self._position])
+            self._engine.keep(self.request_id, self._history[: self._position], self._session)
         self._engine.release(self.request_id)
         self._send(
             GenerateDone(
