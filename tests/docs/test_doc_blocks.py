@@ -1,0 +1,148 @@
+"""What the documents tell people to type works: every code block in them is run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from daemon_process import wait_for
+from doc_blocks import PAGES, SOME_ADDRESS, SOME_ID, Block, Machine, blocks
+
+from swarmllm.guide import GUIDE_PATH
+
+pytestmark = pytest.mark.slow
+
+QUICKSTART = next(page for page in PAGES if page.name == "quickstart.md")
+OTHER_PAGES = [page for page in PAGES if page != QUICKSTART]
+START_TIMEOUT_S = 60
+LEARNING_TIMEOUT_S = 30
+"""How soon a node must know what another one has just been told; people type slower."""
+
+
+def all_blocks(pages: list[Path], *languages: str) -> list[Any]:
+    return [pytest.param(block, id=str(block)) for page in pages for block in blocks(page, *languages)]
+
+
+class RunningNode:
+    """A machine with its daemon."""
+
+    def __init__(self, machine: Machine, command: str) -> None:
+        self.machine = machine
+        self.process = machine.start(command)
+        found = wait_for(self._whereabouts, START_TIMEOUT_S, "daemon.json")
+        self.url = str(found["api_url"])
+        self.address = str(found["addresses"][0])
+
+    def _whereabouts(self) -> dict[str, Any] | None:
+        assert self.process.poll() is None, (self.machine.home / "daemon.log").read_text()
+        try:
+            return dict(json.loads((self.machine.data_dir / "daemon.json").read_text()))
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def answers(self, model: str) -> bool:
+        answer = httpx.get(f"{self.url}/api/admin/models/{model}/status", trust_env=False, timeout=30)
+        return bool(answer.json().get("complete"))
+
+    def type(self, block: Block) -> subprocess.CompletedProcess[str]:
+        if block.language == "python":
+            code = block.code.replace("http://127.0.0.1:8800", self.url)
+            return self.machine.run(sys.executable, "-c", code)
+        return self.machine.run("sh", "-ec", block.code)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], RunningNode]]:
+    """Start a node on a machine of that name. All are stopped at the end."""
+    with ExitStack() as stack:
+
+        def start_one(name: str, command: str) -> RunningNode:
+            machine = Machine(tmp_path_factory.mktemp("machines") / name)
+            node = RunningNode(machine, command)
+            stack.callback(node.stop)
+            return node
+
+        yield start_one
+
+
+@pytest.fixture(scope="module")
+def node(start: Callable[[str, str], RunningNode]) -> RunningNode:
+    """One that serves the whole guide."""
+    node = start("only", "swarmllm daemon --load guide")
+    wait_for(lambda: node.answers("guide"), START_TIMEOUT_S, "the guide to be loaded")
+    return node
+
+
+@pytest.mark.parametrize("block", all_blocks(OTHER_PAGES, "sh", "python"))
+def test_what_a_page_tells_to_type_works(block: Block, node: RunningNode) -> None:
+    done = node.type(block)
+    assert done.returncode == 0, f"{block}:\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("block", all_blocks(PAGES, "toml"))
+def test_configurations_in_pages_are_accepted(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(block.code.replace("12D3KooW...", SOME_ID))
+    machine = Machine(tmp_path / "machine")
+    done = machine.run("swarmllm", "config", "check", str(tmp_path / "config.toml"))
+    assert done.returncode == 0, f"{block}: {done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("block", all_blocks(PAGES, "json"))
+def test_json_in_pages_is_json(block: Block) -> None:
+    """A member of an object is shown without the object around it."""
+    code = block.code.strip()
+    json.loads(code if code.startswith("{") else "{" + code + "}")
+
+
+def test_three_machines_follow_the_quickstart(start: Callable[[str, str], RunningNode]) -> None:
+    nodes: dict[str, RunningNode] = {}
+    asked: list[str] = []
+    for block in blocks(QUICKSTART, "sh", "python"):
+        name = block.machine or "second"
+        if block.commands[0].startswith("swarmllm daemon"):
+            address = nodes["first"].address if nodes else ""
+            (command,) = block.commands
+            nodes[name] = start(name, SOME_ADDRESS.sub(address, command))
+            if name == "first":
+                _put_model(nodes[name].machine.home / "models" / "qwen.gguf")
+            continue
+        if len(nodes) == 3:
+            for each in nodes.values():
+                wait_for(lambda each=each: each.answers("guide"), LEARNING_TIMEOUT_S, "all layers held")
+        done = wait_for(partial(_worked, nodes[name], block), LEARNING_TIMEOUT_S, str(block))
+        asked.append(done.stdout)
+    assert set(nodes) == {"first", "second", "third"}
+    shown = "\n".join(asked)
+    for expected in ("kitchen", "attic", "garage", "4:8", "pipeline"):
+        assert expected in shown
+    assert (nodes["second"].machine.home / "answer.txt").read_text().strip()
+
+
+def _worked(node: RunningNode, block: Block) -> subprocess.CompletedProcess[str] | None:
+    done = node.type(block)
+    print(block, done.stdout, done.stderr)
+    return done if done.returncode == 0 else None
+
+
+def _put_model(path: Path) -> None:
+    """The guide under another name in its metadata, and so another model that no catalogue knows."""
+    data = GUIDE_PATH.read_bytes()
+    at = data.index(b"general.name") + len(b"general.name") + 4 + 8
+    path.parent.mkdir()
+    path.write_bytes(data[:at] + b"Q" + data[at + 1 :])
