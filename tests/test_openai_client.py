@@ -278,3 +278,53 @@ def test_the_next_turn_of_a_session_computes_only_what_is_new(ai: openai.OpenAI,
     assert told > first.usage.prompt_tokens
     assert text_of(second) == text_of(fresh)
     assert cached_in_all() >= before + told
+
+
+TEXTS = ["A pipeline is an ordered list of stages.", "A worker is a process.", "Zebra, quilt, ..."]
+
+
+def embed(ai: openai.OpenAI, value: Any, **options: Any) -> list[list[float]]:
+    return [item.embedding for item in ai.embeddings.create(model="guide", input=value, **options).data]
+
+
+def test_vectors_of_texts_and_of_their_tokens_are_the_same(ai: openai.OpenAI, node: DaemonProcess) -> None:
+    answer = ai.embeddings.create(model="guide", input=TEXTS)
+    vectors = [item.embedding for item in answer.data]
+    assert [item.index for item in answer.data] == [0, 1, 2]
+    assert {len(vector) for vector in vectors} == {256}
+    assert all(abs(sum(x * x for x in vector) - 1) < 1e-5 for vector in vectors)
+    as_floats = embed(ai, TEXTS, encoding_format="float")  # the client asks for base64 by itself
+    tokens = [node.http.post("/tokenize", json={"content": text}).json()["tokens"] for text in TEXTS]
+    for other in (as_floats, embed(ai, tokens), [embed(ai, text)[0] for text in TEXTS]):
+        for mine, theirs in zip(vectors, other, strict=True):
+            assert sum(a * b for a, b in zip(mine, theirs, strict=True)) > 0.9999
+    assert embed(ai, tokens[0])[0] == embed(ai, [tokens[0]])[0]
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, tokens))
+    assert embed(ai, TEXTS[0], extra_body={"pooling": "last"})[0] != vectors[0]
+    assert embed(ai, TEXTS[0], dimensions=256)[0] == embed(ai, TEXTS[0])[0]
+    raw = ai.embeddings.with_raw_response.create(model="guide", input="x")
+    assert raw.headers["x-swarm-route"] == f"local 0:12@{node.node_id}"
+    assert "prefill;dur=" in raw.headers["server-timing"]
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": ["x", ""]}, "input[1]"),
+        ({"input": ["x", 5]}, "input[1]"),
+        ({"input": [[5000]]}, "input"),
+        ({"input": "word " * 4000}, "input"),
+        ({"input": ["x", "word " * 4000]}, "input[1]"),
+        ({"dimensions": 64}, "dimensions"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"extra_body": {"pooling": "first"}}, "pooling"),
+    ],
+)
+def test_what_cannot_be_embedded_is_refused_by_name(
+    ai: openai.OpenAI, options: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ai.embeddings.create(**({"model": "guide", "input": "x"} | options))
+    assert caught.value.param == param

@@ -102,6 +102,16 @@ def test_the_answer_names_every_stage(nodes: tuple[DaemonProcess, ...]) -> None:
     assert raw.headers["x-swarm-route"].startswith("chain 0:4@")
 
 
+def test_a_cut_model_embeds_from_every_node(nodes: tuple[DaemonProcess, ...]) -> None:
+    vectors = []
+    for node in nodes:
+        with client(node) as ai:
+            raw = ai.embeddings.with_raw_response.create(model="guide", input="What is a pipeline?")
+        assert raw.headers["x-swarm-nodes"] == "3"
+        vectors.append(raw.parse().data[0].embedding)
+    assert vectors[0] == vectors[1] == vectors[2]
+
+
 def test_every_node_can_be_the_origin(nodes: tuple[DaemonProcess, ...]) -> None:
     assert len({ask(node) for node in nodes}) == 1
 

@@ -178,7 +178,8 @@ class Forward(DaemonMessage, frozen=True, tag=True):
 
     The request's KV is truncated to `position` first, so a repeated forward is idempotent; a gap is an error.
     Where layers are recurrent only position 0 can be gone back to, anything else is an error too.
-    want: "hidden" -> LayerResult with f32 [n, n_embd]; "none" -> LayerResult without tensor (prefill at the
+    want: "hidden" -> LayerResult with f32 [n, n_embd]; "normed" -> the same after the final norm (needs the
+    head); "none" -> LayerResult without tensor (prefill at the
     last stage); "token" -> Token sampled from the last row (needs the head). `sampling` must come with the
     first "token", and with it `generated`, where the request began elsewhere: the tokens between the prompt
     and the one that is wanted.
@@ -188,7 +189,7 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     start: LayerIndex
     end: LayerIndex
     position: Position
-    want: Literal["hidden", "none", "token"]
+    want: Literal["hidden", "none", "token", "normed"]
     sampling: Sampling | None = None
     n_prompt_tokens: TokenCount = 0
     generated: GeneratedTokens = ()

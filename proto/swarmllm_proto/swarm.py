@@ -164,6 +164,8 @@ class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sampling: Sampling
     generated: GeneratedTokens = ()
     """By a pipeline that broke: this one goes on after them. Told to the last stage only."""
+    wants: Literal["tokens", "normed"] = "tokens"
+    """"normed": no tokens, but the prompt's rows after the final norm, with every PrefillProgress."""
 
     def __post_init__(self) -> None:
         expected = 0
@@ -276,7 +278,8 @@ class StreamingToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class PrefillProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Job message, last stage -> origin: rows up to `position` have passed every layer."""
+    """Job message, last stage -> origin: rows up to `position` have passed every layer. Payload: f32
+    [n, n_embd], the rows after the final norm that end there, where the assignment wants them."""
 
     v: int = WIRE_VERSION
     request_id: RequestId

@@ -277,6 +277,7 @@ REQUEST = swarm.PipelineAssignment(
     stages=(swarm.Stage(node_id=NODE_A, start=0, end=4), swarm.Stage(node_id=NODE_B, start=4, end=12)),
     n_prompt_tokens=130,
     sampling=SAMPLING,
+    wants="normed",
     generated=(15043, 2**31 - 1),
 )
 RESPONSE = swarm.PipelineAck(

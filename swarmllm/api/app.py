@@ -15,6 +15,7 @@ from swarmllm.api.chat import chat
 from swarmllm.api.completions import completions
 from swarmllm.api.connection import Connection
 from swarmllm.api.context import NODE, SETTINGS, WORKS
+from swarmllm.api.embeddings import embeddings
 from swarmllm.api.errors import as_swarmllm_error, error_response, http_error_response
 from swarmllm.api.events import PULSE, Pulse, events
 from swarmllm.api.guard import check_host, check_origin
@@ -28,6 +29,9 @@ from swarmllm.keys import KeyRing
 from swarmllm.node import Node
 
 BODY_TIMEOUT_S = 60
+OPENAI = (chat, completions, embeddings)
+DIALECTS = (ollama, anthropic, text_tools)
+BLUEPRINTS = (*OPENAI, *DIALECTS, admin, events, health, openapi)
 
 
 class App(QuartTrio):
@@ -43,7 +47,7 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     app.extensions[SETTINGS] = config
     works = app.extensions[WORKS] = Works()
     app.extensions[PULSE] = Pulse(node, works)
-    for blueprint in (chat, completions, text_tools, ollama, anthropic, admin, events, health, openapi):
+    for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)
     allowed_hosts = frozenset(name.lower() for name in config.api.allowed_hosts)
 

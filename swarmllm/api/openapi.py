@@ -19,6 +19,7 @@ from swarmllm import __version__
 from swarmllm.api.anthropic import CountRequest, MessagesRequest
 from swarmllm.api.chat_reply import encode
 from swarmllm.api.completions import CompletionRequest
+from swarmllm.api.embeddings import EmbeddingRequest
 from swarmllm.api.ollama import OllamaChat, OllamaGenerate, OllamaShow
 from swarmllm.api.schema import AddModel, ChatRequest, Json, ModelLayers, PinModel
 from swarmllm.api.text_tools import DetokenizeRequest, TemplateRequest, TokenizeRequest
@@ -44,6 +45,7 @@ class Operation:
 OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, (JSON, EVENTS)),
     Operation("post", "/v1/completions", "Continue a text", CompletionRequest, (JSON, EVENTS)),
+    Operation("post", "/v1/embeddings", "Turn texts into vectors", EmbeddingRequest),
     Operation("get", "/v1/models", "The models this node has a file of"),
     Operation("get", "/v1/models/{name}", "One of them"),
     Operation("post", "/v1/messages", "Answer a conversation (Anthropic)", MessagesRequest, (JSON, EVENTS)),

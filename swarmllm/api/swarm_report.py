@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from swarmllm.node.embeddings import Embedded
 from swarmllm.pipeline.generation import Generation, StageReport
 
 Json = dict[str, object]
@@ -27,11 +28,22 @@ def swarm_object(generation: Generation) -> Json:
 def swarm_headers(generation: Generation) -> dict[str, str]:
     """Node ids, not nicknames: a nickname may hold anything, a header may not. Server-Timing says as much as
     is known: of a stream, whose headers leave before its tokens, no more than the prefill."""
-    stages = " ".join(f"{stage.layers}@{stage.node_id}" for stage in generation.route)
+    stages = [(str(stage.layers), stage.node_id) for stage in generation.route]
+    return _route_headers(generation.shape, stages) | {"Server-Timing": _server_timing(generation)}
+
+
+def embedding_headers(embedded: Embedded, node_id: str) -> dict[str, str]:
+    """The same for vectors. `node_id`: of this node."""
+    stages = [(f"{stage.start}:{stage.end}", stage.node_id) for stage in embedded.stages]
+    shape = "local" if len(stages) == 1 and stages[0][1] == node_id else "chain"
+    known = {"queue": embedded.queue_s, "tokenize": embedded.tokenize_s, "prefill": embedded.prefill_s}
+    return _route_headers(shape, stages) | {"Server-Timing": _timing(known)}
+
+
+def _route_headers(shape: str, stages: list[tuple[str, str]]) -> dict[str, str]:
     return {
-        "x-swarm-route": f"{generation.shape} {stages}",
-        "x-swarm-nodes": str(len({stage.node_id for stage in generation.route})),
-        "Server-Timing": _server_timing(generation),
+        "x-swarm-route": " ".join([shape, *(f"{layers}@{node_id}" for layers, node_id in stages)]),
+        "x-swarm-nodes": str(len({node_id for _, node_id in stages})),
     }
 
 
@@ -42,6 +54,10 @@ def _server_timing(generation: Generation) -> str:
         n_decoded = max(0, generation.n_generated - 1)
         known["decode"] = timings.decode_s
         known["network"] = n_decoded * sum(stage.network_s for stage in generation.route)
+    return _timing(known)
+
+
+def _timing(known: dict[str, float]) -> str:
     return ", ".join(f"{name};dur={milliseconds(seconds)}" for name, seconds in known.items())
 
 

@@ -23,6 +23,7 @@ from swarmllm.errors import Conflict, ModelNotFound, NodeUnreachable, SwarmLLMEr
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge, needed_tensors
 from swarmllm.node.admission import Admission
 from swarmllm.node.capability import describe
+from swarmllm.node.embeddings import Embeddings
 from swarmllm.node.herald import Herald
 from swarmllm.node.metrics import Metrics
 from swarmllm.node.request_words import check_layers
@@ -101,6 +102,7 @@ class Node:
         self.metrics = Metrics(self)
         self.requests = Requests(self.metrics)
         self.texts = Texts(pool, self._as_origin)
+        self.embeddings = Embeddings(pool, pipelines, self.admission, self._as_origin, self.requests)
 
     @property
     def node_id(self) -> str:

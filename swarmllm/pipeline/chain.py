@@ -117,7 +117,11 @@ class Chain:
 
     async def next(self) -> tuple[SampledToken, bytes]:
         """Raises SwarmLLMError once everything that came before the failure has been read."""
-        while not self._buffer:
+        await self._wait(lambda: bool(self._buffer))
+        return self._buffer.popleft()
+
+    async def _wait(self, is_there: Callable[[], bool]) -> None:
+        while not is_there():
             if self.failure is not None:
                 raise self.failure
             with trio.move_on_after(self._silence_timeout_s) as patience:
@@ -128,7 +132,6 @@ class Chain:
                         f"the pipeline {self._described()} was silent for {self._silence_timeout_s:g} s"
                     )
                 )
-        return self._buffer.popleft()
 
     def next_chunk(self) -> Chunk | None:
         self._is_feeding = False
@@ -150,7 +153,7 @@ class Chain:
             elif isinstance(message, StreamingToken):
                 self._token(message, payload)
             else:
-                self._progress(message)
+                self._progress(message, payload)
         except BrokenPromise as error:
             self.blame(sender)
             self.fail(RemoteError(f"node {self._name(sender)} broke the protocol: {error}"))
@@ -198,7 +201,7 @@ class Chain:
             self._tokens.awaited = False
             self._repeat_token()
 
-    def _progress(self, message: PrefillProgress) -> None:
+    def _progress(self, message: PrefillProgress, payload: bytes | memoryview) -> None:
         self.window.passed(message.position)
         self.account.add_prefill(message.timings)
         # A reader that waits for the first token counts this as a sign of life.

@@ -48,7 +48,7 @@ class ObservedCompute:
         layers: LayerRange,
         position: int,
         tensor: Tensor,
-        want: Literal["hidden", "none", "token"],
+        want: Literal["hidden", "none", "token", "normed"],
         sampling: Sampling | None = None,
         n_prompt_tokens: int = 0,
         generated: tuple[int, ...] = (),

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ from swarmllm.pipeline.occupancy import EXPECTED_OUTPUT_TOKENS, Held, Room, room
 from swarmllm.pipeline.prompt import Prompt
 from swarmllm.pipeline.recovery import Recovery
 from swarmllm.pipeline.routes import DEFAULT_SIZE, RequestSize, Routes
+from swarmllm.pipeline.rows import Rows, RowsChain, local_rows, with_one_retry
 from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stages import Sessions, request_context
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
+AnyChain = TypeVar("AnyChain", bound=Chain)
 
 
 @dataclass(slots=True)
@@ -113,9 +115,6 @@ class Pipelines:
         self._own: dict[str, Held] = {}
         self._swarm_changed = trio.lowlevel.ParkingLot()
         self._sessions = Sessions(pool, router, catalogue, settings, self._start_session)
-
-    def __repr__(self) -> str:
-        return f"<Pipelines generations={len(self._own)} sessions={len(self._sessions.by_request)}>"
 
     def statistics(self) -> PipelineStatistics:
         counts = PipelineStatistics(**{name: getattr(self._counts, name) for name in self._counts.__slots__})
@@ -186,6 +185,37 @@ class Pipelines:
                 )
         finally:
             del self._own[request_id]
+
+    async def rows(self, tokens: Tensor, entry: CatalogueEntry) -> Rows:
+        """The model's states after the final norm, of every token of i32 [n].
+
+        Raises as `generate` does."""
+        sampling = self._fit(len(tokens), Sampling(max_tokens=1), entry)
+
+        async def attempt(avoid: set[str]) -> Rows:
+            assignment = PipelineAssignment(
+                request_id=uuid.uuid4().hex,
+                model_id=entry.model_id,
+                origin=self._node_id,
+                stages=self._routes.choose(entry, RequestSize(len(tokens), 0), self._load(0), avoid),
+                n_prompt_tokens=len(tokens),
+                sampling=sampling,
+                wants="normed",
+            )
+            context = request_context(assignment, entry, self._node_id)
+            self._own[context.request_id] = Held(entry.model_id, len(tokens), 0)
+            try:
+                if _is_local(context):
+                    n_chunk = self._settings.prefill_chunk_tokens
+                    values = await local_rows(self._pool, context, tokens, n_chunk)
+                else:
+                    async with self._open_chain(context, assignment, tokens, avoid, RowsChain) as chain:
+                        values = await chain.all_rows()
+                return Rows(values, assignment.stages)
+            finally:
+                del self._own[context.request_id]
+
+        return await with_one_retry(attempt)
 
     def stages_for(
         self, entry: CatalogueEntry, avoid: Collection[str] = (), request: RequestSize = DEFAULT_SIZE
@@ -288,17 +318,22 @@ class Pipelines:
     def _source(
         self, context: RequestContext, assignment: PipelineAssignment, tokens: Tensor, failed: set[str]
     ) -> AbstractAsyncContextManager[Source]:
-        if len(context.view.stages) == 1 and context.view.is_here(0):
+        if _is_local(context):
             return open_local(self._pool, context, tokens, self._nickname(self._node_id))
-        return self._open_chain(context, assignment, tokens, failed)
+        return self._open_chain(context, assignment, tokens, failed, Chain)
 
     @asynccontextmanager
     async def _open_chain(
-        self, context: RequestContext, assignment: PipelineAssignment, tokens: Tensor, failed: set[str]
-    ) -> AsyncIterator[Chain]:
+        self,
+        context: RequestContext,
+        assignment: PipelineAssignment,
+        tokens: Tensor,
+        failed: set[str],
+        kind: type[AnyChain],
+    ) -> AsyncIterator[AnyChain]:
         """Adds to `failed` the node because of which it failed."""
         names = {stage.node_id: self._nickname(stage.node_id) for stage in context.view.stages}
-        chain = Chain(
+        chain = kind(
             context,
             tokens,
             chunk_tokens=self._settings.prefill_chunk_tokens,
@@ -364,3 +399,7 @@ class Pipelines:
     def _nickname(self, node_id: str) -> str:
         record = self._registry.node(node_id)
         return record.nickname if record is not None else ""
+
+
+def _is_local(context: RequestContext) -> bool:
+    return len(context.view.stages) == 1 and context.view.is_here(0)

@@ -39,6 +39,7 @@ def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_
         n_prompt_tokens=assignment.n_prompt_tokens,
         sampling=assignment.sampling,
         generated=assignment.generated,
+        wants=assignment.wants,
         view=RequestView(
             node_id=node_id,
             origin=assignment.origin,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import trio
@@ -61,6 +61,7 @@ class RequestContext:
     n_prompt_tokens: int
     sampling: Sampling
     view: RequestView
+    wants: Literal["tokens", "normed"] = "tokens"
     generated: tuple[int, ...] = ()
     """Tokens of a pipeline that broke, in whose place this one is; known to the origin and where the last
     stage is."""
@@ -101,6 +102,7 @@ class Walker:
         self._router = router
         self._origin_side = origin_side
         self._has_sampled = False
+        self._last_want: Literal["none", "normed"] = "normed" if context.wants == "normed" else "none"
         self._untold: tuple[StreamingToken, bytes] | None = None
         self._actions: dict[State, Callable[[Job], Awaitable[Outcome]]] = {
             State.VALIDATING: self._validate,
@@ -162,7 +164,7 @@ class Walker:
             layers=self._view.layers(stage),
             position=job.position,
             tensor=tensor,
-            want="token" if samples else "none" if stage == self._view.last else "hidden",
+            want="token" if samples else self._last_want if stage == self._view.last else "hidden",
             sampling=self._context.sampling if first_sample else None,
             n_prompt_tokens=self._context.n_prompt_tokens,
             generated=self._context.generated if first_sample else (),
@@ -175,7 +177,7 @@ class Walker:
         job.since_s = now_s
         outcome = after_layers(job, self._view)
         if outcome is Outcome.LAST_LAYER and job.prefill_left > 0:
-            await self.tell_origin(self._progress(job))
+            await self.tell_origin(self._progress(job), self._passed_rows(job))
             job.token = None
         return outcome
 
@@ -201,7 +203,7 @@ class Walker:
     async def _send(self, job: Job) -> Outcome:
         receiver = destination(job, self._view)
         if job.step is ComputeStep.HEAD:
-            await self._send_to(receiver, self._progress(job))
+            await self._send_to(receiver, self._progress(job), self._passed_rows(job))
             return Outcome.SENT
         embedded = job.step is ComputeStep.LAYER
         forward = LayerForward(
@@ -235,6 +237,9 @@ class Walker:
             position=job.position + job.n_tokens,
             timings=job.timings,
         )
+
+    def _passed_rows(self, job: Job) -> bytes:
+        return b"" if job.tensor is None else b"".join(encode_tensor(job.tensor))
 
     def _raise_incomplete(self, job: Job) -> None:
         layers = self._view.layers(min(job.stage, self._view.last))

@@ -215,7 +215,7 @@ class WorkerPool:
         layers: LayerRange,
         position: int,
         tensor: npt.NDArray[Any],
-        want: Literal["hidden", "none", "token"],
+        want: Literal["hidden", "none", "token", "normed"],
         sampling: Sampling | None = None,
         n_prompt_tokens: int = 0,
         generated: tuple[int, ...] = (),
@@ -244,7 +244,7 @@ class WorkerPool:
             return ForwardResult(None, token, bytes(payload), token.compute_s)
         result, payload = await worker.call(message, LayerResult, payload=pieces, timeout_s=timeout_s)
         hidden = None
-        if want == "hidden":
+        if want in ("hidden", "normed"):
             hidden = _tensor(payload, "hidden states", np.dtype(np.float32), 2, n_rows=len(tensor))
         return ForwardResult(hidden, None, b"", result.compute_s)
 

@@ -230,9 +230,11 @@ class Handlers:
             )
         if message.want == "hidden" and message.end >= engine.n_layers:
             raise CallError("bad_message", "the last layer leads to the head, which gives tokens", "want")
-        if message.want == "token" and message.end != engine.n_layers:
+        if message.want in ("token", "normed") and message.end != engine.n_layers:
             raise CallError(
-                "bad_message", f"only the range that ends at {engine.n_layers} gives tokens", "want"
+                "bad_message",
+                f"only the range that ends at {engine.n_layers} gives tokens and normed states",
+                "want",
             )
         if message.want == "token" and message.position + len(data) < message.n_prompt_tokens:
             raise CallError(

@@ -149,10 +149,13 @@ class Context:
         params.swa_full = True
         params.no_perf = True
         params.offload_kqv = True
+        # Rows are wanted, not what a model that was made for embeddings makes of them all.
+        params.pooling_type = lib.LLAMA_POOLING_TYPE_NONE
         if settings.eval_callback is not None:
             params.cb_eval = settings.eval_callback
             params.cb_eval_user_data = settings.eval_user_data
         self._keep = settings
+        self._gives_normed = False
         _recent_complaints.clear()
         handle = lib.llama_init_from_model(model.handle, params)
         if handle is None:
@@ -195,11 +198,14 @@ class Context:
         positions: np.ndarray,
         sequences: np.ndarray | int,
         outputs: np.ndarray | bool,
+        *,
+        normed: bool = False,
     ) -> None:
         """One `llama_decode` of n <= N_BATCH rows.
 
         `data`: f32 [n, n_embd], or i32 [n] token ids. `outputs`: which rows the head computes (tap: all of
-        them). Raises CallError context_full where no cells are free, engine for anything else.
+        them), at most `n_outputs_max`: libllama aborts. `normed`: `normed` has something to give afterwards.
+        Raises CallError context_full where no cells are free, engine for anything else.
         """
         n = len(data)
         if data.ndim == 2:
@@ -212,6 +218,9 @@ class Context:
         self._sequences[:n] = sequences
         self._outputs[:n] = outputs
         batch.n_tokens = n
+        if normed != self._gives_normed:
+            lib.llama_set_embeddings(self.handle, normed)
+            self._gives_normed = normed
         status = lib.llama_decode(self.handle, batch)
         if status == 0:
             lib.llama_synchronize(self.handle)
@@ -226,6 +235,14 @@ class Context:
         if not pointer:
             raise CallError("engine", f"row {row} has no logits")
         return np.ctypeslib.as_array(pointer, (self.n_vocab,))
+
+    def normed(self, row: int) -> np.ndarray:
+        """f32 [n_embd]: the state after the final norm of a row that was marked as output. A view that the
+        next decode overwrites."""
+        pointer = lib.llama_get_embeddings_ith(self.handle, row)
+        if not pointer:
+            raise CallError("engine", f"row {row} has no state after the final norm")
+        return np.ctypeslib.as_array(pointer, (self._n_embd,))
 
     def share(self, source: int, target: int, length: int) -> None:
         """Give `target`, which must be empty, the first `length` rows of `source`: the same cells."""

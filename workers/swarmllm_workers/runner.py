@@ -184,9 +184,9 @@ def _n_cells(route: Route, slot: int) -> int:
 def _lane(key: int, work: Work, route: Route) -> Hashable:
     """Who may share a batch: works in the same segments that feed them the same kind of rows.
 
-    Models with recurrent state are left out: libllama splits such a batch by sequence, and the tap reads
-    one piece only.
+    Left out are works that want to be alone, and models with recurrent state: libllama splits such a batch by
+    sequence, and the tap reads one piece only.
     """
-    if any(segment.is_recurrent for segment in route.segments):
+    if work.wants_alone or any(segment.is_recurrent for segment in route.segments):
         return key
     return tuple(id(segment) for segment in route.segments), work.has_tokens

@@ -22,7 +22,7 @@ from swarmllm_workers.libllama import N_BATCH, Context, ContextSettings, Model
 from swarmllm_workers.prefixes import PrefixSettings
 from swarmllm_workers.tap import Rescaling, Tap
 
-Want: TypeAlias = Literal["hidden", "none", "logits"]
+Want: TypeAlias = Literal["hidden", "none", "logits", "normed"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Span:
     data: np.ndarray
     """Hidden states f32 [n, n_embd], or, for a segment that begins at layer 0, token ids i32 [n]."""
     want: Want
-    """Of the head segment: logits of the last row or nothing. Every other segment gives hidden states."""
+    """Of the head segment: logits of the last row, the states of all rows after the final norm, or nothing.
+    Every other segment gives hidden states."""
 
 
 class Segment:
@@ -78,6 +79,8 @@ class Segment:
         n_kept = settings.prefixes.n_cells_entries
         # Beyond the slots: one for each entry, and one in which an entry is cut to size.
         n_sequences = settings.n_slots + (0 if self.is_recurrent or not n_kept else n_kept + 1)
+        self.n_outputs_max = n_sequences if self.has_head else N_BATCH
+        """Rows of one batch of which the head, or the tap, gives something."""
         self._cells = Cells(n_sequences)
         self.lengths = self._cells.lengths
         """Rows that each slot, and each sequence of kept rows, has in this segment's KV."""
@@ -95,7 +98,7 @@ class Segment:
                     n_ctx=settings.n_ctx,
                     n_slots=n_sequences,
                     n_threads=settings.n_threads,
-                    n_outputs_max=n_sequences if self.has_head else N_BATCH,
+                    n_outputs_max=self.n_outputs_max,
                     eval_callback=self._tap.callback if self._tap else None,
                     eval_user_data=self._tap.user_data if self._tap else None,
                 ),
@@ -238,14 +241,16 @@ class Segment:
 
     def _run(self, spans: Sequence[Span]) -> list[np.ndarray]:
         """One result per span: hidden states f32 [n, n_embd] of every row, or from the head f32 [n_vocab]
-        logits of the last row, empty where nothing was wanted. Views that the next run overwrites.
+        logits of the last row, f32 [n, n_embd] states after the final norm, or nothing. Views that the next
+        run overwrites. A span that wants normed states is alone and has at most `n_outputs_max` rows.
 
         All spans together have at most N_BATCH rows and have passed `check`; slots are truncated to their
         position. Raises CallError position_gap, context_full, engine.
         """
         rows = _Rows.of(spans)
-        outputs: bool | np.ndarray = not self.has_head
-        if self.has_head:
+        normed = self.has_head and spans[0].want == "normed"
+        outputs: bool | np.ndarray = normed or not self.has_head
+        if self.has_head and not normed:
             outputs = np.zeros(rows.n, np.int8)
             for span, last in zip(spans, rows.lasts, strict=True):
                 outputs[last] = span.want == "logits"
@@ -257,7 +262,7 @@ class Segment:
             if self._feeds_tokens and fed.ndim == 2:
                 fed = np.zeros(rows.n, np.int32)
         try:
-            self._context.decode(fed, rows.positions, rows.slots, outputs)
+            self._context.decode(fed, rows.positions, rows.slots, outputs, normed=normed)
             hidden = self._tap.take(rows.n) if self._tap is not None else None
         except CallError:
             for span in spans:  # some of the rows may be in the KV: none of them counts
@@ -267,6 +272,8 @@ class Segment:
             raise
         for span in spans:
             self._cells.append(span.slot, len(span.data))
+        if normed:
+            return [np.stack([self._context.normed(row) for row in range(rows.n)])]
         if self.has_head:
             return [
                 self._context.logits(last) if span.want == "logits" else _NOTHING

@@ -43,6 +43,8 @@ class Work(Protocol):
     """Whether `restart` works: all it needs is here."""
     has_tokens: bool
     """Token ids, as opposed to hidden states, are what it feeds."""
+    wants_alone: bool
+    """Its rows share no batch."""
 
     def route(self) -> Route:
         """Through what its rows go. Raises CallError."""
@@ -82,6 +84,7 @@ class ForwardWork:
         self.is_finished = False
         self.can_restart = False
         self.has_tokens = data.ndim == 1
+        self.wants_alone = message.want == "normed"
         self._message = message
         self._data = data
         self._engine = engine
@@ -100,7 +103,10 @@ class ForwardWork:
 
     @property
     def n_waiting(self) -> int:
-        return len(self._data) - self._n_done
+        n_left = len(self._data) - self._n_done
+        if self._message.want != "normed":
+            return n_left
+        return min(n_left, self.route().segments[-1].n_outputs_max)
 
     @property
     def is_decode(self) -> bool:
@@ -112,7 +118,7 @@ class ForwardWork:
         rows = self._data[self._n_done : self._n_done + n_rows]
         self._n_running = len(rows)
         is_last = self._n_done + len(rows) == len(self._data)
-        want: Want = "hidden" if message.want == "hidden" else "none"
+        want: Want = "none" if message.want == "token" else message.want
         if message.want == "token" and is_last:
             want = "logits"
         return Span(slot, message.position + self._n_done, rows, want)
@@ -122,7 +128,7 @@ class ForwardWork:
         self._compute_s += compute_s
         self._n_done += self._n_running
         is_last = self._n_done == len(self._data)
-        if message.want == "hidden":
+        if message.want in ("hidden", "normed"):
             self._hidden.append(result if is_last and not self._hidden else result.copy())
         if not is_last:
             return
@@ -174,6 +180,7 @@ class GenerateWork:
         self.can_restart = True
         self.has_tokens = True
         self._session = message.session_id
+        self.wants_alone = False
         self._n_given = len(tokens)
         """The prompt, and what was generated elsewhere."""
         self._n_prompt = len(tokens) - message.n_generated

@@ -1,0 +1,77 @@
+"""POST /v1/embeddings: texts in, vectors out."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta
+from quart import Blueprint, Response
+
+from swarmllm.api.chat_reply import encode
+from swarmllm.api.context import current_node
+from swarmllm.api.errors import read_body
+from swarmllm.api.schema import Body, Json, ModelName, Text
+from swarmllm.api.swarm_report import embedding_headers
+from swarmllm.errors import InvalidRequest
+
+TEXTS_MAX = 2048
+"""OpenAI's."""
+TOKEN_MAX = 2**31
+
+
+class EmbeddingRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/embeddings. `input`: a text, texts, token ids, or lists of token ids."""
+
+    model: ModelName
+    input: Text | Annotated[list[Any], Meta(min_length=1, max_length=2**20)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    pooling: Literal["mean", "last"] | None = None
+    """Not OpenAI's: over all states (the default), or the last one only."""
+    # accepted and without effect on the answer
+    user: str | None = None
+
+
+embeddings = Blueprint("embeddings", __name__, url_prefix="/v1")
+
+
+@embeddings.post("/embeddings")
+async def embed() -> Response:
+    body = await read_body(EmbeddingRequest)
+    node = current_node()
+    embedded = await node.embeddings.embed(
+        body.model, texts_of(body.input), body.pooling or "mean", n_dimensions=body.dimensions
+    )
+    listed = [
+        {"object": "embedding", "index": i, "embedding": _encoded(vector, body.encoding_format)}
+        for i, vector in enumerate(embedded.vectors)
+    ]
+    usage = {"prompt_tokens": embedded.n_tokens, "total_tokens": embedded.n_tokens}
+    answer: Json = {"object": "list", "data": listed, "model": body.model, "usage": usage}
+    response = Response(encode(answer), content_type="application/json")
+    response.headers.update(embedding_headers(embedded, node.node_id))
+    return response
+
+
+def texts_of(value: str | list[Any], field: str = "input") -> list[str | list[int]]:
+    """What is to be embedded, one by one. Raises InvalidRequest."""
+    if isinstance(value, str) or _is_tokens(value):
+        return [value]
+    if len(value) > TEXTS_MAX:
+        raise InvalidRequest(f"{len(value)} texts, at most {TEXTS_MAX} at once.", field=field)
+    for i, item in enumerate(value):
+        if not isinstance(item, str) and not (isinstance(item, list) and _is_tokens(item)):
+            raise InvalidRequest("can be a text or a list of token ids.", field=f"{field}[{i}]")
+    return value
+
+
+def _is_tokens(value: list[Any]) -> bool:
+    return bool(value) and all(type(item) is int and 0 <= item < TOKEN_MAX for item in value)
+
+
+def _encoded(vector: np.ndarray, form: str | None) -> object:
+    if form == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()
