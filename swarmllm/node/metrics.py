@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from swarmllm.node.admission import Admission
     from swarmllm.node.views import PeerView, Readiness
     from swarmllm.pipeline.generation import Generation
-    from swarmllm.pipeline.pipelines import PipelineStatistics
+    from swarmllm.pipeline.statistics import PipelineStatistics
     from swarmllm.workerpool import WorkerStatistics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -31,9 +31,10 @@ from swarmllm.node.requests import Requests
 from swarmllm.node.texts import Texts
 from swarmllm.node.views import HolderView, ModelView, PeerView, Readiness, RequestCounts
 from swarmllm.pipeline.generation import Generation
-from swarmllm.pipeline.pipelines import Pipelines, PipelineStatistics
+from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.prompt import Prompt
 from swarmllm.pipeline.routes import RequestSize
+from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.route import choose_route, missing_layers

@@ -13,7 +13,7 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -38,6 +38,7 @@ from swarmllm.pipeline.rows import Rows, RowsChain, local_rows, with_one_retry
 from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stages import Sessions, request_context
+from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.walker import RequestContext
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
@@ -64,27 +65,6 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
 AnyChain = TypeVar("AnyChain", bound=Chain)
-
-
-@dataclass(slots=True)
-class PipelineStatistics:
-    """A snapshot; counts since the start."""
-
-    active_generations: int = 0
-    active_stage_requests: int = 0
-    """Requests of other nodes."""
-    generations: int = 0
-    retries: int = 0
-    """Further attempts before the first token."""
-    recoveries: int = 0
-    """Streams that went on over another pipeline."""
-    repeats: int = 0
-    """Jobs repeated after damage."""
-    segments_served: int = 0
-    """Jobs walked for other nodes."""
-    messages_ignored: int = 0
-    """For requests unknown here, or from nodes that have no part in them."""
-    messages_bad: int = 0
 
 
 class Pipelines:

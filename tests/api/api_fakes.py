@@ -24,9 +24,9 @@ from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store, merge,
 from swarmllm.node import Node
 from swarmllm.pipeline.generation import GeneratedText, StageReport, Timings
 from swarmllm.pipeline.occupancy import Room
-from swarmllm.pipeline.pipelines import PipelineStatistics
 from swarmllm.pipeline.prompt import Prompt
 from swarmllm.pipeline.routes import RequestSize
+from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
 from swarmllm.scheduling.plan import Plan, make_plan
 from swarmllm.swarm.memory import InMemoryNetwork, InMemoryRouter

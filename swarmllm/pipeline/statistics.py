@@ -1,0 +1,26 @@
+"""What a node counts about pipelines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class PipelineStatistics:
+    """A snapshot; counts since the start."""
+
+    active_generations: int = 0
+    active_stage_requests: int = 0
+    """Requests of other nodes."""
+    generations: int = 0
+    retries: int = 0
+    """Further attempts before the first token."""
+    recoveries: int = 0
+    """Streams that went on over another pipeline."""
+    repeats: int = 0
+    """Jobs repeated after damage."""
+    segments_served: int = 0
+    """Jobs walked for other nodes."""
+    messages_ignored: int = 0
+    """For requests unknown here, or from nodes that have no part in them."""
+    messages_bad: int = 0
