@@ -1,12 +1,9 @@
-"""`swarmllm service`: a node that starts with the machine and comes back when it falls, by systemd.
-
-A unit of the user, not of the system: it needs no root, and the node may read the models that its user may
-read. Hardening is what a user's manager can do without namespaces.
-"""
+"""`swarmllm service`: a node that starts with the machine and comes back when it falls, by systemd."""
 
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -17,37 +14,18 @@ import click
 from swarmllm.cli.display import print_json
 from swarmllm.cli.errors import CommandFailed, WrongUsage
 from swarmllm.cli.options import json_option
+from swarmllm.cli.service_unit import (
+    SYSTEM_HOME,
+    SYSTEM_USER,
+    UNIT_NAME,
+    first_private_folder,
+    unit_file,
+    unit_text,
+)
 from swarmllm.config import load_config
 from swarmllm.errors import ConfigError
 
-UNIT_NAME = "swarmllm.service"
 SYSTEMCTL_TIMEOUT_S = 120
-
-UNIT = """\
-[Unit]
-Description=SwarmLLM node
-Wants=network-online.target
-After=network-online.target
-
-[Service]
-Type=notify
-NotifyAccess=main
-ExecStart={command}
-Restart=on-failure
-RestartSec=2
-WatchdogSec=60
-TimeoutStartSec=300
-TimeoutStopSec=30
-NoNewPrivileges=yes
-LockPersonality=yes
-RestrictRealtime=yes
-RestrictSUIDSGID=yes
-SystemCallArchitectures=native
-UMask=0077
-
-[Install]
-WantedBy=default.target
-"""
 
 
 @click.group(
@@ -56,100 +34,127 @@ WantedBy=default.target
 Examples:
   swarmllm service install
   swarmllm service install --config ~/node.toml
+  sudo /opt/swarmllm/.venv/bin/swarmllm service install --system
   swarmllm service install --print
   swarmllm service uninstall
 """,
 )
 def service() -> None:
-    """Run the node as a systemd service of this user: started at login, restarted when it fails or hangs."""
+    """Run the node as a systemd service, restarted when it fails or hangs: of this user and started at login,
+    or with --system of the machine and started with it."""
+
+
+system_option = click.option(
+    "--system/--user",
+    "system",
+    default=False,
+    help=f"A service of the machine, under a user {SYSTEM_USER} of its own (needs root), or of this user.  "
+    "[default: --user]",
+)
 
 
 @service.command(short_help="Install and start the service.")
+@system_option
 @click.option(
     "--config",
     "config_file",
     type=click.Path(path_type=Path, dir_okay=False, resolve_path=True),
-    help="TOML file of the node.  [default: ~/.config/swarmllm/config.toml, if there is one]",
+    help="TOML file of the node.  [default: .config/swarmllm/config.toml in the home folder of the service's "
+    "user, if there is one]",
 )
-@click.option("--start/--no-start", default=True, help="Start it now and at every login.  [default: start]")
+@click.option("--start/--no-start", default=True, help="Start it now and every time.  [default: start]")
 @click.option("--print", "only_print", is_flag=True, help="Print the unit instead of installing it.")
 @json_option
-def install(config_file: Path | None, start: bool, only_print: bool, as_json: bool) -> None:
+def install(system: bool, config_file: Path | None, start: bool, only_print: bool, as_json: bool) -> None:
     """Write the unit and start it. Again does no harm: the unit is replaced and the node restarted."""
     try:
         load_config(config_file)
     except ConfigError as error:
         raise WrongUsage(error.message) from None
-    file, unit = unit_file(), unit_text(config_file)
+    file, unit = unit_file(system=system), unit_text(config_file, system=system)
     if only_print:
         if as_json:
             print_json({"path": str(file), "unit": unit})
         else:
             click.echo(unit, nl=False)
         return
+    if system:
+        prepare_system()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(unit, "utf-8")
     except OSError as error:
         raise CommandFailed(f"Cannot write {file}: {error.strerror}") from None
     if start:
-        systemctl("daemon-reload")
-        systemctl("enable", UNIT_NAME)
-        systemctl("restart", UNIT_NAME)
+        systemctl("daemon-reload", system=system)
+        systemctl("enable", UNIT_NAME, system=system)
+        systemctl("restart", UNIT_NAME, system=system)
     if as_json:
         print_json({"path": str(file), "started": start})
         return
     click.echo(f"Wrote {file}")
-    if start:
+    if start and system:
+        click.echo("The node runs. Its log: journalctl -u swarmllm -f")
+        click.echo(
+            f"What belongs to the node is done as its user: sudo -u {SYSTEM_USER} -H swarmllm key create NAME"
+        )
+    elif start:
         click.echo("The node runs. Its log: journalctl --user -u swarmllm -f")
         click.echo("To have it run while you are logged out too: loginctl enable-linger")
 
 
 @service.command(short_help="Stop the service and remove it.")
+@system_option
 @json_option
-def uninstall(as_json: bool) -> None:
+def uninstall(system: bool, as_json: bool) -> None:
     """Stop the node and remove the unit. Models, identity and configuration stay."""
-    file = unit_file()
+    file = unit_file(system=system)
     if not file.exists():
         raise CommandFailed(f"There is no {file}: nothing to remove.")
-    systemctl("disable", "--now", UNIT_NAME)
+    if system:
+        require_root()
+    systemctl("disable", "--now", UNIT_NAME, system=system)
     file.unlink()
-    systemctl("daemon-reload")
+    systemctl("daemon-reload", system=system)
     if as_json:
         print_json({"path": str(file)})
     else:
         click.echo(f"Removed {file}")
 
 
-def unit_file() -> Path:
-    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(base).expanduser() / "systemd" / "user" / UNIT_NAME
+def require_root() -> None:
+    if os.geteuid() != 0:
+        raise WrongUsage(f"--system needs root: sudo {sys.argv[0]} {' '.join(sys.argv[1:])}")
 
 
-def unit_text(config_file: Path | None) -> str:
-    words = [sys.executable, "-m", "swarmllm", "daemon"]
-    words += ["--config", str(config_file)] if config_file else []
-    return UNIT.format(command=" ".join(map(quoted, words)))
-
-
-def quoted(word: str) -> str:
-    """As systemd.service(5) has it: a percent sign begins a specifier, a dollar sign a variable."""
-    if not word.isprintable():
-        raise WrongUsage(f"systemd cannot be given {word!r}.")
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    return f'"{escaped}"'
-
-
-def systemctl(*arguments: str) -> None:
-    """Raises CommandFailed with its words."""
-    program = shutil.which("systemctl")
-    if program is None:
-        raise CommandFailed("There is no systemctl here; --print shows the unit.")
-    try:
-        done = subprocess.run(
-            [program, "--user", *arguments], capture_output=True, text=True, timeout=SYSTEMCTL_TIMEOUT_S
+def prepare_system() -> None:
+    """The user of the machine's node. Raises WrongUsage where it could not run this installation."""
+    require_root()
+    private = first_private_folder(Path(sys.executable))
+    if private is not None:
+        raise WrongUsage(
+            f"The user {SYSTEM_USER} may not enter {private}, where this installation is: install SwarmLLM "
+            "where everybody may read it, /opt/swarmllm for example, and run this command from there."
         )
+    try:
+        pwd.getpwnam(SYSTEM_USER)
+    except KeyError:
+        shell = "/usr/sbin/nologin"
+        call("useradd", "--system", "--home-dir", str(SYSTEM_HOME), "--shell", shell, SYSTEM_USER)
+
+
+def systemctl(*arguments: str, system: bool) -> None:
+    if shutil.which("systemctl") is None:
+        raise CommandFailed("There is no systemctl here; --print shows the unit.")
+    call("systemctl", *([] if system else ["--user"]), *arguments)
+
+
+def call(program: str, *arguments: str) -> None:
+    """Raises CommandFailed with the program's words."""
+    command = [program, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SYSTEMCTL_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CommandFailed(f"systemctl --user {' '.join(arguments)}: {error}") from None
+        raise CommandFailed(f"{' '.join(command)}: {error}") from None
     if done.returncode:
-        raise CommandFailed(f"systemctl --user {' '.join(arguments)} failed: {done.stderr.strip()}")
+        raise CommandFailed(f"{' '.join(command)} failed: {done.stderr.strip()}")

@@ -6,6 +6,8 @@ import configparser
 import json
 import os
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from swarmllm.cli import errors
+from swarmllm.cli import service as service_command
 from swarmllm.cli.main import main
-from swarmllm.cli.service import quoted, unit_text
+from swarmllm.cli.service_unit import first_private_folder, quoted, unit_file, unit_text
 
 
 @pytest.fixture
@@ -61,11 +64,14 @@ def test_the_service_is_installed_started_and_removed(tmp_path: Path, calls: Pat
 
 
 def test_a_unit_can_be_printed_or_left_alone(tmp_path: Path, calls: Path) -> None:
-    assert service("install", "--print").output == unit_text(None)
-    assert json.loads(service("install", "--print", "--json").output)["unit"] == unit_text(None)
+    assert service("install", "--print").output == unit_text(None, system=False)
+    assert json.loads(service("install", "--print", "--json").output)["unit"] == unit_text(None, system=False)
     assert not (tmp_path / "config").exists()
     installed = json.loads(service("install", "--no-start", "--json").output)
-    assert (Path(installed["path"]).read_text(), installed["started"]) == (unit_text(None), False)
+    assert (Path(installed["path"]).read_text(), installed["started"]) == (
+        unit_text(None, system=False),
+        False,
+    )
     assert not calls.exists()
     assert json.loads(service("uninstall", "--json").output) == {"path": installed["path"]}
 
@@ -86,6 +92,68 @@ def test_what_systemctl_says_is_passed_on(calls: Path, monkeypatch: pytest.Monke
     assert "Failed to connect to bus" in result.output
     monkeypatch.setenv("PATH", "")
     assert "There is no systemctl here" in service("install").output
+
+
+def test_the_machines_unit_passes_systemds_own_examination(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed here")
+    file = tmp_path / "swarmllm.service"
+    file.write_text(service("install", "--system", "--print").output)
+    verified = subprocess.run([analyze, "verify", "--man=no", str(file)], capture_output=True, text=True)
+    assert "swarmllm.service" not in verified.stderr, "a directive that is unknown or wrong"
+    # 10 is a unit without any hardening, 0 one that can do nothing.
+    examined = subprocess.run(
+        [analyze, "security", "--offline=yes", "--threshold=35", str(file)], capture_output=True, text=True
+    )
+    assert examined.returncode == 0, examined.stdout[-500:] + examined.stderr
+
+
+def test_a_node_of_the_machine_gets_a_user_of_its_own(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "needs root" in as_user(monkeypatch, 1000, "install", "--system").output
+    assert not calls.exists()
+    useradd = tmp_path / "bin" / "useradd"
+    useradd.write_text(f'#!/bin/sh\necho "useradd $@" >> {shlex.quote(str(calls))}\n')
+    useradd.chmod(0o755)
+    file = tmp_path / "system" / "swarmllm.service"
+    monkeypatch.setattr(service_command, "unit_file", lambda *, system: file)
+    monkeypatch.setattr(service_command, "SYSTEM_USER", "nobody-knows-me")
+    monkeypatch.setattr(service_command, "first_private_folder", lambda path: None)
+    result = as_user(monkeypatch, 0, "install", "--system")
+    assert result.exit_code == 0, result.output
+    assert calls.read_text().splitlines() == [
+        "useradd --system --home-dir /var/lib/swarmllm --shell /usr/sbin/nologin nobody-knows-me",
+        "daemon-reload",
+        "enable swarmllm.service",
+        "restart swarmllm.service",
+    ]
+    unit = file.read_text()
+    for expected in ("User=swarmllm", "ProtectSystem=strict", "WantedBy=multi-user.target", "Type=notify"):
+        assert f"\n{expected}\n" in unit
+    assert as_user(monkeypatch, 0, "uninstall", "--system").exit_code == 0
+    assert not file.exists()
+
+
+def test_a_node_of_the_machine_does_not_run_from_a_private_folder(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_command, "first_private_folder", lambda path: Path("/root"))
+    result = as_user(monkeypatch, 0, "install", "--system")
+    assert (result.exit_code, "may not enter /root" in result.output) == (errors.EXIT_USAGE, True)
+    private = tmp_path / "private"
+    (private / "venv" / "bin").mkdir(parents=True)
+    tmp_path.chmod(0o755)
+    private.chmod(0o700)
+    (private / "venv").chmod(0o700)
+    assert first_private_folder(private / "venv" / "bin" / "python") in {private, *tmp_path.parents}
+    assert unit_file(system=True) == Path("/etc/systemd/system/swarmllm.service")
+
+
+def as_user(monkeypatch: pytest.MonkeyPatch, uid: int, *arguments: str) -> Result:
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    return service(*arguments)
 
 
 def test_words_are_quoted_for_systemd() -> None:
