@@ -42,6 +42,7 @@ from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.settings import SwarmSettings
+from swarmllm.swarm.trust_keeper import Trust, open_trust
 from swarmllm.travel import Travel, TravelSettings
 from swarmllm.workerpool import WorkerPool, WorkerSettings
 
@@ -99,22 +100,24 @@ async def open_daemon(config: Config) -> AsyncIterator[Whereabouts]:
     """A running daemon; leaving the block stops it. Raises ConfigError where folder or ports are taken."""
     data_dir = await trio.to_thread.run_sync(prepare_data_dir, config.data_dir)
     catalogue = await trio.to_thread.run_sync(open_catalogue, data_dir)
+    settings = swarm_settings(config, data_dir)
     async with (
-        open_libp2p_router(swarm_settings(config, data_dir)) as router,
-        _open_rooms(config, data_dir, catalogue, router) as whereabouts,
+        open_trust(data_dir, settings.lists) as trust,
+        open_libp2p_router(settings, trust.note) as router,
+        _open_rooms(config, data_dir, catalogue, router, trust) as whereabouts,
     ):
         yield whereabouts
 
 
 @asynccontextmanager
 async def _open_rooms(
-    config: Config, data_dir: Path, catalogue: Catalogue, router: Router
+    config: Config, data_dir: Path, catalogue: Catalogue, router: Router, trust: Trust
 ) -> AsyncIterator[Whereabouts]:
     """Everything above the network, bottom up."""
     settings = worker_settings(config, data_dir)
     pool = WorkerPool(settings, data_dir / "run", on_change=lambda: node.holdings_changed())
     async with pool.running(), trio.open_nursery() as nursery:
-        registry = Registry(router.node_id)
+        registry = Registry(router.node_id, trust.may_work)
         await nursery.start(follow_router, registry, router)
         observations = Observations()
         travel = Travel(
@@ -124,6 +127,7 @@ async def _open_rooms(
             travel_settings(config),
             in_use=lambda: pool.models().keys(),
             on_change=lambda: node.holdings_changed(),
+            note=trust.note,
         )
         pipelines = Pipelines(
             router,
@@ -134,6 +138,7 @@ async def _open_rooms(
             pipeline_settings(config),
             give_piece=travel.answer,
             observations=observations,
+            note=trust.note,
         )
         await nursery.start(pipelines.run)
         node = Node(
@@ -145,6 +150,7 @@ async def _open_rooms(
             pipelines=pipelines,
             travel=travel,
             observations=observations,
+            trust=trust,
         )
         await nursery.start(node.run)
         nursery.start_soon(node.measure, data_dir / MACHINE_FILE)

@@ -14,6 +14,7 @@ from swarmllm.api.connection import own_feed
 from swarmllm.api.context import current_config, current_node, current_works
 from swarmllm.api.errors import error_object, read_body
 from swarmllm.api.node_json import Json, model_json, peer_json, stats_json
+from swarmllm.api.peer_report import details_report
 from swarmllm.api.plan_report import plan_report, read_size
 from swarmllm.api.schema import AddModel, ModelLayers, PinModel
 from swarmllm.api.work import Work
@@ -33,6 +34,11 @@ async def stats() -> Response:
 @admin.get("/peers")
 async def peers() -> Response:
     return _json({"peers": [peer_json(view) for view in current_node().peers()]})
+
+
+@admin.get("/peers/<node>")
+async def peer(node: str) -> Response:
+    return _json(details_report(current_node().acquaintances.show(node)))
 
 
 @admin.get("/plan")

@@ -107,6 +107,7 @@ def peer_json(view: PeerView) -> Json:
         "data_plane": info.data_plane,
         "bytes_sent": info.bytes_sent,
         "bytes_received": info.bytes_received,
+        "trust": round(view.trust, 4),
         "connected_s": round(trio.current_time() - info.connected_since, 3),
         "memory_total_bytes": capability.memory_total_bytes,
         "memory_free_bytes": capability.memory_free_bytes,

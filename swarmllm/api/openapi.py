@@ -67,6 +67,7 @@ OPERATIONS = (
     Operation("get", "/api/events", "What a dashboard shows, as it changes", answers=(EVENTS,)),
     Operation("get", "/api/admin/stats", "What the node is doing"),
     Operation("get", "/api/admin/peers", "The nodes it is connected to"),
+    Operation("get", "/api/admin/peers/{node}", "One node: the link to it, and how far it is trusted"),
     Operation(
         "get",
         "/api/admin/plan",

@@ -1,34 +1,84 @@
-"""`swarmllm peers`: who this node is connected to, and what they hold."""
+"""`swarmllm peers`: who this node is connected to, what they hold, and why one is trusted or not."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote
 
 import click
+from rich.text import Text
 
 from swarmllm.cli.client import Client
-from swarmllm.cli.display import duration, make_console, print_json, size, table
+from swarmllm.cli.display import duration, make_console, print_json, safe, size, table
 from swarmllm.cli.options import api_option, json_option
 
-COLUMNS = ("nickname", "node id", "rtt", "data plane", "sent", "received", "connected", "holds")
+COLUMNS = ("nickname", "node id", "rtt", "data plane", "sent", "received", "connected", "trust", "holds")
+NUMBERS = ("rtt", "sent", "received", "connected", "trust")
 
 
-@click.command(short_help="Show the nodes this one is connected to.")
+@click.group(short_help="Show the nodes this one is connected to.", invoke_without_command=True)
 @json_option
 @api_option
-def peers(as_json: bool, api_url: str) -> None:
+@click.pass_context
+def peers(context: click.Context, as_json: bool, api_url: str) -> None:
     """Show the nodes this one is connected to, how far away they are, and which layers they hold."""
+    if context.invoked_subcommand is not None:
+        return
     with Client(api_url) as client:
         answer = client.get("/api/admin/peers")
     if as_json:
         print_json(answer)
     elif answer["peers"]:
         rows = [_row(peer) for peer in answer["peers"]]
-        make_console().print(table(COLUMNS, rows, right=("rtt", "sent", "received", "connected")))
+        make_console().print(table(COLUMNS, rows, right=NUMBERS))
     else:
         click.echo(
             "Connected to no other node. Start one with --bootstrap and an address from `swarmllm status`."
         )
+
+
+@peers.command(short_help="Explain one node: its link, and how far it is trusted.")
+@click.argument("node")
+@json_option
+@api_option
+def show(node: str, as_json: bool, api_url: str) -> None:
+    """Explain one node: the link to it, and how far it is trusted, because of what.
+
+    NODE is a node id, the last characters of one, or a nickname.
+    """
+    with Client(api_url) as client:
+        answer = client.get(f"/api/admin/peers/{quote(node, safe='')}")
+    if as_json:
+        print_json(answer)
+        return
+    console = make_console()
+    for name, value in _overview(answer):
+        console.print(Text.assemble((f"{name:<11}", "bold"), safe(value)), soft_wrap=True)
+    if recent := answer["trust"]["recent"]:
+        console.print()
+        rows = [(_moment(e["at"]), f"{e['score']:.2f}", e["meaning"], e["detail"] or "-") for e in recent]
+        console.print(table(("when", "trust then", "what it did", "detail"), rows, right=("trust then",)))
+
+
+def _overview(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    link, trust = answer["connected"], answer["trust"]
+    yield "node", f"{answer['nickname'] or '-'}  {answer['node_id']}"
+    if link is None:
+        yield "link", "not connected"
+    else:
+        rtt = "unknown" if link["rtt_ms"] is None else f"{link['rtt_ms']:.1f} ms"
+        yield "link", f"{link['data_plane']}, round trip {rtt}, connected for {duration(link['connected_s'])}"
+        yield "traffic", f"{size(link['bytes_sent'])} sent, {size(link['bytes_received'])} received"
+        for address in link["addresses"]:
+            yield "address", address
+    why = f"{trust['listed']} by the settings" if trust["listed"] else "0.50 is where everybody starts"
+    yield "trust", f"{trust['score']:.2f} of 1 ({why})"
+    verdict = "may take part in pipelines and give bytes" if trust["may_work"] else "gets no work"
+    yield "", f"{verdict}: {trust['work_min']:.2f} is needed"
+    for deed, n_times in trust["counts"].items():
+        yield "", f"{n_times} x {deed}"
 
 
 def _row(peer: dict[str, Any]) -> tuple[object, ...]:
@@ -41,5 +91,10 @@ def _row(peer: dict[str, Any]) -> tuple[object, ...]:
         size(peer["bytes_sent"]),
         size(peer["bytes_received"]),
         duration(peer["connected_s"]),
+        f"{peer['trust']:.2f}",
         "; ".join(holds) or "-",
     )
+
+
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")

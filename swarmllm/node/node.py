@@ -21,6 +21,7 @@ import trio
 from swarmllm.config import Config
 from swarmllm.errors import Conflict, ModelNotFound, NodeUnreachable, SwarmLLMError
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge, needed_tensors
+from swarmllm.node.acquaintances import Acquaintances
 from swarmllm.node.admission import Admission
 from swarmllm.node.capability import describe
 from swarmllm.node.embeddings import Embeddings
@@ -41,6 +42,7 @@ from swarmllm.scheduling.route import choose_route, missing_layers
 from swarmllm.scheduling.tiers import LOCAL, Caller, tier_caps
 from swarmllm.swarm.registry import Registry, SwarmModel
 from swarmllm.swarm.router import Router
+from swarmllm.swarm.trust_keeper import Trust
 from swarmllm.travel import Travel, TravelStatistics
 from swarmllm.travel.travel import announcement
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerStatistics
@@ -72,6 +74,7 @@ class Node:
         pipelines: Pipelines,
         travel: Travel,
         observations: Observations | None = None,
+        trust: Trust | None = None,
     ) -> None:
         inference = config.inference
         self.nickname = config.nickname
@@ -87,6 +90,7 @@ class Node:
         self._catalogue = catalogue
         self._pipelines = pipelines
         self._travel = travel
+        self.acquaintances = Acquaintances(router, registry, trust or Trust())
         self._observations = observations or Observations()
         self._herald = Herald(
             config.nickname,
@@ -121,7 +125,7 @@ class Node:
         return self._readiness
 
     def peers(self) -> tuple[PeerView, ...]:
-        return tuple(PeerView(info, self._registry.node(info.node_id)) for info in self._router.peers())
+        return self.acquaintances.peers()
 
     def pipeline_statistics(self) -> PipelineStatistics:
         return self._pipelines.statistics()

@@ -7,6 +7,7 @@ from typing import Literal
 
 from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.swarm.router import PeerInfo
+from swarmllm.swarm.trust import Explanation
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord
 
 
@@ -49,6 +50,17 @@ class PeerView:
     info: PeerInfo
     record: NodeRecord | None
     """None until the peer has said something about itself."""
+    trust: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDetails:
+    """One node, whether connected or only remembered."""
+
+    node_id: str
+    connected: PeerView | None
+    record: NodeRecord | None
+    trust: Explanation
 
 
 @dataclass(slots=True)

@@ -93,6 +93,11 @@ class Chain:
         )
 
     @property
+    def is_complete(self) -> bool:
+        """The last token has come."""
+        return self._finished
+
+    @property
     def prefill_s(self) -> float:
         return self._first_s - self._started_s if self._has_begun else 0.0
 

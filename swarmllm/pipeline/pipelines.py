@@ -27,6 +27,7 @@ from swarmllm.pipeline.chain import Chain
 from swarmllm.pipeline.circumstances import Load
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.generation import Generation, Source
+from swarmllm.pipeline.judgement import judge
 from swarmllm.pipeline.lasting import Lasting
 from swarmllm.pipeline.local import open_local
 from swarmllm.pipeline.observed import ObservedCompute
@@ -44,6 +45,7 @@ from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.router import Router
+from swarmllm.swarm.trust import Deed, Note, unnoted
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import decode_job, decode_request, encode_response
 from swarmllm_proto.errors import DamagedJob, ProtocolError
@@ -79,6 +81,7 @@ class Pipelines:
         *,
         give_piece: Callable[[FetchPiece], Awaitable[Piece]] | None = None,
         observations: Observations | None = None,
+        note: Note = unnoted,
     ) -> None:
         """`give_piece` answers requests for bytes of models; without it none are given."""
         self._give_piece = give_piece
@@ -94,7 +97,8 @@ class Pipelines:
         self._chains: dict[str, Chain] = {}
         self._own: dict[str, Held] = {}
         self._swarm_changed = trio.lowlevel.ParkingLot()
-        self._sessions = Sessions(pool, router, catalogue, settings, self._start_session)
+        self._note = note
+        self._sessions = Sessions(pool, router, catalogue, settings, self._start_session, note)
 
     def statistics(self) -> PipelineStatistics:
         counts = PipelineStatistics(**{name: getattr(self._counts, name) for name in self._counts.__slots__})
@@ -223,11 +227,13 @@ class Pipelines:
         except DamagedJob as damaged:
             session = self._sessions.by_request.get(damaged.request_id)
             self._counts.messages_bad += 1
+            self._note(sender, Deed.DAMAGED)
             if session is None or not session.arrived_damaged(sender, damaged.position):
                 self._counts.messages_ignored += 1
             return
         except ProtocolError as error:
             self._counts.messages_bad += 1
+            self._note(sender, Deed.BROKE_PROTOCOL, str(error))
             log.warning("message from %s refused: %s", sender, error)
             return
         if isinstance(message, LayerForward):
@@ -340,6 +346,7 @@ class Pipelines:
             raise
         finally:
             del self._chains[context.request_id]
+            judge(chain, self._note)
             session.stop()
             # The session tidies up by itself; a client with an error to show need not wait for all of it.
             with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_TIMEOUT_S):

@@ -25,6 +25,7 @@ from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.job import ComputeStep, Job
 from swarmllm.pipeline.walker import OriginSide, RequestContext, Walker
 from swarmllm.swarm.router import Router
+from swarmllm.swarm.trust import Deed, Note, unnoted
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.errors import BadTensor, ProtocolError
 from swarmllm_proto.swarm import CancelInference, LayerForward, PipelineError
@@ -36,6 +37,10 @@ CLEANUP_TIMEOUT_S = 5.0
 """How long a request that is over may take to free its slot and tell the other stages."""
 _SPARE_JOBS = 8
 """Queue room beyond the window: repeats and credits."""
+
+
+class _NotFinite(BadTensor):
+    """No layer computes this from what is finite: it came broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class Session:
         silence_timeout_s: float,
         origin_side: OriginSide | None = None,
         on_end: Callable[[Session], None] = lambda session: None,
+        note: Note = unnoted,
     ) -> None:
         self.context = context
         self.view = context.view
@@ -66,6 +72,7 @@ class Session:
         self._walker = Walker(context, compute, router, origin_side)
         self._origin_side = origin_side
         self._on_end = on_end
+        self._note = note
         self._scope = trio.CancelScope()
         self._expected = [0] * len(self.view.stages)
         self._damaged_at: int | None = None
@@ -106,6 +113,8 @@ class Session:
         try:
             job = self._job(message, payload)
         except BadTensor as error:
+            deed = Deed.BAD_NUMBERS if isinstance(error, _NotFinite) else Deed.BROKE_PROTOCOL
+            self._note(sender, deed, str(error))
             self.report(WorkerError(f"job refused: {error}", kind="bad_tensor"))
             return True
         if self._damaged_at is not None and message.position <= self._damaged_at:
@@ -266,6 +275,8 @@ class Session:
             raise BadTensor("tensor.shape", f"{tensor.dtype}{tensor.shape} where float32{due} is due")
         if not message.n_tokens:
             raise BadTensor("n_tokens", "no rows")
+        if not np.isfinite(tensor).all():
+            raise _NotFinite("tensor", "numbers that are not finite")
         job.tensor = tensor
         return job
 

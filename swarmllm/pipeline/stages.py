@@ -24,6 +24,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.walker import OriginSide, RequestContext
 from swarmllm.scheduling.route import composes
 from swarmllm.swarm.router import Router
+from swarmllm.swarm.trust import Note, unnoted
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.swarm import PipelineAck, PipelineAssignment
 
@@ -70,6 +71,7 @@ class Sessions:
     catalogue: Catalogue
     settings: PipelineSettings
     start_soon: Callable[[Session], None]
+    note: Note = unnoted
     by_request: dict[str, Session] = field(default_factory=dict)
     _cancelled: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
 
@@ -93,6 +95,7 @@ class Sessions:
             silence_timeout_s=self.settings.silence_timeout_s,
             origin_side=origin_side,
             on_end=self._close,
+            note=self.note,
         )
         self.start_soon(session)
         self.by_request[context.request_id] = session

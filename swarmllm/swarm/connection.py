@@ -86,6 +86,7 @@ class Connection:
         """The peer's hello has come."""
         self.retired = False
         """The peer has turned to a newer connection: what still arrives here is out of order."""
+        self.broke_protocol = False
         self.rtt_s: float | None = None
         self.n_bytes_sent = 0
         self.n_bytes_received = 0
@@ -123,6 +124,7 @@ class Connection:
         except* WireClosed as lost:
             self.end(str(lost.exceptions[0]))
         except* ProtocolError as wrong:
+            self.broke_protocol = True
             self.end(f"broke the protocol ({wrong.exceptions[0]})")
         finally:
             self.end("closed here")

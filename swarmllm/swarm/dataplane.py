@@ -28,6 +28,7 @@ from swarmllm.swarm.host import Host, Stream
 from swarmllm.swarm.identity import Identity
 from swarmllm.swarm.noise_wire import HANDSHAKE_S, HandshakeFailed, shake_hands
 from swarmllm.swarm.stream_wire import PROTOCOL, StreamWire
+from swarmllm.swarm.trust import Deed, Note, unnoted
 from swarmllm.swarm.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class DataPlane:
         addresses: Callable[[str], Sequence[Address]],
         deliver: Deliver,
         lost: Callable[[str, str], None],
+        note: Note = unnoted,
     ) -> None:
         self._identity = identity
         self._doorkeeper = doorkeeper
@@ -99,6 +101,7 @@ class DataPlane:
         self._addresses = addresses
         self._deliver = deliver
         self._lost = lost
+        self._note = note
         self._neighbours: dict[str, _Neighbour] = {}
         self._n_handshakes = 0
         self.port = 0
@@ -239,6 +242,8 @@ class DataPlane:
         log.debug("%r begins", connection)
         await connection.run()
         log.info("%r", connection)
+        if connection.broke_protocol:
+            self._note(connection.node_id, Deed.BROKE_PROTOCOL, connection.ending)
         neighbour = self._neighbours.get(connection.node_id)
         if neighbour is None or connection not in neighbour.connections:
             return

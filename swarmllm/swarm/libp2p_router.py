@@ -43,6 +43,7 @@ from swarmllm.swarm.record_spread import TOPIC_SIZES_BYTES, RecordSpread, next_i
 from swarmllm.swarm.requests import Requests
 from swarmllm.swarm.router import Change, MessageHandler, PeerInfo, RequestHandler
 from swarmllm.swarm.settings import SwarmSettings
+from swarmllm.swarm.trust import Note, unnoted
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Libp2pRouter:
         host: Host,
         nursery: trio.Nursery,
         started_at_ms: int,
+        note: Note = unnoted,
     ) -> None:
         self._identity = identity
         self._doorkeeper = doorkeeper
@@ -94,6 +96,7 @@ class Libp2pRouter:
             addresses=self._data_addresses,
             deliver=self._deliver,
             lost=self._liveness.drop,
+            note=note,
         )
         self._to_self = MemoryLink(identity.node_id, self._deliver, LinkQuality())
 
@@ -229,7 +232,7 @@ class Libp2pRouter:
 
 
 @asynccontextmanager
-async def open_libp2p_router(settings: SwarmSettings) -> AsyncIterator[Libp2pRouter]:
+async def open_libp2p_router(settings: SwarmSettings, note: Note = unnoted) -> AsyncIterator[Libp2pRouter]:
     """Join the swarm until the context is left; leaving says goodbye.
 
     Raises ConfigError (folder in use, unreadable identity, port taken) and InvalidRequest (an address in the
@@ -238,7 +241,7 @@ async def open_libp2p_router(settings: SwarmSettings) -> AsyncIterator[Libp2pRou
     """
     inside: list[BaseException] = []
     try:
-        async with _running_router(settings) as router:
+        async with _running_router(settings, note) as router:
             try:
                 yield router
             except BaseException as error:
@@ -252,7 +255,7 @@ async def open_libp2p_router(settings: SwarmSettings) -> AsyncIterator[Libp2pRou
 
 
 @asynccontextmanager
-async def _running_router(settings: SwarmSettings) -> AsyncIterator[Libp2pRouter]:
+async def _running_router(settings: SwarmSettings, note: Note) -> AsyncIterator[Libp2pRouter]:
     bootstrap = [NodeAddress.parse(text, field="bootstrap") for text in settings.bootstrap]
     ips = await trio.to_thread.run_sync(announced_ips, settings.listen_host, settings.announce)
     with locked_data_dir(settings.data_dir):
@@ -276,7 +279,7 @@ async def _running_router(settings: SwarmSettings) -> AsyncIterator[Libp2pRouter
             # would put Cancelled in the place of the error that is on its way, and the nursery would swallow
             # it.
             stack.callback(nursery.cancel_scope.cancel)
-            router = Libp2pRouter(identity, doorkeeper, host, nursery, started_at_ms)
+            router = Libp2pRouter(identity, doorkeeper, host, nursery, started_at_ms, note)
             gossip = await stack.enter_async_context(
                 open_gossip(
                     host,

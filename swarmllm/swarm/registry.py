@@ -9,7 +9,7 @@ applied last counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from swarmllm.models.layers import LayerRange
@@ -37,8 +37,10 @@ class SwarmModel:
 
 
 class Registry:
-    def __init__(self, node_id: str) -> None:
+    def __init__(self, node_id: str, may_work: Callable[[str], bool] = lambda node_id: True) -> None:
+        """`may_work(node_id)`: whether what that node offers counts (see trust.py)."""
         self._node_id = node_id
+        self._may_work = may_work
         self._records: dict[str, NodeRecord] = {}
         self._connected: frozenset[str] = frozenset()
 
@@ -111,12 +113,15 @@ class Registry:
 
     def _announced_files(self) -> Iterable[tuple[str, FileAnnounce]]:
         for node_id, record in self._records.items():
-            if node_id == self._node_id or node_id in self._connected:
+            if self._counts(node_id):
                 for announced in record.files:
                     yield node_id, announced
 
     def _announced(self) -> Iterable[tuple[str, ShardAnnounce]]:
         for node_id, record in self._records.items():
-            if node_id == self._node_id or node_id in self._connected:
+            if self._counts(node_id):
                 for announced in record.models:
                     yield node_id, announced
+
+    def _counts(self, node_id: str) -> bool:
+        return node_id == self._node_id or (node_id in self._connected and self._may_work(node_id))

@@ -24,6 +24,7 @@ from swarmllm.errors import (
 from swarmllm.models import CatalogueEntry, Store, TensorEntry
 from swarmllm.models.store import MAX_CONTAINER_HEADER_BYTES, TensorWriter
 from swarmllm.swarm.router import Router
+from swarmllm.swarm.trust import Deed, Note, unnoted
 from swarmllm.travel.plan import UNKNOWN, Plan, Task
 from swarmllm.travel.settings import TravelSettings
 from swarmllm_proto.codec import decode_response, encode_request
@@ -132,6 +133,7 @@ class Fetch:
         holders: Sequence[str],
         settings: TravelSettings,
         progress: Progress,
+        note: Note = unnoted,
     ) -> None:
         self.plan = Plan(tensors, holders)
         self.n_bytes = 0
@@ -141,6 +143,7 @@ class Fetch:
         self._entry = entry
         self._settings = settings
         self._progress = progress
+        self._note = note
         self._counted: dict[Task, int] = {}
         self._total_bytes = sum(tensor.size_bytes for tensor in tensors)
         self._news = trio.Event()
@@ -225,7 +228,11 @@ class Fetch:
             self.plan.failed(task, node_id, self._settings.max_failures)
         else:
             right = await trio.to_thread.run_sync(writer.finish)
+            sources = task.sources - {UNKNOWN}
             verdict = self.plan.arrived(task, right=right)
+            if verdict == "right":
+                for source in sources:
+                    self._note(source, Deed.GAVE_BYTES)
             if verdict != "right":
                 self._report(task, 0)
             if verdict == "lie":

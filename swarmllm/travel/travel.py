@@ -30,6 +30,7 @@ from swarmllm.models.catalogue import MIN_ID_PREFIX
 from swarmllm.models.hashing import Progress
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.router import Router
+from swarmllm.swarm.trust import Deed, Note, unnoted
 from swarmllm.travel.fetch import Asking, Fetch, fetch_container
 from swarmllm.travel.settings import TravelSettings
 from swarmllm.travel.uploads import Uploads
@@ -61,6 +62,7 @@ class Travel:
         *,
         in_use: Callable[[], Collection[str]],
         on_change: Callable[[], None],
+        note: Note = unnoted,
     ) -> None:
         """`in_use`: ids of the models that must stay; `on_change` is called when there is more or less to
         give."""
@@ -70,6 +72,7 @@ class Travel:
         self._settings = settings
         self._in_use = in_use
         self._on_change = on_change
+        self._note = note
         self._uploads = Uploads(store.catalogue, settings)
         self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
         self._statistics = TravelStatistics()
@@ -223,7 +226,7 @@ class Travel:
         # Many have the same: not everybody asks the first ones.
         start = sum(map(ord, self._router.node_id)) % len(holders)
         chosen = (holders[start:] + holders[:start])[: self._settings.max_holders]
-        fetch = Fetch(self._router, self._store, entry, tensors, chosen, self._settings, progress)
+        fetch = Fetch(self._router, self._store, entry, tensors, chosen, self._settings, progress, self._note)
         try:
             await fetch.run()
         finally:
@@ -231,6 +234,8 @@ class Travel:
             self._blame(fetch.plan.liars)
 
     def _blame(self, node_ids: Collection[str]) -> None:
+        for node_id in node_ids:
+            self._note(node_id, Deed.WRONG_BYTES)
         self._statistics.liars += sorted(set(node_ids) - set(self._statistics.liars))
 
     def _changed(self, entry: CatalogueEntry) -> None:

@@ -185,6 +185,20 @@ async def test_stats_peers_and_configuration(tmp_path: Path) -> None:
     assert config["config"]["api"]["max_body_bytes"] == 65536
 
 
+async def test_a_peer_is_explained_by_id_end_of_id_or_nickname(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        await stand.tell_of_peer("node-b-of-the-swarm", "other", 4, ((0, 4),))
+        by_id, by_end, by_name = [
+            (await stand.http.get(f"/api/admin/peers/{name}")).json()
+            for name in ("node-b-of-the-swarm", "the-swarm", "node-b-of-the-swarm's name")
+        ]
+        nobody = await stand.http.get("/api/admin/peers/nobody")
+    assert by_id["trust"]["score"] == by_id["connected"]["trust"] == 0.5
+    assert by_id["trust"]["may_work"] is True
+    assert by_end["node_id"] == by_name["node_id"] == "node-b-of-the-swarm"
+    assert (nobody.status_code, nobody.json()["error"]["param"]) == (400, "peer")
+
+
 async def test_unknown_models_are_a_404(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         answers = [

@@ -75,10 +75,11 @@ async def test_handlers_take_the_bodies_it_describes(tmp_path: Path) -> None:
 
 async def test_endpoints_answer_with_the_content_types_it_names(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
+        await stand.tell_of_peer("a-peer", "other", 4, ((0, 4),))
         for operation in OPERATIONS:
             # A stream of events has no end; test_events reads it.
             if operation.method == "get" and operation.answers != (EVENTS,):
-                path = operation.path.replace("{name}", "guide")
+                path = operation.path.replace("{name}", "guide").replace("{node}", "a-peer")
                 query = dict.fromkeys(operation.query, "guide") | dict.fromkeys(operation.numbers, "8")
                 answer = await stand.http.get(path, params=query)
                 assert answer.status_code == 200

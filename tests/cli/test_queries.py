@@ -69,7 +69,25 @@ PEER: dict[str, Any] = {
     "bytes_sent": 2048,
     "bytes_received": 10,
     "connected_s": 12.0,
+    "trust": 0.5,
     "models": [{"name": "guide", "model_id": "ab" * 32, "layers": ["4:12"]}],
+}
+
+
+DETAILS: dict[str, Any] = {
+    "node_id": "12D3KooWPeer",
+    "nickname": "attic",
+    "connected": PEER,
+    "trust": {
+        "score": 0.225,
+        "work_min": 0.25,
+        "may_work": False,
+        "listed": "",
+        "counts": {"wrong bytes": 1},
+        "recent": [
+            {"at": 0.0, "deed": "wrong bytes", "meaning": "it lied", "detail": "blk.0", "score": 0.225}
+        ],
+    },
 }
 
 
@@ -98,9 +116,10 @@ def test_status_of_a_node_that_is_not_ready_says_so(run: Run, node: FakeNode) ->
     [
         (["status"], "/api/admin/stats", STATS),
         (["peers"], "/api/admin/peers", {"peers": [PEER]}),
+        (["peers", "show", "attic"], "/api/admin/peers/attic", DETAILS),
         (["models", "list"], "/api/admin/models", {"models": [MODEL, FOREIGN]}),
     ],
-    ids=["status", "peers", "models"],
+    ids=["status", "peers", "peer", "models"],
 )
 def test_json_is_what_the_daemon_said(
     run: Run, node: FakeNode, arguments: list[str], path: str, body: object
@@ -119,6 +138,18 @@ def test_peers_shows_distance_and_holdings(run: Run, node: FakeNode) -> None:
     for expected in ("attic", "12D3KooWPeer", "1.2 ms", "direct", "2.0 kB", "10 B", "12.0 s", "guide 4:12"):
         assert expected in first
     assert second.split()[0] == "-"
+
+
+def test_peers_show_explains_a_node(run: Run, node: FakeNode) -> None:
+    node.on("GET", "/api/admin/peers/attic%20two", DETAILS)
+    shown = run("peers", "show", "attic two").output
+    for expected in (
+        "attic  12D3KooWPeer", "direct, round trip 1.2 ms", "2.0 kB sent", "/ip4/192.0.2.8/tcp/8810",
+        "0.23 of 1", "gets no work: 0.25 is needed", "1 x wrong bytes", "1970-01-01 00:00:00", "it lied",
+    ):  # fmt: skip
+        assert expected in shown
+    node.on("GET", "/api/admin/peers/gone", DETAILS | {"connected": None})
+    assert "not connected" in run("peers", "show", "gone").output
 
 
 def test_no_peers_says_how_to_get_one(run: Run, node: FakeNode) -> None:

@@ -28,6 +28,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.memory import InMemoryNetwork, InMemoryRouter
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
+from swarmllm.swarm.trust_keeper import Trust
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.ipc import GenerateDone, Sampling, Token
@@ -248,6 +249,7 @@ class FakeNode:
     pool: Any
     pipelines: Pipelines
     stop: Callable[[], None]
+    trust: Trust
 
     async def announce(self, entry: CatalogueEntry, ranges: Sequence[LayerRange]) -> None:
         announced = ShardAnnounce(
@@ -330,9 +332,10 @@ async def _start_node(
     entry: CatalogueEntry,
     settings: PipelineSettings,
 ) -> FakeNode:
-    registry = Registry(router.node_id)
+    trust = Trust()
+    registry = Registry(router.node_id, trust.may_work)
     catalogue = cast(Catalogue, FakeCatalogue(entry))
-    pipelines = Pipelines(router, registry, pool, catalogue, router.node_id, settings)
+    pipelines = Pipelines(router, registry, pool, catalogue, router.node_id, settings, note=trust.note)
     scope = trio.CancelScope()
 
     async def run(*, task_status: Any) -> None:
@@ -343,7 +346,7 @@ async def _start_node(
                 task_status.started()
 
     await nursery.start(run)
-    return FakeNode(router.node_id, router, registry, pool, pipelines, scope.cancel)
+    return FakeNode(router.node_id, router, registry, pool, pipelines, scope.cancel, trust)
 
 
 def _busy(node: FakeNode) -> bool:

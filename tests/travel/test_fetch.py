@@ -26,6 +26,7 @@ from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store, needed
 from swarmllm.swarm.memory import InMemoryNetwork, InMemoryRouter
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
+from swarmllm.swarm.trust_keeper import Trust
 from swarmllm.travel import Travel, TravelSettings
 from swarmllm_proto.codec import decode_request, encode_record, encode_response
 from swarmllm_proto.limits import PIECE_MAX
@@ -65,7 +66,8 @@ class Node:
         home.mkdir(exist_ok=True)
         self.home = home
         self.router: InMemoryRouter = network.add(node_id)
-        self.registry = Registry(node_id)
+        self.trust = Trust()
+        self.registry = Registry(node_id, self.trust.may_work)
         self.store = Store(Catalogue(home / "catalogue.sqlite"), home / "models", quota_bytes)
         self.loaded: set[str] = set()
         self.travel = Travel(
@@ -75,6 +77,7 @@ class Node:
             settings,
             in_use=lambda: self.loaded,
             on_change=lambda: None,
+            note=self.trust.note,
         )
         self.twist: Twist | None = None
         self.n_asked = 0
@@ -195,6 +198,10 @@ async def test_a_liar_is_found_out_and_the_others_give_what_it_lied_about(tmp_pa
         assert taker.store.verify(entry, lambda done, total: None) == ()
         assert entry.path.read_bytes() == MODEL
         assert taker.travel.statistics().liars == ["a"]
+        assert taker.trust.explain("a").counts == {"wrong bytes": 1}
+        assert taker.trust.explain("b").counts == {"gave bytes": 10}
+        assert not taker.trust.may_work("a")
+        assert taker.travel.sources(entry.model_id) == ("b",)
 
 
 @pytest.mark.parametrize("part", ["outline", "header"])

@@ -1,0 +1,24 @@
+"""What an origin learns about the nodes of a pipeline from how it ended.
+
+Only the end of a walk that had begun counts: a node that refuses an assignment because it is busy, or has
+unloaded its layers a moment ago, has done nothing wrong.
+"""
+
+from __future__ import annotations
+
+from swarmllm.errors import NodeBusy, NodeUnreachable
+from swarmllm.pipeline.chain import Chain
+from swarmllm.swarm.trust import Deed, Note
+
+
+def judge(chain: Chain, note: Note) -> None:
+    """Note the deeds of a chain's nodes, after its end."""
+    here = chain.context.view.node_id
+    failure = chain.failure
+    if failure is None:
+        if chain.is_complete:
+            for node_id in {stage.node_id for stage in chain.context.view.stages} - {here}:
+                note(node_id, Deed.SERVED)
+    elif chain.culprit not in (None, here) and not isinstance(failure, NodeBusy):
+        lost = isinstance(failure, NodeUnreachable)
+        note(chain.culprit, Deed.LOST if lost else Deed.FAILED, type(failure).__name__)

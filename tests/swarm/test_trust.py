@@ -1,0 +1,160 @@
+"""What deeds do to trust, that time heals, and that it outlives a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm.errors import ConfigError
+from swarmllm.swarm.peer_lists import PeerLists
+from swarmllm.swarm.peer_store import FILE_NAME, PeerStore
+from swarmllm.swarm.trust import (
+    EFFECTS,
+    HALF_LIFE_S,
+    KEPT_DEEDS,
+    NEUTRAL,
+    WORK_MIN,
+    Deed,
+    TrustBook,
+    after,
+    drifted,
+    may_work,
+)
+from swarmllm.swarm.trust_keeper import Trust, open_trust
+
+from .conftest import DEADLINE_S
+
+GOOD = [deed for deed, effect in EFFECTS.items() if effect.rises]
+BAD = [deed for deed, effect in EFFECTS.items() if effect.keeps < 1]
+scores = st.floats(0, 1)
+
+
+def test_every_deed_has_one_effect() -> None:
+    assert set(EFFECTS) == set(Deed)
+    assert not set(GOOD) & set(BAD)
+    assert set(GOOD) | set(BAD) == set(Deed)
+
+
+@given(score=scores, deed=st.sampled_from(list(Deed)))
+def test_a_score_stays_in_range_and_moves_the_way_of_the_deed(score: float, deed: Deed) -> None:
+    moved = after(score, deed)
+    assert 0 <= moved <= 1
+    assert moved >= score if deed in GOOD else moved <= score
+
+
+@given(score=scores, elapsed_s=st.floats(0, 1e9), later_s=st.floats(0, 1e9))
+def test_a_score_drifts_to_the_middle_and_never_past_it(
+    score: float, elapsed_s: float, later_s: float
+) -> None:
+    now, later = drifted(score, elapsed_s), drifted(score, elapsed_s + later_s)
+    assert abs(later - NEUTRAL) <= abs(now - NEUTRAL) <= abs(score - NEUTRAL)
+    assert (now - NEUTRAL) * (score - NEUTRAL) >= 0
+    assert drifted(score, HALF_LIFE_S) == pytest.approx((score + NEUTRAL) / 2)
+
+
+def test_trust_is_lost_faster_than_it_is_earned() -> None:
+    book = TrustBook()
+    assert book.score("a", 0) == NEUTRAL
+    for _ in range(100):
+        book.note("a", Deed.SERVED, 0)
+    earned = book.score("a", 0)
+    assert 0.75 < earned < 1
+    book.note("a", Deed.WRONG_BYTES, 0)
+    assert book.score("a", 0) < NEUTRAL
+    assert not may_work(book.note("a", Deed.WRONG_BYTES, 0))
+
+
+def test_one_lie_of_a_stranger_costs_it_its_work_until_time_has_passed() -> None:
+    book = TrustBook()
+    assert not may_work(book.note("a", Deed.WRONG_BYTES, 0))
+    assert may_work(book.score("a", HALF_LIFE_S))
+
+
+def test_a_few_disconnections_are_no_reason() -> None:
+    book = TrustBook()
+    for _ in range(10):
+        book.note("a", Deed.LOST, 0)
+    assert may_work(book.score("a", 0))
+
+
+def test_what_a_person_said_wins() -> None:
+    book = TrustBook(PeerLists(allow=frozenset("a"), deny=frozenset("d")))
+    for _ in range(5):
+        book.note("a", Deed.WRONG_BYTES, 0)
+        book.note("d", Deed.SERVED, 0)
+    assert (book.score("a", 0), book.score("d", 0)) == (1, 0)
+    assert book.explain("a", 0).listed == "allowed"
+    assert (book.explain("d", 0).listed, book.explain("d", 0).may_work) == ("denied", False)
+    with pytest.raises(ConfigError, match="both"):
+        PeerLists.of("ab", "bc", only_allowed=False)
+
+
+def test_the_explanation_holds_the_newest_deeds_and_counts_all() -> None:
+    book = TrustBook()
+    for number in range(KEPT_DEEDS + 5):
+        book.note("a", Deed.SERVED, number, f"request {number}")
+    explained = book.explain("a", KEPT_DEEDS + 5)
+    assert explained.counts == {"served": KEPT_DEEDS + 5}
+    assert [e.detail for e in explained.recent][:2] == ["request 24", "request 23"]
+    assert len(explained.recent) == KEPT_DEEDS
+    assert book.explain("stranger", 0).recent == ()
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(list(Deed))), max_size=40))
+def test_a_book_forgets_who_was_touched_longest_ago(deeds: list[tuple[str, Deed]]) -> None:
+    book = TrustBook(nodes_max=3)
+    for now, (node_id, deed) in enumerate(deeds):
+        book.note(node_id, deed, now)
+    newest = list(dict.fromkeys(reversed([node_id for node_id, _ in deeds])))
+    assert book.known() == set(newest[:3])
+
+
+async def test_trust_outlives_a_restart(tmp_path: Path) -> None:
+    async with open_trust(tmp_path) as trust:
+        trust.note("liar", Deed.WRONG_BYTES, "token_embd.weight")
+        trust.note("friend", Deed.SERVED)
+        before = {node_id: trust.explain(node_id) for node_id in ("liar", "friend")}
+    async with open_trust(tmp_path) as trust:
+        assert trust.known() == {"liar", "friend"}
+        assert not trust.may_work("liar")
+        for node_id, explained in before.items():
+            again = trust.explain(node_id)
+            assert (again.counts, again.recent) == (explained.counts, explained.recent)
+            assert again.score == pytest.approx(explained.score)
+
+
+async def test_trust_is_saved_while_the_node_runs(tmp_path: Path) -> None:
+    store = PeerStore(tmp_path)
+    trust = Trust(store=store, clock=lambda: 0.0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trust.run, 0.01)
+        trust.note("a", Deed.FAILED)
+        with trio.fail_after(DEADLINE_S):
+            # A file, without an event.
+            while not (saved := await trio.to_thread.run_sync(store.reputations)):  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        assert [node_id for node_id, _ in saved] == ["a"]
+        nursery.cancel_scope.cancel()
+
+
+def test_a_damaged_memory_is_set_aside(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"no database" * 1000)
+    assert PeerStore(tmp_path).reputations() == []
+    assert (tmp_path / FILE_NAME).with_suffix(".damaged").exists()
+
+
+def test_peers_are_remembered_with_where_they_were(tmp_path: Path) -> None:
+    store = PeerStore(tmp_path)
+    store.keep_peers([("old", ["/ip4/192.0.2.1/tcp/1"])], 10)
+    store.keep_peers([("new", ["/ip4/192.0.2.2/tcp/2", "/ip4/192.0.2.3/tcp/3"]), ("bare", [])], 20)
+    assert store.peers(since=5) == [
+        ("new", ("/ip4/192.0.2.2/tcp/2", "/ip4/192.0.2.3/tcp/3")),
+        ("bare", ()),
+        ("old", ("/ip4/192.0.2.1/tcp/1",)),
+    ]
+    assert [node_id for node_id, _ in store.peers(since=15)] == ["new", "bare"]
+    assert WORK_MIN < NEUTRAL
