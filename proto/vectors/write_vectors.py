@@ -6,9 +6,9 @@ writes the files that are missing and exits with 1, touching nothing, where an e
 those bytes are what other versions and other implementations read, so they move only together with
 WIRE_VERSION (delete the file then).
 
-`ipc/` and `job/` hold whole frames, `record/`, `request/` and `response/` bodies, `tensor/` tensors,
-`blocks/` the chained hashes of a prompt, one after the other. Values are chosen to show every field, accents
-and limits included."""
+`ipc/` and `job/` hold whole frames, `record/`, `request/`, `response/` and `neighbour/` bodies, `tensor/`
+tensors, `blocks/` the chained hashes of a prompt, one after the other. Values are chosen to show every field,
+accents and limits included."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ from swarmllm_proto.blocks import block_hashes
 from swarmllm_proto.codec import encode_ipc, encode_job, encode_record, encode_request, encode_response
 from swarmllm_proto.frames import encode_frame
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
+from swarmllm_proto.neighbours import (
+    DialBack,
+    DialBackRequest,
+    DialBackResponse,
+    KnownPeer,
+    PeerExchangeRequest,
+    PeerExchangeResponse,
+    encode_neighbour,
+)
 from swarmllm_proto.tensors import Tensor, tensor_bytes
 
 FOLDER = Path(__file__).resolve().parent
@@ -288,6 +297,27 @@ FETCH_PIECE = swarm.FetchPiece(
 )
 PIECE = swarm.Piece(status="ok", data=bytes(range(256)))
 
+NEIGHBOUR_MESSAGES = [
+    ("peer-exchange-request", PeerExchangeRequest(n_max=16)),
+    (
+        "peer-exchange-response",
+        PeerExchangeResponse(
+            peers=(
+                KnownPeer(node_id=NODE_A, addresses=("/ip4/192.0.2.1/tcp/8810", "/ip6/2001:db8::1/tcp/8810")),
+            )
+        ),
+    ),
+    ("dial-back-request", DialBackRequest()),
+    (
+        "dial-back-response",
+        DialBackResponse(
+            control=(DialBack(address="/ip4/192.0.2.1/tcp/8810", reached=True),),
+            data=(DialBack(address="/ip4/192.0.2.1/tcp/8811", reached=False),),
+            observed_ip="198.51.100.7",
+        ),
+    ),
+]
+
 TENSORS: list[tuple[str, Tensor]] = [
     ("f32", HIDDEN),
     ("f16", HIDDEN.astype(np.float16)),
@@ -314,6 +344,8 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     yield "request/fetch-piece.bin", encode_request(FETCH_PIECE)
     yield "response/pipeline-ack.bin", encode_response(RESPONSE)
     yield "response/piece.bin", encode_response(PIECE)
+    for name, neighbour in NEIGHBOUR_MESSAGES:
+        yield f"neighbour/{name}.bin", encode_neighbour(neighbour)
     for name, array in TENSORS:
         yield f"tensor/{name}.bin", tensor_bytes(array)
     yield "blocks/two-of-150-tokens.bin", b"".join(block_hashes(MODEL_ID, 4, 12, BLOCK_PROMPT))

@@ -15,6 +15,7 @@ from swarmllm.api.swarm_report import milliseconds, stage_json
 from swarmllm.api.work import Work
 from swarmllm.models import LayerRange
 from swarmllm.node import ModelView, Node, PeerView, RequestView
+from swarmllm.swarm.router import Reachability
 from swarmllm.workerpool import WorkerStatistics
 from swarmllm_proto.swarm import FileAnnounce, NodeCapability
 
@@ -37,6 +38,7 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         "ready": node.readiness().status == "ready",
         "addresses": node.addresses,
         "peers_connected": len(node.peers()),
+        "reachability": _reachability(node.reachability),
         "requests": {
             "active": admission.n_active,
             "queued": admission.n_queued,
@@ -50,6 +52,18 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         "pipelines": node.pipeline_statistics(),
         "travel": node.travel_statistics(),
         "workers": [worker_json(worker) for worker in node.worker_statistics()],
+    }
+
+
+def _reachability(found: Reachability | None) -> Json | None:
+    if found is None:
+        return None
+    return {
+        "checked_at": found.checked_at,
+        "asked": found.asked,
+        "control": [{"address": address, "reached": reached} for address, reached in found.control],
+        "data": [{"address": address, "reached": reached} for address, reached in found.data],
+        "observed_ip": found.observed_ip,
     }
 
 

@@ -9,7 +9,7 @@ import click
 from rich.text import Text
 
 from swarmllm.cli.client import Client
-from swarmllm.cli.display import duration, make_console, print_json, safe
+from swarmllm.cli.display import duration, make_console, print_json, safe, short_id
 from swarmllm.cli.options import api_option, json_option
 
 
@@ -46,6 +46,7 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
     yield "endpoint", f"{api_url}/v1"
     yield from lines("addresses", stats["addresses"] or ["none: other nodes cannot dial this one"])
     yield "peers", f"{stats['peers_connected']} connected"
+    yield "reachable", _reachable(stats.get("reachability"))
     yield from lines("loaded", models or ["nothing: swarmllm models load NAME"])
     yield "requests", f"{requests['active']} of {requests['max']} running, {requests['queued']} waiting"
     yield (
@@ -53,3 +54,16 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
         f"{requests['completed']} completed, {requests['failed']} failed, {requests['cancelled']} cancelled",
     )
     yield "generated", f"{stats['generated_tokens']} tokens"
+
+
+def _reachable(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "not checked yet: a peer has to try"
+    planes = {"control port": found["control"], "data port": found["data"]}
+    works = [name for name, attempts in planes.items() if any(a["reached"] for a in attempts)]
+    fails = [name for name in planes if name not in works]
+    said = [f"{' and '.join(works)} yes"] if works else []
+    if fails:
+        where = f"; others see {found['observed_ip']}" if found["observed_ip"] else ""
+        said.append(f"{' and '.join(fails)} no (a firewall, or network.announce{where})")
+    return f"{', '.join(said)}; tried by {short_id(found['asked'])}"

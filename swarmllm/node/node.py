@@ -41,7 +41,7 @@ from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.route import choose_route, missing_layers
 from swarmllm.scheduling.tiers import LOCAL, Caller, tier_caps
 from swarmllm.swarm.registry import Registry, SwarmModel
-from swarmllm.swarm.router import Router
+from swarmllm.swarm.router import Reachability, Router
 from swarmllm.swarm.trust_keeper import Trust
 from swarmllm.travel import Travel, TravelStatistics
 from swarmllm.travel.travel import announcement
@@ -120,6 +120,10 @@ class Node:
     @property
     def addresses(self) -> tuple[str, ...]:
         return self._router.addresses
+
+    @property
+    def reachability(self) -> Reachability | None:
+        return self._router.reachability
 
     def readiness(self) -> Readiness:
         return self._readiness

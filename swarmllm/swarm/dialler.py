@@ -39,6 +39,8 @@ class _Candidate:
     addresses: list[Address] = field(default_factory=list)
     lasting: bool = False
     """From the settings: never given up."""
+    patience: float = math.inf
+    """Failures in a row after which it is given up."""
     n_failures: int = 0
     due_at_s: float = 0.0
     dialling: bool = False
@@ -55,9 +57,18 @@ class Dialler:
         self._news = trio.Event()
 
     def suggest(
-        self, node_id: str, addresses: Iterable[Address], now: float, *, lasting: bool = False
+        self,
+        node_id: str,
+        addresses: Iterable[Address],
+        now: float,
+        *,
+        lasting: bool = False,
+        patience: float = math.inf,
     ) -> None:
-        """This node may be found there; newest first. Not a reason to hurry if it was known."""
+        """This node may be found there; newest first. Not a reason to hurry if it was known.
+
+        `patience`: failures in a row after which this suggestion is given up; the longest one counts.
+        """
         if node_id == self._node_id:
             return
         candidate = self._candidates.get(node_id)
@@ -65,8 +76,9 @@ class Dialler:
             if len(self._candidates) >= CANDIDATES_MAX and not lasting:
                 return
             hold_back_s = 0.0 if lasting or self._node_id < node_id else HOLD_BACK_S
-            candidate = self._candidates[node_id] = _Candidate(due_at_s=now + hold_back_s)
+            candidate = self._candidates[node_id] = _Candidate(due_at_s=now + hold_back_s, patience=patience)
         candidate.lasting |= lasting
+        candidate.patience = max(candidate.patience, patience)
         fresh = list(dict.fromkeys(Address(a.ip, a.port) for a in addresses))
         old = [a for a in candidate.addresses if a not in fresh]
         if set(fresh) - set(candidate.addresses):
@@ -107,6 +119,8 @@ class Dialler:
             candidate.dialling = False
             candidate.n_failures = 0 if succeeded else candidate.n_failures + 1
             candidate.due_at_s = now + self._backoff_s(candidate)
+            if candidate.n_failures >= candidate.patience and not candidate.lasting:
+                del self._candidates[node_id]
         self.wake()
 
     async def run(self, dial: Dial, connected: Callable[[], set[str]]) -> None:

@@ -7,6 +7,7 @@ task that goes on when its caller does not wait for it: half a dial cancelled wo
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable
 
 import trio
@@ -19,6 +20,11 @@ from swarmllm.swarm.envelope import Envelope
 from swarmllm.swarm.host import Host
 
 log = logging.getLogger(__name__)
+
+HEARSAY_PATIENCE = 5
+MEMORY_PATIENCE = 200
+"""Failures after which an address that somebody told, or an earlier run left, is given up: after about a
+minute, and after about two hours."""
 
 _RESOLVE_AGAIN_S = 300.0
 _RESOLVE_RETRY_S = 15.0
@@ -51,6 +57,16 @@ class Finding:
     def found_by_mdns(self, node_id: str, addresses: list[Address]) -> None:
         self._suggest(node_id, addresses)
 
+    def remembered(self, peers: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+        """From an earlier run."""
+        for node_id, addresses in peers:
+            self._suggest(node_id, usable(addresses), patience=MEMORY_PATIENCE)
+
+    def hearsay(self, node_id: str, addresses: list[Address]) -> None:
+        """Another node says so, and nothing proves it."""
+        if addresses:
+            self._suggest(node_id, addresses, patience=HEARSAY_PATIENCE)
+
     def heard(self, envelope: Envelope) -> None:
         self._suggest(envelope.node_id, usable(envelope.addresses))
 
@@ -75,9 +91,17 @@ class Finding:
                 return node_id
         raise DeadlineExceeded(f"node {node_id} was not reached within {timeout_s:g} s")
 
-    def _suggest(self, node_id: str, addresses: list[Address], *, lasting: bool = False) -> None:
+    def _suggest(
+        self,
+        node_id: str,
+        addresses: list[Address],
+        *,
+        lasting: bool = False,
+        patience: float = math.inf,
+    ) -> None:
         if self._lets_in(node_id):
-            self._dialler.suggest(node_id, addresses, trio.current_time(), lasting=lasting)
+            now = trio.current_time()
+            self._dialler.suggest(node_id, addresses, now, lasting=lasting, patience=patience)
 
     async def _keep_resolving(self, where: NodeAddress) -> None:
         """Names may come to mean another address while the daemon runs, and may resolve only after it

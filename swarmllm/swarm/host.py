@@ -138,6 +138,13 @@ class Host:
             raise NodeUnreachable(f"node {node_id} takes no stream: {type(error).__name__}") from error
         return stream
 
+    def remote_ip(self, node_id: str) -> str:
+        """Where a node's connection comes from; empty where that cannot be said."""
+        for connection in self._connections(node_id):
+            if ip := host_guards.remote_ip(connection):
+                return ip
+        return ""
+
     async def close_hard(self, node_id: str) -> None:
         """End every connection to a node now, whatever is under way on it."""
         for connection in self._connections(node_id):

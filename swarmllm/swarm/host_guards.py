@@ -167,6 +167,15 @@ def socket_stream(connection: Any) -> trio.SocketStream | None:
     return stream if isinstance(stream, trio.SocketStream) else None
 
 
+def remote_ip(connection: Any) -> str:
+    """Where a connection comes from; empty where that cannot be said."""
+    stream = socket_stream(connection)
+    try:
+        return str(stream.socket.getpeername()[0]) if stream is not None else ""
+    except OSError:
+        return ""
+
+
 def give_up_on_silent_network(connection: Any) -> None:
     """Bytes that nobody acknowledges keep a connection alive for a quarter of an hour; the kernel ends it
     sooner if told."""

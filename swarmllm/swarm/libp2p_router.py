@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import trio
 
@@ -38,10 +39,13 @@ from swarmllm.swarm.lock import locked_data_dir
 from swarmllm.swarm.mdns import run_mdns
 from swarmllm.swarm.memory_link import LinkQuality, MemoryLink
 from swarmllm.swarm.network_key import NetworkFile
-from swarmllm.swarm.record_exchange import KIND_APPLICATION
+from swarmllm.swarm.peer_exchange import PeerExchange
+from swarmllm.swarm.peer_memory import PeerMemory, open_peer_memory
+from swarmllm.swarm.reachability import DialBacks, ReachabilityChecks
+from swarmllm.swarm.record_exchange import KIND_APPLICATION, KIND_DIAL_BACK, KIND_PEERS
 from swarmllm.swarm.record_spread import TOPIC_SIZES_BYTES, RecordSpread, next_incarnation
 from swarmllm.swarm.requests import Requests
-from swarmllm.swarm.router import Change, MessageHandler, PeerInfo, RequestHandler
+from swarmllm.swarm.router import Change, MessageHandler, PeerInfo, Reachability, RequestHandler
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm.swarm.trust import Note, unnoted
 
@@ -62,6 +66,7 @@ class Libp2pRouter:
         host: Host,
         nursery: trio.Nursery,
         started_at_ms: int,
+        memory: PeerMemory,
         note: Note = unnoted,
     ) -> None:
         self._identity = identity
@@ -84,9 +89,7 @@ class Libp2pRouter:
             heard=self._heard,
             forgotten=dialler.forget,
         )
-        self._liveness = Liveness(
-            host, nursery, self._feed, dialler, self._requests, self.spread.exchange.synchronise
-        )
+        self._liveness = Liveness(host, nursery, self._feed, dialler, self._requests, self._greet)
         self.host = host
         self.plane = DataPlane(
             identity,
@@ -98,6 +101,17 @@ class Libp2pRouter:
             lost=self._liveness.drop,
             note=note,
         )
+        self._dial_backs = DialBacks(identity, doorkeeper, self.spread.envelope, host.remote_ip)
+        self._checks = ReachabilityChecks(
+            partial(self._ask_kind, KIND_DIAL_BACK), self.connected, random.Random()
+        )
+        self._peer_exchange = PeerExchange(
+            partial(self._ask_kind, KIND_PEERS),
+            self._where_peers_are,
+            lambda: memory.known,
+            self.finding.hearsay,
+        )
+        self._memory = memory
         self._to_self = MemoryLink(identity.node_id, self._deliver, LinkQuality())
 
     def __repr__(self) -> str:
@@ -114,6 +128,10 @@ class Libp2pRouter:
     @property
     def data_addresses(self) -> tuple[str, ...]:
         return self.spread.own.data_addresses
+
+    @property
+    def reachability(self) -> Reachability | None:
+        return self._checks.result
 
     def records(self) -> Mapping[str, bytes]:
         return self.spread.records
@@ -173,6 +191,9 @@ class Libp2pRouter:
         )
         self._nursery.start_soon(self._to_self.carry)
         self.finding.begin(bootstrap)
+        self.finding.remembered(self._memory.known)
+        self._nursery.start_soon(self._memory.run, self._where_peers_are)
+        self._nursery.start_soon(self._checks.run)
         self._nursery.start_soon(self._keep_members_only)
 
     async def stop(self) -> None:
@@ -189,10 +210,25 @@ class Libp2pRouter:
         envelope = self.spread.envelope(node_id)
         return usable(envelope.data_addresses) if envelope else []
 
+    async def _greet(self, node_id: str) -> None:
+        await self.spread.exchange.synchronise(node_id)
+        self._nursery.start_soon(self._peer_exchange.learn_from, node_id)
+
+    def _where_peers_are(self) -> list[tuple[str, tuple[str, ...]]]:
+        envelopes = [self.spread.envelope(node_id) for node_id in self._liveness.connected_since_s]
+        return [(envelope.node_id, envelope.addresses) for envelope in envelopes if envelope is not None]
+
+    async def _ask_kind(self, kind: int, node_id: str, body: bytes) -> bytes:
+        return await self._ask(node_id, kind, body)
+
     async def _ask(self, node_id: str, kind: int, body: bytes) -> bytes:
         return await self._requests.request(node_id, kind, body, timeout_s=_EXCHANGE_S)
 
     async def _answer(self, sender: str, kind: int, body: bytes) -> bytes:
+        if kind == KIND_DIAL_BACK:
+            return await self._dial_backs.answer(sender, body)
+        if kind == KIND_PEERS:
+            return self._peer_exchange.answer(sender, body)
         if kind != KIND_APPLICATION:
             return self.spread.exchange.answer(kind, body)
         return await answer(self._on_request, sender, body)
@@ -266,6 +302,7 @@ async def _running_router(settings: SwarmSettings, note: Note) -> AsyncIterator[
         network_file = NetworkFile(settings.data_dir)
         network = await trio.to_thread.run_sync(network_file.read)
         bootstrap += [NodeAddress.parse(text, field="data_dir") for text in network.bootstrap]
+        memory = await trio.to_thread.run_sync(open_peer_memory, settings.data_dir, network.network_id)
         doorkeeper = Doorkeeper(network, settings.lists.lets_in, file=network_file)
         listeners = await open_listeners(settings.listen_host, settings.data_port)
         async with AsyncExitStack() as stack:
@@ -279,7 +316,7 @@ async def _running_router(settings: SwarmSettings, note: Note) -> AsyncIterator[
             # would put Cancelled in the place of the error that is on its way, and the nursery would swallow
             # it.
             stack.callback(nursery.cancel_scope.cancel)
-            router = Libp2pRouter(identity, doorkeeper, host, nursery, started_at_ms, note)
+            router = Libp2pRouter(identity, doorkeeper, host, nursery, started_at_ms, memory, note)
             gossip = await stack.enter_async_context(
                 open_gossip(
                     host,

@@ -88,6 +88,11 @@ class InMemoryRouter:
     def addresses(self) -> tuple[str, ...]:
         return (f"/memory/{self._node_id}/p2p/{self._node_id}",)
 
+    @property
+    def reachability(self) -> None:
+        """In memory there is nothing in between."""
+        return None
+
     def records(self) -> Mapping[str, bytes]:
         return MappingProxyType({node_id: record.content for node_id, record in self._records.items()})
 

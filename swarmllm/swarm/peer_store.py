@@ -27,7 +27,8 @@ CREATE TABLE IF NOT EXISTS trust (
     counts TEXT NOT NULL, recent TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS peers (
-    node_id TEXT PRIMARY KEY, addresses TEXT NOT NULL, seen_at REAL NOT NULL
+    network_id TEXT NOT NULL, node_id TEXT NOT NULL, addresses TEXT NOT NULL, seen_at REAL NOT NULL,
+    PRIMARY KEY (network_id, node_id)
 );
 """
 _Recent = tuple[tuple[float, Deed, str, float], ...]
@@ -74,18 +75,22 @@ class PeerStore:
             database.executemany("INSERT OR REPLACE INTO trust VALUES (?, ?, ?, ?, ?)", rows)
             self._bound(database, "trust", "at")
 
-    def peers(self, since: float) -> list[tuple[str, tuple[str, ...]]]:
+    def peers(self, network_id: str, since: float) -> list[tuple[str, tuple[str, ...]]]:
         """(node id, addresses) of those that were connected after `since`, the latest first."""
         with self._open() as database:
             rows = database.execute(
-                "SELECT node_id, addresses FROM peers WHERE seen_at > ? ORDER BY seen_at DESC", (since,)
+                "SELECT node_id, addresses FROM peers WHERE network_id = ? AND seen_at > ? "
+                "ORDER BY seen_at DESC, rowid",
+                (network_id, since),
             ).fetchall()
         return [(node_id, tuple(addresses.split())) for node_id, addresses in rows]
 
-    def keep_peers(self, peers: Iterable[tuple[str, Iterable[str]]], now: float) -> None:
-        rows = [(node_id, " ".join(list(where)[:ADDRESSES_PER_NODE]), now) for node_id, where in peers]
+    def keep_peers(self, network_id: str, peers: Iterable[tuple[str, Iterable[str]]], now: float) -> None:
+        rows = [
+            (network_id, node_id, " ".join(list(where)[:ADDRESSES_PER_NODE]), now) for node_id, where in peers
+        ]
         with self._open() as database, database:
-            database.executemany("INSERT OR REPLACE INTO peers VALUES (?, ?, ?)", rows)
+            database.executemany("INSERT OR REPLACE INTO peers VALUES (?, ?, ?, ?)", rows)
             self._bound(database, "peers", "seen_at")
 
     def _bound(self, database: sqlite3.Connection, table: str, age: str) -> None:

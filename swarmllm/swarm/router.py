@@ -47,6 +47,21 @@ class PeerInfo:
     extra: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Reachability:
+    """What a peer found that tried to dial this node, each address in a connection of its own."""
+
+    checked_at: float
+    """Seconds since the epoch."""
+    asked: str
+    """Node id of the peer that tried."""
+    control: tuple[tuple[str, bool], ...]
+    """(address, whether this node answered there)"""
+    data: tuple[tuple[str, bool], ...]
+    observed_ip: str
+    """Where this node's connections come from, for that peer; empty: unknown."""
+
+
 class Router(Protocol):
     @property
     def node_id(self) -> str: ...
@@ -54,6 +69,11 @@ class Router(Protocol):
     @property
     def addresses(self) -> tuple[str, ...]:
         """Multiaddrs (with /p2p/ID) under which another node can dial this one."""
+        ...
+
+    @property
+    def reachability(self) -> Reachability | None:
+        """The last check; None until there was one, and where there is nothing to check."""
         ...
 
     def records(self) -> Mapping[str, bytes]:

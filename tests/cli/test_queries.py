@@ -104,6 +104,35 @@ def test_status_shows_the_node_at_a_glance(run: Run, node: FakeNode) -> None:
         assert expected in shown
 
 
+@pytest.mark.parametrize(
+    ("control", "data", "said"),
+    [
+        (True, True, "control port and data port yes; tried by …WPeer"),
+        (
+            True,
+            False,
+            "control port yes, data port no (a firewall, or network.announce; others see 192.0.2.9)",
+        ),
+        (False, False, "control port and data port no (a firewall"),
+    ],
+)
+def test_status_says_whether_others_can_reach_the_node(
+    run: Run, node: FakeNode, control: bool, data: bool, said: str
+) -> None:
+    found = {
+        "checked_at": 0.0,
+        "asked": "12D3KooWLongPeer",
+        "control": [
+            {"address": "/ip4/127.0.0.1/tcp/1", "reached": False},
+            {"address": "x", "reached": control},
+        ],
+        "data": [{"address": "x", "reached": data}],
+        "observed_ip": "192.0.2.9",
+    }
+    node.on("GET", "/api/admin/stats", STATS | {"reachability": found})
+    assert said.replace("…WPeer", "…LongPeer") in run("status").output
+
+
 def test_status_of_a_node_that_is_not_ready_says_so(run: Run, node: FakeNode) -> None:
     node.on("GET", "/api/admin/stats", STATS | {"ready": False, "models": [], "addresses": []})
     shown = run("status").output

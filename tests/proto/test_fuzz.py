@@ -18,6 +18,13 @@ import pytest
 from swarmllm_proto import codec
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder
+from swarmllm_proto.neighbours import (
+    DialBackRequest,
+    DialBackResponse,
+    PeerExchangeRequest,
+    PeerExchangeResponse,
+    decode_neighbour,
+)
 from swarmllm_proto.tensors import decode_tensor
 
 VECTORS = Path(__file__).resolve().parents[2] / "proto" / "vectors"
@@ -61,6 +68,10 @@ DECODERS: dict[str, Callable[[bytes], object]] = {
     "request": codec.decode_request,
     "response": codec.decode_response,
     "tensor": decode_tensor,
+    "peer exchange request": lambda data: decode_neighbour(data, PeerExchangeRequest),
+    "peer exchange response": lambda data: decode_neighbour(data, PeerExchangeResponse),
+    "dial back request": lambda data: decode_neighbour(data, DialBackRequest),
+    "dial back response": lambda data: decode_neighbour(data, DialBackResponse),
 }
 
 
@@ -113,7 +124,7 @@ def hostile_bytes(rng: random.Random) -> Iterator[bytes]:
         if name.startswith("ipc/") and name.endswith("header"):
             for _ in range(N_PER_VECTOR):
                 yield json.dumps(with_wrong_value(json.loads(data), rng)).encode()
-        elif name.endswith("header") or name.startswith(("record/", "request/", "response/")):
+        elif name.endswith("header") or name.startswith(("record/", "request/", "response/", "neighbour/")):
             for _ in range(N_PER_VECTOR):
                 yield msgspec.msgpack.encode(with_wrong_value(msgspec.msgpack.decode(data), rng))
 

@@ -15,6 +15,7 @@ import pytest
 
 from swarmllm_proto import codec, ipc, swarm
 from swarmllm_proto.frames import Frame, FrameDecoder
+from swarmllm_proto.neighbours import decode_neighbour
 from swarmllm_proto.tensors import decode_tensor
 
 VECTORS = Path(__file__).resolve().parents[2] / "proto" / "vectors"
@@ -99,6 +100,11 @@ def test_golden_tensor_decodes_to_its_array(
     assert decoded.dtype == array.dtype
     assert decoded.shape == array.shape
     assert decoded.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize(("name", "message"), script.NEIGHBOUR_MESSAGES)
+def test_golden_neighbour_bodies_decode_to_their_messages(name: str, message: object) -> None:
+    assert decode_neighbour(read(f"neighbour/{name}.bin"), type(message)) == message  # type: ignore[type-var]
 
 
 def test_golden_pieces_decode_to_their_messages() -> None:

@@ -19,7 +19,7 @@ from msgspec import inspect
 
 from swarmllm.swarm.envelope import Envelope, Heartbeat
 from swarmllm.swarm.record_book import Digest
-from swarmllm_proto import codec, ipc, limits, swarm
+from swarmllm_proto import codec, ipc, limits, neighbours, swarm
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.frames import FrameDecoder
 from swarmllm_proto.tensors import decode_tensor
@@ -36,6 +36,8 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *(swarm.FileAnnounce, swarm.FetchPiece, swarm.Piece, swarm.Outline),
     *get_args(swarm.JobMessage),
     *(Envelope, Heartbeat, Digest),
+    *(neighbours.PeerExchangeRequest, neighbours.PeerExchangeResponse, neighbours.KnownPeer),
+    *(neighbours.DialBackRequest, neighbours.DialBackResponse, neighbours.DialBack),
 )
 
 

@@ -65,6 +65,10 @@ class Libp2pSwarm:
         self._first = self._first or router.addresses
         return router
 
+    def forget_bootstrap(self) -> None:
+        """The next node to start is told of nobody."""
+        self._first = ()
+
     async def stop(self, name: str) -> None:
         scope, stopped = self._running.pop(name)
         scope.cancel()

@@ -56,6 +56,20 @@ def test_a_failing_node_is_tried_ever_more_rarely_but_for_ever() -> None:
     assert all(BACKOFF_MAX_S / 2 <= wait <= BACKOFF_MAX_S for wait in waits[-4:])
 
 
+def test_hearsay_is_given_up_after_some_failures_and_better_words_keep_it() -> None:
+    d = dialler()
+    d.suggest("zoe", HERE, now=0.0, patience=2)
+    d.suggest("zed", HERE, now=0.0, patience=2)
+    d.suggest("zed", HERE, now=0.0, patience=3)
+    for now in (0.0, 100.0):
+        assert names(d.due(now, set())) == ["zoe", "zed"]
+        d.dialled("zoe", now, succeeded=False)
+        d.dialled("zed", now, succeeded=False)
+    assert names(d.due(200.0, set())) == ["zed"]
+    d.suggest("zoe", HERE, now=200.0, patience=2)
+    assert names(d.due(200.0, set())) == ["zoe"]
+
+
 def test_news_of_an_address_starts_the_back_off_afresh() -> None:
     d = dialler()
     d.suggest("zoe", HERE, now=0.0)

@@ -17,7 +17,6 @@ from swarmllm.swarm.trust import (
     HALF_LIFE_S,
     KEPT_DEEDS,
     NEUTRAL,
-    WORK_MIN,
     Deed,
     TrustBook,
     after,
@@ -149,12 +148,12 @@ def test_a_damaged_memory_is_set_aside(tmp_path: Path) -> None:
 
 def test_peers_are_remembered_with_where_they_were(tmp_path: Path) -> None:
     store = PeerStore(tmp_path)
-    store.keep_peers([("old", ["/ip4/192.0.2.1/tcp/1"])], 10)
-    store.keep_peers([("new", ["/ip4/192.0.2.2/tcp/2", "/ip4/192.0.2.3/tcp/3"]), ("bare", [])], 20)
-    assert store.peers(since=5) == [
+    store.keep_peers("", [("old", ["/ip4/192.0.2.1/tcp/1"])], 10)
+    store.keep_peers("", [("new", ["/ip4/192.0.2.2/tcp/2", "/ip4/192.0.2.3/tcp/3"]), ("bare", [])], 20)
+    assert store.peers("", since=5) == [
         ("new", ("/ip4/192.0.2.2/tcp/2", "/ip4/192.0.2.3/tcp/3")),
         ("bare", ()),
         ("old", ("/ip4/192.0.2.1/tcp/1",)),
     ]
-    assert [node_id for node_id, _ in store.peers(since=15)] == ["new", "bare"]
-    assert WORK_MIN < NEUTRAL
+    assert [node_id for node_id, _ in store.peers("", since=15)] == ["new", "bare"]
+    assert store.peers("another network", since=5) == []
