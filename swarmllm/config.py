@@ -143,6 +143,13 @@ class InferenceTable:
         60.0,
         "How long a stream whose pipeline broke waits for nodes that can go on with it; 0 ends it at once.",
     )
+    encrypted_pipeline: bool = _setting(
+        False,
+        "Run the first and the last segment here only: peers see hidden states of the middle, never text.",
+    )
+    pins: tuple[str, ...] = _setting(
+        (), "Layers that run on one node only, each NAME:START:END@NODE with the node's id."
+    )
     rr_ack_timeout_s: Seconds = _setting(10.0, "Longest wait until every stage has accepted its assignment.")
 
 

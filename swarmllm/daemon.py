@@ -27,13 +27,14 @@ import trio
 from swarmllm import __version__
 from swarmllm.api import open_api
 from swarmllm.config import Config
-from swarmllm.errors import ConfigError, SwarmLLMError
+from swarmllm.errors import ConfigError, InvalidRequest, SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.keys import KeyFile
 from swarmllm.models import Catalogue, Store
 from swarmllm.node import Node
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.scheduling.constraints import Constraints, Pin
 from swarmllm.scheduling.observation import Observations
 from swarmllm.sd_notify import ServiceManager
 from swarmllm.swarm.libp2p_router import open_libp2p_router
@@ -250,7 +251,15 @@ def pipeline_settings(config: Config) -> PipelineSettings:
         failover_timeout_s=inference.failover_timeout_s,
         n_ctx=inference.n_ctx,
         max_requests_per_model=inference.n_slots,
+        constraints=Constraints(inference.encrypted_pipeline, _pins(inference.pins)),
     )
+
+
+def _pins(texts: tuple[str, ...]) -> tuple[Pin, ...]:
+    try:
+        return tuple(Pin.parse(text) for text in texts)
+    except InvalidRequest as error:
+        raise ConfigError(f"inference.pins: {error.message}", field="inference.pins") from None
 
 
 def write_whereabouts(file: Path, whereabouts: Whereabouts) -> None:

@@ -65,6 +65,10 @@ def plan_report(model: str, size: RequestSize, plan: Plan, nickname_of: Callable
             }
             for rival in plan.rivals
         ],
+        "refused": [
+            with_layers(refusal.node_id, refusal.layers) | {"reason": refusal.reason}
+            for refusal in plan.refused
+        ],
     }
 
 

@@ -22,6 +22,7 @@ import trio
 
 from swarmllm.errors import ContextFull, InvalidRequest, SwarmLLMError
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.pipeline.affinity import Affinity
 from swarmllm.pipeline.assignment import assign
 from swarmllm.pipeline.chain import Chain
 from swarmllm.pipeline.circumstances import Load
@@ -89,7 +90,8 @@ class Pipelines:
         self._router = router
         self._registry = registry
         self._pool = pool = ObservedCompute(pool, observations)
-        self._routes = Routes(node_id, router, registry, pool, observations)
+        self._routes = Routes(node_id, router, registry, pool, observations, settings.constraints)
+        self._affinity = Affinity()
         self._node_id = node_id
         self._settings = settings
         self._nursery: trio.Nursery | None = None
@@ -181,7 +183,7 @@ class Pipelines:
                 request_id=uuid.uuid4().hex,
                 model_id=entry.model_id,
                 origin=self._node_id,
-                stages=self._routes.choose(entry, RequestSize(len(tokens), 0), self._load(0), avoid),
+                stages=self.stages_for(entry, avoid, RequestSize(len(tokens), 0)),
                 n_prompt_tokens=len(tokens),
                 sampling=sampling,
                 wants="normed",
@@ -205,7 +207,7 @@ class Pipelines:
         self, entry: CatalogueEntry, avoid: Collection[str] = (), request: RequestSize = DEFAULT_SIZE
     ) -> tuple[Stage, ...]:
         """The route such a request of this node would take now. Raises NoPipeline."""
-        return self._routes.choose(entry, request, self._load(0), avoid)
+        return self._routes.choose(entry, request, self._load(0), avoid).stages
 
     def plan(self, entry: CatalogueEntry, request: RequestSize) -> Plan:
         """The same route with its reasons; nothing runs. Raises NoPipeline."""
@@ -274,11 +276,14 @@ class Pipelines:
         size = RequestSize(len(tokens), min(sampling.max_tokens, EXPECTED_OUTPUT_TOKENS))
 
         def attempt(generated: tuple[int, ...], avoid: set[str]) -> AbstractAsyncContextManager[Source]:
+            previous = () if generated else self._affinity.previous(entry.model_id, session)
+            assembly = self._routes.choose(entry, size, self._load(1), avoid, previous)
+            self._affinity.remember(entry.model_id, session, assembly.stages)
             assignment = PipelineAssignment(
                 request_id=request_id if source.n_attempts == 1 else uuid.uuid4().hex,
                 model_id=entry.model_id,
                 origin=self._node_id,
-                stages=self._routes.choose(entry, size, self._load(1), avoid),
+                stages=assembly.stages,
                 n_prompt_tokens=len(tokens),
                 sampling=sampling,
                 generated=generated,

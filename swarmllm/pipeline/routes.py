@@ -7,14 +7,15 @@ here) and hands on to the pure part: `circumstances` for what that means, `assem
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from swarmllm.models.catalogue import CatalogueEntry
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.assembly import assemble, plan_route
+from swarmllm.pipeline.assembly import Assembly, Question, assemble, plan_route
 from swarmllm.pipeline.circumstances import Links, Load, circumstances, workload
 from swarmllm.pipeline.compute import Compute
+from swarmllm.scheduling.constraints import Constraints
 from swarmllm.scheduling.cost import Circumstances
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
@@ -34,34 +35,48 @@ DEFAULT_SIZE = RequestSize()
 
 class Routes:
     def __init__(
-        self, node_id: str, router: Router, registry: Registry, pool: Compute, observations: Observations
+        self,
+        node_id: str,
+        router: Router,
+        registry: Registry,
+        pool: Compute,
+        observations: Observations,
+        constraints: Constraints,
     ) -> None:
         self._node_id = node_id
         self._router = router
         self._registry = registry
         self._pool = pool
         self._observations = observations
+        self._constraints = constraints
 
     def choose(
-        self, entry: CatalogueEntry, size: RequestSize, load: Load, avoid: Collection[str]
-    ) -> tuple[Stage, ...]:
-        """Raises NoPipeline."""
-        manifest, holders = entry.manifest, self._holders(entry)
-        return assemble(
-            manifest.n_layers,
-            manifest.cut_alignment,
-            holders,
-            self._node_id,
-            model_name=entry.name,
-            avoid=avoid,
-            circumstances=self._circumstances(entry, holders, size, load),
-        )
+        self,
+        entry: CatalogueEntry,
+        size: RequestSize,
+        load: Load,
+        avoid: Collection[str],
+        previous: Sequence[Stage] = (),
+    ) -> Assembly:
+        """`previous`: the pipeline of the conversation's last turn. Raises NoPipeline."""
+        question = self._question(entry, size, load)
+        return assemble(replace(question, avoid=avoid, previous=previous))
 
     def plan(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Plan:
         """Raises NoPipeline."""
-        manifest, holders = entry.manifest, self._holders(entry)
-        known = self._circumstances(entry, holders, size, load)
-        return plan_route(manifest.n_layers, manifest.cut_alignment, holders, known, model_name=entry.name)
+        return plan_route(self._question(entry, size, load))
+
+    def _question(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Question:
+        holders = self._holders(entry)
+        return Question(
+            entry.manifest.n_layers,
+            entry.manifest.cut_alignment,
+            holders,
+            self._registry.connected(),
+            self._circumstances(entry, holders, size, load),
+            model_name=entry.name,
+            constraints=self._constraints,
+        )
 
     def _holders(self, entry: CatalogueEntry) -> dict[str, list[LayerRange]]:
         holders: dict[str, list[LayerRange]] = defaultdict(list)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from swarmllm.scheduling.constraints import Constraints
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,8 @@ class PipelineSettings:
     """Longest wait for the next sign of a request: of a token at the origin, of a job at a stage."""
     failover_timeout_s: float = 60.0
     """How long a stream whose pipeline broke may look for another one; 0: it ends."""
+    constraints: Constraints = field(default_factory=Constraints)
+    """What no route may do."""
     n_ctx: int = 4096
     """KV cells per model: prompt and output of one request must fit."""
     max_stage_requests: int = 64

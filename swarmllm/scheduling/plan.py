@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
+from swarmllm.scheduling.constraints import Refusal
 from swarmllm.scheduling.cost import Circumstances
 from swarmllm.scheduling.route import RouteStage, choose_route, composes, usable
 
@@ -62,6 +63,8 @@ class Plan:
     ends_s: float
     """Of the cost: to the first stage and from the last, where those are not at home."""
     rivals: tuple[Rival, ...]
+    refused: tuple[Refusal, ...] = ()
+    """What would have been there but may not be used."""
 
 
 def make_plan(
@@ -69,6 +72,7 @@ def make_plan(
     cut_alignment: int,
     holders: Mapping[str, Sequence[LayerRange]],
     circumstances: Circumstances,
+    refused: tuple[Refusal, ...] = (),
 ) -> Plan | None:
     """The route a request would take and its reasons; None where there is none."""
     route = cheapest_route(n_layers, cut_alignment, holders, circumstances)
@@ -99,7 +103,20 @@ def make_plan(
         ),
     )
     ends_s = circumstances.entry_s(route[0].node_id) + circumstances.exit_s(route[-1].node_id)
-    return Plan(stages, cost_s, ends_s, rivals)
+    return Plan(stages, cost_s, ends_s, rivals, refused)
+
+
+def standbys_of(
+    route: Sequence[RouteStage], holders: Mapping[str, Iterable[LayerRange]], circumstances: Circumstances
+) -> tuple[str | None, ...]:
+    """For each stage the other holder with which the request would be least slower; None: there is none that
+    has room."""
+    cost_s = route_cost_s(route, circumstances)
+    found = []
+    for index in range(len(route)):
+        others = _alternatives(route, index, holders, circumstances, cost_s)
+        found.append(next((other.node_id for other in others if not other.is_full), None))
+    return tuple(found)
 
 
 def _network_s(route: Sequence[RouteStage], index: int, circumstances: Circumstances) -> float:

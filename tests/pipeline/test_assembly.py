@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import trio
 
-from swarmllm.errors import NoPipeline
+from swarmllm.errors import InvalidRequest, NoPipeline
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.assembly import assemble
+from swarmllm.pipeline.assembly import Question, assemble
+from swarmllm.pipeline.prompt import Prompt
+from swarmllm.scheduling.constraints import Constraints, Pin
+from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
+from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import Stage
 
 from .fakes import FakePool, Swarm, open_swarm
@@ -17,17 +24,123 @@ def held(**ranges: str) -> dict[str, list[LayerRange]]:
     return {node_id: [LayerRange.parse(text) for text in texts.split()] for node_id, texts in ranges.items()}
 
 
-def test_the_route_becomes_stages() -> None:
-    assert assemble(12, 1, held(a="0:4 4:8", b="8:12"), "a") == (
-        Stage(node_id="a", start=0, end=8),
-        Stage(node_id="b", start=8, end=12),
-    )
+def ask(holders: dict[str, list[LayerRange]], alignment: int = 1, **more: Any) -> Question:
+    """Node "a" asks; all are alike, idle and near, but for `slow` and `full` ones."""
+    slow, full = more.pop("slow", ""), more.pop("full", "")
+    speeds = {
+        node_id: NodeSpeed(0.01 if node_id in slow else 0.001, 0.0001, is_full=node_id in full)
+        for node_id in holders
+    }
+    rtt_s = more.pop("rtt_s", 0.001)
+    known = Circumstances("a", Workload(100, 100), speeds, dict.fromkeys(holders, rtt_s))
+    return Question(12, alignment, holders, frozenset(holders), known, **{"model_name": "guide", **more})
 
 
-def test_a_node_to_avoid_is_not_used() -> None:
-    assert assemble(12, 1, held(a="0:12", b="0:12"), "o", avoid={"a"})[0].node_id == "b"
+def stages(*texts: str) -> tuple[Stage, ...]:
+    """From "a 0:4"."""
+    pairs = [text.split() for text in texts]
+    ranges = [(node_id, LayerRange.parse(layers)) for node_id, layers in pairs]
+    return tuple(Stage(node_id=node_id, start=each.start, end=each.end) for node_id, each in ranges)
+
+
+def test_step_1_the_manifest_says_where_a_model_is_cut() -> None:
+    assert assemble(ask(held(a="0:6", b="6:12"), 3)).stages == stages("a 0:6", "b 6:12")
+    with pytest.raises(NoPipeline, match="do not respect its cuts"):
+        assemble(ask(held(a="0:6", b="6:12"), 4))
+
+
+HALVES = held(a="0:6", b="6:12", c="6:12")
+LAST_TURN = stages("a 0:6", "c 6:12")
+
+
+def test_step_2_a_conversation_goes_where_it_was_if_that_is_at_most_half_as_slow_again() -> None:
+    assert assemble(ask(HALVES)).stages == stages("a 0:6", "b 6:12")
+    again = assemble(ask(HALVES, previous=LAST_TURN))
+    assert (again.stages, again.is_reused, again.standbys) == (LAST_TURN, True, (None, "b"))
+    slower = assemble(ask(HALVES, previous=LAST_TURN, slow="c"))
+    assert (slower.stages, slower.is_reused) == (stages("a 0:6", "b 6:12"), False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"connected": {"b"}},
+        {"avoid": {"c"}},
+        {"holders": held(a="0:6", b="6:12", c="0:6")},
+        {"constraints": Constraints(pins=(Pin("guide", LayerRange(6, 12), "b"),))},
+    ],
+    ids=["gone", "failed", "holds other layers", "not allowed"],
+)
+def test_step_2_a_last_pipeline_that_is_no_longer_possible_is_forgotten(change: dict[str, Any]) -> None:
+    question = replace(ask(HALVES, previous=LAST_TURN), **change)
+    assembly = assemble(question)
+    assert (assembly.stages, assembly.is_reused) == (stages("a 0:6", "b 6:12"), False)
+
+
+def test_step_2_a_last_pipeline_of_which_a_node_is_full_is_not_waited_for() -> None:
+    assert not assemble(ask(HALVES, previous=LAST_TURN, full="c")).is_reused
+
+
+def test_step_3_a_node_that_has_failed_is_no_holder() -> None:
+    assert assemble(ask(held(b="0:12", c="0:12"), avoid={"b"})).stages == stages("c 0:12")
     with pytest.raises(NoPipeline):
-        assemble(12, 1, held(a="0:12", b="0:12"), "o", avoid={"a", "b"})
+        assemble(ask(held(b="0:12", c="0:12"), avoid={"b", "c"}))
+
+
+def test_step_4_only_who_is_connected_lives_whatever_records_say() -> None:
+    question = ask(held(b="0:12", c="0:12"))
+    assert assemble(replace(question, connected={"c"})).stages == stages("c 0:12")
+    with pytest.raises(NoPipeline, match="no connected node holds layers 0:12"):
+        assemble(replace(question, connected=()))
+    assert assemble(replace(ask(held(a="0:12")), connected=())).stages == stages("a 0:12")
+
+
+def test_step_5_load_and_latency_count() -> None:
+    assert assemble(ask(held(b="0:12", c="0:12"), slow="b")).stages == stages("c 0:12")
+    assert assemble(ask(held(b="0:12", c="0:12"), full="b")).stages == stages("c 0:12")
+
+
+def test_step_6_a_split_that_is_slower_than_home_is_not_chosen() -> None:
+    split = held(a="0:6 0:12", b="6:12")
+    far, near = ask(split, slow="a", rtt_s=0.5), ask(split, slow="a", rtt_s=0.001)
+    assert assemble(far).stages == stages("a 0:12")
+    assert assemble(near).stages == stages("a 0:6", "b 6:12")
+
+
+def test_step_7_a_private_pipeline_begins_and_ends_at_home() -> None:
+    question = ask(
+        held(a="0:2 10:12", b="2:10", c="0:12"), slow="a", constraints=Constraints(is_private=True)
+    )
+    assert assemble(question).stages == stages("a 0:2", "b 2:10", "a 10:12")
+    assert assemble(replace(question, constraints=Constraints())).stages == stages("c 0:12")
+    with pytest.raises(NoPipeline, match=r"private: the ends stay at home.*holds layers 2:12"):
+        assemble(ask(held(a="0:2", b="2:12"), constraints=Constraints(is_private=True)))
+
+
+def test_step_7_pinned_layers_run_where_they_are_pinned_and_only_of_that_model() -> None:
+    pins = (Pin.parse("guide:6:8@c"),)
+    assert assemble(ask(HALVES, constraints=Constraints(pins=pins))).stages == LAST_TURN
+    other = ask(HALVES, constraints=Constraints(pins=pins), model_name="other")
+    assert assemble(other).stages == stages("a 0:6", "b 6:12")
+    with pytest.raises(NoPipeline, match="pinned to another node"):
+        assemble(ask(held(a="0:12"), constraints=Constraints(pins=pins)))
+
+
+@pytest.mark.parametrize("text", ["guide:0:4", "guide@x", "guide:0:4@", "guide:4:0@x", ":0:4@x", "@"])
+def test_a_pin_that_cannot_be_meant_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        Pin.parse(text)
+
+
+def test_step_8_ranges_of_one_node_that_meet_are_one_stage() -> None:
+    assert assemble(ask(held(a="0:4 4:8", b="8:12"))).stages == stages("a 0:8", "b 8:12")
+
+
+def test_step_9_every_stage_has_the_best_other_holder_with_room_as_its_standby() -> None:
+    holders = held(a="0:6", b="6:12", c="6:12", d="0:6 6:12")
+    assembly = assemble(ask(holders, slow="cd", full=""))
+    assert (assembly.stages, assembly.standbys) == (stages("a 0:6", "b 6:12"), ("d", "c"))
+    assert assemble(ask(holders, slow="cd", full="c")).standbys == ("d", "d")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +160,28 @@ def test_a_node_to_avoid_is_not_used() -> None:
 )
 def test_what_is_missing_is_named(alignment: int, holders: dict[str, list[LayerRange]], reason: str) -> None:
     with pytest.raises(NoPipeline, match=reason):
-        assemble(12, alignment, holders, "a", model_name="guide")
+        assemble(ask(holders, alignment))
+
+
+async def test_step_10_a_conversation_returns_to_its_pipeline_while_it_lives() -> None:
+    """Nodes b and c are alike; whoever answered first answers again, until it is gone."""
+    async with open_swarm({"a": FakePool(), "b": FakePool("0:12"), "c": FakePool("0:12")}) as swarm:
+        pipelines = swarm["a"].pipelines
+
+        async def turn() -> str:
+            prompt = Prompt(text="hello", session="talk")
+            async with pipelines.generate(prompt, swarm.entry, Sampling(max_tokens=3)) as generation:
+                async for _ in generation:
+                    pass
+                return generation.route[0].node_id
+
+        first = await turn()
+        other = "c" if first == "b" else "b"
+        # Whoever has run before is measured, so the other one now looks as good or better.
+        assert [await turn() for _ in range(3)] == [first] * 3
+        swarm.network.cut("a", first)
+        await _until_forgotten(swarm, first)
+        assert await turn() == other
 
 
 async def test_only_connected_holders_are_used() -> None:
