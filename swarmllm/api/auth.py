@@ -11,6 +11,7 @@ import logging
 import trio
 from quart import Request
 
+from swarmllm.api.dashboard import FILES_PREFIX, PAGE_PATH
 from swarmllm.api.errors import Forbidden
 from swarmllm.errors import ConfigError, InvalidRequest
 from swarmllm.keys import ApiKey, KeyRing
@@ -18,8 +19,9 @@ from swarmllm.keys import ApiKey, KeyRing
 log = logging.getLogger(__name__)
 
 REFRESH_EVERY_S = 1.0
-OPEN_PATHS = ("/health", "/health/ready")
-"""For load balancers and service managers, which have no keys: they tell nothing but that."""
+OPEN_PATHS = ("/health", "/health/ready", PAGE_PATH)
+"""For load balancers and service managers, which have no keys: they tell nothing but that. And the page that
+asks a person for a key, with its files."""
 ADMIN_PREFIXES = ("/api/admin/", "/api/events")
 
 
@@ -40,7 +42,7 @@ class Doorkeeper:
         if self._ring is None:
             return None
         await self._refresh(self._ring)
-        if not self._ring.is_required or request.path in OPEN_PATHS:
+        if not self._ring.is_required or _is_open(request.path):
             return None
         secret = presented_key(request)
         if secret is None:
@@ -69,3 +71,7 @@ def presented_key(request: Request) -> str | None:
     if scheme.lower() == "bearer" and credentials.strip():
         return credentials.strip()
     return request.headers.get("x-api-key") or None
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(FILES_PREFIX)

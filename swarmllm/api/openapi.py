@@ -25,6 +25,7 @@ from swarmllm.api.schema import AddModel, ChatRequest, Json, ModelLayers, PinMod
 from swarmllm.api.text_tools import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
 JSON, EVENTS, LINES, TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
+PAGE, STYLE, SCRIPT, PICTURE = "text/html", "text/css", "text/javascript", "image/svg+xml"
 REFERENCE = "#/components/schemas/{name}"
 
 
@@ -64,6 +65,8 @@ OPERATIONS = (
     Operation("get", "/health/ready", "What was to be loaded is loaded; 503 before"),
     Operation("get", "/metrics", "Numbers for Prometheus", answers=(TEXT,)),
     Operation("get", "/openapi.json", "This document"),
+    Operation("get", "/", "The dashboard", answers=(PAGE,)),
+    Operation("get", "/dashboard/{file}", "A file of the dashboard", answers=(STYLE, SCRIPT, PICTURE)),
     Operation("get", "/api/events", "What a dashboard shows, as it changes", answers=(EVENTS,)),
     Operation("get", "/api/admin/stats", "What the node is doing"),
     Operation("get", "/api/admin/peers", "The nodes it is connected to"),

@@ -1,0 +1,99 @@
+// A conversation, and under each answer the way it took.
+
+import { h, show } from "./dom.js";
+import { ms, plural, rate } from "./format.js";
+import { call, pieces } from "./link.js";
+import { hops, timeBar } from "./routes.js";
+
+const turns = [];
+let running = null;
+let chosen = null;
+let names = null;
+
+/** The models that can answer: from the event stream, or asked for where the key may not read that. */
+async function refresh(root, state) {
+  const models = (await (await call("GET", "v1/models")).json()).data;
+  names = models.filter((model) => model.ready).map((model) => model.id);
+  renderChat(root, state);
+}
+
+export function renderChat(root, state) {
+  if (state.models) names = state.models.models.filter((model) => model.complete).map((model) => model.name);
+  else if (names === null && state.link.status === "limited") { names = []; refresh(root, state).catch(() => {}); }
+  const ready = names || [];
+  if (!ready.includes(chosen)) chosen = ready[0] || null;
+  const again = () => renderChat(root, state);
+  const log = root.querySelector(".log");
+  const atEnd = !log || log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+  show(root,
+    h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" }, turns.length ? turns.map(turn) : intro(ready)),
+    h("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); send(root, again); } },
+      h("label", { class: "sr", for: "prompt" }, "Message"),
+      h("textarea", { id: "prompt", rows: "2", placeholder: chosen ? `Ask ${chosen} something` : "No model is ready", onkeydown: (event) => {
+        if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(root, again); }
+      } }),
+      h("div", { class: "row between" },
+        h("div", { class: "row" },
+          h("label", { class: "sr", for: "model" }, "Model"),
+          h("select", { id: "model", disabled: !ready.length, onchange: (event) => { chosen = event.target.value; } }, ready.map((name) => h("option", { value: name, selected: name === chosen }, name))),
+          turns.length > 0 && h("button", { type: "button", class: "quiet", onclick: () => { running?.abort(); turns.length = 0; again(); } }, "New conversation")),
+        running ? h("button", { type: "button", "data-key": "stop", onclick: () => running?.abort() }, "Stop")
+          : h("button", { type: "submit", class: "primary", "data-key": "send", disabled: !chosen }, "Send"))),
+    h("div", { class: "sr", role: "status" }, running ? "The model is answering." : turns.at(-1)?.swarm ? "The answer is complete." : ""));
+  if (atEnd) { const now = root.querySelector(".log"); now.scrollTop = now.scrollHeight; }
+}
+
+function intro(ready) {
+  return h("div", { class: "empty", style: { margin: "auto" } }, ready.length
+    ? "Ask something. Under each answer stands the way it took through the swarm."
+    : ["No model is complete in the swarm yet. Load one under ", h("a", { href: "#models" }, "Models"), "."]);
+}
+
+function turn(each, index) {
+  return h("article", { class: `turn ${each.role}`, "data-key": `turn-${index}`, "aria-label": each.role === "user" ? "You" : "Answer" },
+    h("div", { class: "text" }, each.content),
+    each.error && h("p", { class: "bad", role: "alert" }, each.error),
+    each.swarm && way(each));
+}
+
+function way({ swarm, finish, tokens }) {
+  const nodes = new Set(swarm.route.map((stage) => stage.node)).size;
+  const facts = [
+    tokens && plural(tokens, "token"), swarm.decode_tokens_per_s && `${rate(swarm.decode_tokens_per_s)} tokens/s`, `prefill ${ms(swarm.prefill_ms)}`,
+    swarm.queue_ms > 1 && `waited ${ms(swarm.queue_ms)}`, swarm.shape === "local" ? "local, on one node" : plural(nodes, "node"), finish === "length" && "cut off at the limit", finish === "stopped" && "stopped",
+  ];
+  return h("div", { class: "way" }, hops(swarm.route), timeBar(swarm.route), h("div", { class: "muted small" }, facts.filter(Boolean).join(" · ")));
+}
+
+async function send(root, again) {
+  const box = root.querySelector("#prompt");
+  const text = box.value.trim();
+  if (!text || running || !chosen) return;
+  box.value = "";
+  const answer = { role: "assistant", content: "" };
+  const messages = turns.filter((each) => each.content && !each.error).map(({ role, content }) => ({ role, content }));
+  turns.push({ role: "user", content: text }, answer);
+  running = new AbortController();
+  again();
+  try {
+    const body = { model: chosen, messages: [...messages, { role: "user", content: text }], stream: true, stream_options: { include_usage: true } };
+    const reply = await call("POST", "v1/chat/completions", body, running.signal);
+    for await (const event of pieces(reply, "\n\n")) {
+      if (!event.startsWith("data: {")) continue;
+      const chunk = JSON.parse(event.slice(6));
+      if (chunk.error) throw new Error(chunk.error.message);
+      const choice = chunk.choices[0];
+      if (chunk.usage) answer.tokens = chunk.usage.completion_tokens;
+      if (choice?.delta?.content) answer.content += choice.delta.content;
+      if (choice?.finish_reason) { answer.finish = choice.finish_reason; answer.swarm = chunk.swarm; }
+      again();
+    }
+  } catch (error) {
+    if (error.name === "AbortError") answer.content += answer.content ? " …" : "(stopped)";
+    else answer.error = error.message;
+  } finally {
+    running = null;
+    again();
+    box.focus();
+  }
+}

@@ -1,0 +1,110 @@
+// What this node knows of models, and what can be done with them: fetch, load, unload, with progress.
+
+import { h, show } from "./dom.js";
+import { bytes, layerText, plural, rate, seconds } from "./format.js";
+import { call, pieces } from "./link.js";
+
+const messages = new Map();
+let pullMessage = null;
+
+export function renderModels(root, state) {
+  if (!state.models) {
+    show(root, h("div", { class: "panel empty" }, "Connecting to the node…"));
+    return;
+  }
+  const again = () => renderModels(root, state);
+  const work = state.work ? state.work.running : [];
+  show(root,
+    state.downloads && pullPanel(state.downloads.downloads, again),
+    h("section", { class: "panel", "data-key": "models", "aria-label": "Models" },
+      h("div", { class: "head row between" }, h("h2", null, "Models"), h("span", { class: "muted small" }, plural(state.models.models.length, "model"))),
+      state.models.models.length
+        ? state.models.models.map((model) => row(model, work, again))
+        : h("p", { class: "empty" }, "No models yet. Fetch one above, or run ", h("code", null, "swarmllm models add PATH.gguf"), ".")));
+}
+
+function pullPanel(downloads, again) {
+  return h("section", { class: "panel", "data-key": "pull", "aria-label": "Fetch a model" },
+    h("div", { class: "head" }, h("h2", null, "Fetch a model")),
+    h("form", { class: "body row", onsubmit: (event) => pull(event, again) },
+      h("label", { class: "sr", for: "source" }, "Source"),
+      h("input", { id: "source", name: "source", class: "grow", required: true, autocomplete: "off", spellcheck: "false", placeholder: "hf:org/repo:file.gguf, or an https address" }),
+      h("label", { class: "sr", for: "pull-layers" }, "Layers"),
+      h("input", { id: "pull-layers", name: "layers", class: "layers", autocomplete: "off", placeholder: "all layers", pattern: "[0-9]+:[0-9]+", title: "START:END, for example 0:12" }),
+      h("button", { type: "submit", class: "primary" }, "Fetch")),
+    pullMessage && h("p", { class: "body bad", role: "alert", style: { "padding-top": "0" } }, pullMessage),
+    downloads.map((each) => download(each, again)));
+}
+
+function row(model, work, again) {
+  const key = model.model_id;
+  const running = work.find((each) => each.model === model.name);
+  const facts = [model.architecture, plural(model.n_layers, "layer"), model.size_bytes && bytes(model.size_bytes), model.path ? (model.stored ? "fetched" : "file of this machine") : "only other nodes have it"];
+  const missing = model.missing.map(layerText).join(", ");
+  const state = model.complete ? h("span", { class: "good" }, `ready: complete on ${plural(model.holders.length, "node")}`)
+    : model.holders.length ? h("span", { class: "bad" }, missing ? `layers ${missing} missing in the swarm` : "its layers do not join up") : "not loaded anywhere";
+  const message = messages.get(key);
+  return h("div", { class: "model", "data-key": key },
+    h("div", { class: "grow" },
+      h("div", { class: "row" }, h("strong", { class: "cut" }, model.name), model.loaded.length > 0 && h("span", { class: "tag" }, `here: layers ${model.loaded.map(layerText).join(", ")}`), model.pinned && h("span", { class: "tag" }, "pinned")),
+      h("div", { class: "muted small" }, facts.filter(Boolean).join(" · ")),
+      h("div", { class: "small muted" }, state)),
+    h("form", { class: "row", onsubmit: (event) => load(event, model, again) },
+      h("label", { class: "sr", for: `layers-${key}` }, `Layers of ${model.name}`),
+      h("input", { id: `layers-${key}`, class: "layers", name: "layers", autocomplete: "off", placeholder: "all layers", pattern: "[0-9]+:[0-9]+", title: `START:END, at most 0:${model.n_layers}` }),
+      h("button", { type: "submit", disabled: Boolean(running), "aria-label": `Load ${model.name}` }, "Load"),
+      h("button", { type: "button", disabled: !model.loaded.length || Boolean(running), "aria-label": `Unload ${model.name}`, onclick: () => unload(model, again) }, "Unload")),
+    running && h("div", { class: "work" }, progress(`${running.phase || running.kind} ${model.name}`, running.done_bytes, running.total_bytes)),
+    message && h("p", { class: "work bad", role: "alert" }, message));
+}
+
+function progress(label, done, total, note = "") {
+  return h("div", { class: "progress" },
+    h("progress", { "aria-label": label, ...(total ? { max: total, value: done } : {}) }),
+    h("div", { class: "row between small muted" }, h("span", { class: "cut" }, label), h("span", null, total ? `${bytes(done)} of ${bytes(total)}` : "", note)));
+}
+
+const ENDED = { done: "fetched", cancelled: "cancelled; fetching it again continues", failed: "failed" };
+
+function download(each, again) {
+  const isRunning = !(each.state in ENDED);
+  const left = each.bytes_per_s > 0 && each.total_bytes ? ` · ${rate(each.bytes_per_s / 1e6)} MB/s · ${seconds((each.total_bytes - each.done_bytes) / each.bytes_per_s)} left` : "";
+  return h("div", { class: "body", "data-key": each.id, style: { "border-top": "1px solid var(--line)" } },
+    h("div", { class: "row between" },
+      h("span", { class: "cut grow" }, each.source, each.layers && ` · layers ${layerText(each.layers)}`),
+      h("span", { class: each.state === "failed" ? "bad small" : "muted small" }, ENDED[each.state] || each.state),
+      isRunning && h("button", { type: "button", class: "quiet", "aria-label": `Cancel ${each.source}`, onclick: () => act(() => call("DELETE", `api/admin/downloads/${each.id}`), (text) => { pullMessage = text; again(); }) }, "Cancel")),
+    isRunning && progress(each.source, each.done_bytes, each.total_bytes, left),
+    each.error && h("p", { class: "bad small" }, each.error));
+}
+
+async function act(action, say) {
+  say(null);
+  try { await action(); } catch (error) { say(error.message); }
+}
+
+function pull(event, again) {
+  event.preventDefault();
+  const form = event.target;
+  const fields = new FormData(form);
+  act(async () => {
+    await call("POST", "api/admin/downloads", { source: fields.get("source").trim(), layers: fields.get("layers").trim() || null });
+    form.reset();
+  }, (text) => { pullMessage = text; again(); });
+}
+
+function load(event, model, again) {
+  event.preventDefault();
+  const layers = new FormData(event.target).get("layers").trim() || null;
+  act(async () => {
+    const answer = await call("POST", `api/admin/models/${model.model_id}/load`, { layers });
+    for await (const line of pieces(answer, "\n")) {
+      const each = JSON.parse(line);
+      if (each.type === "error") throw new Error(each.error.message);
+    }
+  }, (text) => { text ? messages.set(model.model_id, text) : messages.delete(model.model_id); again(); });
+}
+
+function unload(model, again) {
+  act(() => call("POST", `api/admin/models/${model.model_id}/unload`, {}), (text) => { text ? messages.set(model.model_id, text) : messages.delete(model.model_id); again(); });
+}

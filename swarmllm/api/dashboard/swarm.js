@@ -1,0 +1,170 @@
+// The swarm as a picture: nodes, who holds which layers of which model, and the requests walking through them.
+
+import { h, show } from "./dom.js";
+import { bytes, clock, hue, layerText, ms, plural, range, rate, seconds, shortId } from "./format.js";
+import { hops, timeBar } from "./routes.js";
+
+const ROW = 26;
+const HISTORY = 120;
+const history = [];
+
+export function remember(node) {
+  history.push(node.tokens_per_s ?? 0);
+  if (history.length > HISTORY) history.shift();
+}
+
+export function renderSwarm(root, state) {
+  if (!state.node || !state.models || !state.peers || !state.requests) {
+    show(root, h("div", { class: "panel empty" }, state.link.status === "lost" ? "The node does not answer." : "Connecting to the node…"));
+    return;
+  }
+  const nodes = [self(state.node), ...state.peers.peers];
+  nodes.forEach((node) => hue(node.node_id));
+  const held = state.models.models.filter((model) => model.holders.length);
+  show(root,
+    stats(state, nodes),
+    panel("Layers", held.length ? `${plural(held.length, "model")} held` : "", held.length
+      ? held.map((model) => map(model, nodes, state.requests.live))
+      : h("p", { class: "empty" }, "No node holds any layers yet. Load a model under ", h("a", { href: "#models" }, "Models"), ", or run ", h("code", null, "swarmllm models load guide"), ".")),
+    panel("Nodes", plural(nodes.length, "node"), h("div", { class: "nodes" }, nodes.map(nodeCard))),
+    panel("Live pipelines", [foreign(state.node), state.requests.live.some((request) => request.route.length) && "per token: solid computes, pale queues, hatched travels"].filter(Boolean).join(" · "), state.requests.live.length
+      ? state.requests.live.map(pipeline)
+      : h("p", { class: "empty" }, "Nothing runs right now. Ask something under ", h("a", { href: "#chat" }, "Chat"), ".")),
+    panel("Recent requests", "", state.requests.recent.length
+      ? recent(state.requests.recent)
+      : h("p", { class: "empty" }, "No request has ended since the node started.")));
+}
+
+const self = (node) => ({
+  node_id: node.node_id, nickname: node.nickname, isSelf: true, rtt_ms: null, data_plane: "",
+  memory_total_bytes: node.memory_total_bytes, memory_free_bytes: node.memory_available_bytes,
+  active_requests: node.requests.active, max_requests: node.requests.max, resident: node.resident_bytes + node.workers.reduce((sum, worker) => sum + worker.resident_bytes, 0),
+});
+
+const foreign = (node) => (node.pipelines.active_stage_requests ? `${plural(node.pipelines.active_stage_requests, "request")} of other nodes use layers here` : "");
+
+function panel(title, note, ...body) {
+  return h("section", { class: "panel", "data-key": title, "aria-label": title },
+    h("div", { class: "head row between" }, h("h2", null, title), h("span", { class: "muted small" }, note)), body);
+}
+
+function stats(state, nodes) {
+  const { node } = state;
+  const resident = nodes[0].resident;
+  const used = node.memory_total_bytes - node.memory_available_bytes;
+  const share = (part) => `${node.memory_total_bytes ? (100 * part) / node.memory_total_bytes : 0}%`;
+  return h("div", { class: "stats", "data-key": "stats" },
+    h("div", { class: "stat" }, h("div", { class: "muted small" }, "Generating"),
+      h("div", { class: "value" }, rate(node.tokens_per_s ?? 0), h("small", null, " tokens/s")),
+      h("div", { class: "muted small" }, `${node.generated_tokens.toLocaleString("en")} since start`), spark()),
+    h("div", { class: "stat" }, h("div", { class: "muted small" }, "Requests"),
+      h("div", { class: "value" }, node.requests.active, h("small", null, ` of ${node.requests.max} running`)),
+      h("div", { class: "muted small" }, node.requests.queued ? `${node.requests.queued} waiting` : "none waiting", node.requests.failed ? h("span", { class: "bad" }, ` · ${node.requests.failed} failed`) : "")),
+    h("div", { class: "stat" }, h("div", { class: "muted small" }, "Nodes"),
+      h("div", { class: "value" }, nodes.length, h("small", null, nodes.length === 1 ? " alone so far" : ` with this one`)),
+      h("div", { class: "muted small" }, `up ${seconds(Date.now() / 1000 - node.started_at)} · v${node.version}`)),
+    h("div", { class: "stat" }, h("div", { class: "muted small" }, "Memory"),
+      h("div", { class: "value" }, bytes(resident), h("small", null, ` of ${bytes(node.memory_total_bytes)}`)),
+      h("div", { class: "meter", role: "img", "aria-label": `SwarmLLM ${bytes(resident)}, other programs ${bytes(Math.max(0, used - resident))}`, title: "SwarmLLM, then other programs", style: { "margin-top": "9px" } },
+        h("i", { style: { width: share(resident) } }), h("i", { style: { width: share(Math.max(0, used - resident)) } }))));
+}
+
+function spark() {
+  if (!history.some((value) => value > 0)) return null;
+  const top = Math.max(...history);
+  const points = history.map((value, index) => `${index + HISTORY - history.length},${(30 - (28 * value) / top).toFixed(1)}`);
+  return h("svg", { class: "spark", viewBox: `0 0 ${HISTORY} 31`, preserveAspectRatio: "none", "aria-hidden": "true" },
+    h("path", { class: "area", d: `M${HISTORY - history.length},31 L${points.join(" L")} L${HISTORY},31 Z` }), h("path", { d: `M${points.join(" L")}` }));
+}
+
+function nodeCard(node) {
+  const used = node.memory_total_bytes - node.memory_free_bytes;
+  const distance = node.isSelf ? "" : [node.rtt_ms === null ? null : `${node.rtt_ms.toFixed(1)} ms away`, node.data_plane === "none" ? "no data connection" : node.data_plane].filter(Boolean).join(" · ");
+  return h("div", { class: "node", "data-key": node.node_id },
+    h("div", { class: "name" }, h("span", { class: "swatch", style: hue(node.node_id) }), h("span", { class: "cut" }, node.nickname || shortId(node.node_id)), node.isSelf && h("span", { class: "tag" }, "this node")),
+    h("div", { class: "muted small cut", title: node.node_id }, h("span", { class: "mono" }, shortId(node.node_id)), distance && ` · ${distance}`),
+    node.memory_total_bytes > 0 && h("div", { class: "meter", role: "img", "aria-label": `Memory: ${bytes(used)} of ${bytes(node.memory_total_bytes)} used` }, h("i", { style: { width: `${(100 * used) / node.memory_total_bytes}%` } })),
+    node.memory_total_bytes > 0 && h("div", { class: "muted small" }, `${bytes(node.memory_free_bytes)} free of ${bytes(node.memory_total_bytes)}`, node.active_requests > 0 && ` · ${node.active_requests} running`));
+}
+
+function map(model, nodes, live) {
+  const order = new Map(nodes.map((node, index) => [node.node_id, index]));
+  const first = (holder) => Math.min(...holder.layers.map((text) => range(text)[0]));
+  const holders = [...model.holders].sort((a, b) => first(a) - first(b) || order.get(a.node_id) - order.get(b.node_id));
+  const rows = new Map(holders.map((holder, index) => [holder.node_id, index]));
+  const place = (text) => { const [start, end] = range(text); return { left: `${(100 * start) / model.n_layers}%`, width: `${(100 * (end - start)) / model.n_layers}%` }; };
+  const missing = model.missing.map(layerText).join(", ");
+  return h("div", { class: "map", "data-key": model.model_id },
+    h("div", { class: "row between" },
+      h("div", null, h("strong", null, model.name), h("span", { class: "muted small" }, `  ${model.architecture ? `${model.architecture} · ` : ""}${model.n_layers} layers${model.size_bytes ? ` · ${bytes(model.size_bytes)}` : ""}`)),
+      model.complete ? h("span", { class: "good small" }, `complete on ${plural(holders.length, "node")}`)
+        : h("span", { class: "bad small" }, missing ? `${model.missing.length === 1 && !missing.includes("–") ? "layer" : "layers"} ${missing} missing` : "layers do not join up")),
+    h("div", { class: "strips", style: { "--layers": model.n_layers } },
+      axis(model.n_layers),
+      flows(model, live, rows),
+      holders.map((holder) => h("div", { class: "strip", "data-key": holder.node_id },
+        h("div", { class: "label" }, h("span", { class: "swatch", style: hue(holder.node_id) }), h("span", { class: "cut" }, holder.nickname || shortId(holder.node_id))),
+        h("div", { class: "track", role: "img", "aria-label": `${holder.nickname || holder.node_id} holds layers ${holder.layers.map(layerText).join(", ")}` },
+          holder.layers.map((text) => h("div", { class: "bar", title: `layers ${layerText(text)}`, style: { ...place(text), ...hue(holder.node_id) } }))))),
+      h("div", { class: "strip", style: { height: model.missing.length ? "30px" : "18px" } },
+        h("div", { class: "label muted small" }, "coverage"),
+        h("div", { class: "track sum", role: "img", "aria-label": missing ? `Layers ${missing} are missing` : "Every layer is held" },
+          covered(model).map((text) => h("div", { class: "bar", style: place(text) })),
+          model.missing.map((text) => h("div", { class: "bar gap", title: `layers ${layerText(text)} are missing`, style: place(text) })),
+          model.missing.map((text) => { const [start, end] = range(text); return h("span", { class: "gap-note", style: { left: `${(50 * (start + end)) / model.n_layers}%` } }, `${layerText(text)} missing`); })))));
+}
+
+function covered(model) {
+  const parts = [];
+  let start = 0;
+  for (const [from, to] of [...model.missing.map(range), [model.n_layers, model.n_layers]]) {
+    if (from > start) parts.push(`${start}:${from}`);
+    start = to;
+  }
+  return parts;
+}
+
+function axis(n) {
+  const step = [1, 2, 4, 5, 8, 10, 16, 20, 32, 40].find((each) => n / each <= 10) || 64;
+  const marks = Array.from({ length: Math.floor(n / step) + 1 }, (_, index) => index * step).filter((mark) => n - mark >= step / 2);
+  return h("div", { class: "axis", "aria-hidden": "true" }, [...marks, n].map((mark) => h("span", { style: { left: `${(100 * mark) / n}%` } }, mark)));
+}
+
+/** Each different route that runs now, as a line from strip to strip and back to the first. */
+function flows(model, live, rows) {
+  const running = live.filter((request) => request.model === model.name && request.route.length && request.route.every((stage) => rows.has(stage.node)));
+  const lines = new Set(running.map((request) => {
+    const path = request.route.flatMap((stage) => { const y = rows.get(stage.node) * ROW + ROW / 2; const [start, end] = range(stage.layers); return [`${start},${y}`, `${end},${y}`]; });
+    return `M${path.join(" L")}`;
+  }));
+  if (!lines.size) return null;
+  const height = rows.size * ROW;
+  return h("svg", { class: "flow", "data-key": "flow", viewBox: `0 0 ${model.n_layers} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true", style: { height: `${height}px`, "z-index": 1 } },
+    [...lines].map((line) => h("path", { d: line })));
+}
+
+const WORDS = { queued: "waits for a turn", prefill: "reads the prompt", decode: "generates" };
+
+function pipeline(request) {
+  return h("div", { class: "pipeline", "data-key": request.id },
+    h("div", { class: "row between" },
+      h("div", null, h("strong", null, request.model), h("span", { class: "muted" }, `  ${WORDS[request.state] || request.state}`)),
+      h("div", { class: "muted small" }, [request.generated_tokens ? plural(request.generated_tokens, "token") : "", request.tokens_per_s ? `${rate(request.tokens_per_s)} tokens/s` : "", ms(request.elapsed_ms)].filter(Boolean).join(" · "))),
+    request.route.length > 0 && timeBar(request.route),
+    request.route.length > 0 && hops(request.route));
+}
+
+function recent(requests) {
+  const heads = ["Time", "Model", "Outcome", ["Prompt", 1], ["Answer", 1], ["First token", 1], ["Tokens/s", 1], "Route"];
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Recent requests" }, h("table", null,
+    h("thead", null, h("tr", null, heads.map((head) => (Array.isArray(head) ? h("th", { class: "num", scope: "col" }, head[0]) : h("th", { scope: "col" }, head))))),
+    h("tbody", null, requests.slice(0, 20).map((request) => h("tr", { "data-key": request.id },
+      h("td", { class: "muted" }, clock(request.started_at)),
+      h("td", null, request.model),
+      h("td", { class: request.state === "failed" ? "bad" : "muted", title: request.error }, request.state === "failed" && request.error ? request.error : request.state),
+      h("td", { class: "num" }, request.prompt_tokens || "–"),
+      h("td", { class: "num" }, request.generated_tokens || "–"),
+      h("td", { class: "num" }, ms(request.first_token_ms)),
+      h("td", { class: "num" }, rate(request.tokens_per_s)),
+      h("td", { class: "route" }, request.route.length ? hops(request.route, { times: false }) : "–"))))));
+}

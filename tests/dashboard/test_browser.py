@@ -1,0 +1,334 @@
+"""The dashboard in a real browser, in front of real daemons: what a person sees and does."""
+
+from __future__ import annotations
+
+import base64
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_process import DaemonProcess, running_daemon, wait_for
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+
+from swarmllm.keys import KeyFile
+
+pytestmark = pytest.mark.slow
+
+WIDTHS = (1280, 768, 360)
+VIEWS = ("swarm", "models", "chat")
+NAMED_ROLES = {"button", "combobox", "image", "link", "progressbar", "region", "textbox"}
+SCREENSHOTS = os.environ.get("SWARMLLM_SCREENSHOTS")
+"""A folder to keep the pictures in, for people to look at."""
+
+CONTRAST = """
+const channel = (c) => { c /= 255; return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
+const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+const behind = (element) => {
+  for (let each = element; each; each = each.parentElement) {
+    const color = parse(getComputedStyle(each).backgroundColor);
+    if (color.length < 4 || color[3] > 0.99) return color;
+  }
+};
+const texts = [...document.querySelectorAll("main *, header *")].filter((element) =>
+  [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim()) && element.checkVisibility()
+  && !element.disabled);
+return texts.map((element) => {
+  const [a, b] = [light(parse(getComputedStyle(element).color)), light(behind(element))];
+  return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), element.textContent.slice(0, 40)];
+}).filter(([ratio]) => ratio < 4.5);
+"""
+
+
+COUNT_CHANGES = """
+window.drawn = 0;
+const everything = {subtree: true, childList: true, attributes: true, characterData: true};
+new MutationObserver(() => drawn++).observe(document.body, everything);
+"""
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProcess, DaemonProcess]]:
+    """Two nodes of which nobody holds the last third of the model."""
+    folder = tmp_path_factory.mktemp("dashboard")
+    with (
+        running_daemon(folder, "kitchen", load=["guide:0:4"]) as kitchen,
+        running_daemon(folder, "study", load=["guide:4:8"], bootstrap=kitchen.addresses) as study,
+    ):
+        wait_for(
+            lambda: kitchen.http.get("/api/admin/models/guide/status").json()["missing"] == ["8:12"],
+            60,
+            "the nodes to know each other",
+        )
+        yield kitchen, study
+
+
+@pytest.fixture
+def page(chromium: WebDriver) -> Iterator[WebDriver]:
+    media(chromium, "light")
+    size(chromium, 1280)
+    yield chromium
+    complaints = [entry["message"] for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"]
+    chromium.get("about:blank")
+    assert [text for text in complaints if "ERR_" not in text and "status of 40" not in text] == []
+
+
+def media(page: WebDriver, scheme: str) -> None:
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+
+def size(page: WebDriver, width: int, height: int = 900) -> None:
+    page.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
+    )
+
+
+def go(page: WebDriver, node: DaemonProcess, view: str = "swarm") -> None:
+    page.get("about:blank")
+    page.get(f"{node.url}/#{view}")
+
+
+def seen(page: WebDriver, text: str, where: str = "main") -> Any:
+    return wait_for(
+        lambda: text in page.find_element(By.CSS_SELECTOR, where).text, 20, f"{text!r} in {where}"
+    )
+
+
+def find(page: WebDriver, selector: str) -> WebElement:
+    return wait_for(lambda: page.find_elements(By.CSS_SELECTOR, selector), 20, selector)[0]  # type: ignore[no-any-return]
+
+
+def complete(node: DaemonProcess) -> None:
+    node.http.post("/api/admin/models/guide/load", json={"layers": "8:12"}).raise_for_status()
+
+
+@contextmanager
+def endless_answer(node: DaemonProcess) -> Iterator[None]:
+    body = {
+        "model": "guide",
+        "stream": True,
+        "ignore_eos": True,
+        "max_tokens": 4000,
+        "messages": [{"role": "user", "content": "Tell me all."}],
+    }
+    stop = threading.Event()
+
+    def ask() -> None:
+        with node.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            for _ in answer.iter_lines():
+                if stop.is_set():
+                    return
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        asking.join(30)
+
+
+def test_a_gap_is_seen_and_closed_by_loading_its_layers(
+    page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]
+) -> None:
+    kitchen, _ = nodes
+    go(page, kitchen)
+    seen(page, "layers 8–11 missing")
+    labels = [strip.text for strip in page.find_elements(By.CSS_SELECTOR, ".strip .label")]
+    assert labels == ["kitchen", "study", "coverage"]
+    assert find(page, ".bar.gap").size["width"] > 100
+    find(page, "nav a[href='#models']").click()
+    find(page, ".model input[name=layers]").send_keys("8:99", Keys.ENTER)
+    seen(page, "has layers 0:12, not 8:99")
+    find(page, ".model input[name=layers]").send_keys(Keys.CONTROL, "a")
+    find(page, ".model input[name=layers]").send_keys("8:12", Keys.ENTER)
+    seen(page, "ready: complete on 2 nodes")
+    find(page, "nav a[href='#swarm']").click()
+    seen(page, "complete on 2 nodes")
+    assert not page.find_elements(By.CSS_SELECTOR, ".bar.gap")
+
+
+def test_an_answer_shows_the_route_it_took(
+    page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]
+) -> None:
+    kitchen, _ = nodes
+    complete(kitchen)
+    go(page, kitchen, "chat")
+    seen(page, "Under each answer stands the way")
+    find(page, "#prompt").send_keys("What is a pipeline?", Keys.ENTER)
+    stages = wait_for(lambda: page.find_elements(By.CSS_SELECTOR, ".way .hops li"), 30, "the route")
+    assert [stage.text.split("\n")[:2] for stage in stages] == [
+        ["kitchen", "0–3"],
+        ["study", "4–7"],
+        ["kitchen", "8–11"],
+    ]
+    assert "pipeline" in find(page, ".turn.assistant .text").text
+    assert find(page, ".way .split").get_attribute("aria-label").count("computes") == 3
+    assert page.switch_to.active_element.get_attribute("id") == "prompt"
+    find(page, "nav a[href='#swarm']").click()
+    seen(page, "completed")
+    row = find(page, "tbody tr")
+    assert "guide" in row.text
+    assert len(row.find_elements(By.CSS_SELECTOR, ".hops li")) == 3
+
+
+def test_a_request_is_seen_walking_through_the_layers_and_stopped(
+    page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]
+) -> None:
+    kitchen, _ = nodes
+    complete(kitchen)
+    go(page, kitchen)
+    with endless_answer(kitchen):
+        find(page, ".pipeline .split")
+        assert "generates" in find(page, ".pipeline").text
+        assert find(page, ".flow path").get_attribute("d").count("L") == 5
+        rate = wait_for(lambda: float(find(page, ".stat .value").text.split()[0]), 10, "tokens/s")
+        assert rate > 0
+        picture(page, "live")
+    seen(page, "Nothing runs right now")
+    seen(page, "cancelled")
+
+
+def test_a_chat_can_be_stopped(page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]) -> None:
+    kitchen, _ = nodes
+    complete(kitchen)
+    go(page, kitchen, "chat")
+    page.execute_script(
+        "const real = fetch; window.fetch = (url, init) => { if (init?.body?.includes('stream')) init.body ="
+        " JSON.stringify({...JSON.parse(init.body), ignore_eos: true}); return real(url, init); };"
+    )
+    seen(page, "Under each answer")
+    find(page, "#prompt").send_keys("What is a node?", Keys.ENTER)
+    find(page, "[data-key=stop]").click()
+    find(page, "[data-key=send]")
+    wait_for(lambda: kitchen.stats()["requests"]["active"] == 0, 5, "the generation to end")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_every_width_and_can_be_read(
+    page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess], scheme: str
+) -> None:
+    kitchen, _ = nodes
+    complete(kitchen)
+    media(page, scheme)
+    go(page, kitchen)
+    seen(page, "Recent requests")
+    assert page.execute_script("return document.documentElement.dataset.theme") == scheme
+    for width in WIDTHS:
+        size(page, width)
+        for view in VIEWS:
+            page.execute_script(f"location.hash = '#{view}'")
+            wait_for(lambda view=view: page.find_element(By.ID, f"view-{view}").is_displayed(), 5, view)
+            over = page.execute_script("return document.documentElement.scrollWidth - innerWidth")
+            assert over <= 0, f"{view} at {width} is {over} px too wide"
+            assert page.execute_script(CONTRAST) == []
+            picture(page, f"{scheme}-{width}-{view}")
+
+
+def picture(page: WebDriver, name: str) -> None:
+    if SCREENSHOTS:
+        shot = page.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": False})
+        Path(SCREENSHOTS, f"{name}.png").write_bytes(base64.b64decode(shot["data"]))
+
+
+def test_everything_has_a_name_and_is_reached_by_keyboard(
+    page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]
+) -> None:
+    kitchen, _ = nodes
+    complete(kitchen)
+    go(page, kitchen, "models")
+    seen(page, "guide")
+    for view in VIEWS:
+        page.execute_script(f"location.hash = '#{view}'")
+        wait_for(lambda view=view: page.find_element(By.ID, f"view-{view}").is_displayed(), 5, view)
+        assert list(nameless(page)) == []
+    go(page, kitchen)
+    seen(page, "Recent requests")
+    order = []
+    for _ in range(3):
+        page.switch_to.active_element.send_keys(Keys.TAB)
+        element = page.switch_to.active_element
+        order.append(element.text)
+        assert element.value_of_css_property("outline-style") == "solid"
+    assert order == ["Skip to content", "Swarm", "Models"]
+    element.send_keys(Keys.ENTER)
+    seen(page, "file of this machine")
+    assert find(page, "nav a[aria-current=page]").text == "Models"
+
+
+def nameless(page: WebDriver) -> Iterator[dict[str, Any]]:
+    """What a screen reader could only call by its role."""
+    for node in page.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]:
+        role = node.get("role", {}).get("value")
+        if not node["ignored"] and role in NAMED_ROLES and not node.get("name", {}).get("value"):
+            yield node
+
+
+def test_what_is_typed_survives_the_news(page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]) -> None:
+    kitchen, _ = nodes
+    go(page, kitchen, "models")
+    box = find(page, ".model input[name=layers]")
+    box.send_keys("0:")
+    page.execute_script(COUNT_CHANGES)
+    with endless_answer(kitchen):
+        kitchen.http.post("/api/admin/models/guide/unload", json={"layers": "8:12"})
+        seen(page, "8–11 missing")
+    assert page.execute_script("return drawn") > 0
+    assert page.switch_to.active_element == box
+    assert box.get_attribute("value") == "0:"
+
+
+def test_a_node_with_keys_asks_for_one(page: WebDriver, tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "locked", load=[]) as node:
+        keys = KeyFile(node.data_dir)
+        _, user = keys.create("app")
+        _, admin = keys.create("me", is_admin=True)
+        wait_for(lambda: node.http.get("/api/admin/stats").status_code == 401, 5, "the keys to count")
+        go(page, node)
+        find(page, "#login[open]")
+        type_key(page, "sk-swarm-wrong")
+        seen(page, "not known here", "#login")
+        type_key(page, user)
+        seen(page, "only the chat works", "#notice")
+        page.execute_script("sessionStorage.clear()")
+        go(page, node)
+        find(page, "#login[open]")
+        type_key(page, admin)
+        seen(page, "Recent requests")
+        assert node.stop() == 0
+        seen(page, "The connection to the node is lost", "#notice")
+        assert "stale" in find(page, "main").get_attribute("class")
+
+
+def type_key(page: WebDriver, key: str) -> None:
+    find(page, "#login-key").send_keys(key, Keys.ENTER)
+
+
+def test_names_of_other_nodes_are_text_and_scripts_of_others_do_not_run(
+    page: WebDriver, tmp_path: Path
+) -> None:
+    name = "<img src=x onerror=document.title='owned'>"
+    with running_daemon(tmp_path, "plain", load=["guide:0:4"], node={"nickname": name}) as node:
+        go(page, node)
+        seen(page, name)
+        page.execute_script(
+            "document.body.insertAdjacentHTML('beforeend', `<img src=x onerror=\"window.owned = 1\">`)"
+        )
+        blocked = """
+        const done = arguments[0];
+        const script = document.createElement("script");
+        script.textContent = "window.owned = 1";
+        document.addEventListener("securitypolicyviolation", () => done(window.owned ?? "blocked"));
+        document.body.append(script);
+        """
+        assert page.execute_async_script(blocked) == "blocked"
+        page.get_log("browser")
