@@ -328,3 +328,50 @@ def test_what_cannot_be_embedded_is_refused_by_name(
     with pytest.raises(openai.BadRequestError) as caught:
         ai.embeddings.create(**({"model": "guide", "input": "x"} | options))
     assert caught.value.param == param
+
+
+RESPOND: dict[str, Any] = {"model": "guide", "input": QUESTION[0]["content"], "temperature": 0}
+
+
+def test_a_response_says_the_same_streamed_or_not_and_as_a_chat(ai: openai.OpenAI) -> None:
+    whole = ai.responses.create(**RESPOND)
+    assert whole.output_text == text_of(ask(ai, max_tokens=None))
+    assert whole.status == "completed"
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    with ai.responses.stream(**RESPOND) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(texts) == final.output_text == whole.output_text
+    short = ai.responses.create(**RESPOND, max_output_tokens=3)
+    assert (short.status, short.usage and short.usage.output_tokens) == ("incomplete", 3)
+
+
+def test_a_response_is_gone_on_from(ai: openai.OpenAI) -> None:
+    first = ai.responses.create(**RESPOND)
+    second = ai.responses.create(
+        model="guide", input="Why is that useful?", previous_response_id=first.id, temperature=0
+    )
+    turns = [
+        *QUESTION,
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "Why is that useful?"},
+    ]
+    assert second.output_text == text_of(ask(ai, messages=turns, max_tokens=None))
+    assert ai.responses.retrieve(first.id).output_text == first.output_text
+    ai.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        ai.responses.retrieve(first.id)
+
+
+def test_a_response_calls_tools_and_keeps_to_a_schema(ai: openai.OpenAI) -> None:
+    tool = {"type": "function", **offered("get_time")["function"], "strict": True}
+    called = ai.responses.create(**RESPOND, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    (call,) = [item for item in called.output if item.type == "function_call"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+    items = [{"role": "user", "content": "What time is it?"}, call.model_dump(), result]
+    answer = ai.responses.create(model="guide", input=items, tools=[tool], max_output_tokens=5)
+    assert answer.usage is not None
+    wanted = {"type": "json_schema", "name": "where", "schema": {"enum": ["here", "there"]}}
+    formed = ai.responses.create(**RESPOND, text={"format": wanted})
+    assert json.loads(formed.output_text) in ("here", "there")

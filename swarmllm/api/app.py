@@ -23,6 +23,8 @@ from swarmllm.api.guard import check_host, check_origin
 from swarmllm.api.health import health
 from swarmllm.api.ollama import ollama
 from swarmllm.api.openapi import openapi
+from swarmllm.api.responses import RESPONSES, responses
+from swarmllm.api.responses_store import ResponseStore
 from swarmllm.api.text_tools import text_tools
 from swarmllm.api.work import Works
 from swarmllm.config import Config
@@ -30,7 +32,7 @@ from swarmllm.keys import KeyRing
 from swarmllm.node import Node
 
 BODY_TIMEOUT_S = 60
-OPENAI = (chat, completions, embeddings)
+OPENAI = (chat, completions, embeddings, responses)
 DIALECTS = (ollama, anthropic, text_tools)
 BLUEPRINTS = (*OPENAI, *DIALECTS, admin, events, dashboard, health, openapi)
 
@@ -46,6 +48,7 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_S
     app.extensions[NODE] = node
     app.extensions[SETTINGS] = config
+    app.extensions[RESPONSES] = ResponseStore()
     works = app.extensions[WORKS] = Works()
     app.extensions[PULSE] = Pulse(node, works)
     for blueprint in BLUEPRINTS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
+    "moderation": (),
     "functions": ([],),
     "function_call": ("none",),
 }
@@ -122,14 +123,20 @@ def _allowed_name(tool: Json) -> object:
     return function.get("name") if isinstance(function, dict) else tool.get("name")
 
 
-def _refuse_unsupported(body: schema.ChatRequest) -> None:
-    for field, neutral in NEUTRAL.items():
+def refuse_unless_neutral(body: schema.Body, neutral: Mapping[str, tuple[object, ...]]) -> None:
+    """Raises InvalidRequest naming the first field of `neutral` that is neither null nor one of its
+    values."""
+    for field, values in neutral.items():
         value = getattr(body, field)
-        if value is not None and value not in neutral:
+        if value is not None and value not in values:
             allowed = (
-                f"; leave it out or set it to {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""
+                f"; leave it out or set it to {msgspec.json.encode(values[0]).decode()}" if values else ""
             )
             raise InvalidRequest(f"{field} is not supported here{allowed}.", field=field)
+
+
+def _refuse_unsupported(body: schema.ChatRequest) -> None:
+    refuse_unless_neutral(body, NEUTRAL)
     if isinstance(body.tool_choice, schema.CustomToolChoice):
         raise InvalidRequest("custom tools are not supported here.", field="tool_choice.type")
     if body.grammar and not isinstance(body.response_format, schema.TextFormat | None):

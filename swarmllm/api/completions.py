@@ -11,7 +11,7 @@ from quart import Blueprint, Response
 
 from swarmllm.api.answering import EVENT_STREAM, Ask
 from swarmllm.api.chat_reply import DONE, WAITING, encode
-from swarmllm.api.chat_request import sampling_of
+from swarmllm.api.chat_request import refuse_unless_neutral, sampling_of
 from swarmllm.api.choices import answer_choices, usage
 from swarmllm.api.errors import error_object, read_body
 from swarmllm.api.feed import Passage
@@ -20,6 +20,7 @@ from swarmllm.api.schema import (
     ChatRequest,
     Choices,
     Json,
+    LogitBias,
     MaxTokens,
     ModelName,
     Penalty,
@@ -43,7 +44,6 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
-    "logit_bias": ({},),
     "suffix": ("",),
 }
 SAMPLING = (
@@ -56,6 +56,7 @@ SAMPLING = (
     "frequency_penalty",
     "seed",
     "stop",
+    "logit_bias",
     "ignore_eos",
 )
 
@@ -76,6 +77,7 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     seed: Seed | None = None
     stop: Stop | None = None
+    logit_bias: LogitBias | None = None
     # llama.cpp's extras
     top_k: Annotated[int, Meta(ge=0, le=2**20)] | None = None
     min_p: Share | None = None
@@ -90,7 +92,6 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
     user: str | None = None
     # accepted at their neutral value only
     best_of: int | None = None
-    logit_bias: Json | None = None
     suffix: str | None = None
 
 
@@ -100,10 +101,7 @@ completions = Blueprint("completions", __name__, url_prefix="/v1")
 @completions.post("/completions")
 async def complete() -> Response:
     body = await read_body(CompletionRequest)
-    for field, neutral in NEUTRAL.items():
-        value = getattr(body, field)
-        if value is not None and value not in neutral:
-            raise InvalidRequest(f"{field} is not supported here; leave it out.", field=field)
+    refuse_unless_neutral(body, NEUTRAL)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
     if body.echo and body.logprobs is not None:

@@ -21,6 +21,7 @@ from swarmllm.api.chat_reply import encode
 from swarmllm.api.completions import CompletionRequest
 from swarmllm.api.embeddings import EmbeddingRequest
 from swarmllm.api.ollama import OllamaChat, OllamaGenerate, OllamaShow
+from swarmllm.api.responses_request import ResponsesRequest
 from swarmllm.api.schema import AddModel, ChatRequest, Json, ModelLayers, PinModel
 from swarmllm.api.text_tools import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
@@ -46,6 +47,9 @@ class Operation:
 OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, (JSON, EVENTS)),
     Operation("post", "/v1/completions", "Continue a text", CompletionRequest, (JSON, EVENTS)),
+    Operation("post", "/v1/responses", "Answer a list of items", ResponsesRequest, (JSON, EVENTS)),
+    Operation("get", "/v1/responses/{response_id}", "An answer that is still kept"),
+    Operation("delete", "/v1/responses/{response_id}", "Forget it"),
     Operation("post", "/v1/embeddings", "Turn texts into vectors", EmbeddingRequest),
     Operation("get", "/v1/models", "The models this node has a file of"),
     Operation("get", "/v1/models/{name}", "One of them"),
@@ -61,6 +65,7 @@ OPERATIONS = (
     Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest),
     Operation("post", "/apply-template", "A conversation as the model reads it", TemplateRequest),
     Operation("get", "/props", "What holds for every request", query=("model",)),
+    Operation("get", "/slots", "What its turns are taken by"),
     Operation("get", "/health", "The process lives"),
     Operation("get", "/health/ready", "What was to be loaded is loaded; 503 before"),
     Operation("get", "/metrics", "Numbers for Prometheus", answers=(TEXT,)),

@@ -158,6 +158,7 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 SessionName = Annotated[str, Meta(max_length=256)]
 Choices = Annotated[int, Meta(ge=1, le=32)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=16)]
 
 
@@ -201,9 +202,7 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
-    ) = None
+    logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
     n: Choices | None = None
     logprobs: bool | None = None
@@ -229,6 +228,7 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: Json | None = None
     metadata: Json | None = None
     # accepted at their neutral value only
     store: bool | None = None
@@ -239,6 +239,7 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
     verbosity: str | None = None
     web_search_options: Json | None = None
+    moderation: Json | None = None
     functions: list[Json] | None = None
     function_call: str | Json | None = None
 

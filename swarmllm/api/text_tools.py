@@ -111,5 +111,29 @@ async def props() -> Response:
     )
 
 
+@text_tools.get("/slots")
+async def slots() -> Response:
+    """One entry per turn that this node has for its clients; nothing of what was said."""
+    node, n_ctx = current_node(), current_config().inference.n_ctx
+    busy = [request for request in node.requests.live() if request.state in ("prefill", "decode")]
+    taken = [
+        {
+            "id": i,
+            "id_task": request.id,
+            "n_ctx": n_ctx,
+            "is_processing": True,
+            "model": request.model,
+            "state": request.state,
+            "n_prompt_tokens": request.n_prompt_tokens,
+            "n_decoded": request.n_generated,
+        }
+        for i, request in enumerate(busy)
+    ]
+    free = range(len(busy), node.admission.max_running)
+    return _json(
+        [*taken, *({"id": i, "id_task": None, "n_ctx": n_ctx, "is_processing": False} for i in free)]
+    )
+
+
 def _json(body: object) -> Response:
     return Response(encode(body), content_type="application/json")

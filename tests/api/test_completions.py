@@ -75,7 +75,7 @@ async def test_what_is_not_offered_is_refused_by_name(tmp_path: Path) -> None:
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": 1, "echo": True}, "echo"),
         ({"suffix": "end"}, "suffix"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"logit_bias": {"one": 5}}, "logit_bias"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": [1, 2]}, "prompt"),
         ({"prompt": ["a", "b"]}, "prompt"),

@@ -79,10 +79,13 @@ PARAMETERS = {"name": "guide", "node": "a-peer", "file": "style.css"}
 async def test_endpoints_answer_with_the_content_types_it_names(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         await stand.tell_of_peer("a-peer", "other", 4, ((0, 4),))
+        asked = {"model": "guide", "input": "hello"}
+        kept = (await stand.http.post("/v1/responses", json=asked)).json()["id"]
+        parameters = PARAMETERS | {"response_id": kept}
         for operation in OPERATIONS:
             # A stream of events has no end; test_events reads it.
             if operation.method == "get" and operation.answers != (EVENTS,):
-                path = re.sub(r"{(\w+)}", lambda name: PARAMETERS[name[1]], operation.path)
+                path = re.sub(r"{(\w+)}", lambda name: parameters[name[1]], operation.path)
                 query = dict.fromkeys(operation.query, "guide") | dict.fromkeys(operation.numbers, "8")
                 answer = await stand.http.get(path, params=query)
                 assert answer.status_code == 200

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from api_fakes import Stand, serve_node
+import trio
+from api_fakes import Script, Stand, serve_node
 
 from swarmllm.models import LayerRange
 
@@ -58,3 +59,19 @@ async def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path) -> None:
         assert await refusal(stand, "/apply-template", guide | {"messages": []}) == (400, "messages")
         assert await refusal(stand, "/detokenize", {"model": "gpt-9", "tokens": []}) == (404, "model")
         assert (await stand.http.get("/props", params={"model": "gpt-9"})).status_code == 404
+
+
+async def test_slots_tell_who_is_served_and_never_what_was_said(tmp_path: Path) -> None:
+    async with serve_node(tmp_path, max_concurrent_requests=3) as stand:
+        assert [slot["is_processing"] for slot in (await stand.http.get("/slots")).json()] == [False] * 3
+        stand.pipelines.script = Script(texts=["one", "two"], hold_after=1)
+        body = {"model": "guide", "messages": [{"role": "user", "content": "a secret"}], "stream": True}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: stand.http.post("/v1/chat/completions", json=body))
+            await stand.pipelines.started.wait()
+            answer = await stand.http.get("/slots")
+            nursery.cancel_scope.cancel()
+    first, *others = answer.json()
+    assert (first["is_processing"], first["model"], first["state"]) == (True, "guide", "decode")
+    assert [slot["is_processing"] for slot in others] == [False, False]
+    assert "secret" not in answer.text
