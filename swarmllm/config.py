@@ -67,6 +67,11 @@ class NetworkTable:
         (), "Multiaddrs, each with /p2p/ID, of nodes that are dialled at start and again while not connected."
     )
     mdns: bool = _setting(True, "Find nodes on the local network by mDNS, and be found.")
+    direct_links: bool = _setting(
+        True,
+        "Workers of neighbouring stages send each other decode jobs directly, where the data port can be "
+        "reached.",
+    )
     announce: tuple[str, ...] = _setting(
         (), "IP addresses told to other nodes instead of those of the network interfaces."
     )

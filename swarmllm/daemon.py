@@ -32,16 +32,16 @@ from swarmllm.guide import GUIDE_PATH
 from swarmllm.keys import KeyFile
 from swarmllm.models import Catalogue, Store
 from swarmllm.node import Node
+from swarmllm.pipeline.links import Links
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.scheduling.constraints import Constraints, Pin
 from swarmllm.scheduling.observation import Observations
 from swarmllm.sd_notify import ServiceManager
-from swarmllm.swarm.libp2p_router import open_libp2p_router
+from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.peer_lists import PeerLists
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
-from swarmllm.swarm.router import Router
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm.swarm.trust_keeper import Trust, open_trust
 from swarmllm.travel import Travel, TravelSettings
@@ -112,7 +112,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Whereabouts]:
 
 @asynccontextmanager
 async def _open_rooms(
-    config: Config, data_dir: Path, catalogue: Catalogue, router: Router, trust: Trust
+    config: Config, data_dir: Path, catalogue: Catalogue, router: Libp2pRouter, trust: Trust
 ) -> AsyncIterator[Whereabouts]:
     """Everything above the network, bottom up."""
     settings = worker_settings(config, data_dir)
@@ -130,6 +130,7 @@ async def _open_rooms(
             on_change=lambda: node.holdings_changed(),
             note=trust.note,
         )
+        links = Links(router.node_id, router, pool.ring) if config.network.direct_links else None
         pipelines = Pipelines(
             router,
             registry,
@@ -138,9 +139,11 @@ async def _open_rooms(
             router.node_id,
             pipeline_settings(config),
             give_piece=travel.answer,
+            links=links,
             observations=observations,
             note=trust.note,
         )
+        pool.on_notice = pipelines.on_notice
         await nursery.start(pipelines.run)
         node = Node(
             config,

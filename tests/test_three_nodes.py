@@ -112,6 +112,27 @@ def test_a_cut_model_embeds_from_every_node(nodes: tuple[DaemonProcess, ...]) ->
     assert vectors[0] == vectors[1] == vectors[2]
 
 
+def test_after_the_prompt_workers_speak_to_each_other_directly(nodes: tuple[DaemonProcess, ...]) -> None:
+    ask(nodes[0])  # Whoever is first opens the links, and may be done before they are.
+    before = [node.stats()["pipelines"]["jobs_by_link"] for node in nodes]
+    with client(nodes[0]) as ai:
+        answer = ai.chat.completions.create(
+            model="guide",
+            messages=QUESTION,  # type: ignore[arg-type]
+            temperature=0,
+            max_tokens=50,
+            extra_body={"ignore_eos": True},
+        )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 50
+    for node, known in zip(nodes, before, strict=True):
+        wait_for(
+            lambda node=node, known=known: node.stats()["pipelines"]["jobs_by_link"] >= known + 48,
+            5,
+            "the node to have run decode jobs that came by links",
+        )
+
+
 def test_every_node_can_be_the_origin(nodes: tuple[DaemonProcess, ...]) -> None:
     assert len({ask(node) for node in nodes}) == 1
 

@@ -10,93 +10,31 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-import msgspec
 from msgspec import Meta
 
-CallId = Annotated[int, Meta(ge=0, le=2**53)]
-RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
-LayerIndex = Annotated[int, Meta(ge=0, le=65535)]
-Position = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-TokenCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-SizeBytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Dimension = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-"""Thirty years at most: keeps infinity out of sums and averages."""
-FinishReason = Literal["stop", "length", "cancelled"]
-GeneratedTokens = Annotated[tuple[TokenId, ...], Meta(max_length=2**19)]
-"""What a request has generated already, where another process goes on with it; at most 5 bytes each."""
-
-
-def require_layer_range(start: int, end: int) -> None:
-    """Raises ValueError naming `end`; msgspec turns it into a validation error with the message's path."""
-    if end <= start:
-        raise ValueError(f"field `end`: {end} must be above start {start}")
-
-
-class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
-    """How the head samples. Temperature 0 is greedy. `seed` None lets the worker draw one."""
-
-    max_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 256
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
-    top_k: Annotated[int, Meta(ge=0, le=2**20)] = 0
-    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repeat_penalty: Annotated[float, Meta(ge=0, le=10)] = 1.0
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    seed: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
-    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)] = ()
-    ignore_eos: bool = False
-    typical_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    xtc_probability: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    xtc_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.1
-    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    dry_base: Annotated[float, Meta(ge=1, le=100)] = 1.75
-    dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] = 2
-    mirostat: Literal[0, 1, 2] = 0
-    """The version; takes the place of the truncating samplers (top_k, top_p, min_p, typical_p, XTC)."""
-    mirostat_tau: Annotated[float, Meta(ge=0, le=100)] = 5.0
-    mirostat_eta: Annotated[float, Meta(ge=0, le=1)] = 0.1
-    logit_bias: Annotated[
-        tuple[tuple[TokenId, Annotated[float, Meta(ge=-1000, le=1000)]], ...], Meta(max_length=1024)
-    ] = ()
-    grammar: Annotated[str, Meta(max_length=65536)] = ""
-    """GBNF; at most one of this and `json_schema`."""
-    json_schema: Annotated[str, Meta(max_length=65536)] = ""
-    """The text of a JSON schema that the output follows."""
-    logprobs: bool = False
-    """Tokens come with their log-probabilities."""
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
-    """How many of the likeliest tokens come along with each; needs `logprobs`."""
-    json_before: Annotated[str, Meta(max_length=64)] = ""
-    """Text that stands before that JSON; a model that calls tools expects its own marks around a call."""
-    json_after: Annotated[str, Meta(max_length=64)] = ""
-    """Text that stands behind it."""
-    json_max: Annotated[int, Meta(ge=1, le=64)] = 1
-    """The JSON with what stands around it comes this often at most, at least once."""
-
-
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """How likely a token was; travels as an array of its fields in this order."""
-
-    token: TokenId
-    logprob: Annotated[float, Meta(ge=-9999, le=0)]
-    """Natural logarithm of its probability in the model's own distribution: before temperature, penalties,
-    biases, grammar and truncation. Never below -9999, which stands for impossible."""
-    piece: Annotated[bytes, Meta(max_length=1024)]
-    """Its text, special tokens spelt out."""
-
-
-Logprobs = Annotated[tuple[TokenLogprob, ...], Meta(max_length=21)]
-"""The token itself, then the likeliest ones in order; empty where nobody asked."""
-
-
-class DaemonMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
-    """What every message to a worker carries."""
-
-    id: CallId
-    """Chosen by the daemon, never reused while the call is open; every answer carries it."""
+from swarmllm_proto.ipc_base import (  # noqa: F401
+    CallId,
+    DaemonMessage,
+    Dimension,
+    FinishReason,
+    GeneratedTokens,
+    LayerIndex,
+    Logprobs,
+    PeerId,
+    Position,
+    RequestId,
+    Sampling,
+    Seconds,
+    SizeBytes,
+    StageIndex,
+    StageTiming,
+    TokenCount,
+    TokenId,
+    TokenLogprob,
+    WorkerMessage,
+    require_layer_range,
+)
+from swarmllm_proto.ipc_ring import Arrived, CloseLinks, LinkLost, Relay, TakeLink, TakeSeat, Turned
 
 
 class Open(DaemonMessage, frozen=True, tag=True):
@@ -193,6 +131,14 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     sampling: Sampling | None = None
     n_prompt_tokens: TokenCount = 0
     generated: GeneratedTokens = ()
+    seat: StageIndex | None = None
+    """The request's seat that this is: its result may leave by a link, and the answer then says so."""
+    timings: Annotated[tuple[StageTiming, ...], Meta(max_length=256)] = ()
+    """Of the stages before, to be sent on with the result."""
+    waited_s: Seconds = 0.0
+    """Since the job arrived at the node."""
+    resent: bool = False
+    """A link broke behind this job: it may have come by that already, and is then answered with Done."""
 
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)
@@ -226,13 +172,6 @@ class ReleaseRequestKv(DaemonMessage, frozen=True, tag=True):
 
 class Shutdown(DaemonMessage, frozen=True, tag=True):
     """Answered by Bye; then the process exits with 0."""
-
-
-class WorkerMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
-    """What every message from a worker carries."""
-
-    id: CallId = 0
-    """Of the call that is answered; 0: nobody asked."""
 
 
 class Ready(WorkerMessage, frozen=True, tag=True):
@@ -289,6 +228,8 @@ class LayerResult(WorkerMessage, frozen=True, tag=True):
 
     request_id: str = ""
     compute_s: Seconds = 0.0
+    onward: bool = False
+    """The result has left by a link to the next stage; no payload here."""
 
 
 class Token(WorkerMessage, frozen=True, tag=True):
@@ -302,6 +243,8 @@ class Token(WorkerMessage, frozen=True, tag=True):
     finish_reason: FinishReason | None = None
     compute_s: Seconds = 0.0
     logprobs: Logprobs = ()
+    onward: bool = False
+    """The token has left by a link to the first stage."""
 
 
 class GenerateDone(WorkerMessage, frozen=True, tag=True):
@@ -318,7 +261,8 @@ class GenerateDone(WorkerMessage, frozen=True, tag=True):
 
 
 class Done(WorkerMessage, frozen=True, tag=True):
-    """Answers CancelRequest and ReleaseRequestKv."""
+    """Answers CancelRequest, ReleaseRequestKv, TakeLink, CloseLinks and TakeSeat; and a Forward that was
+    `resent` and had come before."""
 
 
 class Error(WorkerMessage, frozen=True, tag=True):
@@ -358,6 +302,9 @@ AnyDaemonMessage: TypeAlias = (
     | Detokenize
     | Embed
     | Forward
+    | TakeLink
+    | CloseLinks
+    | TakeSeat
     | Generate
     | CancelRequest
     | ReleaseRequestKv
@@ -373,6 +320,10 @@ AnyWorkerMessage: TypeAlias = (
     | LayerResult
     | Token
     | GenerateDone
+    | Arrived
+    | Relay
+    | Turned
+    | LinkLost
     | Done
     | Error
     | Bye

@@ -26,6 +26,7 @@ from swarmllm_proto.ipc import (
     TokenId,
     require_layer_range,
 )
+from swarmllm_proto.ipc import StageTiming as StageTiming
 from swarmllm_proto.limits import PIECE_MAX
 
 WIRE_VERSION: Final = 1
@@ -231,16 +232,6 @@ class CancelInference(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reason: ShortText = ""
 
 
-class StageTiming(msgspec.Struct, frozen=True, array_like=True):
-    """What one stage spent on this step; travels as an array of its fields in this order."""
-
-    stage: Annotated[int, Meta(ge=0, le=255)]
-    compute_s: Seconds
-    """Inside the worker."""
-    busy_s: Seconds
-    """From the job's arrival at the node to its departure: queue, IPC and compute."""
-
-
 class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Job message: the walk goes on here. step "embed": `token` is to be embedded by the first stage (no
     payload); step "layer": payload is f32 [n, n_embd].
@@ -262,6 +253,8 @@ class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Prompt tokens that come after this chunk; 0: the head samples from the last row."""
     token: TokenId = 0
     timings: Annotated[tuple[StageTiming, ...], Meta(max_length=256)] = ()
+    resent: bool = False
+    """A link between two workers broke behind this job: it may have arrived there before."""
     digest: Annotated[bytes, Meta(max_length=32)] = b""
 
 

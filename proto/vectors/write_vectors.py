@@ -86,6 +86,15 @@ TIMINGS = (
     swarm.StageTiming(stage=1, compute_s=0.0, busy_s=1.0),
 )
 
+
+def nested_frame() -> bytes:
+    """A job's frame as the payload of a message between daemon and worker."""
+    message = swarm.LayerForward(
+        request_id=REQUEST_ID, step="embed", stage=0, position=130, n_tokens=1, token=15043, resent=True
+    )
+    return b"".join(encode_frame(*encode_job(message)))
+
+
 IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes]] = [
     (
         "open",
@@ -135,6 +144,40 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         tensor_bytes(TOKEN_IDS),
     ),
     (
+        "forward-of-a-seat",
+        ipc.Forward(
+            id=13,
+            request_id=REQUEST_ID,
+            start=4,
+            end=8,
+            position=100,
+            want="hidden",
+            seat=1,
+            timings=TIMINGS[:1],
+            waited_s=0.0005,
+            resent=True,
+        ),
+        tensor_bytes(HIDDEN),
+    ),
+    ("take-link", ipc.TakeLink(id=14, peer=NODE_B, direction="sending"), bytes(range(40))),
+    ("close-links", ipc.CloseLinks(id=15, peer=NODE_B), b""),
+    (
+        "take-seat",
+        ipc.TakeSeat(
+            id=16,
+            request_id=REQUEST_ID,
+            stage=1,
+            start=4,
+            end=12,
+            before=NODE_A,
+            after=NODE_B,
+            origin=NODE_A,
+            n_prompt_tokens=4,
+            sampling=SAMPLING,
+        ),
+        b"",
+    ),
+    (
         "generate",
         ipc.Generate(id=9, request_id=REQUEST_ID, sampling=SAMPLING, n_generated=2, session_id="Gespräch 1"),
         tensor_bytes(TOKEN_IDS),
@@ -164,6 +207,20 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ("loaded", ipc.Loaded(id=2, ranges=((0, 2), (6, 12)), weights_bytes=123_456_789), b""),
     ("tokens", ipc.Tokens(id=4), tensor_bytes(TOKEN_IDS)),
     ("text", ipc.Text(id=14), "Grüße, 世界".encode()),
+    (
+        "layer-result-onward",
+        ipc.LayerResult(id=13, request_id=REQUEST_ID, compute_s=0.0015, onward=True),
+        b"",
+    ),
+    (
+        "token-onward",
+        ipc.Token(id=9, request_id=REQUEST_ID, index=3, token=15043, onward=True),
+        "世".encode(),
+    ),
+    ("arrived", ipc.Arrived(sender=NODE_A), nested_frame()),
+    ("relay", ipc.Relay(request_id=REQUEST_ID, receiver=NODE_B), nested_frame()),
+    ("turned", ipc.Turned(request_id=REQUEST_ID, stage=1, n_jobs=60, compute_s=0.5), b""),
+    ("link-lost", ipc.LinkLost(peer=NODE_B, direction="sending", reason="ended by the neighbour"), b""),
     ("layer-result", ipc.LayerResult(id=7, request_id=REQUEST_ID, compute_s=0.0015), tensor_bytes(HIDDEN)),
     (
         "token",
@@ -212,6 +269,7 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
             n_tokens=2,
             prefill_left=70_000,
             timings=TIMINGS,
+            resent=True,
         ),
         tensor_bytes(HIDDEN),
     ),

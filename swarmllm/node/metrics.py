@@ -142,6 +142,11 @@ RECOVERIES = Definition(
     "counter",
     "Times that a stream went on over another pipeline after its own had broken.",
 )
+BY_LINK = Definition(
+    "swarmllm_jobs_by_link_total",
+    "counter",
+    "Decode jobs that workers took from links and ran, as far as told.",
+)
 REPEATS = Definition("swarmllm_jobs_repeated_total", "counter", "Jobs repeated after they arrived damaged.")
 BAD = Definition("swarmllm_messages_bad_total", "counter", "Messages of other nodes that could not be read.")
 WEIGHTS = Definition("swarmllm_worker_weights_bytes", "gauge", "Weights that a worker holds.", ("model_id",))
@@ -242,6 +247,7 @@ class _NodeState(Collector):
             (FOREIGN, pipelines.active_stage_requests),
             (RETRIES, pipelines.retries),
             (RECOVERIES, pipelines.recoveries),
+            (BY_LINK, pipelines.jobs_by_link),
             (REPEATS, pipelines.repeats),
             (BAD, pipelines.messages_bad),
         ):

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol
 
 from swarmllm.models.layers import LayerRange
+from swarmllm.workerpool.ring import NO_RING, RingHint
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import FinishReason, GenerateDone, Sampling, Token, TokenLogprob
 from swarmllm_proto.tensors import Tensor
@@ -38,6 +39,8 @@ class ForwardResult(Protocol):
     def piece(self) -> bytes: ...
     @property
     def compute_s(self) -> float: ...
+    @property
+    def onward(self) -> bool: ...
 
 
 class LocalGeneration(Protocol):
@@ -76,6 +79,7 @@ class Compute(Protocol):
         sampling: Sampling | None = None,
         n_prompt_tokens: int = 0,
         generated: tuple[int, ...] = (),
+        ring: RingHint = NO_RING,
     ) -> ForwardResult: ...
 
     def generate(

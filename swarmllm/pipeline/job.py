@@ -53,6 +53,8 @@ class Job:
     """What the head sampled from the last row, and the bytes to show for it; set by the last stage's
     forward."""
     piece: bytes = b""
+    resent: bool = False
+    """A link broke behind it: it may have been here before."""
     finish_reason: FinishReason | None = None
     """Set by HEAD with the last token."""
 

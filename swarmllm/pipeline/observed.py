@@ -14,6 +14,7 @@ from typing import Any, Literal
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.compute import Compute, ForwardResult, LocalGeneration
 from swarmllm.scheduling.observation import Observations
+from swarmllm.workerpool.ring import NO_RING, RingHint
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import GenerateDone, Sampling, Token
 from swarmllm_proto.tensors import Tensor
@@ -52,6 +53,7 @@ class ObservedCompute:
         sampling: Sampling | None = None,
         n_prompt_tokens: int = 0,
         generated: tuple[int, ...] = (),
+        ring: RingHint = NO_RING,
     ) -> ForwardResult:
         result = await self._compute.forward(
             model,
@@ -63,7 +65,10 @@ class ObservedCompute:
             sampling=sampling,
             n_prompt_tokens=n_prompt_tokens,
             generated=generated,
+            ring=ring,
         )
+        if not result.compute_s:
+            return result  # it had come by a link before
         n_rows = len(tensor)
         phase: Literal["decode", "prefill"] = "decode" if n_rows == 1 else "prefill"
         self._observations.observe(model.model_id, phase, result.compute_s, len(layers), n_rows)

@@ -28,13 +28,16 @@ from swarmllm.pipeline.chain import Chain
 from swarmllm.pipeline.circumstances import Load
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.generation import Generation, Source
+from swarmllm.pipeline.inbox import Inbox
 from swarmllm.pipeline.judgement import judge
 from swarmllm.pipeline.lasting import Lasting
+from swarmllm.pipeline.links import Links, NoLinks
 from swarmllm.pipeline.local import open_local
 from swarmllm.pipeline.observed import ObservedCompute
 from swarmllm.pipeline.occupancy import EXPECTED_OUTPUT_TOKENS, Held, Room, room_left
 from swarmllm.pipeline.prompt import Prompt
 from swarmllm.pipeline.recovery import Recovery
+from swarmllm.pipeline.ring_notices import RingNotices
 from swarmllm.pipeline.routes import DEFAULT_SIZE, RequestSize, Routes
 from swarmllm.pipeline.rows import Rows, RowsChain, local_rows, with_one_retry
 from swarmllm.pipeline.session import Session
@@ -46,15 +49,12 @@ from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.router import Router
-from swarmllm.swarm.trust import Deed, Note, unnoted
+from swarmllm.swarm.trust import Note, unnoted
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.codec import decode_job, decode_request, encode_response
-from swarmllm_proto.errors import DamagedJob, ProtocolError
+from swarmllm_proto.codec import decode_request, encode_response
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import (
-    CancelInference,
     FetchPiece,
-    LayerForward,
     Piece,
     PipelineAssignment,
     Stage,
@@ -83,8 +83,10 @@ class Pipelines:
         give_piece: Callable[[FetchPiece], Awaitable[Piece]] | None = None,
         observations: Observations | None = None,
         note: Note = unnoted,
+        links: Links | None = None,
     ) -> None:
-        """`give_piece` answers requests for bytes of models; without it none are given."""
+        """`give_piece` answers requests for bytes of models; without it none are given. Without `links` every
+        job goes by way of the daemons."""
         self._give_piece = give_piece
         observations = observations or Observations()
         self._router = router
@@ -101,11 +103,17 @@ class Pipelines:
         self._swarm_changed = trio.lowlevel.ParkingLot()
         self._note = note
         self._sessions = Sessions(pool, router, catalogue, settings, self._start_session, note)
+        self._links = links or NoLinks()
+        self._sessions.on_open = self._links.join
+        self._inbox = Inbox(self._sessions, self._chains, self._counts, note)
+        self.on_notice = RingNotices(self._links, self._sessions, observations, self._inbox.take)
+        """For what workers say unasked."""
 
     def statistics(self) -> PipelineStatistics:
         counts = PipelineStatistics(**{name: getattr(self._counts, name) for name in self._counts.__slots__})
         counts.active_generations = len(self._own)
         counts.active_stage_requests = self._sessions.n_for_others()
+        counts.jobs_by_link = self._links.n_jobs
         counts.segments_served += sum(
             session.n_jobs
             for session in self._sessions.by_request.values()
@@ -121,6 +129,7 @@ class Pipelines:
         """Serve until cancelled; started once assignments and jobs are accepted."""
         async with trio.open_nursery() as nursery, self._router.changes() as changes:
             self._nursery = nursery
+            nursery.start_soon(self._links.run)
             self._router.serve(self.on_request, self.on_message)
             task_status.started()
             try:
@@ -224,32 +233,7 @@ class Pipelines:
 
     async def on_message(self, sender: str, header: bytes, payload: memoryview) -> None:
         """Hands everything on; never waits for work."""
-        try:
-            message = decode_job(header, payload)
-        except DamagedJob as damaged:
-            session = self._sessions.by_request.get(damaged.request_id)
-            self._counts.messages_bad += 1
-            self._note(sender, Deed.DAMAGED)
-            if session is None or not session.arrived_damaged(sender, damaged.position):
-                self._counts.messages_ignored += 1
-            return
-        except ProtocolError as error:
-            self._counts.messages_bad += 1
-            self._note(sender, Deed.BROKE_PROTOCOL, str(error))
-            log.warning("message from %s refused: %s", sender, error)
-            return
-        if isinstance(message, LayerForward):
-            session = self._sessions.by_request.get(message.request_id)
-            accepted = session is not None and session.arrive(sender, message, payload)
-        elif isinstance(message, CancelInference):
-            accepted = self._sessions.cancel(sender, message.request_id)
-        else:
-            chain = self._chains.get(message.request_id)
-            accepted = chain is not None
-            if chain is not None:
-                chain.receive(sender, message, payload)
-        if not accepted:
-            self._counts.messages_ignored += 1
+        self._inbox.take(sender, header, payload)
 
     # What this node's clients want.
 
@@ -372,6 +356,7 @@ class Pipelines:
             self._counts.segments_served += session.n_jobs
 
     def _lost(self, node_id: str) -> None:
+        self._links.lost(node_id)
         for chain in list(self._chains.values()):
             chain.lost(node_id)
         for session in list(self._sessions.by_request.values()):

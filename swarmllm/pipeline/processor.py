@@ -57,6 +57,7 @@ class Outcome(Enum):
     TOKEN_TO_LAYERS = "next token: this very stage is also the first"
     TOKEN_ELSEWHERE = "next token: the first stage is elsewhere"
     SENT = "handed over"
+    PASSED_ON = "the worker has sent the job on by a link, or had had it by one"
 
 
 TRANSITIONS: Final[dict[tuple[State, Outcome], State]] = {
@@ -73,10 +74,12 @@ TRANSITIONS: Final[dict[tuple[State, Outcome], State]] = {
     (State.PROCESS_LAYERS, Outcome.NEXT_REMOTE): State.SEND,
     (State.PROCESS_LAYERS, Outcome.NEXT_LOCAL): State.PROCESS_LAYERS,
     (State.PROCESS_LAYERS, Outcome.LAST_LAYER): State.VALIDATING,
+    (State.PROCESS_LAYERS, Outcome.PASSED_ON): State.DONE,
     (State.HEAD, Outcome.FINISHED): State.DONE,
     (State.HEAD, Outcome.TOKEN_EMBEDDED_HERE): State.EMBED,
     (State.HEAD, Outcome.TOKEN_ELSEWHERE): State.SEND,
     (State.HEAD, Outcome.TOKEN_TO_LAYERS): State.PROCESS_LAYERS,
+    (State.HEAD, Outcome.PASSED_ON): State.DONE,
     (State.SEND, Outcome.SENT): State.DONE,
 }
 

@@ -51,6 +51,15 @@ class _Report:
     ends: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Relay:
+    """What this node's worker wants sent."""
+
+    receiver: str
+    header: bytes
+    payload: bytes | memoryview
+
+
 class Session:
     def __init__(
         self,
@@ -78,9 +87,10 @@ class Session:
         self._damaged_at: int | None = None
         self._may_have_gaps = False
         self._overrun = False
+        self._heard_at_s = 0.0
         # The origin of a request waits in its client's task (see chain); its session only works on demand.
         self._silence_timeout_s = float("inf") if origin_side is not None else silence_timeout_s
-        self._entrance, self._exit = trio.open_memory_channel[Job | _Report](
+        self._entrance, self._exit = trio.open_memory_channel[Job | _Report | _Relay](
             2 * (len(self.view.stages) + 1) + _SPARE_JOBS
         )
 
@@ -106,7 +116,9 @@ class Session:
         stage = message.stage
         if stage > self.view.last or not self.view.is_here(stage) or sender not in self._senders(message):
             return False
-        is_ahead = message.step == "layer" and message.position > self._expected[stage]
+        # Chunks only: what comes by links is not counted here, and tokens come one at a time.
+        is_chunk = message.step == "layer" and message.position < self.context.n_prompt_tokens
+        is_ahead = is_chunk and message.position > self._expected[stage]
         if is_ahead and self._may_have_gaps:
             # A chunk sent before the origin knew of the damage; it comes again.
             return True
@@ -140,6 +152,18 @@ class Session:
             position=position,
         )
         self._put(_Report(error, ends=False))
+        return True
+
+    def turned(self, n_jobs: int) -> None:
+        """Jobs of this request went through this node's worker by links."""
+        self.n_jobs += n_jobs
+        self._heard_at_s = trio.current_time()
+
+    def relay(self, receiver: str, header: bytes, payload: bytes | memoryview) -> bool:
+        """Send a job message of this node's worker. False: that is none of its business."""
+        if receiver not in self.view.node_ids:
+            return False
+        self._put(_Relay(receiver, header, payload))
         return True
 
     def lost(self, node_id: str) -> None:
@@ -180,6 +204,9 @@ class Session:
             try:
                 with trio.fail_after(self._silence_timeout_s):
                     item = await self._exit.receive()
+                if isinstance(item, _Relay):
+                    await self._walker.relay(item.receiver, item.header, item.payload)
+                    continue
                 if isinstance(item, Job):
                     self.n_jobs += 1
                     await self._walker.walk(item)
@@ -188,6 +215,8 @@ class Session:
                 if item.ends:
                     return
             except trio.TooSlowError:
+                if trio.current_time() - self._heard_at_s < self._silence_timeout_s:
+                    continue
                 await self._tell_failure(
                     DeadlineExceeded(f"nothing arrived for {self._silence_timeout_s:g} s")
                 )
@@ -239,7 +268,7 @@ class Session:
         except SwarmLLMError as error:
             log.info("slot of request %s not freed: %s", self.context.request_id, error)
 
-    def _put(self, item: Job | _Report) -> None:
+    def _put(self, item: Job | _Report | _Relay) -> None:
         try:
             self._entrance.send_nowait(item)
         except trio.WouldBlock:
@@ -261,6 +290,7 @@ class Session:
             prefill_left=message.prefill_left,
             timings=message.timings,
             since_s=trio.current_time(),
+            resent=message.resent,
         )
         if message.step == "embed":
             if message.n_tokens != 1 or message.prefill_left:

@@ -72,6 +72,7 @@ class Sessions:
     settings: PipelineSettings
     start_soon: Callable[[Session], None]
     note: Note = unnoted
+    on_open: Callable[[RequestContext], None] = lambda context: None
     by_request: dict[str, Session] = field(default_factory=dict)
     _cancelled: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
 
@@ -99,6 +100,7 @@ class Sessions:
         )
         self.start_soon(session)
         self.by_request[context.request_id] = session
+        self.on_open(context)
         return session
 
     def cancel(self, sender: str, request_id: str) -> bool:

@@ -21,6 +21,8 @@ class PipelineStatistics:
     """Jobs repeated after damage."""
     segments_served: int = 0
     """Jobs walked for other nodes."""
+    jobs_by_link: int = 0
+    """Jobs that this node's workers took from links and ran."""
     messages_ignored: int = 0
     """For requests unknown here, or from nodes that have no part in them."""
     messages_bad: int = 0

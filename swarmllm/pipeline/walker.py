@@ -7,7 +7,8 @@ logging.
 Two short cuts over doing each state's work literally. Where the first stage is here, EMBED hands over token
 ids and the worker looks the rows up in the same call that runs the layers. And where the next token's first
 stage is elsewhere, SEND lets the job go before the origin is told of the token: the ring waits for one, a
-reader for the other.
+reader for the other. Not where both go to the same node: there the next token may come by a link (see
+links), and must not overtake this one.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ from swarmllm.pipeline.processor import (
     next_state,
 )
 from swarmllm.swarm.router import Router
+from swarmllm.workerpool.ring import NO_RING, RingHint
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.codec import encode_job
+from swarmllm_proto.codec import decode_job, encode_job
 from swarmllm_proto.frames import Payload
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import (
+    CancelInference,
     JobMessage,
     LayerForward,
     PipelineError,
@@ -103,6 +106,9 @@ class Walker:
         self._origin_side = origin_side
         self._has_sampled = False
         self._last_want: Literal["none", "normed"] = "normed" if context.wants == "normed" else "none"
+        self._passed_on = False
+        """The token that has just been sampled is on its way to the first stage, and to the origin if that is
+        there."""
         self._untold: tuple[StreamingToken, bytes] | None = None
         self._actions: dict[State, Callable[[Job], Awaitable[Outcome]]] = {
             State.VALIDATING: self._validate,
@@ -168,8 +174,12 @@ class Walker:
             sampling=self._context.sampling if first_sample else None,
             n_prompt_tokens=self._context.n_prompt_tokens,
             generated=self._context.generated if first_sample else (),
+            ring=self._ring_hint(job, samples),
         )
+        if result.onward and result.token is None:
+            return Outcome.PASSED_ON
         self._has_sampled |= samples
+        self._passed_on, job.resent = result.onward, False
         job.tensor, job.sampled, job.piece = result.tensor, result.token, result.piece
         now_s = trio.current_time()
         busy_s = max(0.0, now_s - job.since_s)
@@ -194,11 +204,23 @@ class Walker:
             logprobs=sampled.logprobs,
         )
         outcome = after_head(job, self._view)
-        if outcome is Outcome.TOKEN_ELSEWHERE:
+        origin_is_first = self._view.origin == self._view.stages[0].node_id
+        if self._passed_on:
+            if not origin_is_first:
+                await self.tell_origin(told, job.piece)
+            return outcome if outcome is Outcome.FINISHED else Outcome.PASSED_ON
+        if outcome is Outcome.TOKEN_ELSEWHERE and not origin_is_first:
             self._untold = (told, job.piece)
         else:
             await self.tell_origin(told, job.piece)
         return outcome
+
+    def _ring_hint(self, job: Job, samples: bool) -> RingHint:
+        """A chunk of the prompt keeps to the daemons' way, where others may still be ahead of it."""
+        if not samples and job.position < self._context.n_prompt_tokens:
+            return NO_RING
+        waited_s = max(0.0, trio.current_time() - job.since_s)
+        return RingHint(job.stage, job.timings, waited_s, job.resent)
 
     async def _send(self, job: Job) -> Outcome:
         receiver = destination(job, self._view)
@@ -224,8 +246,17 @@ class Walker:
         return Outcome.SENT
 
     async def _send_to(self, receiver: str, message: JobMessage, payload: Payload = b"") -> None:
+        await self.relay(receiver, *encode_job(message, payload))
+
+    async def relay(self, receiver: str, header: bytes, payload: bytes | memoryview) -> None:
+        """Send a job message as it is. Raises NodeUnreachable, after the origin's side was told."""
+        if receiver == self._view.node_id and self._origin_side is not None:
+            message = decode_job(header, payload)
+            if not isinstance(message, LayerForward | CancelInference):
+                self._origin_side.receive(receiver, message, payload)
+                return
         try:
-            await self._router.send(receiver, *encode_job(message, payload))
+            await self._router.send(receiver, header, payload)
         except NodeUnreachable:
             if self._origin_side is not None:
                 self._origin_side.lost(receiver)

@@ -3,11 +3,12 @@
 Frames are `swarmllm_proto.frames`; the first byte of a frame's header says what it is, the rest is the
 sender's header:
 
-    0 hello    MessagePack {v}: the first frame, both ways
+    0 hello    MessagePack {v, link}: the first frame, both ways
     1 message  for the daemon
     2 ping     8 bytes, sent back as pong
     3 pong
     4 goodbye  the sender leaves on purpose
+    5 link     the connection has become a link (see dataplane), as the dialler's hello asked
 
 **Writing.** A message that fits the kernel's buffer is written by its sender on the spot; else it queues and
 its sender waits until it is written, so a slow neighbour holds up exactly those who send to it, and no more
@@ -27,6 +28,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import IntEnum
 from struct import Struct
+from typing import Annotated
 
 import msgspec
 import trio
@@ -57,10 +59,17 @@ class Kind(IntEnum):
     PING = 2
     PONG = 3
     GOODBYE = 4
+    LINK = 5
 
 
-class _Hello(msgspec.Struct, frozen=True):
+class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
     v: int
+    link: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    """The dialler wants a link, and this is what for."""
+
+
+class _LinkAsked(Exception):
+    """The peer wants a link and not a connection."""
 
 
 class _Outgoing:
@@ -87,6 +96,8 @@ class Connection:
         self.retired = False
         """The peer has turned to a newer connection: what still arrives here is out of order."""
         self.broke_protocol = False
+        self.link_asked = ""
+        """What the peer wants a link for, where that is how this ended; its wire is then still open."""
         self.rtt_s: float | None = None
         self.n_bytes_sent = 0
         self.n_bytes_received = 0
@@ -112,6 +123,11 @@ class Connection:
     def wire_kind(self) -> str:
         return self._wire.kind
 
+    @property
+    def wire(self) -> Wire:
+        """For whoever goes on with it after `link_asked`."""
+        return self._wire
+
     async def run(self) -> None:
         """Until it ends, however it ends; `ending` then says how."""
         self._heard_at_s = trio.current_time()
@@ -119,8 +135,10 @@ class Connection:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write_queue)
                 nursery.start_soon(self._beat)
-                self._queue_control(Kind.HELLO, msgspec.msgpack.encode(_Hello(v=VERSION)))
+                self._queue_control(Kind.HELLO, msgspec.msgpack.encode(Hello(v=VERSION)))
                 await self._read()
+        except* _LinkAsked:
+            self.ending = self.ending or "became a link"
         except* WireClosed as lost:
             self.end(str(lost.exceptions[0]))
         except* ProtocolError as wrong:
@@ -243,7 +261,10 @@ class Connection:
         if not self.ready.is_set():
             if kind != Kind.HELLO:
                 raise WireClosed("the peer did not say hello")
-            _check_hello(header)
+            hello = _checked_hello(header)
+            if hello.link and not self.dialled:
+                self.link_asked = hello.link
+                raise _LinkAsked
             self.ready.set()
         elif kind == Kind.MESSAGE:
             self._handling = True
@@ -282,10 +303,11 @@ class Connection:
                 raise WireClosed("silent")
 
 
-def _check_hello(content: bytes) -> None:
+def _checked_hello(content: bytes) -> Hello:
     try:
-        hello = msgspec.msgpack.decode(content, type=_Hello)
+        hello = msgspec.msgpack.decode(content, type=Hello)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise WireClosed("the peer's hello is unreadable") from None
     if hello.v != VERSION:
         raise WireClosed(f"the peer speaks version {hello.v}, this node {VERSION}")
+    return hello

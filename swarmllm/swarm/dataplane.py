@@ -7,6 +7,9 @@ goes on sending on its own: nothing has to be agreed on, and order only ever mat
 sender turns to a new connection, its old one is dead to it; what still arrives on that is dropped, so order
 holds across a reconnection as well (messages may be missing, never late).
 
+A dialler may ask for a link instead (see link_opening): then the connection, and one direction's key, are
+given away to this node's worker, and the data plane has no more to do with it.
+
 A connection lost unexpectedly is a neighbour lost: messages may be gone, and whoever counted on them should
 learn of it now.
 """
@@ -26,7 +29,9 @@ from swarmllm.swarm.connection import Connection
 from swarmllm.swarm.doorkeeper import Doorkeeper
 from swarmllm.swarm.host import Host, Stream
 from swarmllm.swarm.identity import Identity
-from swarmllm.swarm.noise_wire import HANDSHAKE_S, HandshakeFailed, shake_hands
+from swarmllm.swarm.link_opening import ask_for_link, give_link
+from swarmllm.swarm.noise_wire import HANDSHAKE_S, HandshakeFailed, NoiseWire, shake_hands
+from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm.swarm.stream_wire import PROTOCOL, StreamWire
 from swarmllm.swarm.trust import Deed, Note, unnoted
 from swarmllm.swarm.wire import Wire
@@ -105,6 +110,8 @@ class DataPlane:
         self._neighbours: dict[str, _Neighbour] = {}
         self._n_handshakes = 0
         self.port = 0
+        self.on_link: LinkHandler | None = None
+        """Takes what peers open; without it links are refused."""
 
     def serve(self, listeners: Sequence[trio.SocketListener]) -> None:
         """Take connections from now on."""
@@ -129,6 +136,13 @@ class DataPlane:
             live = [c for c in self.connections(node_id) if not c.retired]
             neighbour.sending = live[0] if live else await self._establish(node_id, neighbour)
             return neighbour.sending
+
+    async def open_link(self, node_id: str, purpose: str) -> LinkEnd:
+        """Raises NodeUnreachable."""
+        wire = await self._shake_hands(node_id)
+        if wire is None:
+            raise NodeUnreachable(f"node {node_id} has no data port that answers")
+        return await ask_for_link(node_id, wire, purpose)
 
     def connections(self, node_id: str) -> list[Connection]:
         """The ones over which messages can pass now."""
@@ -195,6 +209,10 @@ class DataPlane:
         return connection
 
     async def _dial(self, node_id: str) -> Connection | None:
+        wire = await self._shake_hands(node_id)
+        return None if wire is None else self._start(node_id, wire, dialled=True)
+
+    async def _shake_hands(self, node_id: str) -> NoiseWire | None:
         for address in self._addresses(node_id):
             try:
                 with trio.fail_after(_DIAL_S):
@@ -203,7 +221,7 @@ class DataPlane:
             except (OSError, trio.TooSlowError, HandshakeFailed) as error:
                 log.debug("data port of %s at %s: %s", node_id, address, error)
                 continue
-            return self._start(node_id, wire, dialled=True)
+            return wire
         return None
 
     async def _open_stream(self, node_id: str) -> Connection:
@@ -244,6 +262,8 @@ class DataPlane:
         log.info("%r", connection)
         if connection.broke_protocol:
             self._note(connection.node_id, Deed.BROKE_PROTOCOL, connection.ending)
+        if connection.link_asked:
+            self._nursery.start_soon(self._become_link, connection)
         neighbour = self._neighbours.get(connection.node_id)
         if neighbour is None or connection not in neighbour.connections:
             return
@@ -255,6 +275,13 @@ class DataPlane:
             self._lost(connection.node_id, connection.ending)
         elif not neighbour.connections and not neighbour.n_failures and not neighbour.establishing.locked():
             del self._neighbours[connection.node_id]
+
+    async def _become_link(self, connection: Connection) -> None:
+        wire = connection.wire
+        if isinstance(wire, NoiseWire) and self.on_link is not None:
+            await give_link(connection.node_id, wire, connection.link_asked, self.on_link)
+        else:
+            wire.abort()
 
     async def _accept(self, stream: trio.SocketStream) -> None:
         if self._n_handshakes >= HANDSHAKES_MAX:

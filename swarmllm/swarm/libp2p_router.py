@@ -45,7 +45,15 @@ from swarmllm.swarm.reachability import DialBacks, ReachabilityChecks
 from swarmllm.swarm.record_exchange import KIND_APPLICATION, KIND_DIAL_BACK, KIND_PEERS
 from swarmllm.swarm.record_spread import TOPIC_SIZES_BYTES, RecordSpread, next_incarnation
 from swarmllm.swarm.requests import Requests
-from swarmllm.swarm.router import Change, MessageHandler, PeerInfo, Reachability, RequestHandler
+from swarmllm.swarm.router import (
+    Change,
+    LinkEnd,
+    LinkHandler,
+    MessageHandler,
+    PeerInfo,
+    Reachability,
+    RequestHandler,
+)
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm.swarm.trust import Note, unnoted
 
@@ -173,6 +181,14 @@ class Libp2pRouter:
         if node_id not in self._liveness.connected_since_s and not self.plane.has_connection(node_id):
             raise NodeUnreachable(f"node {node_id} is not connected")
         await self.plane.send(node_id, header, payload)
+
+    async def open_link(self, node_id: str, purpose: str) -> LinkEnd:
+        if node_id not in self._liveness.connected_since_s:
+            raise NodeUnreachable(f"node {node_id} is not connected")
+        return await self.plane.open_link(node_id, purpose)
+
+    def serve_links(self, on_link: LinkHandler) -> None:
+        self.plane.on_link = on_link
 
     def begin(
         self,

@@ -23,6 +23,7 @@ from libp2p.peer.id import ID
 
 from swarmllm.swarm.doorkeeper import Doorkeeper, GuardedNoise
 from swarmllm.swarm.identity import Identity
+from swarmllm.swarm.router import LinkEnd
 from swarmllm.swarm.wire import WireClosed
 
 PLAINTEXT_MAX = 65535 - 16
@@ -90,6 +91,18 @@ class NoiseWire:
         self._closed = True
         trio.lowlevel.notify_closing(self._descriptor)
         self._socket.close()
+
+    def sending_end(self) -> LinkEnd:
+        """A copy for somebody else to send on. Nothing may be written here from now on."""
+        assert not self._leftover
+        return LinkEnd(self._socket.dup(), self._encrypting.k, self._encrypting.n)
+
+    def receiving_end(self) -> LinkEnd:
+        """A copy for somebody else to receive on; `receive` must not be called any more. Raises WireClosed
+        where bytes have been read that are not decrypted yet: they would be missing there."""
+        if self._start != self._end:
+            raise WireClosed("the peer did not wait")
+        return LinkEnd(self._socket.dup(), self._decrypting.k, self._decrypting.n)
 
     def _seal(self, plaintext: bytes | memoryview) -> None:
         ciphertext = self._encrypting.encrypt_with_ad(b"", plaintext)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from socket import socket
 from typing import Literal, Protocol
 
 RequestHandler = Callable[[str, bytes], Awaitable[bytes]]
@@ -60,6 +61,37 @@ class Reachability:
     data: tuple[tuple[str, bool], ...]
     observed_ip: str
     """Where this node's connections come from, for that peer; empty: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEnd:
+    """One end of a link: a connection to a proven node, of which this end only sends or only receives. To be
+    given to whoever will use it, and closed here."""
+
+    connection: socket
+    key: bytes = field(repr=False)
+    """ChaCha20-Poly1305, for this one direction of this one connection."""
+    nonce: int
+    """Of the next Noise message."""
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+LinkHandler = Callable[[str, str, LinkEnd], Awaitable[bool]]
+"""(sender's node id, purpose, the receiving end) -> whether it has been taken."""
+
+
+class LinkMaker(Protocol):
+    """What a router can do that has direct connections."""
+
+    async def open_link(self, node_id: str, purpose: str) -> LinkEnd:
+        """The sending end, once the other has been taken there. Raises NodeUnreachable."""
+        ...
+
+    def serve_links(self, on_link: LinkHandler) -> None:
+        """Set the handler; before that, links are refused."""
+        ...
 
 
 class Router(Protocol):

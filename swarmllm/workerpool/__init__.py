@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from swarmllm.workerpool.calls import TokenStream
-from swarmllm.workerpool.pool import ForwardResult, WorkerPool
+from swarmllm.workerpool.forward_result import ForwardResult
+from swarmllm.workerpool.pool import WorkerPool
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
 from swarmllm.workerpool.statistics import WorkerStatistics
 

@@ -32,7 +32,10 @@ class Call:
     """One message there, one message back; Progress may come in between."""
 
     def __init__(
-        self, expects: type[WorkerMessage], timeout_s: float, on_progress: OnProgress | None = None
+        self,
+        expects: type[WorkerMessage] | tuple[type[WorkerMessage], ...],
+        timeout_s: float,
+        on_progress: OnProgress | None = None,
     ) -> None:
         self._expects = expects
         self._timeout_s = timeout_s
@@ -61,7 +64,8 @@ class Call:
             self._tell(message)
             return False
         else:
-            expected = self._expects.__name__
+            expects = self._expects if isinstance(self._expects, tuple) else (self._expects,)
+            expected = " or ".join(each.__name__ for each in expects)
             raise BadMessage("type", f"{type(message).__name__} answers a call that expects {expected}")
         self._finished.set()
         return True

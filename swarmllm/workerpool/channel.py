@@ -45,6 +45,7 @@ class Channel:
         self._backlog_bytes = 0
         self._writer = trio.lowlevel.ParkingLot()
         self._waiting_for_room = trio.lowlevel.ParkingLot()
+        self._drained = trio.lowlevel.ParkingLot()
         self._broken = False
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -70,6 +71,26 @@ class Channel:
         if idle:
             self._write()
             self._writer.unpark_all()
+
+    async def hand_over(self, pieces: Pieces, descriptor: int) -> None:
+        """Write a small frame, and with its first byte an open file (SCM_RIGHTS); waits until what was
+        queued before has been written. Like `send`, it does not fail."""
+        while not self._broken:
+            if self._backlog:
+                await self._drained.park()
+                continue
+            try:
+                n_sent = socket.send_fds(self._connection, pieces, [descriptor])
+            except BlockingIOError:
+                await trio.lowlevel.wait_writable(self._connection.fileno())
+                continue
+            except OSError:
+                self.abandon()
+                return
+            self.bytes_sent += n_sent
+            if rest := memoryview(b"".join(pieces))[n_sent:]:
+                self.send([rest])
+            return
 
     async def flush(self) -> None:
         """Write the backlog whenever there is one. Raises ChannelClosed."""
@@ -112,6 +133,7 @@ class Channel:
         self._backlog.clear()
         self._backlog_bytes = 0
         self._waiting_for_room.unpark_all()
+        self._drained.unpark_all()
 
     def _write(self) -> None:
         try:
@@ -134,3 +156,5 @@ class Channel:
             n_bytes -= len(piece)
             self._backlog.popleft()
         self._waiting_for_room.unpark_all()
+        if not self._backlog:
+            self._drained.unpark_all()

@@ -17,7 +17,7 @@ from swarmllm.models.layers import LayerRange, subtract
 from swarmllm.workerpool.background import Background
 from swarmllm.workerpool.calls import OnProgress
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
-from swarmllm.workerpool.worker import Worker
+from swarmllm.workerpool.worker import OnNotice, Worker
 from swarmllm_proto.ipc import Load, Loaded, Open, Opened, Unload
 
 log = logging.getLogger("swarmllm.workerpool")
@@ -31,6 +31,7 @@ class HostedModel:
         command: Sequence[str],
         socket_dir: Path,
         nursery: trio.Nursery,
+        on_notice: OnNotice = lambda worker, message, payload: None,
     ) -> None:
         self.model = model
         self.wanted: tuple[LayerRange, ...] = ()
@@ -45,6 +46,7 @@ class HostedModel:
         self._command = command
         self._socket_dir = socket_dir
         self._nursery = nursery
+        self._on_notice = on_notice
         self._worker: Worker | None = None
         self._starting: Background[Worker] | None = None
         self._changing = trio.Lock()
@@ -146,6 +148,7 @@ class HostedModel:
             self._socket_dir,
             start_timeout_s=settings.start_timeout_s,
             stop_timeout_s=settings.stop_timeout_s,
+            on_notice=self._on_notice,
         )
         self._nursery.start_soon(self._run, worker)
         try:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -26,15 +26,17 @@ from swarmllm.errors import Conflict, SwarmLLMError, WorkerError
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.background import Background
 from swarmllm.workerpool.calls import OnProgress, TokenStream
+from swarmllm.workerpool.forward_result import ForwardResult, Hidden, checked_tensor, forward_result
 from swarmllm.workerpool.hosted import HostedModel
 from swarmllm.workerpool.process import SOCKET_PATH_MAX
+from swarmllm.workerpool.ring import NO_RING, RingCalls, RingHint
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
 from swarmllm.workerpool.statistics import WorkerStatistics, statistics_of
 from swarmllm.workerpool.worker import Worker
-from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.frames import Payload
 from swarmllm_proto.ipc import (
     AnyDaemonMessage,
+    AnyWorkerMessage,
     ApplyTemplate,
     CancelRequest,
     Detokenize,
@@ -51,7 +53,7 @@ from swarmllm_proto.ipc import (
     Tokenize,
     Tokens,
 )
-from swarmllm_proto.tensors import decode_tensor, encode_tensor
+from swarmllm_proto.tensors import encode_tensor
 
 log = logging.getLogger("swarmllm.workerpool")
 
@@ -61,19 +63,7 @@ SOCKET_NAME_LENGTH = 32
 """More than a socket's file name has."""
 
 T = TypeVar("T")
-Hidden = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardResult:
-    tensor: Hidden | None
-    """f32 [n, n_embd], read-only, where "hidden" was wanted."""
-    token: Token | None
-    piece: bytes
-    """UTF-8 to show with the token."""
-    compute_s: float
-    """Inside the worker."""
 
 
 class WorkerPool:
@@ -93,6 +83,9 @@ class WorkerPool:
         self._hosted: dict[str, HostedModel] = {}
         self._nursery: trio.Nursery | None = None
         self._socket_dir = runtime_dir
+        self.ring = RingCalls(self._worker)
+        self.on_notice: Callable[[str, AnyWorkerMessage, memoryview], None] | None = None
+        """(model id, message, payload): what a worker says unasked."""
 
     def __repr__(self) -> str:
         return f"<WorkerPool {list(self._hosted.values())}>"
@@ -181,7 +174,7 @@ class WorkerPool:
         worker = await self._ready(model)
         message = Tokenize(id=worker.new_id(), text=text, messages=messages, tools=tools)
         _, payload = await worker.call(message, Tokens, timeout_s=self._settings.call_timeout_s)
-        return _tensor(payload, "tokens", np.dtype(np.int32), 1)
+        return checked_tensor(payload, "tokens", np.dtype(np.int32), 1)
 
     async def apply_template(
         self, model: ModelFile, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
@@ -205,7 +198,7 @@ class WorkerPool:
             payload=encode_tensor(tokens),
             timeout_s=self._settings.call_timeout_s,
         )
-        return _tensor(payload, "embeddings", np.dtype(np.float32), 2, n_rows=len(tokens))
+        return checked_tensor(payload, "embeddings", np.dtype(np.float32), 2, n_rows=len(tokens))
 
     async def forward(
         self,
@@ -219,6 +212,7 @@ class WorkerPool:
         sampling: Sampling | None = None,
         n_prompt_tokens: int = 0,
         generated: tuple[int, ...] = (),
+        ring: RingHint = NO_RING,
     ) -> ForwardResult:
         """Run `layers` over f32 [n, n_embd], or over i32 [n] token ids where they begin at 0. `generated`:
         with the first token that is wanted here, those that came before it elsewhere.
@@ -237,16 +231,19 @@ class WorkerPool:
             sampling=sampling,
             n_prompt_tokens=n_prompt_tokens,
             generated=generated,
+            seat=ring.seat,
+            timings=ring.timings,
+            waited_s=ring.waited_s,
+            resent=ring.resent,
         )
-        pieces, timeout_s = encode_tensor(tensor), self._settings.call_timeout_s
-        if want == "token":
-            token, payload = await worker.call(message, Token, payload=pieces, timeout_s=timeout_s)
-            return ForwardResult(None, token, bytes(payload), token.compute_s)
-        result, payload = await worker.call(message, LayerResult, payload=pieces, timeout_s=timeout_s)
-        hidden = None
-        if want in ("hidden", "normed"):
-            hidden = _tensor(payload, "hidden states", np.dtype(np.float32), 2, n_rows=len(tensor))
-        return ForwardResult(hidden, None, b"", result.compute_s)
+        expects = Token if want == "token" else LayerResult
+        result, payload = await worker.call(
+            message,
+            (expects, Done) if ring.resent else (expects,),
+            payload=encode_tensor(tensor),
+            timeout_s=self._settings.call_timeout_s,
+        )
+        return forward_result(result, payload, want=want, n_rows=len(tensor))
 
     @asynccontextmanager
     async def generate(
@@ -333,12 +330,24 @@ class WorkerPool:
         if hosted is None:
             if self._nursery is None:
                 raise WorkerError("the worker pool is not running")
-            hosted = HostedModel(model, self._settings, self._command, self._socket_dir, self._nursery)
+            hosted = HostedModel(
+                model,
+                self._settings,
+                self._command,
+                self._socket_dir,
+                self._nursery,
+                partial(self._notice, model.model_id),
+            )
             self._hosted[model.model_id] = hosted
         elif hosted.model != model and hosted.worker is None:
             # The same content, added again from another place.
             hosted.model = model
         return hosted
+
+    def _notice(self, model_id: str, worker: Worker, message: AnyWorkerMessage, payload: memoryview) -> None:
+        # What the last worker had to say concerns nobody any more.
+        if self.on_notice is not None and worker is self._worker(model_id):
+            self.on_notice(model_id, message, payload)
 
     def _background(self, work: Callable[[], Awaitable[T]]) -> Background[T]:
         if self._nursery is None:
@@ -380,15 +389,3 @@ class WorkerPool:
             return None
         self._socket_dir = Path(tempfile.mkdtemp(prefix="swarmllm-"))
         return self._socket_dir
-
-
-def _tensor(
-    payload: memoryview, what: str, dtype: np.dtype[Any], n_dimensions: int, *, n_rows: int | None = None
-) -> npt.NDArray[Any]:
-    try:
-        array = decode_tensor(payload, field=what)
-    except BadTensor as error:
-        raise WorkerError(f"the worker returned broken {what}: {error}") from error
-    if array.dtype != dtype or array.ndim != n_dimensions or (n_rows is not None and len(array) != n_rows):
-        raise WorkerError(f"the worker returned {what} of the wrong kind: {array.dtype} {array.shape}")
-    return array

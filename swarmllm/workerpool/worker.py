@@ -45,12 +45,24 @@ PROBE_REQUEST_ID = "-"
 Answer = TypeVar("Answer", bound=WorkerMessage)
 
 
+OnNotice = Callable[["Worker", AnyWorkerMessage, memoryview], None]
+"""What a worker says unasked: (worker, message, payload)."""
+
+
 class Worker:
-    def __init__(self, process: WorkerProcess, *, start_timeout_s: float, stop_timeout_s: float) -> None:
+    def __init__(
+        self,
+        process: WorkerProcess,
+        *,
+        start_timeout_s: float,
+        stop_timeout_s: float,
+        on_notice: OnNotice = lambda worker, message, payload: None,
+    ) -> None:
         assert process.connection is not None
         self._process = process
         self._channel = Channel(process.connection, self._on_message)
         self._stop_timeout_s = stop_timeout_s
+        self._on_notice = on_notice
         self._pending: dict[int, Pending] = {}
         self._last_id = 0
         self._last_heard_at = trio.current_time()
@@ -65,11 +77,19 @@ class Worker:
 
     @classmethod
     async def spawn(
-        cls, command: Sequence[str], socket_dir: Path, *, start_timeout_s: float, stop_timeout_s: float
+        cls,
+        command: Sequence[str],
+        socket_dir: Path,
+        *,
+        start_timeout_s: float,
+        stop_timeout_s: float,
+        on_notice: OnNotice = lambda worker, message, payload: None,
     ) -> Worker:
         """A connected worker, which somebody must `run`. Raises WorkerDied."""
         process = await WorkerProcess.spawn(command, socket_dir, start_timeout_s)
-        return cls(process, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s)
+        return cls(
+            process, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s, on_notice=on_notice
+        )
 
     def __repr__(self) -> str:
         state = "alive" if self.alive else "ending"
@@ -142,19 +162,21 @@ class Worker:
     async def call(
         self,
         message: AnyDaemonMessage,
-        expects: type[Answer],
+        expects: type[Answer] | tuple[type[Answer], ...],
         *,
         payload: Payload = b"",
         timeout_s: float,
         on_progress: OnProgress | None = None,
+        descriptor: int | None = None,
     ) -> tuple[Answer, memoryview]:
         """Send a call and wait for its answer. A cancelled caller leaves no trace but the work it caused.
+        `descriptor`: an open file that goes with it.
 
         Raises WorkerDied; DeadlineExceeded where the worker lives but did not get to it; what the worker's
         Error became.
         """
         call = Call(expects, timeout_s, on_progress)
-        sent_at = await self._send(message, payload, call)
+        sent_at = await self._send(message, payload, call, descriptor)
         try:
             if not await call.wait():
                 silent_s = trio.current_time() - max(self._last_heard_at, sent_at)
@@ -200,7 +222,9 @@ class Worker:
             self._leave(reason)
         await self.ended.wait()
 
-    async def _send(self, message: AnyDaemonMessage, payload: Payload, pending: Pending) -> float:
+    async def _send(
+        self, message: AnyDaemonMessage, payload: Payload, pending: Pending, descriptor: int | None = None
+    ) -> float:
         pieces = encode_ipc(message, payload)
         if self.alive:
             await self._channel.room()
@@ -208,7 +232,10 @@ class Worker:
             await self.ended.wait()
             raise self._death()
         self._pending[message.id] = pending
-        self._channel.send(pieces)
+        if descriptor is None:
+            self._channel.send(pieces)
+        else:
+            await self._channel.hand_over(pieces, descriptor)
         self.last_used_at = trio.current_time()
         return self.last_used_at
 
@@ -223,6 +250,8 @@ class Worker:
         if pending is not None:
             if pending.receive(message, payload):
                 del self._pending[message.id]
+        elif not message.id:
+            self._on_notice(self, message, payload)
         elif message.id > self._last_id:
             raise BadMessage("id", f"{message.id} was never given to a call")
 

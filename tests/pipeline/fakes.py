@@ -118,6 +118,7 @@ class FakePool:
         sampling: Sampling | None = None,
         n_prompt_tokens: int = 0,
         generated: tuple[int, ...] = (),
+        ring: Any = None,
     ) -> SimpleNamespace:
         slot = self.slots.setdefault(request_id, _Slot())
         await trio.lowlevel.checkpoint()
@@ -136,7 +137,11 @@ class FakePool:
             assert slot.sampling is not None, "sampling comes with the first token"
             token, piece = self._sample(slot, request_id, hidden[-1])
         return SimpleNamespace(
-            tensor=hidden if want == "hidden" else None, token=token, piece=piece, compute_s=0.001
+            tensor=hidden if want == "hidden" else None,
+            token=token,
+            piece=piece,
+            compute_s=0.001,
+            onward=False,
         )
 
     @asynccontextmanager

@@ -76,6 +76,11 @@ class Worker:
                 self._answers.append(Answer(decode_worker_message(frame), frame.payload))
         return self._answers.popleft()
 
+    @property
+    def has_unread(self) -> bool:
+        """Messages that have been received and not been taken."""
+        return bool(self._answers)
+
     def receive(self, kind: type[M]) -> M:
         """The next message, which must be of this kind."""
         answer = self.receive_any().message

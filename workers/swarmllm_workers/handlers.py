@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,15 @@ import numpy as np
 
 from swarmllm_proto import ipc
 from swarmllm_proto.errors import BadMessage, BadTensor
-from swarmllm_proto.tensors import decode_tensor, encode_tensor
+from swarmllm_proto.swarm import LayerForward
+from swarmllm_proto.tensors import decode_tensor, encode_tensor, tensor_bytes
 from swarmllm_workers.decoding import Decoding
 from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.planner import Planner
 from swarmllm_workers.prefixes import PrefixSettings
+from swarmllm_workers.ring import Ring, Seat, Watch
+from swarmllm_workers.ring_work import RingWork
 from swarmllm_workers.runner import Runner
 from swarmllm_workers.segment import EngineSettings
 from swarmllm_workers.work import ForwardWork, GenerateWork, Send, Work
@@ -47,8 +51,12 @@ def _prefix_settings(message: ipc.Open) -> PrefixSettings:
 class Handlers:
     """The worker between two messages: its engine, if a model is open, and the work in progress."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, watch: Watch, take_descriptor: Callable[[], int | None]) -> None:
+        """`watch`: for links; `take_descriptor`: what came along with the message that is handled."""
         self._send = send
+        self._take_descriptor = take_descriptor
+        self.ring = Ring(send, self._forward_by_link, watch)
+        self._arrived_at = 0.0
         self._engine: Engine | None = None
         self._runner: Runner | None = None
         self._decodings: dict[str, Decoding] = {}
@@ -62,6 +70,9 @@ class Handlers:
             ipc.Detokenize: self._detokenize,
             ipc.Embed: self._embed,
             ipc.Forward: self._forward,
+            ipc.TakeLink: self._take_link,
+            ipc.CloseLinks: self._close_links,
+            ipc.TakeSeat: self._take_seat,
             ipc.Generate: self._generate,
             ipc.CancelRequest: self._cancel,
             ipc.ReleaseRequestKv: self._release,
@@ -73,6 +84,7 @@ class Handlers:
         return self._runner is not None and self._runner.has_work
 
     def handle(self, message: Any, payload: memoryview) -> None:
+        self._arrived_at = time.perf_counter()
         try:
             self._handlers[type(message)](message, payload)
         except Exception as error:
@@ -209,6 +221,47 @@ class Handlers:
         self._send(ipc.LayerResult(id=message.id), encode_tensor(engine.embedding.rows(tokens)))
 
     def _forward(self, message: ipc.Forward, payload: memoryview) -> None:
+        data = self._forward_data(message, payload)
+        seat = self.ring.seat_of(message)
+        if seat is None:
+            work = ForwardWork(message, data, self._opened(), self._decodings, self._send)
+        elif message.resent and message.position < seat.expected:
+            self._send(ipc.Done(id=message.id))
+            return
+        else:
+            seat.expected = message.position + len(data)
+            since = self._arrived_at - message.waited_s
+            work = RingWork(
+                message, data, self._opened(), self._decodings, self._send, self.ring, seat, since
+            )
+        self._running().add(work)
+
+    def _forward_by_link(self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float) -> None:
+        engine, its = self._opened(), seat.message
+        message = ipc.Forward(
+            id=0,
+            request_id=its.request_id,
+            start=its.start,
+            end=its.end,
+            position=job.position,
+            want="hidden" if its.sampling is None else "token",
+            sampling=its.sampling,
+            n_prompt_tokens=its.n_prompt_tokens,
+            timings=job.timings,
+        )
+        if job.step == "embed":
+            payload = memoryview(tensor_bytes(np.array([job.token], np.int32)))
+        data = self._forward_data(message, payload)
+        if len(data) != job.n_tokens:
+            raise CallError("bad_tensor", f"{len(data)} rows where {job.n_tokens} are due", "n_tokens")
+        self._running().add(
+            RingWork(
+                message, data, engine, self._decodings, self._send, self.ring, seat, came_at, by_link=True
+            )
+        )
+
+    def _forward_data(self, message: ipc.Forward, payload: memoryview) -> np.ndarray:
+        """f32 [n, n_embd] or i32 [n], n at least 1, fit for the message. Raises CallError."""
         engine = self._opened()
         data = self._tensor(payload)
         if data.dtype == np.int32:
@@ -240,7 +293,26 @@ class Handlers:
             raise CallError(
                 "bad_message", "a token is wanted before the end of the prompt", "n_prompt_tokens"
             )
-        self._running().add(ForwardWork(message, data, engine, self._decodings, self._send))
+        return data
+
+    def _take_link(self, message: ipc.TakeLink, payload: memoryview) -> None:
+        descriptor = self._take_descriptor()
+        if descriptor is None:
+            raise CallError("bad_message", "no socket came with it", "type")
+        self.ring.take_link(message, payload, socket.socket(fileno=descriptor))
+        self._send(ipc.Done(id=message.id))
+
+    def _close_links(self, message: ipc.CloseLinks, _payload: memoryview) -> None:
+        self.ring.close_links(message.peer)
+        self._send(ipc.Done(id=message.id))
+
+    def _take_seat(self, message: ipc.TakeSeat, _payload: memoryview) -> None:
+        if message.end > self._opened().n_layers:
+            raise CallError("bad_message", f"the model has {self._opened().n_layers} layers", "end")
+        if (message.sampling is not None) != (message.end == self._opened().n_layers):
+            raise CallError("bad_message", "the last stage samples, and no other", "sampling")
+        self.ring.take_seat(message)
+        self._send(ipc.Done(id=message.id))
 
     def _generate(self, message: ipc.Generate, payload: memoryview) -> None:
         engine = self._opened()
@@ -275,6 +347,7 @@ class Handlers:
 
     def _forget(self, request_id: str) -> None:
         self._decodings.pop(request_id, None)
+        self.ring.leave(request_id)
         if self._engine is not None:
             self._engine.release(request_id)
 
@@ -309,5 +382,6 @@ class Handlers:
             raise CallError("bad_tensor", "hidden states hold NaN or infinity", "payload")
 
     def close(self) -> None:
+        self.ring.close()
         if self._engine is not None:
             self._engine.close()

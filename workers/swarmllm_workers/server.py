@@ -1,4 +1,4 @@
-"""The worker's loop: one thread, one socket.
+"""The worker's loop: one thread, the daemon's socket, and the links of the ring.
 
 While there is work the socket is looked at between two steps and never waited for; without work the loop
 sleeps in `poll`. Output is buffered and written as the socket takes it, so a daemon that reads slowly
@@ -9,9 +9,11 @@ worker.
 from __future__ import annotations
 
 import logging
+import os
 import select
 import socket
 from collections import deque
+from struct import Struct
 from typing import Any, Final
 
 import msgspec
@@ -33,6 +35,9 @@ UNWRITTEN_MAX: Final = 32 * 2**20
 """Bytes in the output buffer above which no further step is made."""
 PIECES_PER_WRITE: Final = 64
 
+_DESCRIPTOR: Final = Struct("i")
+_ANCILLARY_SIZE: Final = socket.CMSG_SPACE(4 * _DESCRIPTOR.size)
+
 
 class _Call(msgspec.Struct):
     id: ipc.CallId = 0
@@ -53,7 +58,9 @@ class Server:
         self._decoder = FrameDecoder()
         self._unwritten: deque[memoryview] = deque()
         self._n_unwritten = 0
-        self._handlers = Handlers(self.send)
+        self._poll = select.poll()
+        self._descriptors: deque[int] = deque()
+        self._handlers = Handlers(self.send, self._watch, self._take_descriptor)
         self._pid = pid
 
     def send(self, message: Any, payload: Any = b"") -> None:
@@ -72,12 +79,15 @@ class Server:
         """Until Shutdown, the last Unload, or the end of the stream."""
         self._connection.setblocking(False)
         self.send(ipc.Ready(pid=self._pid, version=__version__, engine=engine_version()))
-        poll = select.poll()
+        poll, own = self._poll, self._connection.fileno()
         try:
             while not self._handlers.is_finished:
                 can_step = self._handlers.has_work and self._n_unwritten <= UNWRITTEN_MAX
                 poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._unwritten else 0))
-                for _, events in poll.poll(0 if can_step else self._handlers.idle_ms()):
+                for descriptor, events in poll.poll(0 if can_step else self._handlers.idle_ms()):
+                    if descriptor != own:
+                        self._handlers.ring.on_event(descriptor, events)
+                        continue
                     if events & select.POLLOUT:
                         self._write()
                     if events & ~select.POLLOUT and not self._read():
@@ -94,13 +104,37 @@ class Server:
             self._send_fatal(error)
         finally:
             self._handlers.close()
+            while self._descriptors:
+                os.close(self._descriptors.popleft())
+
+    def _watch(self, descriptor: int, events: int) -> None:
+        """Tell the ring of `events` on a link's socket; 0: no more."""
+        if events:
+            self._poll.register(descriptor, events)
+        else:
+            self._poll.unregister(descriptor)
+
+    def _take_descriptor(self) -> int | None:
+        """What came with the message that is being handled."""
+        return self._descriptors.popleft() if self._descriptors else None
+
+    def _receive(self) -> bytes:
+        """Some bytes, and into `_descriptors` what came with them. Raises BlockingIOError."""
+        data, ancillary, _, _ = self._connection.recvmsg(
+            RECEIVE_SIZE, _ANCILLARY_SIZE, socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                whole = len(content) - len(content) % _DESCRIPTOR.size
+                self._descriptors += (each for (each,) in _DESCRIPTOR.iter_unpack(content[:whole]))
+        return data
 
     def _read(self) -> bool:
         """Take what has arrived, so that all of it can share the next step. False at the end of the
         stream."""
         for _ in range(READS_PER_STEP):
             try:
-                data = self._connection.recv(RECEIVE_SIZE)
+                data = self._receive()
             except BlockingIOError:
                 return True
             if not data:

@@ -138,11 +138,15 @@ class ForwardWork:
             hidden = self._hidden[0] if len(self._hidden) == 1 else None
             if hidden is None and self._hidden:
                 hidden = np.concatenate(self._hidden)
-            payload: Any = encode_tensor(hidden) if hidden is not None else b""
-            self._send(
-                LayerResult(id=message.id, request_id=message.request_id, compute_s=self._compute_s), payload
-            )
+            self._deliver(hidden)
         self.is_finished = True
+
+    def _deliver(self, hidden: np.ndarray | None) -> None:
+        message = self._message
+        payload: Any = encode_tensor(hidden) if hidden is not None else b""
+        self._send(
+            LayerResult(id=message.id, request_id=message.request_id, compute_s=self._compute_s), payload
+        )
 
     def _sample(self, logits: np.ndarray) -> None:
         message = self._message
@@ -159,6 +163,10 @@ class ForwardWork:
         started = time.perf_counter()
         decoded = decoding.decode(logits, index)
         self._compute_s += time.perf_counter() - started
+        self._deliver_token(decoded)
+
+    def _deliver_token(self, decoded: Decoded) -> None:
+        message = self._message
         self._send(token_message(message.id, message.request_id, decoded, self._compute_s), decoded.text)
 
     def restart(self) -> None:
@@ -290,7 +298,13 @@ class GenerateWork:
 
 
 def token_message(
-    call_id: int, request_id: str, decoded: Decoded, compute_s: float, finish: FinishReason | None = None
+    call_id: int,
+    request_id: str,
+    decoded: Decoded,
+    compute_s: float,
+    finish: FinishReason | None = None,
+    *,
+    onward: bool = False,
 ) -> Token:
     return Token(
         id=call_id,
@@ -300,4 +314,5 @@ def token_message(
         finish_reason=finish or decoded.finish_reason,
         compute_s=compute_s,
         logprobs=decoded.logprobs,
+        onward=onward,
     )

@@ -1,0 +1,112 @@
+"""What all messages between daemon and worker are made of (see `ipc`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+CallId = Annotated[int, Meta(ge=0, le=2**53)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
+LayerIndex = Annotated[int, Meta(ge=0, le=65535)]
+Position = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+SizeBytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Dimension = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+"""Thirty years at most: keeps infinity out of sums and averages."""
+FinishReason = Literal["stop", "length", "cancelled"]
+GeneratedTokens = Annotated[tuple[TokenId, ...], Meta(max_length=2**19)]
+"""What a request has generated already, where another process goes on with it; at most 5 bytes each."""
+PeerId = Annotated[str, Meta(min_length=1, max_length=128)]
+StageIndex = Annotated[int, Meta(ge=0, le=255)]
+
+
+def require_layer_range(start: int, end: int) -> None:
+    """Raises ValueError naming `end`; msgspec turns it into a validation error with the message's path."""
+    if end <= start:
+        raise ValueError(f"field `end`: {end} must be above start {start}")
+
+
+class StageTiming(msgspec.Struct, frozen=True, array_like=True):
+    """What one stage spent on this step; travels as an array of its fields in this order."""
+
+    stage: StageIndex
+    compute_s: Seconds
+    """Inside the worker."""
+    busy_s: Seconds
+    """From the job's arrival at the node to its departure: queue, IPC and compute."""
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
+    """How the head samples. Temperature 0 is greedy. `seed` None lets the worker draw one."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 256
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repeat_penalty: Annotated[float, Meta(ge=0, le=10)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    seed: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
+    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)] = ()
+    ignore_eos: bool = False
+    typical_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    xtc_probability: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    xtc_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    dry_base: Annotated[float, Meta(ge=1, le=100)] = 1.75
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] = 2
+    mirostat: Literal[0, 1, 2] = 0
+    """The version; takes the place of the truncating samplers (top_k, top_p, min_p, typical_p, XTC)."""
+    mirostat_tau: Annotated[float, Meta(ge=0, le=100)] = 5.0
+    mirostat_eta: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    logit_bias: Annotated[
+        tuple[tuple[TokenId, Annotated[float, Meta(ge=-1000, le=1000)]], ...], Meta(max_length=1024)
+    ] = ()
+    grammar: Annotated[str, Meta(max_length=65536)] = ""
+    """GBNF; at most one of this and `json_schema`."""
+    json_schema: Annotated[str, Meta(max_length=65536)] = ""
+    """The text of a JSON schema that the output follows."""
+    logprobs: bool = False
+    """Tokens come with their log-probabilities."""
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
+    """How many of the likeliest tokens come along with each; needs `logprobs`."""
+    json_before: Annotated[str, Meta(max_length=64)] = ""
+    """Text that stands before that JSON; a model that calls tools expects its own marks around a call."""
+    json_after: Annotated[str, Meta(max_length=64)] = ""
+    """Text that stands behind it."""
+    json_max: Annotated[int, Meta(ge=1, le=64)] = 1
+    """The JSON with what stands around it comes this often at most, at least once."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """How likely a token was; travels as an array of its fields in this order."""
+
+    token: TokenId
+    logprob: Annotated[float, Meta(ge=-9999, le=0)]
+    """Natural logarithm of its probability in the model's own distribution: before temperature, penalties,
+    biases, grammar and truncation. Never below -9999, which stands for impossible."""
+    piece: Annotated[bytes, Meta(max_length=1024)]
+    """Its text, special tokens spelt out."""
+
+
+Logprobs = Annotated[tuple[TokenLogprob, ...], Meta(max_length=21)]
+"""The token itself, then the likeliest ones in order; empty where nobody asked."""
+
+
+class DaemonMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
+    """What every message to a worker carries."""
+
+    id: CallId
+    """Chosen by the daemon, never reused while the call is open; every answer carries it."""
+
+
+class WorkerMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
+    """What every message from a worker carries."""
+
+    id: CallId = 0
+    """Of the call that is answered; 0: nobody asked."""

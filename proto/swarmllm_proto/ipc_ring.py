@@ -1,0 +1,87 @@
+"""The part of `ipc` about links, and about what comes and goes by them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from swarmllm_proto.ipc_base import (
+    DaemonMessage,
+    LayerIndex,
+    PeerId,
+    RequestId,
+    Sampling,
+    Seconds,
+    StageIndex,
+    TokenCount,
+    WorkerMessage,
+    require_layer_range,
+)
+
+
+class TakeLink(DaemonMessage, frozen=True, tag=True):
+    """A connected TCP socket comes with the first byte of this message (SCM_RIGHTS); its handshake is done.
+    Payload: the 32 bytes of the one key that this end needs, then its next nonce as u64, little-endian.
+    Answered by Done; a link with the same peer in the same direction is closed for it."""
+
+    peer: PeerId
+    direction: Literal["sending", "receiving"]
+
+
+class CloseLinks(DaemonMessage, frozen=True, tag=True):
+    """Close the links with a peer, in both directions. Answered by Done."""
+
+    peer: PeerId
+
+
+class TakeSeat(DaemonMessage, frozen=True, tag=True):
+    """This worker runs layers [start, end) as one stage of a request, and may take its decode jobs from a
+    link with `before` and pass them on by a link with `after`, until the request is cancelled or released.
+    Answered by Done."""
+
+    request_id: RequestId
+    stage: StageIndex
+    start: LayerIndex
+    end: LayerIndex
+    before: PeerId
+    after: PeerId
+    origin: PeerId
+    """Who is told of tokens."""
+    n_prompt_tokens: TokenCount
+    sampling: Sampling | None = None
+    """Of the last stage, which samples; null everywhere else."""
+
+    def __post_init__(self) -> None:
+        require_layer_range(self.start, self.end)
+
+
+class Arrived(WorkerMessage, frozen=True, tag=True):
+    """A job message came by a link and is not for this worker to deal with (id 0). Payload: its
+    frame."""
+
+    sender: PeerId
+
+
+class Relay(WorkerMessage, frozen=True, tag=True):
+    """A job message is to be sent over the data plane, because no link leads there (id 0). Payload: its
+    frame."""
+
+    request_id: RequestId
+    receiver: PeerId
+
+
+class Turned(WorkerMessage, frozen=True, tag=True):
+    """A sign of life of a request whose jobs come by links (id 0): what its seat did since the last sign. At
+    most one per second and seat."""
+
+    request_id: RequestId
+    stage: StageIndex
+    n_jobs: TokenCount
+    compute_s: Seconds
+
+
+class LinkLost(WorkerMessage, frozen=True, tag=True):
+    """A link has ended (id 0). What may not have arrived has been handed over in Relays before."""
+
+    peer: PeerId
+    direction: Literal["sending", "receiving"]
+    reason: str = ""

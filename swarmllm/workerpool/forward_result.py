@@ -1,0 +1,60 @@
+"""What comes back from a forward, checked: a worker may be wrong, and its tensors go to other nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from swarmllm.errors import WorkerError
+from swarmllm_proto.errors import BadTensor
+from swarmllm_proto.ipc import Done, LayerResult, Token, WorkerMessage
+from swarmllm_proto.tensors import decode_tensor
+
+Hidden = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    tensor: Hidden | None
+    """f32 [n, n_embd], read-only, where "hidden" was wanted."""
+    token: Token | None
+    piece: bytes
+    """UTF-8 to show with the token."""
+    compute_s: float
+    """Inside the worker."""
+    onward: bool = False
+    """It has gone to the next stage already, or had been here before."""
+
+
+def forward_result(
+    answer: WorkerMessage,
+    payload: memoryview,
+    *,
+    want: Literal["hidden", "none", "token", "normed"],
+    n_rows: int,
+) -> ForwardResult:
+    """Of the three answers that a Forward may have. Raises WorkerError."""
+    if isinstance(answer, Done):
+        return ForwardResult(None, None, b"", 0.0, onward=True)
+    if isinstance(answer, Token):
+        return ForwardResult(None, answer, bytes(payload), answer.compute_s, onward=answer.onward)
+    assert isinstance(answer, LayerResult)
+    hidden = None
+    if want in ("hidden", "normed") and not answer.onward:
+        hidden = checked_tensor(payload, "hidden states", np.dtype(np.float32), 2, n_rows=n_rows)
+    return ForwardResult(hidden, None, b"", answer.compute_s, onward=answer.onward)
+
+
+def checked_tensor(
+    payload: memoryview, what: str, dtype: np.dtype[Any], n_dimensions: int, *, n_rows: int | None = None
+) -> npt.NDArray[Any]:
+    try:
+        array = decode_tensor(payload, field=what)
+    except BadTensor as error:
+        raise WorkerError(f"the worker returned broken {what}: {error}") from error
+    if array.dtype != dtype or array.ndim != n_dimensions or (n_rows is not None and len(array) != n_rows):
+        raise WorkerError(f"the worker returned {what} of the wrong kind: {array.dtype} {array.shape}")
+    return array

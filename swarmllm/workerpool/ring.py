@@ -1,0 +1,105 @@
+"""What a node's workers are told so that neighbouring stages can speak to each other without the daemons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from struct import Struct
+from typing import Final, Literal
+
+from swarmllm.workerpool.worker import Worker
+from swarmllm_proto.ipc import CloseLinks, Done, Sampling, StageTiming, TakeLink, TakeSeat
+
+CALL_TIMEOUT_S: Final = 10.0
+"""A worker in the middle of a long prompt answers after its step; a link may wait that long, but no more."""
+
+_KEY_AND_NONCE: Final = Struct("<32sQ")
+
+
+@dataclass(frozen=True, slots=True)
+class RingHint:
+    """Goes with a forward whose result the worker may send to the next stage itself."""
+
+    seat: int | None = None
+    """The stage."""
+    timings: tuple[StageTiming, ...] = ()
+    """Of the stages before it."""
+    waited_s: float = 0.0
+    """Since the job came to this node."""
+    resent: bool = False
+    """It may have come by a link before."""
+
+
+NO_RING: Final = RingHint()
+
+
+class RingCalls:
+    """`worker_of(model_id)`: the worker that is up, if one is. All raise what `Worker.call` raises, and do
+    nothing without a worker."""
+
+    def __init__(self, worker_of: Callable[[str], Worker | None]) -> None:
+        self._worker_of = worker_of
+
+    def pid(self, model_id: str) -> int | None:
+        """Of the process that has the links; another one has none of them."""
+        worker = self._worker_of(model_id)
+        return worker.pid if worker is not None else None
+
+    async def take_seat(
+        self,
+        model_id: str,
+        *,
+        request_id: str,
+        stage: int,
+        start: int,
+        end: int,
+        before: str,
+        after: str,
+        origin: str,
+        n_prompt_tokens: int,
+        sampling: Sampling | None,
+    ) -> None:
+        """Before any decode job of the stage can come by a link. `sampling`: of the last stage."""
+        worker = self._worker_of(model_id)
+        if worker is None:
+            return
+        message = TakeSeat(
+            id=worker.new_id(),
+            request_id=request_id,
+            stage=stage,
+            start=start,
+            end=end,
+            before=before,
+            after=after,
+            origin=origin,
+            n_prompt_tokens=n_prompt_tokens,
+            sampling=sampling,
+        )
+        await worker.call(message, Done, timeout_s=CALL_TIMEOUT_S)
+
+    async def take_link(
+        self,
+        model_id: str,
+        peer: str,
+        direction: Literal["sending", "receiving"],
+        descriptor: int,
+        key: bytes,
+        nonce: int,
+    ) -> int | None:
+        """Give the worker its end; the caller still has to close its own copy. Returns the worker's pid."""
+        worker = self._worker_of(model_id)
+        if worker is None:
+            return None
+        await worker.call(
+            TakeLink(id=worker.new_id(), peer=peer, direction=direction),
+            Done,
+            payload=_KEY_AND_NONCE.pack(key, nonce),
+            descriptor=descriptor,
+            timeout_s=CALL_TIMEOUT_S,
+        )
+        return worker.pid
+
+    async def close_links(self, model_id: str, peer: str) -> None:
+        worker = self._worker_of(model_id)
+        if worker is not None:
+            await worker.call(CloseLinks(id=worker.new_id(), peer=peer), Done, timeout_s=CALL_TIMEOUT_S)

@@ -1,0 +1,217 @@
+"""Two real workers that hold half a model each, and the part of their daemons that a ring needs."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from swarmllm.guide import GUIDE_PATH
+from swarmllm_proto import ipc
+from swarmllm_proto.codec import decode_job, encode_ipc
+from swarmllm_proto.frames import FrameDecoder
+from swarmllm_proto.swarm import LayerForward, StreamingToken
+from swarmllm_proto.tensors import decode_tensor, encode_tensor
+
+from .client import DEADLINE_S, Answer, Worker
+
+NODES = ("first", "last")
+SPLIT = 6
+SECRET = bytes(range(32)) + bytes(8)
+
+
+def give(worker: Worker, end: socket.socket, **fields: Any) -> None:
+    """TakeLink, with its socket; the answer has id 0."""
+    message = ipc.TakeLink(id=0, **fields)
+    socket.send_fds(worker.socket, [b"".join(encode_ipc(message, SECRET))], [end.fileno()])
+    end.close()
+
+
+def open_halves(workers: tuple[Worker, Worker], **settings: Any) -> None:
+    for worker, layers in zip(workers, ((0, SPLIT), (SPLIT, 12)), strict=True):
+        worker.open(GUIDE_PATH, layers, **settings)
+
+
+class RingOfTwo:
+    """`origin`: the node whose clients ask, one of NODES or a third."""
+
+    def __init__(self, workers: tuple[Worker, Worker], origin: str = "first") -> None:
+        self.workers = workers
+        self.origin = origin
+        self.tokens: dict[str, dict[int, StreamingToken]] = {}
+        self.text: dict[str, bytes] = {}
+        self.heard: list[Any] = []
+        """What workers said, apart from answers to forwards."""
+        self.on_token: Callable[[StreamingToken], None] = lambda token: None
+        self.n_brought = 0
+        """Jobs that came by way of the daemons."""
+        self.cancelled: set[str] = set()
+        self._done: set[tuple[int, int]] = set()
+        self._calls: dict[tuple[int, int], tuple[int, LayerForward]] = {}
+        self._prompts: dict[str, int] = {}
+        self._samplings: dict[str, ipc.Sampling] = {}
+
+    def link(self, sender: int) -> None:
+        """From `sender` to the other."""
+        ours, theirs = socket.socketpair()
+        give(self.workers[1 - sender], theirs, peer=NODES[sender], direction="receiving")
+        give(self.workers[sender], ours, peer=NODES[1 - sender], direction="sending")
+
+    def close_links(self, end: int) -> None:
+        self.workers[end].send(ipc.CloseLinks, peer=NODES[1 - end])
+
+    def cancel(self) -> None:
+        """Every request; returns when the workers have done so."""
+        already = set(self.cancelled)
+        self.cancelled |= self.tokens.keys()
+        due = {
+            (stage, worker.send(ipc.CancelRequest, request_id=request_id))
+            for stage, worker in enumerate(self.workers)
+            for request_id in self.tokens.keys() - already
+        }
+        self.run(lambda: due <= self._done)
+
+    def clean_up(self) -> None:
+        """Leave the workers as they were."""
+        self.cancel()
+        due = {
+            (stage, worker.send(ipc.CloseLinks, peer=NODES[1 - stage]))
+            for stage, worker in enumerate(self.workers)
+        }
+        self.run(lambda: due <= self._done)
+
+    def start(self, request_id: str, prompt: np.ndarray, sampling: ipc.Sampling) -> None:
+        """Seats, and the prompt by way of the daemons."""
+        self._prompts[request_id], self._samplings[request_id] = len(prompt), sampling
+        self.tokens[request_id], self.text[request_id] = {}, b""
+        for stage, worker in enumerate(self.workers):
+            worker.send(
+                ipc.TakeSeat,
+                request_id=request_id,
+                stage=stage,
+                start=(0, SPLIT)[stage],
+                end=(SPLIT, 12)[stage],
+                before=NODES[1 - stage],
+                after=NODES[1 - stage],
+                origin=self.origin,
+                n_prompt_tokens=len(prompt),
+                sampling=sampling if stage else None,
+            )
+        first = LayerForward(request_id=request_id, step="layer", stage=0, position=0, n_tokens=len(prompt))
+        self.forward(first, b"".join(encode_tensor(prompt)))
+
+    def forward(self, job: LayerForward, payload: bytes) -> None:
+        """A job that a daemon brings to its worker."""
+        stage = job.stage
+        self.n_brought += 1
+        if job.step == "embed":
+            payload = b"".join(encode_tensor(np.array([job.token], np.int32)))
+        is_chunk = job.position < self._prompts[job.request_id]
+        call_id = self.workers[stage].send(
+            ipc.Forward,
+            payload,
+            request_id=job.request_id,
+            start=(0, SPLIT)[stage],
+            end=(SPLIT, 12)[stage],
+            position=job.position,
+            want=("hidden", "token")[stage],
+            sampling=self._samplings[job.request_id] if stage else None,
+            n_prompt_tokens=self._prompts[job.request_id],
+            seat=None if is_chunk and not stage else stage,
+            timings=job.timings,
+            resent=job.resent,
+        )
+        self._calls[stage, call_id] = (stage, job)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Be both daemons until then."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        sockets = {worker.socket: stage for stage, worker in enumerate(self.workers)}
+        while not until():
+            assert time.monotonic() < deadline_s, "the ring stands still"
+            ready, _, _ = select.select(list(sockets), [], [], 0.1)
+            for each in ready:
+                stage = sockets[each]
+                self._hear(stage, self.workers[stage].receive_any())
+                while self.workers[stage].has_unread:
+                    self._hear(stage, self.workers[stage].receive_any())
+
+    def finished(self, request_id: str) -> bool:
+        return any(token.finish_reason for token in self.tokens[request_id].values())
+
+    def result(self, request_id: str) -> list[int]:
+        tokens = self.tokens[request_id]
+        assert sorted(tokens) == list(range(len(tokens)))
+        return [tokens[index].token for index in range(len(tokens))]
+
+    def _hear(self, stage: int, answer: Answer) -> None:
+        message, payload = answer
+        if isinstance(message, ipc.Done):
+            self._done.add((stage, message.id))
+        elif getattr(message, "request_id", "") in self.cancelled:
+            self._calls.pop((stage, message.id), None)
+        elif isinstance(message, ipc.Arrived | ipc.Relay):
+            self.heard.append(message)
+            (frame,) = FrameDecoder().feed(payload)
+            job = decode_job(frame.header, frame.payload)
+            if isinstance(job, StreamingToken):
+                self._told(job, bytes(frame.payload))
+            else:
+                assert isinstance(job, LayerForward)
+                if job.request_id in self.cancelled:
+                    return
+                assert isinstance(message, ipc.Relay), "a job for which there is a seat"
+                assert message.receiver == NODES[job.stage]
+                self.forward(job, bytes(frame.payload))
+        elif isinstance(message, ipc.LayerResult | ipc.Token):
+            self._answered(*self._calls.pop((stage, message.id)), answer)
+        else:
+            assert not isinstance(message, ipc.Error), message
+            self.heard.append(message)
+
+    def _answered(self, stage: int, job: LayerForward, answer: Answer) -> None:
+        message, payload = answer
+        if isinstance(message, ipc.LayerResult):
+            if not message.onward:
+                n_tokens = len(decode_tensor(payload))
+                following = LayerForward(
+                    request_id=job.request_id,
+                    step="layer",
+                    stage=1,
+                    position=job.position,
+                    n_tokens=n_tokens,
+                )
+                self.forward(following, bytes(payload))
+            return
+        if not (message.onward and self.origin == NODES[0]):
+            told = StreamingToken(
+                request_id=job.request_id,
+                index=message.index,
+                token=message.token,
+                finish_reason=message.finish_reason,
+            )
+            self._told(told, bytes(payload))
+        if not message.onward and message.finish_reason is None:
+            following = LayerForward(
+                request_id=job.request_id,
+                step="embed",
+                stage=0,
+                position=job.position + job.n_tokens,
+                n_tokens=1,
+                token=message.token,
+            )
+            self.forward(following, b"")
+
+    def _told(self, token: StreamingToken, text: bytes) -> None:
+        known = self.tokens[token.request_id]
+        if token.index in known:
+            assert known[token.index].token == token.token
+            return
+        assert token.index == len(known), "tokens are told in order"
+        known[token.index] = token
+        self.text[token.request_id] += text
+        self.on_token(token)

@@ -1,0 +1,183 @@
+"""Links: one-way connections between the workers of neighbouring stages.
+
+The daemons dial, shake hands and prove who is who; what arrives here is a connected socket and the one key
+that this end needs, so a worker can speak as its node on this connection and nowhere else. The bytes are
+those of the data plane: Noise messages (`[u16 length][ciphertext]`, big-endian, ChaCha20-Poly1305 under a
+counter) that carry frames of job messages.
+
+A link has no heart of its own. Its ends notice an end of the stream, the kernel gives up on bytes that
+nobody acknowledges, and everything else is noticed by the daemons, who talk to each other all the time.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Sequence
+from struct import Struct
+from typing import Final
+
+from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.frames import Frame, FrameDecoder
+from swarmllm_proto.limits import SWARM_HEADER_MAX
+from swarmllm_workers.errors import CallError
+
+KEY_SIZE: Final = 32
+LINK_PAYLOAD_MAX: Final = 16 * 2**20
+"""Bytes of one job: 512 rows of f32 x 8192. Links carry decode jobs, which have a few rows."""
+UNSENT_MAX: Final = 32 * 2**20
+"""Bytes that may wait for a neighbour that does not read."""
+PLAINTEXT_MAX: Final = 65535 - 16
+"""Bytes in one Noise message: 65535 less the authentication tag."""
+
+_RECEIVE_BYTES: Final = 256 * 1024
+_READS_MAX: Final = 4
+"""Per turn, so that one link cannot hold up everybody else's step."""
+_LENGTH: Final = Struct(">H")
+_NONCE: Final = Struct("<4xQ")
+_KEY_AND_NONCE: Final = Struct(f"<{KEY_SIZE}sQ")
+
+
+class LinkClosed(Exception):
+    """The link is over; the text says why."""
+
+
+class _Cipher:
+    """One direction's half of what a Noise handshake leaves behind."""
+
+    def __init__(self, secret: bytes | memoryview) -> None:
+        """Raises CallError where this is no key and nonce."""
+        if len(secret) != _KEY_AND_NONCE.size:
+            raise CallError("bad_message", f"a key and a nonce have {_KEY_AND_NONCE.size} bytes", "payload")
+        # Only workers that have a link pay for the import.
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+        key, self._nonce = _KEY_AND_NONCE.unpack(secret)
+        self._cipher = ChaCha20Poly1305(key)
+
+    def seal(self, plaintext: bytes | memoryview) -> bytes:
+        nonce = self._next()
+        return self._cipher.encrypt(nonce, plaintext, None)
+
+    def open(self, ciphertext: bytes | memoryview) -> bytes:
+        """Raises LinkClosed."""
+        try:
+            return self._cipher.decrypt(self._next(), ciphertext, None)
+        except Exception as error:
+            raise LinkClosed(f"the bytes do not decrypt ({type(error).__name__})") from None
+
+    def _next(self) -> bytes:
+        nonce = _NONCE.pack(self._nonce)
+        self._nonce += 1
+        return nonce
+
+
+class SendingLink:
+    def __init__(self, connection: socket.socket, secret: bytes | memoryview) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self._cipher = _Cipher(secret)
+        self._unsent: deque[memoryview] = deque()
+        self._n_unsent = 0
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Send frames, or keep what the kernel does not take now for `flush`. Raises LinkClosed."""
+        plaintext = memoryview(b"".join(pieces))
+        sealed: list[bytes] = []
+        for start in range(0, len(plaintext), PLAINTEXT_MAX):
+            ciphertext = self._cipher.seal(plaintext[start : start + PLAINTEXT_MAX])
+            sealed += (_LENGTH.pack(len(ciphertext)), ciphertext)
+        data = b"".join(sealed)
+        self._unsent.append(memoryview(data))
+        self._n_unsent += len(data)
+        if self._n_unsent > UNSENT_MAX:
+            raise LinkClosed("the neighbour does not read")
+        self.flush()
+
+    def flush(self) -> None:
+        """Raises LinkClosed."""
+        while self._unsent:
+            try:
+                n_sent = self.connection.send(self._unsent[0])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise LinkClosed(f"lost ({error.strerror})") from None
+            self._n_unsent -= n_sent
+            if n_sent == len(self._unsent[0]):
+                self._unsent.popleft()
+            else:
+                self._unsent[0] = self._unsent[0][n_sent:]
+
+    def read_end(self) -> None:
+        """Something can be read, and that is no good: the neighbour sends nothing here. Raises LinkClosed."""
+        try:
+            data = self.connection.recv(1)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise LinkClosed(f"lost ({error.strerror})") from None
+        raise LinkClosed("the neighbour sent something" if data else "ended by the neighbour")
+
+
+class ReceivingLink:
+    def __init__(self, connection: socket.socket, secret: bytes | memoryview) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self._cipher = _Cipher(secret)
+        self._buffer = bytearray(_RECEIVE_BYTES)
+        self._view = memoryview(self._buffer)
+        self._n_received = 0
+        self._decoder = FrameDecoder(SWARM_HEADER_MAX, LINK_PAYLOAD_MAX)
+        self._ending = ""
+
+    def receive(self) -> list[Frame]:
+        """What has arrived. Raises LinkClosed when there is nothing before the end."""
+        frames: list[Frame] = []
+        try:
+            for _ in range(_READS_MAX):
+                if self._ending or not self._fill():
+                    break
+                frames += self._open()
+        except LinkClosed as closed:
+            self._ending = str(closed)
+        if self._ending and not frames:
+            raise LinkClosed(self._ending)
+        return frames
+
+    def _fill(self) -> bool:
+        """False when nothing is there now. Raises LinkClosed."""
+        try:
+            n_bytes = self.connection.recv_into(self._view[self._n_received :])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise LinkClosed(f"lost ({error.strerror})") from None
+        if n_bytes == 0:
+            raise LinkClosed("ended by the neighbour")
+        self._n_received += n_bytes
+        return True
+
+    def _open(self) -> list[Frame]:
+        frames: list[Frame] = []
+        start = 0
+        while self._n_received - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._view, start)
+            end = start + _LENGTH.size + length
+            if end > self._n_received:
+                break
+            plaintext = self._cipher.open(self._view[start + _LENGTH.size : end])
+            try:
+                frames += self._decoder.feed(plaintext)
+            except ProtocolError as error:
+                raise LinkClosed(f"broke the protocol ({error})") from None
+            start = end
+        rest = self._n_received - start
+        if rest:
+            self._view[:rest] = bytes(self._view[start : self._n_received])
+        self._n_received = rest
+        return frames
