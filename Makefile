@@ -3,11 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 BOOTSTRAP := $(PYTHON) -I swarmllm/bootstrap.py
 
-.PHONY: help run test lint format install clean
+.PHONY: help run test compliance lint format install clean
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install:  ## create .venv and install SwarmLLM into it
 	@$(BOOTSTRAP)
@@ -22,6 +22,11 @@ test:  ## install what the tests need, then lint, type check and run every test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+compliance:  ## run foreign implementations against ours (needs Node.js and npm)
+	@$(BOOTSTRAP) --extra test
+	npm install --no-package-lock --no-audit --no-fund --prefix tests/compliance/js_libp2p
+	SWARMLLM_COMPLIANCE=1 $(BIN)/pytest tests/compliance
 
 lint:  ## ruff and mypy only
 	@$(BOOTSTRAP) --extra test

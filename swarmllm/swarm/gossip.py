@@ -3,10 +3,11 @@
 Topics: `swarm/models` carries envelopes (on change), `swarm/health` heartbeats (every few seconds); in a
 private swarm each is followed by `/{network_id}`.
 
-Messages carry their own signature (see envelope.py), so gossipsub's is off: with it, every receiver parses a
-key of the sender's making, which is one of the ways a message kills a stock host. They are identified by
-their content, not by the sender's claim of origin and number: such a claim is free, and with it anybody could
-have another node's next message taken for a repeat. What does not verify is not forwarded.
+Messages carry their own signature (see envelope.py), so gossipsub's is off (see unsigned_pubsub.py): with it,
+every receiver parses a key of the sender's making, which is one of the ways a message kills a stock host.
+They are identified by their content, not by the sender's claim of origin and number: such a claim is free,
+and with it anybody could have another node's next message taken for a repeat. What does not verify is not
+forwarded.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 
 import trio
 from libp2p.pubsub import gossipsub
-from libp2p.pubsub.pubsub import Pubsub
 from libp2p.tools.anyio_service import background_trio_service
 
 from swarmllm.swarm.host import Host
+from swarmllm.swarm.unsigned_pubsub import UnsignedGossipSub, UnsignedPubsub
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ async def open_gossip(
     network_id: str = "",
 ) -> AsyncIterator[Gossip]:
     """`validate(topic, content)` decides what is passed on, `receive` gets what was; neither may block."""
-    router = gossipsub.GossipSub(
+    router = UnsignedGossipSub(
         protocols=[gossipsub.PROTOCOL_ID_V12, gossipsub.PROTOCOL_ID_V11, gossipsub.PROTOCOL_ID],
         degree=6,
         degree_low=4,
@@ -69,7 +70,7 @@ async def open_gossip(
         heartbeat_interval=_HEARTBEAT_S,
         max_messages_per_topic_per_second=_MESSAGES_PER_TOPIC_PER_S,
     )
-    pubsub = Pubsub(
+    pubsub = UnsignedPubsub(
         host.libp2p_host,
         router,
         strict_signing=False,

@@ -1,0 +1,59 @@
+"""Gossip without gossipsub's own signatures, as its specification has it (StrictNoSign).
+
+The library's unsigned messages still carry an author and a number that nobody can check. Other
+implementations refuse them, and three of the library's own parts believe them: its cache of recent messages
+names them by these two, so that what a peer offers (IHAVE) can never be recognised by content; its check for
+equivocation drops a node's next message once somebody else has sent anything in its name; and a node is put
+on a black list by a name that costs nothing. So neither field is sent here, and a message with one of them
+is dropped before anything looks at it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from libp2p.peer.id import ID
+from libp2p.pubsub import gossipsub
+from libp2p.pubsub.mcache import CacheEntry, MessageCache
+from libp2p.pubsub.pb import rpc_pb2
+from libp2p.pubsub.pubsub import Pubsub
+
+
+class UnsignedPubsub(Pubsub):  # type: ignore[misc]
+    """To be made with `strict_signing=False` and a message id made of the content."""
+
+    async def publish(self, topic_id: str | list[str], data: bytes) -> None:
+        topics = [topic_id] if isinstance(topic_id, str) else topic_id
+        await self.push_msg(self.my_id, rpc_pb2.Message(data=data, topicIDs=topics))
+
+    async def push_msg(self, msg_forwarder: ID, msg: Any) -> None:
+        if msg.from_id or msg.seqno or msg.signature or msg.key:
+            return
+        await super().push_msg(msg_forwarder, msg)
+
+
+class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
+    """The router below it. `window`s as the library's constructor has them."""
+
+    def attach(self, pubsub: Any) -> None:
+        super().attach(pubsub)
+        stock: Any = self.mcache
+        self.mcache: Any = _ContentCache(stock.window_size, stock.history_size, pubsub)
+
+    def _check_equivocation(self, msg: Any) -> bool:
+        """Nobody is named who could contradict himself."""
+        return True
+
+
+class _ContentCache(MessageCache):  # type: ignore[misc]
+    """Recent messages under the ids by which they are offered and asked for."""
+
+    def __init__(self, window_size: int, history_size: int, pubsub: Any) -> None:
+        super().__init__(window_size, history_size)
+        self._pubsub = pubsub
+
+    def put(self, msg: Any) -> None:
+        message_id = self._pubsub.get_message_id(msg)
+        if message_id not in self.msgs:
+            self.msgs[message_id] = msg
+            self.history[0].append(CacheEntry(message_id, msg.topicIDs))

@@ -1,0 +1,171 @@
+"""js-libp2p as a foreign peer of our hardened host: what the two implementations agree on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.doorkeeper import Doorkeeper
+from swarmllm.swarm.gossip import HEALTH, MODELS, Gossip, open_gossip
+from swarmllm.swarm.host import Host, open_host
+from swarmllm.swarm.identity import load_or_create_identity
+from swarmllm.swarm.network_key import new_secret, private_network
+
+FOLDER = Path(__file__).parent / "js_libp2p"
+DEADLINE_S = 20.0
+NOISE_AND_YAMUX = {"encryption": "/noise", "muxer": "/yamux/1.0.0"}
+
+
+class ForeignPeer:
+    """A Node.js process that runs js-libp2p and does one deed after the other."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self._process = process
+        self._unread = b""
+        self.id = ""
+        self.address = ""
+
+    async def do(self, deed: str, **what: str) -> Any:
+        answer = await self._ask(deed, what)
+        assert "ok" in answer, answer
+        return answer["ok"]
+
+    async def fail(self, deed: str, **what: str) -> str:
+        answer = await self._ask(deed, what)
+        assert "error" in answer, answer
+        return str(answer["error"])
+
+    async def _ask(self, deed: str, what: dict[str, str]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with trio.fail_after(DEADLINE_S):
+            await self._process.stdin.send_all(json.dumps({"deed": deed} | what).encode() + b"\n")
+            while b"\n" not in self._unread:
+                data = await self._process.stdout.receive_some()
+                assert data, "the foreign peer ended"
+                self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return dict(json.loads(line))
+
+
+@pytest.fixture
+async def foreign(nursery: trio.Nursery) -> AsyncIterator[ForeignPeer]:
+    node = shutil.which("node")
+    assert node is not None, "Node.js is not installed"
+    assert (FOLDER / "node_modules").is_dir(), f"run: npm install --prefix {FOLDER.name}"
+    process = await trio.lowlevel.open_process(
+        [node, "peer.mjs"],
+        cwd=FOLDER,
+        stdin=-1,
+        stdout=-1,  # PIPE
+    )
+    try:
+        peer = ForeignPeer(process)
+        here = await peer.do("where")
+        peer.id, peer.address = here["id"], here["addresses"][0]
+        yield peer
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            await process.stdin.aclose()
+            await process.stdout.aclose()
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[Host]:
+    identity = load_or_create_identity(tmp_path)
+    async with open_host(identity, Doorkeeper(), "127.0.0.1", 0, ["127.0.0.1"]) as host:
+        yield host
+
+
+def address(host: Host) -> str:
+    return f"/ip4/127.0.0.1/tcp/{host.port}/p2p/{host.node_id}"
+
+
+async def test_it_dials_identifies_and_pings_our_host(host: Host, foreign: ForeignPeer) -> None:
+    met = await foreign.do("dial", address=address(host))
+    assert met == {"peer": host.node_id} | NOISE_AND_YAMUX
+    told = await foreign.do("identify", peer=host.node_id)
+    assert "/ipfs/ping/1.0.0" in told["protocols"]
+    assert [shown.removesuffix(f"/p2p/{host.node_id}") for shown in told["addresses"]] == [
+        address(host).removesuffix(f"/p2p/{host.node_id}")
+    ]
+    assert 0 < (await foreign.do("ping", address=address(host)))["ms"] < 1000 * DEADLINE_S
+    assert host.is_connected(foreign.id)
+
+
+async def test_our_host_dials_it(host: Host, foreign: ForeignPeer) -> None:
+    with trio.fail_after(DEADLINE_S):
+        await host.dial(foreign.id, [Address("127.0.0.1", int(foreign.address.split("/")[4]))])
+    assert host.is_connected(foreign.id)
+    assert (await foreign.do("identify", peer=host.node_id))["protocols"]
+
+
+@pytest.mark.parametrize("topic", [MODELS, HEALTH])
+async def test_gossip_travels_both_ways(host: Host, foreign: ForeignPeer, topic: str) -> None:
+    send, receive = trio.open_memory_channel[tuple[str, bytes]](16)
+    async with (
+        trio.open_nursery() as nursery,
+        open_gossip(
+            host,
+            nursery,
+            validate=lambda _topic, content: content.startswith(b"valid"),
+            receive=lambda name, content: send.send_nowait((name, content)),
+            size_max_bytes={topic: 1000},
+        ) as gossip,
+    ):
+        await foreign.do("subscribe", topic=topic)
+        await foreign.do("dial", address=address(host))
+        await _meshed(foreign, host, gossip, topic)
+        await foreign.do("publish", topic=topic, text="not what we take")
+        await foreign.do("publish", topic=topic, text="valid, from there")
+        with trio.fail_after(DEADLINE_S):
+            # A node hears itself.
+            foreign_ones = [each async for each in _others(receive)]
+        assert foreign_ones == [(topic, b"valid, from there")]
+        nursery.cancel_scope.cancel()
+
+
+async def _others(
+    heard: trio.MemoryReceiveChannel[tuple[str, bytes]],
+) -> AsyncIterator[tuple[str, bytes]]:
+    async for topic, content in heard:
+        if not content.startswith(b"valid, from here"):
+            yield topic, content
+            return
+
+
+async def _meshed(foreign: ForeignPeer, host: Host, gossip: Gossip, topic: str) -> None:
+    """Ours is heard there: publish until it is, because a mesh takes a heartbeat to form."""
+    with trio.fail_after(DEADLINE_S):
+        # It is another process's state.
+        while host.node_id not in (await foreign.do("subscribers", topic=topic))["peers"]:  # noqa: ASYNC110
+            await trio.sleep(0.05)
+        n = 0
+        while True:
+            await gossip.publish(topic, f"valid, from here {n}".encode())
+            heard = await foreign.do("hear")
+            if heard is not None:
+                assert heard["topic"] == topic
+                assert heard["text"].startswith("valid, from here")
+                return
+            n += 1
+
+
+async def test_a_private_swarm_shows_it_a_closed_connection(tmp_path: Path, foreign: ForeignPeer) -> None:
+    identity = load_or_create_identity(tmp_path)
+    async with open_host(
+        identity, Doorkeeper(private_network(new_secret())), "127.0.0.1", 0, ["127.0.0.1"]
+    ) as host:
+        await foreign.fail("dial", address=address(host))
+        assert not host.is_connected(foreign.id)

@@ -1,0 +1,128 @@
+"""Gossip of which nobody claims the authorship: what a claim would have done, it cannot do any more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+from libp2p.custom_types import TProtocol
+from libp2p.peer.id import ID
+from libp2p.pubsub.pb import rpc_pb2
+from libp2p.utils import encode_varint_prefixed
+
+from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.doorkeeper import Doorkeeper
+from swarmllm.swarm.gossip import MODELS, Gossip, open_gossip
+from swarmllm.swarm.host import Host, open_host
+from swarmllm.swarm.identity import load_or_create_identity
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 15.0
+
+
+class Listener:
+    """A host that gossips, and what it has heard."""
+
+    def __init__(self, host: Host, gossip: Gossip) -> None:
+        self.host = host
+        self.gossip = gossip
+        self.heard: list[bytes] = []
+        self._news = trio.lowlevel.ParkingLot()
+
+    def take(self, _topic: str, content: bytes) -> None:
+        self.heard.append(content)
+        self._news.unpark_all()
+
+    async def hears(self, content: bytes) -> None:
+        with trio.fail_after(DEADLINE_S):
+            while content not in self.heard:
+                await self._news.park()
+
+
+@asynccontextmanager
+async def listener(folder: Path) -> AsyncIterator[Listener]:
+    await trio.Path(folder).mkdir()
+    identity = load_or_create_identity(folder)
+    async with (
+        open_host(identity, Doorkeeper(), "127.0.0.1", 0, ["127.0.0.1"]) as host,
+        trio.open_nursery() as nursery,
+    ):
+        made: list[Listener] = []
+        async with open_gossip(
+            host,
+            nursery,
+            validate=lambda _topic, content: content.startswith(b"valid"),
+            receive=lambda topic, content: made[0].take(topic, content),
+            size_max_bytes={MODELS: 1000},
+        ) as gossip:
+            made.append(Listener(host, gossip))
+            yield made[0]
+        nursery.cancel_scope.cancel()
+
+
+async def connect(one: Listener, other: Listener) -> None:
+    with trio.fail_after(DEADLINE_S):
+        await one.host.dial(other.host.node_id, [Address("127.0.0.1", other.host.port)])
+
+
+async def speak_as(sender: Listener, receiver: Listener, message: rpc_pb2.Message) -> None:
+    """Put a message of any making on the wire."""
+    stream = await sender.host.open_stream(receiver.host.node_id, "/meshsub/1.1.0")
+    rpc = rpc_pb2.RPC(publish=[message])
+    await stream.write(encode_varint_prefixed(rpc.SerializeToString()))
+
+
+async def test_a_message_travels_over_a_node_in_between(tmp_path: Path) -> None:
+    async with (
+        listener(tmp_path / "a") as a,
+        listener(tmp_path / "b") as b,
+        listener(tmp_path / "c") as c,
+    ):
+        await connect(a, b)
+        await connect(c, b)
+        for n in range(3):
+            content = b"valid %d" % n
+            await a.gossip.publish(MODELS, content)
+            await c.hears(content)
+        assert not c.host.is_connected(a.host.node_id)
+
+
+async def test_who_speaks_in_the_name_of_another_does_not_silence_it(tmp_path: Path) -> None:
+    """The library takes the second message under a name and number for a contradiction, and drops it."""
+    async with (
+        listener(tmp_path / "victim") as victim,
+        listener(tmp_path / "between") as between,
+        listener(tmp_path / "far") as far,
+        listener(tmp_path / "attacker") as attacker,
+    ):
+        await connect(victim, between)
+        await connect(far, between)
+        await connect(attacker, between)
+        name = ID.from_base58(victim.host.node_id).to_bytes()
+        for number in range(20):
+            claim = rpc_pb2.Message(
+                data=b"valid, says the attacker",
+                topicIDs=[MODELS],
+                from_id=name,
+                seqno=number.to_bytes(8, "big"),
+            )
+            await speak_as(attacker, between, claim)
+        await victim.gossip.publish(MODELS, b"valid, says the victim")
+        await far.hears(b"valid, says the victim")
+        assert b"valid, says the attacker" not in between.heard + far.heard
+
+
+async def test_what_is_offered_can_be_recognised(tmp_path: Path) -> None:
+    """The recent messages are kept under the ids by which peers ask for them."""
+    async with listener(tmp_path / "a") as a:
+        await a.gossip.publish(MODELS, b"valid once")
+        pubsub = a.gossip._pubsub
+        message = rpc_pb2.Message(data=b"valid once", topicIDs=[MODELS])
+        message_id = pubsub.get_message_id(message)
+        assert pubsub.router.mcache.get(message_id) == message
+        assert pubsub.router.mcache.window(MODELS) == [message_id]
+        assert TProtocol("/meshsub/1.2.0") in pubsub.protocols
