@@ -197,6 +197,22 @@ class StoreTable:
 
 
 @dataclass(frozen=True, slots=True)
+class AutoManageTable:
+    """Models of which the swarm decides what this node holds; see docs/scheduling.md."""
+
+    models: tuple[str, ...] = _setting(
+        (), "Names of the models that are placed on this node; empty: it loads only what it is told."
+    )
+    max_memory_gib: Annotated[float, Meta(ge=0, le=2**20)] = _setting(
+        0.0, "For the layers of all models; 0 means half of this machine's memory."
+    )
+    max_pipes: Annotated[int, Meta(ge=0, le=65536)] = _setting(
+        0, "Complete pipelines after which no new one is begun; 0 means no limit."
+    )
+    interval_s: Seconds = _setting(5.0, "Between two looks; layers move when three agree.")
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     node: NodeTable = dataclasses.field(default_factory=NodeTable)
     network: NetworkTable = dataclasses.field(default_factory=NetworkTable)
@@ -205,6 +221,7 @@ class Config:
     model: ModelTable = dataclasses.field(default_factory=ModelTable)
     resources: ResourcesTable = dataclasses.field(default_factory=ResourcesTable)
     store: StoreTable = dataclasses.field(default_factory=StoreTable)
+    auto_manage: AutoManageTable = dataclasses.field(default_factory=AutoManageTable)
 
     @property
     def data_dir(self) -> Path:
@@ -229,6 +246,7 @@ TABLES: dict[str, type] = {
     "model": ModelTable,
     "resources": ResourcesTable,
     "store": StoreTable,
+    "auto_manage": AutoManageTable,
 }
 
 

@@ -50,11 +50,17 @@ class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     name: ShortText
     n_layers: LayerIndex
     ranges: Annotated[tuple[tuple[LayerIndex, LayerIndex], ...], Meta(max_length=256)]
+    loading: Annotated[tuple[tuple[LayerIndex, LayerIndex], ...], Meta(max_length=256)] = ()
+    """What it is about to hold: nobody else need begin with it."""
+    pinned: Annotated[tuple[tuple[LayerIndex, LayerIndex], ...], Meta(max_length=256)] = ()
+    """Of `ranges`, what its user loaded and the swarm does not move."""
 
     def __post_init__(self) -> None:
-        for start, end in self.ranges:
-            if not start < end <= self.n_layers:
-                raise ValueError(f"field `ranges`: {start}:{end} is no range of {self.n_layers} layers")
+        named = {"ranges": self.ranges, "loading": self.loading, "pinned": self.pinned}
+        for name, ranges in named.items():
+            for start, end in ranges:
+                if not start < end <= self.n_layers:
+                    raise ValueError(f"field `{name}`: {start}:{end} is no range of {self.n_layers} layers")
 
 
 class FileAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -125,6 +131,10 @@ class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of the model that has fewest left."""
     free_kv_tokens: Count = 0
     """KV cells that no running request may still need, of the model that has fewest left."""
+    placed_models: Annotated[tuple[ModelId, ...], Meta(max_length=32)] = ()
+    """Models of which the swarm may decide what this node holds."""
+    placing_free_bytes: Count = 0
+    """Memory that is left for their layers."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -312,7 +312,16 @@ RECORD = swarm.NodeRecord(
     software="swarmllm 0.1.0",
     started_at=1_760_000_000.5,
     sequence=17,
-    models=(swarm.ShardAnnounce(model_id=MODEL_ID, name="guide", n_layers=12, ranges=((0, 4), (8, 12))),),
+    models=(
+        swarm.ShardAnnounce(
+            model_id=MODEL_ID,
+            name="guide",
+            n_layers=12,
+            ranges=((0, 4), (8, 12)),
+            loading=((4, 6),),
+            pinned=((0, 4),),
+        ),
+    ),
     capability=swarm.NodeCapability(
         memory_total_bytes=2**36,
         memory_free_bytes=2**35 + 1,
@@ -330,6 +339,8 @@ RECORD = swarm.NodeRecord(
         slots=8,
         free_slots=5,
         free_kv_tokens=3072,
+        placed_models=(MODEL_ID,),
+        placing_free_bytes=2**33,
     ),
     files=(
         swarm.FileAnnounce(

@@ -51,6 +51,15 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         "models": loaded,
         "pipelines": node.pipeline_statistics(),
         "travel": node.travel_statistics(),
+        "placing": [
+            {
+                "name": placed.name,
+                "model_id": placed.model_id,
+                "target": range_texts(placed.target),
+                "state": placed.state,
+            }
+            for placed in node.placing.models
+        ],
         "workers": [worker_json(worker) for worker in node.worker_statistics()],
     }
 

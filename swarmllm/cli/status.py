@@ -48,6 +48,12 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
     yield "peers", f"{stats['peers_connected']} connected"
     yield "reachable", _reachable(stats.get("reachability"))
     yield from lines("loaded", models or ["nothing: swarmllm models load NAME"])
+    placed = [
+        f"{model['name']}  layers {', '.join(model['target']) or 'none'} here, {model['state']}"
+        for model in stats.get("placing", ())
+    ]
+    if placed:
+        yield from lines("placing", placed)
     yield "requests", f"{requests['active']} of {requests['max']} running, {requests['queued']} waiting"
     yield (
         "",

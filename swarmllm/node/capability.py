@@ -35,6 +35,8 @@ def describe(
     admission: Admission,
     stage_requests: int,
     room: Room,
+    placed_models: tuple[str, ...],
+    placing_free_bytes: int,
 ) -> NodeCapability:
     total_bytes, free_bytes = memory_bytes()
     measured = sorted(
@@ -68,6 +70,8 @@ def describe(
         slots=room.slots,
         free_slots=room.free_slots,
         free_kv_tokens=room.free_kv_tokens,
+        placed_models=placed_models[:MAX_MODELS],
+        placing_free_bytes=placing_free_bytes,
     )
 
 
@@ -95,13 +99,15 @@ def is_news(old: NodeCapability, new: NodeCapability) -> bool:
     )
 
 
-def _counts(capability: NodeCapability) -> tuple[float, ...]:
+def _counts(capability: NodeCapability) -> tuple[object, ...]:
     return (
         capability.active_requests,
         capability.stage_requests,
         capability.queued_requests,
         capability.max_requests,
         min(capability.free_slots, FEW),
+        capability.placing_free_bytes,
+        capability.placed_models,
         capability.memory_bytes_per_s,
         capability.flops,
     )

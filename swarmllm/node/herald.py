@@ -7,14 +7,15 @@ holdings are compared at once when somebody says that they changed, load and spe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
 
 from swarmllm import __version__
-from swarmllm.models import Catalogue
+from swarmllm.models import Catalogue, LayerRange
+from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import float_among, is_news
 from swarmllm.node.speed_probe import machine_speed
 from swarmllm.scheduling.observation import Observations
@@ -47,6 +48,7 @@ class Herald:
         travel: Travel,
         observations: Observations,
         describe: Callable[[], NodeCapability],
+        placing: AutoShardManager,
     ) -> None:
         self.started_at = time.time()
         self._nickname = nickname
@@ -57,6 +59,7 @@ class Herald:
         self._travel = travel
         self._observations = observations
         self._describe = describe
+        self._placing = placing
         self._sequence = 0
         self._published: Holdings | None = None
         self._capability = NodeCapability()
@@ -99,15 +102,18 @@ class Herald:
 
     async def _holdings(self) -> Holdings:
         entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
+        held = self._pool.models()
         ready = tuple(
             ShardAnnounce(
                 model_id=model_id,
                 name=entries[model_id].name,
                 n_layers=entries[model_id].manifest.n_layers,
-                ranges=tuple((layers.start, layers.end) for layers in ranges),
+                ranges=_pairs(held.get(model_id, ())),
+                loading=_pairs(self._placing.loading(model_id)),
+                pinned=_pairs(self._placing.pinned(model_id)),
             )
-            for model_id, ranges in sorted(self._pool.models().items())
-            if model_id in entries
+            for model_id in sorted({*held, *self._placing.model_ids})
+            if model_id in entries and (model_id in held or self._placing.loading(model_id))
         )
         return ready, self._travel.announcements(entries.values())
 
@@ -122,3 +128,7 @@ class Herald:
             capability=capability,
             files=holdings[1],
         )
+
+
+def _pairs(ranges: Iterable[LayerRange]) -> tuple[tuple[int, int], ...]:
+    return tuple((layers.start, layers.end) for layers in ranges)

@@ -23,6 +23,7 @@ from swarmllm.errors import Conflict, ModelNotFound, NodeUnreachable, SwarmLLMEr
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge, needed_tensors
 from swarmllm.node.acquaintances import Acquaintances
 from swarmllm.node.admission import Admission
+from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import describe
 from swarmllm.node.embeddings import Embeddings
 from swarmllm.node.herald import Herald
@@ -92,6 +93,16 @@ class Node:
         self._travel = travel
         self.acquaintances = Acquaintances(router, registry, trust or Trust())
         self._observations = observations or Observations()
+        self.placing = AutoShardManager(
+            config.auto_manage,
+            node_id=router.node_id,
+            registry=registry,
+            pool=pool,
+            find=self._resolve,
+            load=lambda entry, layers: self._load(entry, layers, _unseen, _unseen),
+            drop=self._drop,
+            on_change=self.holdings_changed,
+        )
         self._herald = Herald(
             config.nickname,
             router=router,
@@ -101,6 +112,7 @@ class Node:
             travel=travel,
             observations=self._observations,
             describe=self._describe,
+            placing=self.placing,
         )
         self.started_at = self._herald.started_at
         self._readiness = Readiness("starting", "loading models")
@@ -236,8 +248,7 @@ class Node:
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         gone = entry.manifest.whole if layers is None else LayerRange.parse(layers)
         check_layers(entry, gone)
-        await self._pool.unload(entry.model_id, gone)
-        await self.publish()
+        await self._drop(entry, gone)
         return self._view(entry, self._registry.models().get(entry.model_id))
 
     @asynccontextmanager
@@ -306,6 +317,10 @@ class Node:
             entry = await self._travel.ensure(entry, None, _unseen, origin=True)
         return entry
 
+    async def _drop(self, entry: CatalogueEntry, layers: LayerRange) -> None:
+        await self._pool.unload(entry.model_id, layers)
+        await self.publish()
+
     async def _load(
         self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, fetching: Progress
     ) -> CatalogueEntry:
@@ -347,6 +362,8 @@ class Node:
             self.admission,
             stage_requests,
             self._pipelines.room(),
+            self.placing.model_ids,
+            self.placing.free_bytes,
         )
 
     def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None) -> ModelView:

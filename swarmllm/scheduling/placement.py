@@ -91,7 +91,7 @@ def place(shape: ModelShape, nodes: Iterable[PlacementNode], max_pipes: int | No
     planner = _Planner(shape, [node for node in nodes if node.is_trusted])
     planner.fill_gaps(max_pipes)
     planner.begin_pipelines(max_pipes)
-    planner.double_the_rarest()
+    planner.double_the_rarest(max_pipes)
     return planner.placement()
 
 
@@ -193,14 +193,20 @@ class _Planner:
                 began = True
         return began
 
-    def double_the_rarest(self) -> None:
-        """Only what is in a complete pipeline: a second copy of a fragment serves nobody."""
+    def double_the_rarest(self, max_pipes: int | None) -> None:
+        """Only what is in a complete pipeline: a second copy of a fragment serves nobody. Where the number of
+        pipelines is limited, up to one copy more than that: the standby."""
         stages = [stage for row in self._rows if row.is_complete for stage in row.stages]
         copies = dict.fromkeys({stage.layers for stage in stages}, 0)
         for layers in copies:
             copies[layers] = sum(layers in item.layers for item in self._all_held())
         for node_id in self._idle(None):
-            fits = [layers for layers in copies if self._shape.n_bytes(layers) <= self._free[node_id]]
+            fits = [
+                layers
+                for layers, n_copies in copies.items()
+                if self._shape.n_bytes(layers) <= self._free[node_id]
+                and (max_pipes is None or n_copies <= max_pipes)
+            ]
             if fits:
                 rarest = min(fits, key=lambda layers: (copies[layers], -len(layers), layers))
                 copies[rarest] += 1

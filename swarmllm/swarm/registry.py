@@ -71,6 +71,14 @@ class Registry:
         """The last record heard of a node, connected or not."""
         return self._records.get(node_id)
 
+    def trusted_nodes(self) -> dict[str, NodeRecord]:
+        """Every record heard of this node and of those that may work, connected or not."""
+        return {
+            node_id: record
+            for node_id, record in self._records.items()
+            if node_id == self._node_id or self._may_work(node_id)
+        }
+
     def nodes(self) -> dict[str, NodeRecord]:
         """Every record heard, connected or not."""
         return dict(self._records)

@@ -1,0 +1,178 @@
+"""AutoShardManager: this node's part in placing models, carried out softly.
+
+Every few seconds it works out the plan (see `placing`) for each model that its user lets the swarm place
+here, and takes one step towards it when the plan has asked the same of this node three times in a row. What
+is being loaded is told to the swarm as if it were held, so that nobody else starts on it. What the user
+loaded by hand or by the configuration is pinned: counted, never moved. A step that fails is tried again
+later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from swarmllm.config import AutoManageTable
+from swarmllm.errors import SwarmLLMError
+from swarmllm.models import CatalogueEntry, LayerRange, merge, subtract
+from swarmllm.node.memory import memory_bytes
+from swarmllm.node.placing import next_step, plan_of, shape_of
+from swarmllm.scheduling.patience import CONSISTENT_TICKS, Patience
+from swarmllm.scheduling.placement import ModelShape
+from swarmllm.swarm.registry import Registry
+from swarmllm.workerpool import WorkerPool
+
+log = logging.getLogger("swarmllm.node")
+
+RETRY_S = 30.0
+"""After a step has failed."""
+
+
+@dataclass(slots=True)
+class PlacedModel:
+    """What is known of one model that is placed here; its public fields are shown to people."""
+
+    name: str
+    model_id: str = ""
+    target: tuple[LayerRange, ...] = ()
+    state: str = "looking for it"
+    loading: tuple[LayerRange, ...] = ()
+    managed: tuple[LayerRange, ...] = ()
+    """What this manager loaded, and may drop."""
+    retry_at_s: float = 0.0
+    patience: Patience = field(default_factory=Patience)
+
+
+Find = Callable[[str], Awaitable[CatalogueEntry]]
+Act = Callable[[CatalogueEntry, LayerRange], Awaitable[object]]
+
+
+class AutoShardManager:
+    def __init__(
+        self,
+        settings: AutoManageTable,
+        *,
+        node_id: str,
+        registry: Registry,
+        pool: WorkerPool,
+        find: Find,
+        load: Act,
+        drop: Act,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change` is called when the swarm should hear of what is being loaded."""
+        self.models = [PlacedModel(name) for name in settings.models]
+        self._budget_bytes = int(settings.max_memory_gib * 2**30) or memory_bytes()[0] // 2
+        self._max_pipes = settings.max_pipes or None
+        self._interval_s = settings.interval_s
+        self._node_id = node_id
+        self._registry = registry
+        self._pool = pool
+        self._find = find
+        self._load = load
+        self._drop = drop
+        self._on_change = on_change
+        self._shapes: dict[str, ModelShape] = {}
+
+    async def run(self) -> None:
+        """Until cancelled; at once over where there is nothing to place."""
+        while self.models:
+            await self.tick(trio.current_time())
+            await trio.sleep(self._interval_s)
+
+    async def tick(self, now_s: float) -> None:
+        for model in self.models:
+            if now_s < model.retry_at_s:
+                continue
+            try:
+                await self._look_after(model)
+            except SwarmLLMError as error:
+                model.state = error.message
+                model.retry_at_s = now_s + (RETRY_S if model.model_id else 0.0)
+                log.info("placing %s: %s", model.name, error.message)
+
+    # What the swarm is told.
+
+    @property
+    def model_ids(self) -> tuple[str, ...]:
+        return tuple(sorted({model.model_id for model in self.models if model.model_id}))
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the budget; layers that the user loaded count too."""
+        return max(0, self._budget_bytes - self._used_bytes()) if self.models else 0
+
+    def loading(self, model_id: str) -> tuple[LayerRange, ...]:
+        return next((model.loading for model in self.models if model.model_id == model_id), ())
+
+    def pinned(self, model_id: str) -> tuple[LayerRange, ...]:
+        """Of what is loaded, what was not loaded here."""
+        managed = [layers for m in self.models if m.model_id == model_id for layers in m.managed]
+        return subtract(self._pool.loaded(model_id), managed)
+
+    def _used_bytes(self) -> int:
+        held = {model_id: list(ranges) for model_id, ranges in self._pool.models().items()}
+        for model in self.models:
+            if model.loading:
+                held.setdefault(model.model_id, []).extend(model.loading)
+        return sum(
+            self._shapes[model_id].n_bytes(layers)
+            for model_id, ranges in held.items()
+            if model_id in self._shapes
+            for layers in merge(ranges)
+        )
+
+    async def _look_after(self, model: PlacedModel) -> None:
+        entry = await self._find(model.name)
+        for model_id in (entry.model_id, *self._pool.models()):
+            if model_id not in self._shapes:
+                self._shapes[model_id] = shape_of((await self._find(model_id)).manifest)
+        if model.model_id != entry.model_id:
+            model.model_id = entry.model_id
+            self._on_change()
+        shape, held = self._shapes[entry.model_id], self._pool.loaded(entry.model_id)
+        records = {
+            node_id: record
+            for node_id, record in self._registry.trusted_nodes().items()
+            if node_id == self._node_id or node_id in self._registry.connected()
+        }
+        own = records.get(self._node_id)
+        if own is None or model.model_id not in own.capability.placed_models:
+            model.state = "telling the swarm"
+            return
+        plan = plan_of(entry.manifest, records, self._max_pipes)
+        model.target = plan.targets[self._node_id]
+        others = self._registry.holders(entry.model_id)
+        elsewhere = [holder.layers for holder in others if holder.node_id != self._node_id]
+        pinned = self.pinned(entry.model_id)
+        step = next_step(held, model.target, pinned, elsewhere, self.free_bytes, shape)
+        if step.load is None and step.drop is None:
+            model.patience.forget()
+            model.state = f"waits for {step.waits_for}" if step.waits_for else "as planned"
+            return
+        if not model.patience.see((model.target, step)):
+            model.state = f"about to move ({model.patience.n_seen} of {CONSISTENT_TICKS})"
+            return
+        model.patience.forget()
+        if step.load is not None:
+            await self._take(model, entry, step.load)
+        elif step.drop is not None:
+            model.state = f"dropping {step.drop}"
+            log.info("placing %s: dropping %s, others have it", model.name, step.drop)
+            model.managed = subtract(model.managed, [step.drop])
+            await self._drop(entry, step.drop)
+
+    async def _take(self, model: PlacedModel, entry: CatalogueEntry, layers: LayerRange) -> None:
+        model.state, model.loading = f"loading {layers}", (layers,)
+        log.info("placing %s: loading %s", model.name, layers)
+        self._on_change()
+        try:
+            await self._load(entry, layers)
+            model.managed = merge([*model.managed, layers])
+            model.state = "loaded"
+        finally:
+            model.loading = ()
+            self._on_change()

@@ -1,0 +1,125 @@
+"""From what the swarm says to the plan of who holds what (`scheduling.placement`), and from the plan to what
+this node may do next. Pure; `auto_shard` acts.
+
+Everything that goes into a plan comes from records, this node's own included, so that all nodes plan from the
+same. Speeds wander with every forward; they go in as powers of the square root of two, or the plan would
+wander with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from swarmllm.models import LayerRange, Manifest, covers, merge, subtract
+from swarmllm.pipeline.circumstances import Links, Load, circumstances
+from swarmllm.scheduling.coordinates import Coordinate
+from swarmllm.scheduling.cost import Workload
+from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode, place
+from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
+
+NOBODY = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to do next; at most one of the two."""
+
+    load: LayerRange | None = None
+    drop: LayerRange | None = None
+    waits_for: str = ""
+    """Why nothing can be done, though something should."""
+
+
+def shape_of(manifest: Manifest) -> ModelShape:
+    sizes = dict.fromkeys(("layer", "embedding", "head", "header"), 0)
+    for shard in manifest.shards:
+        sizes[shard.kind] = max(sizes[shard.kind], shard.size_bytes)
+    tied = sizes["embedding"] if manifest.tied_embedding else 0
+    return ModelShape(
+        manifest.n_layers,
+        manifest.cut_alignment,
+        max(1, sizes["layer"]),
+        sizes["embedding"],
+        sizes["head"] + tied,
+    )
+
+
+def plan_of(manifest: Manifest, records: Mapping[str, NodeRecord], max_pipes: int | None) -> Placement:
+    """`records`: of this node and of those that are connected and trusted."""
+    model_id = manifest.model_id
+    said = {
+        node_id: announced
+        for node_id, record in records.items()
+        for announced in record.models
+        if announced.model_id == model_id
+    }
+    involved = {
+        node_id: record
+        for node_id, record in records.items()
+        if node_id in said or model_id in record.capability.placed_models
+    }
+    speeds = circumstances(
+        NOBODY,
+        manifest,
+        Workload(),
+        involved,
+        {node_id: record.capability for node_id, record in involved.items()},
+        Links(),
+        Observations(),
+        Load(),
+    ).speeds
+    nodes = [
+        _node(record, said.get(node_id), model_id, speeds[node_id].decode_s)
+        for node_id, record in involved.items()
+    ]
+    return place(shape_of(manifest), nodes, max_pipes)
+
+
+def next_step(
+    held: tuple[LayerRange, ...],
+    target: tuple[LayerRange, ...],
+    pinned: tuple[LayerRange, ...],
+    elsewhere: Iterable[LayerRange],
+    free_bytes: int,
+    shape: ModelShape,
+) -> Step:
+    """From what is held to what is wanted. `elsewhere`: what other connected nodes have ready; what none of
+    them has is the last copy, and stays. `pinned` stays in any case. Loading comes first, so that there is
+    never less in the swarm than before; where there is no room, dropping does."""
+    wanted = subtract(target, held)
+    surplus = subtract(subtract(held, target), pinned)
+    safe = [layers for layers in surplus if covers(elsewhere, layers)]
+    for layers in wanted:
+        if shape.n_bytes(layers) <= free_bytes:
+            return Step(load=layers)
+    if safe:
+        return Step(drop=safe[0])
+    if wanted:
+        return Step(waits_for=f"room for {wanted[0]}")
+    if surplus:
+        return Step(waits_for=f"another holder of {surplus[0]}")
+    return Step()
+
+
+def _node(
+    record: NodeRecord, announced: ShardAnnounce | None, model_id: str, layer_s: float
+) -> PlacementNode:
+    said, takes_part = record.capability, model_id in record.capability.placed_models
+    held: tuple[LayerRange, ...] = ()
+    pinned: tuple[LayerRange, ...] = ()
+    if announced is not None:
+        held = merge(LayerRange(*pair) for pair in (*announced.ranges, *announced.loading))
+        pinned = merge(LayerRange(*pair) for pair in announced.pinned)
+    where = said.coordinate
+    return PlacementNode(
+        record.node_id,
+        said.placing_free_bytes,
+        2 ** (round(2 * math.log2(layer_s)) / 2),
+        held,
+        pinned,
+        Coordinate(where.position_s, where.height_s, where.error) if where is not None else None,
+        takes_part,
+    )

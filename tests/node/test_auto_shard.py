@@ -1,0 +1,245 @@
+"""What a node does about a plan: one step at a time, only after it has been asked three times, and never so
+that the swarm has less than before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from swarmllm.config import AutoManageTable
+from swarmllm.errors import NodeUnreachable
+from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge, subtract
+from swarmllm.models.hashing import FileState
+from swarmllm.models.manifest import Shard
+from swarmllm.node.auto_shard import RETRY_S, AutoShardManager
+from swarmllm.node.placing import Step, next_step, shape_of
+from swarmllm.scheduling.patience import CONSISTENT_TICKS, Patience
+from swarmllm.scheduling.placement import ModelShape
+from swarmllm.swarm.registry import Registry
+from swarmllm.workerpool import WorkerPool
+from swarmllm_proto.codec import encode_record
+from swarmllm_proto.swarm import NodeCapability, NodeRecord, ShardAnnounce
+
+LAYER_BYTES = 2**20
+SHAPE = ModelShape(12, 1, 100)
+WHOLE = LayerRange(0, 12)
+DIGEST = "0" * 64
+
+
+def make_entry() -> CatalogueEntry:
+    shards = tuple(
+        Shard(index=i, kind="layer", size_bytes=LAYER_BYTES, blake3=DIGEST, tensors=()) for i in range(12)
+    )
+    manifest = Manifest(
+        name="m",
+        architecture="arithmetic",
+        n_layers=12,
+        n_embd=4,
+        n_vocab=10,
+        context_length=100,
+        cut_alignment=1,
+        whole_reason="",
+        tied_embedding=False,
+        size_bytes=1,
+        shards=shards,
+    )
+    return CatalogueEntry(manifest.model_id, "m", Path("/nowhere"), manifest, FileState(1, 1))
+
+
+ENTRY = make_entry()
+
+
+def ranges(*texts: str) -> tuple[LayerRange, ...]:
+    return tuple(map(LayerRange.parse, texts))
+
+
+@pytest.mark.parametrize(
+    ("held", "target", "pinned", "elsewhere", "free", "expected"),
+    [
+        ("", "0:4", "", "", 400, Step(load=LayerRange(0, 4))),
+        ("0:4", "0:4", "", "", 0, Step()),
+        ("", "0:4", "", "", 399, Step(waits_for="room for 0:4")),
+        ("0:8", "0:4", "", "4:12", 0, Step(drop=LayerRange(4, 8))),
+        ("0:8", "0:4", "", "4:7", 0, Step(waits_for="another holder of 4:8")),
+        ("0:8", "0:4", "4:8", "4:12", 0, Step()),
+        ("0:4", "4:8", "", "0:4", 400, Step(load=LayerRange(4, 8))),
+        ("0:4", "4:8", "", "0:4", 0, Step(drop=LayerRange(0, 4))),
+        ("0:4", "4:8", "", "", 0, Step(waits_for="room for 4:8")),
+    ],
+    ids=[
+        "load",
+        "as planned",
+        "no room",
+        "others have it",
+        "the last copy stays",
+        "pins stay",
+        "load before dropping",
+        "drop where there is no room",
+        "neither is possible",
+    ],
+)
+def test_one_step(held: str, target: str, pinned: str, elsewhere: str, free: int, expected: Step) -> None:
+    parts = [ranges(*text.split()) for text in (held, target, pinned, elsewhere)]
+    assert next_step(parts[0], parts[1], parts[2], parts[3], free, SHAPE) == expected
+
+
+def test_three_of_the_same_in_a_row_are_enough_and_another_one_begins_anew() -> None:
+    patience = Patience()
+    assert [patience.see(wish) for wish in "aabaaa"] == [False] * 5 + [True]
+    patience.forget()
+    assert not patience.see("a")
+
+
+class MemoryPool:
+    """Holds whatever it is given."""
+
+    def __init__(self) -> None:
+        self.held: tuple[LayerRange, ...] = ()
+
+    def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
+        return self.held if model_id == ENTRY.model_id else ()
+
+    def models(self) -> dict[str, tuple[LayerRange, ...]]:
+        return {ENTRY.model_id: self.held} if self.held else {}
+
+
+class Member:
+    """A manager with its node's registry; `tell` is its gossip."""
+
+    def __init__(self, node_id: str, n_layers: int, max_pipes: int = 0) -> None:
+        self.node_id, self.pool = node_id, MemoryPool()
+        self.registry = Registry(node_id)
+        self.acts: list[str] = []
+        self.failure: NodeUnreachable | None = None
+        self.manager = AutoShardManager(
+            AutoManageTable(("m",), n_layers * LAYER_BYTES / 2**30, max_pipes),
+            node_id=node_id,
+            registry=self.registry,
+            pool=cast(WorkerPool, self.pool),
+            find=self._find,
+            load=self._load,
+            drop=self._drop,
+            on_change=lambda: None,
+        )
+
+    async def _find(self, name: str) -> CatalogueEntry:
+        return ENTRY
+
+    async def _load(self, entry: CatalogueEntry, layers: LayerRange) -> None:
+        self.acts.append(f"load {layers}")
+        assert self.manager.loading(ENTRY.model_id) == (layers,)
+        if self.failure is not None:
+            raise self.failure
+        self.pool.held = merge([*self.pool.held, layers])
+
+    async def _drop(self, entry: CatalogueEntry, layers: LayerRange) -> None:
+        self.acts.append(f"drop {layers}")
+        self.pool.held = subtract(self.pool.held, [layers])
+
+    def record(self) -> bytes:
+        def pairs(held: tuple[LayerRange, ...]) -> tuple[tuple[int, int], ...]:
+            return tuple((each.start, each.end) for each in held)
+
+        announced = ShardAnnounce(
+            model_id=ENTRY.model_id,
+            name="m",
+            n_layers=12,
+            ranges=pairs(self.pool.held),
+            loading=pairs(self.manager.loading(ENTRY.model_id)),
+            pinned=pairs(self.manager.pinned(ENTRY.model_id)),
+        )
+        capability = NodeCapability(
+            placed_models=self.manager.model_ids, placing_free_bytes=self.manager.free_bytes
+        )
+        return encode_record(
+            NodeRecord(
+                node_id=self.node_id, models=(announced,) if self.pool.held else (), capability=capability
+            )
+        )
+
+
+async def live(members: list[Member], n_ticks: int, since_s: float = 0.0) -> None:
+    """Gossip, then one look of everybody, `n_ticks` times."""
+    for tick in range(n_ticks):
+        for member in members:
+            member.registry.set_connected({other.node_id for other in members} - {member.node_id})
+            for other in members:
+                member.registry.apply(other.node_id, other.record())
+        for member in members:
+            await member.manager.tick(since_s + 5.0 * tick)
+
+
+def layers_of(members: list[Member]) -> list[LayerRange]:
+    return [layers for member in members for layers in member.pool.held]
+
+
+async def test_nobody_moves_before_three_looks_agree() -> None:
+    member = Member("a", 12)
+    await live([member], CONSISTENT_TICKS)
+    assert member.acts == []  # The first look only tells the swarm that it takes part.
+    await live([member], 1)
+    assert member.acts == ["load 0:12"]
+    await live([member], 5)
+    assert member.acts == ["load 0:12"]
+    assert member.manager.models[0].state == "as planned"
+
+
+async def test_three_nodes_place_a_model_by_themselves_and_replace_the_one_that_leaves() -> None:
+    members = [Member(name, 6) for name in "abc"]
+    await live(members, 10)
+    held = layers_of(members)
+    assert covers(held, WHOLE)
+    assert max(len(layers) for layers in held) <= 6
+    before = {member.node_id: member.pool.held for member in members}
+    (gone,) = [member for member in members if member.pool.held == ranges("0:6")][:1]
+    members.remove(gone)
+    await live(members, 12, 1000.0)
+    assert covers(layers_of(members), WHOLE)
+    newcomer = Member("d", 12)
+    steady = {member.node_id: member.pool.held for member in members}
+    await live([*members, newcomer], 10, 2000.0)
+    assert {member.node_id: member.pool.held for member in members} == steady
+    assert newcomer.pool.held == (WHOLE,)
+    assert before[gone.node_id] == gone.pool.held
+
+
+async def test_what_a_user_loaded_is_never_dropped_and_counts() -> None:
+    loaded, other = Member("a", 12), Member("b", 6)
+    loaded.pool.held = ranges("0:6")
+    await live([loaded, other], 10)
+    assert covers(loaded.pool.held, LayerRange(0, 6))
+    assert covers(layers_of([loaded, other]), WHOLE)
+    assert not any(act.startswith("drop") for act in loaded.acts)
+
+
+async def test_a_step_that_failed_is_tried_again_later_and_says_why() -> None:
+    member = Member("a", 12)
+    member.failure = NodeUnreachable("nobody gives it")
+    await live([member], 4)
+    assert member.acts == ["load 0:12"]
+    assert member.manager.models[0].state == "nobody gives it"
+    assert member.manager.loading(ENTRY.model_id) == ()
+    await live([member], 2, 20.0)
+    assert member.acts == ["load 0:12"]
+    member.failure = None
+    await live([member], CONSISTENT_TICKS, 20.0 + RETRY_S)
+    assert member.pool.held == (WHOLE,)
+
+
+async def test_pipelines_are_begun_only_up_to_the_limit_and_standbys_join_them() -> None:
+    members = [Member(name, 12, max_pipes=1) for name in "abcd"]
+    await live(members, 12)
+    copies = [sum(layer in layers for layers in layers_of(members)) for layer in range(12)]
+    assert set(copies) == {2}  # One pipeline, and one standby of every layer.
+
+
+def test_the_ends_of_a_model_need_room_too() -> None:
+    more: dict[str, Any] = {"blake3": DIGEST, "tensors": (), "index": 0}
+    ends = (Shard(kind="embedding", size_bytes=7, **more), Shard(kind="head", size_bytes=5, **more))
+    manifest = msgspec.structs.replace(ENTRY.manifest, shards=(*ends, *ENTRY.manifest.shards))
+    assert shape_of(manifest) == ModelShape(12, 1, LAYER_BYTES, 7, 5)
+    tied = msgspec.structs.replace(manifest, tied_embedding=True)
+    assert shape_of(tied) == ModelShape(12, 1, LAYER_BYTES, 7, 12)
