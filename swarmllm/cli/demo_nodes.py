@@ -84,28 +84,15 @@ class DemoNodes:
         folder.mkdir()
         config = folder / "config.toml"
         config.write_text(configuration(name, folder / "data", load, bootstrap, inference), "utf-8")
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMLLM_")}
-        libc = ctypes.CDLL(None)
-        parent = os.getpid()
-
-        def end_with_parent() -> None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:
-                os._exit(1)
-
-        with (folder / "daemon.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "swarmllm", "daemon", "--config", str(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
-        node = DemoNode(name, folder, process)
+        node = DemoNode(name, folder, _launch(folder))
         self.nodes.append(node)
         return node
+
+    def restart(self, node: DemoNode) -> None:
+        """Start a daemon that has ended, with what it had: its folder, its identity, other ports."""
+        (node.folder / "data" / "daemon.json").unlink(missing_ok=True)
+        node.process.wait(STOP_TIMEOUT_S)
+        node.process = _launch(node.folder)
 
     def stop(self) -> list[ProcessMark]:
         """End every daemon; returns the processes of the demo that survived, which should be none."""
@@ -126,6 +113,28 @@ class DemoNodes:
 
     def remove_folder(self) -> None:
         shutil.rmtree(self.folder)
+
+
+def _launch(folder: Path) -> subprocess.Popen[bytes]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMLLM_")}
+    libc = ctypes.CDLL(None)
+    parent = os.getpid()
+
+    def end_with_parent() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    with (folder / "daemon.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "swarmllm", "daemon", "--config", str(folder / "config.toml")],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
 
 
 def configuration(

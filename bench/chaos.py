@@ -1,0 +1,291 @@
+"""Streams while the nodes under them are killed and frozen: does each complete, with the same text, and how
+long does a reader wait?
+
+    python -m bench.chaos [--streams 200] [--disturbed 50] [--seed 1]
+
+Four daemons on loopback hold the bundled model: "a", whom the clients ask, its first third, the others the
+rest, so that no node but "a" is needed by all pipelines. Of each disturbed stream a random node of its
+pipeline is killed (-9, the daemon with its worker) or frozen (SIGSTOP) after a random token. A killed node
+starts again at once, on other ports; a frozen one goes on after some seconds. The rival of every text and
+every pause is the same prompt's stream before anything is disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import httpx
+
+from bench.figures import RESULTS, Figure, machine, table
+from swarmllm.cli.client import Client
+from swarmllm.cli.demo_nodes import DemoNode, DemoNodes, family
+
+HOLDINGS = {
+    "a": ["guide:0:4"],
+    "b": ["guide:4:8"],
+    "c": ["guide:8:12"],
+    "d": ["guide:4:8", "guide:8:12"],
+}
+PROMPTS = (
+    "What is a pipeline?",
+    "What is a shard?",
+    "What happens when a node dies?",
+    "How does prefill work?",
+    "What is a private swarm?",
+)
+"""The bundled model is sure of its answers to these: where it is not, the order of a sum in a cache that is
+shared with other requests can decide."""
+N_TOKENS = 120
+FROZEN_S = 8.0
+"""Longer than it takes the others to notice (5 s)."""
+START_TIMEOUT_S = 60.0
+READ_TIMEOUT_S = 90.0
+REFUSED_PAUSE_S = 0.25
+
+
+class Refused(Exception):
+    """Before the first token, with 502 or 503."""
+
+
+@dataclass
+class Stream:
+    prompt: str
+    text: str = ""
+    longest_pause_s: float = 0.0
+    n_recoveries: int = 0
+    n_refusals: int = 0
+    error: str = ""
+    disturbed_by: str = ""
+    """"kill" or "freeze": what was done while it ran."""
+
+
+@dataclass
+class Chaos:
+    """The swarm, and who of it is down. Streams and disturbances run in threads; processes are started by
+    the thread that made this, because the kernel ends them with it."""
+
+    nodes: DemoNodes
+    by_name: dict[str, DemoNode]
+    ids: dict[str, str]
+    url: str
+    down: set[str] = field(default_factory=set)
+    repairs: queue.Queue[tuple[DemoNode, str]] = field(default_factory=queue.Queue)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def disturb(self, random: Random, route: str) -> str:
+        """Kill or freeze some node of a route that is up; what was done."""
+        how = random.choice(["kill", "freeze"])
+        with self._lock:
+            up = [name for name in sorted(self.by_name.keys() - self.down - {"a"}) if self.ids[name] in route]
+            if not up:
+                return ""
+            name = random.choice(up)
+            self.down.add(name)
+        node = self.by_name[name]
+        for mark in family(node.process.pid):
+            os.kill(mark.pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        self.repairs.put((node, how))
+        return how
+
+    def repair(self, until: threading.Event) -> None:
+        """Bring back who is down, until all streams have ended and everybody is up."""
+        frozen: list[tuple[float, DemoNode]] = []
+        starting: list[DemoNode] = []
+        while not until.is_set() or frozen or starting or not self.repairs.empty():
+            try:
+                node, how = self.repairs.get(timeout=0.05)
+            except queue.Empty:
+                pass
+            else:
+                if how == "kill":
+                    self.nodes.restart(node)
+                    starting.append(node)
+                else:
+                    frozen.append((time.monotonic() + FROZEN_S, node))
+            for entry in [entry for entry in frozen if entry[0] <= time.monotonic()]:
+                frozen.remove(entry)
+                for mark in family(entry[1].process.pid):
+                    os.kill(mark.pid, signal.SIGCONT)
+                self.down.discard(entry[1].name)
+            for node in [node for node in starting if _is_ready(node)]:
+                starting.remove(node)
+                self.down.discard(node.name)
+
+    def stream(self, prompt: str, n_tokens: int, random: Random | None = None) -> Stream:
+        """One request; with `random`, a node is disturbed after some piece of it."""
+        stream = Stream(prompt)
+        at = random.randrange(1, 12) if random else -1
+        body = {
+            "model": "guide",
+            "messages": [{"role": "user", "content": prompt}],
+            "stream": True,
+            "temperature": 0,
+            "max_tokens": n_tokens,
+        }
+        give_up_s = time.monotonic() + READ_TIMEOUT_S
+        while True:
+            try:
+                self._read(body, stream, at, random)
+            except Refused:
+                # Nobody has read a word of it: clients ask again.
+                stream.n_refusals += 1
+                if time.monotonic() < give_up_s:
+                    time.sleep(REFUSED_PAUSE_S)
+                    continue
+                stream.error = "refused for too long"
+            except Exception as error:
+                stream.error = f"{type(error).__name__}: {error}"
+            return stream
+
+    def _read(self, body: dict[str, object], stream: Stream, at: int, random: Random | None) -> None:
+        url = f"{self.url}/v1/chat/completions"
+        n_pieces, last_s = 0, 0.0
+        with httpx.stream("POST", url, json=body, timeout=READ_TIMEOUT_S, trust_env=False) as response:
+            if response.status_code in (502, 503):
+                raise Refused
+            for line in response.raise_for_status().iter_lines():
+                event = json.loads(line[6:]) if line.startswith("data: {") else {}
+                if "error" in event:
+                    raise RuntimeError(event["error"]["message"])
+                stream.n_recoveries += event.get("swarm", {}).get("recoveries", 0)
+                text = next((c["delta"].get("content") for c in event.get("choices", ())), None)
+                if not text:
+                    continue
+                now_s = time.perf_counter()
+                stream.longest_pause_s = max(stream.longest_pause_s, now_s - last_s if n_pieces else 0.0)
+                stream.text += text
+                n_pieces += 1
+                if n_pieces == at and random is not None:
+                    stream.disturbed_by = self.disturb(random, response.headers["x-swarm-route"])
+                last_s = time.perf_counter()
+
+
+@contextmanager
+def chaos(n_threads: int = 1) -> Iterator[Chaos]:
+    nodes = DemoNodes()
+    try:
+        bootstrap: list[str] = []
+        found: dict[str, dict[str, Any]] = {}
+        for name, load in HOLDINGS.items():
+            node = nodes.start(name, load, bootstrap, {"n_threads": n_threads})
+            found[name] = _wait(node.announcement, f"{name} to start")
+            bootstrap = bootstrap or list(found[name]["addresses"])
+        for node in nodes.nodes:
+            _wait(lambda node=node: _is_ready(node), f"{node.name} to be ready")
+        url = found["a"]["api_url"]
+        with Client(url) as client:
+            _wait(lambda: len(client.get("/api/admin/peers")["peers"]) == 3, "everybody to be connected")
+        ids = {name: announced["node_id"] for name, announced in found.items()}
+        yield Chaos(nodes, {node.name: node for node in nodes.nodes}, ids, url)
+    finally:
+        for node in nodes.nodes:
+            for mark in family(node.process.pid):
+                os.kill(mark.pid, signal.SIGCONT)
+        nodes.stop()
+        nodes.remove_folder()
+
+
+def run(swarm: Chaos, n_streams: int, n_disturbed: int, n_tokens: int, seed: int) -> tuple[list[Stream], ...]:
+    """(one undisturbed stream per prompt, all others)"""
+    before = [swarm.stream(prompt, n_tokens) for prompt in PROMPTS]
+    random = Random(seed)
+    chosen = set(random.sample(range(n_streams), n_disturbed))
+    plans = [
+        (random.choice(PROMPTS), Random(seed * 1000 + i) if i in chosen else None) for i in range(n_streams)
+    ]
+    ended = threading.Event()
+    streams: list[Stream] = []
+
+    def work() -> None:
+        try:
+            with ThreadPoolExecutor(2) as threads:
+                streams.extend(threads.map(lambda plan: swarm.stream(plan[0], n_tokens, plan[1]), plans))
+        finally:
+            ended.set()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    swarm.repair(ended)
+    worker.join()
+    return before, streams
+
+
+def _is_ready(node: DemoNode) -> bool:
+    announced = node.announcement()
+    if announced is None or announced["pid"] != node.process.pid:
+        return False
+    with Client(announced["api_url"]) as client:
+        try:
+            return bool(client.get("/health/ready"))
+        except Exception:
+            return False
+
+
+def _wait(probe: Any, what: str) -> Any:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if found := probe():
+            return found
+        time.sleep(0.05)
+    raise TimeoutError(f"waited {START_TIMEOUT_S:.0f} s for {what}")
+
+
+def report(before: Sequence[Stream], streams: Sequence[Stream]) -> tuple[str, dict[str, Any]]:
+    texts = {stream.prompt: stream.text for stream in before}
+    completed = [stream for stream in streams if not stream.error]
+    identical = [stream for stream in completed if stream.text == texts[stream.prompt]]
+    hit = [stream for stream in streams if stream.n_recoveries]
+    counts = {
+        "streams": len(streams),
+        "disturbed (kill)": sum(stream.disturbed_by == "kill" for stream in streams),
+        "disturbed (freeze)": sum(stream.disturbed_by == "freeze" for stream in streams),
+        "streams that changed pipelines": len(hit),
+        "refused before their first token, and asked again": sum(s.n_refusals > 0 for s in streams),
+        "completed": len(completed),
+        "text identical to the undisturbed run": len(identical),
+    }
+    figures = [
+        Figure("longest pause, undisturbed", "s", [stream.longest_pause_s for stream in before]),
+    ]
+    for how in ("kill", "freeze"):
+        pauses = [s.longest_pause_s for s in hit if s.disturbed_by == how]
+        if pauses:
+            figures.append(Figure(f"longest pause of a stream that a {how} hit", "s", pauses))
+    lines = ["| what | streams |", "|---|---|", *(f"| {name} | {n} |" for name, n in counts.items()), ""]
+    text = "\n".join(lines) + "\n" + table([(figure, None) for figure in figures])
+    errors = [stream.error for stream in streams if stream.error]
+    return text, {"counts": counts, "figures": [f.as_json() for f in figures], "errors": errors}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--disturbed", type=int, default=50)
+    parser.add_argument("--tokens", type=int, default=N_TOKENS)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    with chaos() as swarm:
+        before, streams = run(swarm, arguments.streams, arguments.disturbed, arguments.tokens, arguments.seed)
+    text, data = report(before, streams)
+    print(text)
+    for error in data["errors"]:
+        print(error)
+    data |= {"machine": machine(), "command": f"python -m bench.chaos --seed {arguments.seed}"}
+    (RESULTS / "chaos.json").write_text(json.dumps(data, indent=1) + "\n")
+    (RESULTS / "chaos.md").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
