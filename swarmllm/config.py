@@ -155,7 +155,7 @@ class InferenceTable:
     pins: tuple[str, ...] = _setting(
         (), "Layers that run on one node only, each NAME:START:END@NODE with the node's id."
     )
-    rr_ack_timeout_s: Seconds = _setting(10.0, "Longest wait until every stage has accepted its assignment.")
+    rr_ack_timeout_s: Seconds = _setting(10.0, "Longest wait for stages to accept, or for a lost job.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,12 @@ class NodeUnreachable(RemoteError):
     code = "node_unreachable"
 
 
+class NodeRefused(RemoteError):
+    """Another node takes no part in a request (it lacks the layers, or a neighbour)."""
+
+    code = "node_refused"
+
+
 class NodeBusy(RemoteError):
     """Another node has as much to do as it may."""
 

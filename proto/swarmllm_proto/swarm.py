@@ -197,6 +197,25 @@ class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Refused only for now: the node has as much to do as it may."""
 
 
+class ProbeStage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Request, origin -> stage: nothing has been heard of this request; how does it stand? Answered by
+    StageState."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+
+
+class StageState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Response to ProbeStage."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    known: bool
+    """The node takes part in this request of this origin."""
+    busy: bool = False
+    """Something of it happens here: a job waits, is computed or comes in."""
+
+
 class FetchPiece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Request: some bytes of a model. Answered by Piece.
 
@@ -291,7 +310,8 @@ class PrefillProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class PipelineError(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Job message, any stage -> origin: the walk failed here."""
+    """Job message, any stage -> origin: the walk failed here. Origin -> everybody: a pipeline broke because
+    of `node_id`, which is best avoided for a while."""
 
     v: int = WIRE_VERSION
     request_id: RequestId
@@ -304,5 +324,5 @@ class PipelineError(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 JobMessage: TypeAlias = LayerForward | StreamingToken | PrefillProgress | PipelineError | CancelInference
-SwarmRequest: TypeAlias = PipelineAssignment | FetchPiece
-SwarmResponse: TypeAlias = PipelineAck | Piece
+SwarmRequest: TypeAlias = PipelineAssignment | FetchPiece | ProbeStage
+SwarmResponse: TypeAlias = PipelineAck | Piece | StageState

@@ -361,6 +361,8 @@ REQUEST = swarm.PipelineAssignment(
 RESPONSE = swarm.PipelineAck(
     request_id=REQUEST_ID, accepted=False, reason="the model has 8 requests here already", busy=True
 )
+PROBE_STAGE = swarm.ProbeStage(request_id=REQUEST_ID)
+STAGE_STATE = swarm.StageState(request_id=REQUEST_ID, known=True, busy=True)
 FETCH_PIECE = swarm.FetchPiece(
     model_id=MODEL_ID, part="tensor", tensor="blk.4.attn_q.weight", offset=2**20, size_bytes=2**20
 )
@@ -411,8 +413,10 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     yield "record/node-record.bin", encode_record(RECORD)
     yield "request/pipeline-assignment.bin", encode_request(REQUEST)
     yield "request/fetch-piece.bin", encode_request(FETCH_PIECE)
+    yield "request/probe-stage.bin", encode_request(PROBE_STAGE)
     yield "response/pipeline-ack.bin", encode_response(RESPONSE)
     yield "response/piece.bin", encode_response(PIECE)
+    yield "response/stage-state.bin", encode_response(STAGE_STATE)
     for name, neighbour in NEIGHBOUR_MESSAGES:
         yield f"neighbour/{name}.bin", encode_neighbour(neighbour)
     for name, array in TENSORS:

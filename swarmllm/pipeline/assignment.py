@@ -11,7 +11,14 @@ from collections.abc import Callable
 import msgspec
 import trio
 
-from swarmllm.errors import DeadlineExceeded, NodeBusy, NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.errors import (
+    DeadlineExceeded,
+    NodeBusy,
+    NodeRefused,
+    NodeUnreachable,
+    RemoteError,
+    SwarmLLMError,
+)
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
@@ -50,7 +57,12 @@ async def _ask(router: Router, node_id: str, assignment: PipelineAssignment, tim
     if assignment.stages[-1].node_id != node_id:
         # Only who samples needs to know how, and what came before: stop strings may be quotes from the
         # prompt.
-        assignment = msgspec.structs.replace(assignment, sampling=Sampling(), generated=())
+        assignment = msgspec.structs.replace(
+            assignment,
+            sampling=Sampling(),
+            n_prompt_tokens=assignment.n_prompt_tokens + len(assignment.generated),
+            generated=(),
+        )
     try:
         with trio.fail_after(timeout_s):
             body = await router.request(node_id, encode_request(assignment), timeout_s=timeout_s)
@@ -63,4 +75,4 @@ async def _ask(router: Router, node_id: str, assignment: PipelineAssignment, tim
         raise RemoteError(f"node {node_id} answered something else than an acknowledgement")
     if ack.request_id != assignment.request_id or not ack.accepted:
         text = f"node {node_id} refused: {ack.reason or 'no reason given'}"
-        raise NodeBusy(text) if ack.busy else RemoteError(text)
+        raise NodeBusy(text) if ack.busy else NodeRefused(text)

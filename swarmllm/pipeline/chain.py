@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal
 
 import trio
@@ -57,6 +57,8 @@ class Chain:
         *,
         chunk_tokens: int,
         silence_timeout_s: float,
+        look_after_s: float,
+        look: Callable[[Chain], Awaitable[None]],
         nicknames: Mapping[str, str],
         on_repeat: Callable[[], None] = lambda: None,
     ) -> None:
@@ -68,6 +70,9 @@ class Chain:
         self.failure: Exception | None = None
         self.culprit: str | None = None
         """The node that failed, where that is known."""
+        self._look_after_s = look_after_s
+        self._look = look
+        self._heard_s = trio.current_time()
         self._n_resumed = len(context.generated)
         self._tokens = TokenLog(context.n_prompt_tokens, context.sampling.max_tokens, self._n_resumed)
         self._silence_timeout_s = silence_timeout_s
@@ -117,7 +122,7 @@ class Chain:
     def start(self, session: Session) -> None:
         """All stages have accepted: let the first chunks go."""
         self._session = session
-        self._started_s = trio.current_time()
+        self._started_s = self._heard_s = trio.current_time()
         self._feed()
 
     async def next(self) -> tuple[SampledToken, bytes]:
@@ -129,14 +134,23 @@ class Chain:
         while not is_there():
             if self.failure is not None:
                 raise self.failure
-            with trio.move_on_after(self._silence_timeout_s) as patience:
+            with trio.move_on_after(self._look_after_s) as patience:
                 await self._reader.park()
             if patience.cancelled_caught:
-                self.fail(
-                    DeadlineExceeded(
-                        f"the pipeline {self._described()} was silent for {self._silence_timeout_s:g} s"
-                    )
-                )
+                await self._silent()
+
+    @property
+    def silent_s(self) -> float:
+        """Since when nothing has come."""
+        return trio.current_time() - self._heard_s
+
+    async def _silent(self) -> None:
+        if self.silent_s < self._silence_timeout_s:
+            await self._look(self)
+            return
+        self.fail(
+            DeadlineExceeded(f"the pipeline {self._described()} was silent for {self._silence_timeout_s:g} s")
+        )
 
     def next_chunk(self) -> Chunk | None:
         self._is_feeding = False
@@ -155,10 +169,12 @@ class Chain:
                 log.warning(
                     "request %s: a message of the last stage came from %s", self.context.request_id, sender
                 )
-            elif isinstance(message, StreamingToken):
-                self._token(message, payload)
             else:
-                self._progress(message, payload)
+                self._heard_s = trio.current_time()
+                if isinstance(message, StreamingToken):
+                    self._token(message, payload)
+                else:
+                    self._progress(message, payload)
         except BrokenPromise as error:
             self.blame(sender)
             self.fail(RemoteError(f"node {self._name(sender)} broke the protocol: {error}"))

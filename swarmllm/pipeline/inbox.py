@@ -6,13 +6,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import trio
+
 from swarmllm.pipeline.chain import Chain
 from swarmllm.pipeline.stages import Sessions
 from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.suspects import Suspects
 from swarmllm.swarm.trust import Deed, Note
 from swarmllm_proto.codec import decode_job
 from swarmllm_proto.errors import DamagedJob, ProtocolError
-from swarmllm_proto.swarm import CancelInference, LayerForward
+from swarmllm_proto.swarm import CancelInference, LayerForward, PipelineError
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +27,7 @@ class Inbox:
     sessions: Sessions
     chains: Mapping[str, Chain]
     """This node's own requests."""
+    suspects: Suspects
     counts: PipelineStatistics
     note: Note
 
@@ -53,5 +57,8 @@ class Inbox:
             accepted = chain is not None
             if chain is not None:
                 chain.receive(sender, message, payload)
+            elif isinstance(message, PipelineError) and message.node_id != self.sessions.router.node_id:
+                self.suspects.accuse(sender, message.node_id, trio.current_time())
+                accepted = True
         if not accepted:
             self.counts.messages_ignored += 1

@@ -11,28 +11,26 @@ from __future__ import annotations
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import trio
 
-from swarmllm.errors import ContextFull, InvalidRequest, SwarmLLMError
+from swarmllm.errors import ContextFull, InvalidRequest, NoPipeline, SwarmLLMError
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.pipeline.affinity import Affinity
-from swarmllm.pipeline.assignment import assign
-from swarmllm.pipeline.chain import Chain
+from swarmllm.pipeline.assembly import Assembly
+from swarmllm.pipeline.attempts import Attempts, is_local
 from swarmllm.pipeline.circumstances import Load
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.generation import Generation, Source
 from swarmllm.pipeline.inbox import Inbox
-from swarmllm.pipeline.judgement import judge
 from swarmllm.pipeline.lasting import Lasting
 from swarmllm.pipeline.links import Links, NoLinks
-from swarmllm.pipeline.local import open_local
 from swarmllm.pipeline.observed import ObservedCompute
 from swarmllm.pipeline.occupancy import EXPECTED_OUTPUT_TOKENS, Held, Room, room_left
 from swarmllm.pipeline.prompt import Prompt
@@ -44,7 +42,7 @@ from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stages import Sessions, request_context
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.pipeline.walker import RequestContext
+from swarmllm.pipeline.suspects import Suspects
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.swarm.registry import Registry
@@ -57,6 +55,7 @@ from swarmllm_proto.swarm import (
     FetchPiece,
     Piece,
     PipelineAssignment,
+    ProbeStage,
     Stage,
 )
 from swarmllm_proto.tensors import Tensor
@@ -65,9 +64,6 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 log = logging.getLogger(__name__)
-
-CLOSE_TIMEOUT_S = 1.0
-AnyChain = TypeVar("AnyChain", bound=Chain)
 
 
 class Pipelines:
@@ -98,14 +94,14 @@ class Pipelines:
         self._settings = settings
         self._nursery: trio.Nursery | None = None
         self._counts = PipelineStatistics()
-        self._chains: dict[str, Chain] = {}
         self._own: dict[str, Held] = {}
         self._swarm_changed = trio.lowlevel.ParkingLot()
-        self._note = note
+        self._suspects = Suspects()
         self._sessions = Sessions(pool, router, catalogue, settings, self._start_session, note)
+        self._attempts = Attempts(router, registry, pool, self._sessions, settings, self._counts, note)
         self._links = links or NoLinks()
         self._sessions.on_open = self._links.join
-        self._inbox = Inbox(self._sessions, self._chains, self._counts, note)
+        self._inbox = Inbox(self._sessions, self._attempts.chains, self._suspects, self._counts, note)
         self.on_notice = RingNotices(self._links, self._sessions, observations, self._inbox.take)
         """For what workers say unasked."""
 
@@ -130,6 +126,7 @@ class Pipelines:
         async with trio.open_nursery() as nursery, self._router.changes() as changes:
             self._nursery = nursery
             nursery.start_soon(self._links.run)
+            self._attempts.tell_with(nursery)
             self._router.serve(self.on_request, self.on_message)
             task_status.started()
             try:
@@ -138,6 +135,8 @@ class Pipelines:
                         self._lost(change.node_id)
                     else:
                         self._look_for_lost()
+                    if change.kind == "connected":
+                        self._suspects.clear(change.node_id)
                     self._swarm_changed.unpark_all()
             finally:
                 self._nursery = None
@@ -200,11 +199,13 @@ class Pipelines:
             context = request_context(assignment, entry, self._node_id)
             self._own[context.request_id] = Held(entry.model_id, len(tokens), 0)
             try:
-                if _is_local(context):
+                if is_local(context):
                     n_chunk = self._settings.prefill_chunk_tokens
                     values = await local_rows(self._pool, context, tokens, n_chunk)
                 else:
-                    async with self._open_chain(context, assignment, tokens, avoid, RowsChain) as chain:
+                    async with self._attempts.open_chain(
+                        context, assignment, tokens, avoid, RowsChain
+                    ) as chain:
                         values = await chain.all_rows()
                 return Rows(values, assignment.stages)
             finally:
@@ -225,11 +226,13 @@ class Pipelines:
     # What other nodes want.
 
     async def on_request(self, sender: str, body: bytes) -> bytes:
-        assignment = decode_request(body)
-        if isinstance(assignment, FetchPiece):
+        request = decode_request(body)
+        if isinstance(request, FetchPiece):
             absent = Piece(status="absent")
-            return encode_response(await self._give_piece(assignment) if self._give_piece else absent)
-        return encode_response(await self._sessions.acknowledge(sender, assignment))
+            return encode_response(await self._give_piece(request) if self._give_piece else absent)
+        if isinstance(request, ProbeStage):
+            return encode_response(self._sessions.state(sender, request.request_id))
+        return encode_response(await self._sessions.acknowledge(sender, request))
 
     async def on_message(self, sender: str, header: bytes, payload: memoryview) -> None:
         """Hands everything on; never waits for work."""
@@ -261,7 +264,7 @@ class Pipelines:
 
         def attempt(generated: tuple[int, ...], avoid: set[str]) -> AbstractAsyncContextManager[Source]:
             previous = () if generated else self._affinity.previous(entry.model_id, session)
-            assembly = self._routes.choose(entry, size, self._load(1), avoid, previous)
+            assembly = self._assemble(entry, size, avoid, previous)
             self._affinity.remember(entry.model_id, session, assembly.stages)
             assignment = PipelineAssignment(
                 request_id=request_id if source.n_attempts == 1 else uuid.uuid4().hex,
@@ -276,7 +279,7 @@ class Pipelines:
             if not generated and source.n_attempts > 1:
                 self._counts.retries += 1
             context = replace(request_context(assignment, entry, self._node_id), session=session)
-            return self._source(context, assignment, rows, avoid)
+            return self._attempts.open(context, assignment, rows, avoid)
 
         recovery = Recovery(self._settings.failover_timeout_s)
         source = Lasting(request_id, attempt, recovery, self._pause)
@@ -286,60 +289,21 @@ class Pipelines:
             self._counts.recoveries += recovery.n_recoveries
             await source.aclose()
 
+    def _assemble(
+        self, entry: CatalogueEntry, size: RequestSize, avoid: set[str], previous: Sequence[Stage]
+    ) -> Assembly:
+        """Without those of whom others say that they fail, if it can be. Raises NoPipeline."""
+        suspects = self._suspects.now(trio.current_time())
+        if not suspects <= avoid:
+            try:
+                return self._routes.choose(entry, size, self._load(1), avoid | suspects, previous)
+            except NoPipeline:
+                pass
+        return self._routes.choose(entry, size, self._load(1), avoid, previous)
+
     async def _pause(self, until_s: float) -> None:
         with trio.CancelScope(deadline=until_s):
             await self._swarm_changed.park()
-
-    def _source(
-        self, context: RequestContext, assignment: PipelineAssignment, tokens: Tensor, failed: set[str]
-    ) -> AbstractAsyncContextManager[Source]:
-        if _is_local(context):
-            return open_local(self._pool, context, tokens, self._nickname(self._node_id))
-        return self._open_chain(context, assignment, tokens, failed, Chain)
-
-    @asynccontextmanager
-    async def _open_chain(
-        self,
-        context: RequestContext,
-        assignment: PipelineAssignment,
-        tokens: Tensor,
-        failed: set[str],
-        kind: type[AnyChain],
-    ) -> AsyncIterator[AnyChain]:
-        """Adds to `failed` the node because of which it failed."""
-        names = {stage.node_id: self._nickname(stage.node_id) for stage in context.view.stages}
-        chain = kind(
-            context,
-            tokens,
-            chunk_tokens=self._settings.prefill_chunk_tokens,
-            silence_timeout_s=self._settings.silence_timeout_s,
-            nicknames=names,
-            on_repeat=self._count_repeat,
-        )
-        session = self._sessions.open(context, chain)
-        self._chains[context.request_id] = chain
-        try:
-            await assign(
-                self._router,
-                assignment,
-                timeout_s=self._settings.ack_timeout_s,
-                on_failure=chain.blame,
-            )
-            if chain.failure is not None:
-                raise chain.failure
-            chain.start(session)
-            yield chain
-        except SwarmLLMError:
-            if chain.culprit is not None and chain.culprit != self._node_id:
-                failed.add(chain.culprit)
-            raise
-        finally:
-            del self._chains[context.request_id]
-            judge(chain, self._note)
-            session.stop()
-            # The session tidies up by itself; a client with an error to show need not wait for all of it.
-            with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_TIMEOUT_S):
-                await session.done.wait()
 
     def _load(self, n_asking: int) -> Load:
         """`n_asking` of the active requests are the one that asks."""
@@ -357,7 +321,7 @@ class Pipelines:
 
     def _lost(self, node_id: str) -> None:
         self._links.lost(node_id)
-        for chain in list(self._chains.values()):
+        for chain in list(self._attempts.chains.values()):
             chain.lost(node_id)
         for session in list(self._sessions.by_request.values()):
             session.lost(node_id)
@@ -369,14 +333,3 @@ class Pipelines:
         }
         for node_id in involved - self._router.connected() - {self._node_id}:
             self._lost(node_id)
-
-    def _count_repeat(self) -> None:
-        self._counts.repeats += 1
-
-    def _nickname(self, node_id: str) -> str:
-        record = self._registry.node(node_id)
-        return record.nickname if record is not None else ""
-
-
-def _is_local(context: RequestContext) -> bool:
-    return len(context.view.stages) == 1 and context.view.is_here(0)

@@ -19,6 +19,7 @@ from swarmllm.errors import (
     ContextFull,
     DeadlineExceeded,
     NodeBusy,
+    NodeRefused,
     NodeUnreachable,
     NoPipeline,
     Overloaded,
@@ -39,7 +40,8 @@ LONGEST_PAUSE_S = 0.5
 
 _SURVIVABLE = (RemoteError, WorkerError, DeadlineExceeded, NoPipeline, Overloaded, ContextFull)
 """ContextFull: the prompt has been measured here; a stage with less room is not the one to use."""
-_NOBODYS_FAULT = (NodeUnreachable, NodeBusy, DeadlineExceeded, NoPipeline, Overloaded)
+_NOBODYS_FAULT = (NodeUnreachable, NodeBusy, NodeRefused, DeadlineExceeded, NoPipeline, Overloaded)
+"""Nothing has been computed in vain."""
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ import trio
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError, WorkerError
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.job import ComputeStep, Job
+from swarmllm.pipeline.probing import MOVED_BYTES
 from swarmllm.pipeline.walker import OriginSide, RequestContext, Walker
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.trust import Deed, Note, unnoted
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 CLEANUP_TIMEOUT_S = 5.0
 """How long a request that is over may take to free its slot and tell the other stages."""
+LINK_NEWS_S = 5.0
+"""Jobs that came by links so long ago count as work under way."""
 _SPARE_JOBS = 8
 """Queue room beyond the window: repeats and credits."""
 
@@ -87,7 +90,10 @@ class Session:
         self._damaged_at: int | None = None
         self._may_have_gaps = False
         self._overrun = False
-        self._heard_at_s = 0.0
+        self._heard_at_s = float("-inf")
+        self._is_walking = False
+        self._n_bytes: int | None = None
+        """Received from the request's nodes, when somebody last asked."""
         # The origin of a request waits in its client's task (see chain); its session only works on demand.
         self._silence_timeout_s = float("inf") if origin_side is not None else silence_timeout_s
         self._entrance, self._exit = trio.open_memory_channel[Job | _Report | _Relay](
@@ -100,6 +106,17 @@ class Session:
     @property
     def runs_layers(self) -> bool:
         return any(self.view.is_here(stage) for stage in range(len(self.view.stages)))
+
+    def is_busy(self) -> bool:
+        """Whether anything of this request happens here: work, or part of a large job that comes in. The
+        first to ask cannot know how it was before, and is told that it does."""
+        n_bytes = sum(
+            peer.bytes_received for peer in self._router.peers() if peer.node_id in self.view.node_ids
+        )
+        before, self._n_bytes = self._n_bytes, n_bytes
+        is_moving = before is None or n_bytes - before > MOVED_BYTES
+        by_link = trio.current_time() - self._heard_at_s < LINK_NEWS_S
+        return self._is_walking or is_moving or by_link or self._exit.statistics().current_buffer_used > 0
 
     def offer(self, job: Job) -> None:
         """A job of this node's own: the origin's side feeds the prompt, or repeats a token."""
@@ -117,7 +134,7 @@ class Session:
         if stage > self.view.last or not self.view.is_here(stage) or sender not in self._senders(message):
             return False
         # Chunks only: what comes by links is not counted here, and tokens come one at a time.
-        is_chunk = message.step == "layer" and message.position < self.context.n_prompt_tokens
+        is_chunk = message.step == "layer" and message.position < self.context.n_given_tokens
         is_ahead = is_chunk and message.position > self._expected[stage]
         if is_ahead and self._may_have_gaps:
             # A chunk sent before the origin knew of the damage; it comes again.
@@ -209,7 +226,9 @@ class Session:
                     continue
                 if isinstance(item, Job):
                     self.n_jobs += 1
+                    self._is_walking = True
                     await self._walker.walk(item)
+                    self._is_walking = False
                     continue
                 await self._walker.tell_origin(item.error)
                 if item.ends:

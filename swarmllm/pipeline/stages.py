@@ -26,7 +26,7 @@ from swarmllm.scheduling.route import composes
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.trust import Note, unnoted
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.swarm import PipelineAck, PipelineAssignment
+from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageState
 
 REMEMBERED_CANCELS = 1024
 """A cancellation may overtake the assignment it cancels, because the two travel differently."""
@@ -114,6 +114,13 @@ class Sessions:
         while len(self._cancelled) > REMEMBERED_CANCELS:
             self._cancelled.popitem(last=False)
         return True
+
+    def state(self, sender: str, request_id: str) -> StageState:
+        """What its origin may know of a request."""
+        session = self.by_request.get(request_id)
+        known = session is not None and session.view.origin == sender
+        busy = known and session is not None and session.is_busy()
+        return StageState(request_id=request_id, known=known, busy=busy)
 
     def n_for_others(self, model_id: str | None = None) -> int:
         node_id = self.router.node_id

@@ -71,6 +71,12 @@ class RequestContext:
     session: str = ""
     """Known at the origin only."""
 
+    @property
+    def n_given_tokens(self) -> int:
+        """Rows that come in chunks, before the first token is sampled here. (A stage that is not told what
+        was generated before has it counted as prompt.)"""
+        return self.n_prompt_tokens + len(self.generated)
+
 
 class OriginSide(Protocol):
     """The client's side of the request, on the node where it is."""
@@ -217,7 +223,7 @@ class Walker:
 
     def _ring_hint(self, job: Job, samples: bool) -> RingHint:
         """A chunk of the prompt keeps to the daemons' way, where others may still be ahead of it."""
-        if not samples and job.position < self._context.n_prompt_tokens:
+        if not samples and job.position < self._context.n_given_tokens:
             return NO_RING
         waited_s = max(0.0, trio.current_time() - job.since_s)
         return RingHint(job.stage, job.timings, waited_s, job.resent)

@@ -11,6 +11,7 @@ from swarmllm.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NodeBusy,
+    NodeRefused,
     NodeUnreachable,
     NoPipeline,
     RemoteError,
@@ -81,7 +82,7 @@ def test_what_is_given_up_names_the_cause_and_the_last_obstacle() -> None:
     st.floats(0.1, 100),
     st.lists(
         st.tuples(
-            st.sampled_from([LOST, NOBODY, NodeBusy("busy"), DeadlineExceeded("late")]),
+            st.sampled_from([LOST, NOBODY, NodeBusy("busy"), NodeRefused("no"), DeadlineExceeded("late")]),
             st.booleans(),
             st.floats(0, 1),
         ),

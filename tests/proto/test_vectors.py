@@ -117,6 +117,7 @@ def test_every_message_of_the_protocol_has_a_golden_file() -> None:
         *(type(message) for _, message, _ in (*script.IPC_MESSAGES, *script.JOB_MESSAGES)),
         *(type(script.RECORD), type(script.REQUEST), type(script.RESPONSE)),
         *(type(script.FETCH_PIECE), type(script.PIECE)),
+        *(type(script.PROBE_STAGE), type(script.STAGE_STATE)),
     }
     unions = (
         *(ipc.AnyDaemonMessage, ipc.AnyWorkerMessage),

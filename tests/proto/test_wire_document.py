@@ -34,6 +34,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *(swarm.ObservedLatency, swarm.ObservedLink, swarm.NetworkCoordinate),
     *(swarm.PipelineAssignment, swarm.Stage, swarm.PipelineAck, swarm.StageTiming),
     *(swarm.FileAnnounce, swarm.FetchPiece, swarm.Piece, swarm.Outline),
+    *(swarm.ProbeStage, swarm.StageState),
     *get_args(swarm.JobMessage),
     *(Envelope, Heartbeat, Digest),
     *(neighbours.PeerExchangeRequest, neighbours.PeerExchangeResponse, neighbours.KnownPeer),

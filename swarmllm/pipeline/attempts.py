@@ -1,0 +1,165 @@
+"""One attempt at a request of this node: a pipeline is assigned, fed, watched and taken apart.
+
+What an attempt learns of failing nodes it tells to the next one, which avoids them, and to the whole swarm.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+import trio
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.pipeline.assignment import assign
+from swarmllm.pipeline.chain import Chain
+from swarmllm.pipeline.compute import Compute
+from swarmllm.pipeline.generation import Source
+from swarmllm.pipeline.judgement import judge
+from swarmllm.pipeline.local import open_local
+from swarmllm.pipeline.probing import find_fault
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stages import Sessions
+from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.walker import RequestContext
+from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.router import Router
+from swarmllm.swarm.trust import Note
+from swarmllm_proto.codec import encode_job
+from swarmllm_proto.swarm import PipelineAssignment, PipelineError
+from swarmllm_proto.tensors import Tensor
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 1.0
+TELL_TIMEOUT_S = 5.0
+AnyChain = TypeVar("AnyChain", bound=Chain)
+
+
+class Attempts:
+    def __init__(
+        self,
+        router: Router,
+        registry: Registry,
+        pool: Compute,
+        sessions: Sessions,
+        settings: PipelineSettings,
+        counts: PipelineStatistics,
+        note: Note,
+    ) -> None:
+        self.chains: dict[str, Chain] = {}
+        """By request id."""
+        self._router = router
+        self._registry = registry
+        self._pool = pool
+        self._sessions = sessions
+        self._settings = settings
+        self._counts = counts
+        self._note = note
+        self._start_soon: Callable[..., None] | None = None
+
+    def tell_with(self, nursery: trio.Nursery) -> None:
+        """Failures are told to the swarm from here on, by tasks of `nursery`."""
+        self._start_soon = nursery.start_soon
+
+    def open(
+        self, context: RequestContext, assignment: PipelineAssignment, tokens: Tensor, failed: set[str]
+    ) -> AbstractAsyncContextManager[Source]:
+        """Adds to `failed` the node because of which it fails."""
+        if is_local(context):
+            return open_local(self._pool, context, tokens, self._nickname(self._router.node_id))
+        return self.open_chain(context, assignment, tokens, failed, Chain)
+
+    @asynccontextmanager
+    async def open_chain(
+        self,
+        context: RequestContext,
+        assignment: PipelineAssignment,
+        tokens: Tensor,
+        failed: set[str],
+        kind: type[AnyChain],
+    ) -> AsyncIterator[AnyChain]:
+        """Adds to `failed` the node because of which it fails."""
+        names = {stage.node_id: self._nickname(stage.node_id) for stage in context.view.stages}
+        chain = kind(
+            context,
+            tokens,
+            chunk_tokens=self._settings.prefill_chunk_tokens,
+            silence_timeout_s=self._settings.silence_timeout_s,
+            look_after_s=self._settings.ack_timeout_s / 2,
+            look=self._look,
+            nicknames=names,
+            on_repeat=self._count_repeat,
+        )
+        session = self._sessions.open(context, chain)
+        self.chains[context.request_id] = chain
+        try:
+            await assign(
+                self._router,
+                assignment,
+                timeout_s=self._settings.ack_timeout_s,
+                on_failure=chain.blame,
+            )
+            if chain.failure is not None:
+                raise chain.failure
+            chain.start(session)
+            yield chain
+        except SwarmLLMError as error:
+            if chain.culprit is not None and chain.culprit != self._router.node_id:
+                failed.add(chain.culprit)
+                self._tell_everybody(context.request_id, chain.culprit, error)
+            raise
+        finally:
+            del self.chains[context.request_id]
+            judge(chain, self._note)
+            session.stop()
+            # The session tidies up by itself; a client with an error to show need not wait for all of it.
+            with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_TIMEOUT_S):
+                await session.done.wait()
+
+    async def _look(self, chain: Chain) -> None:
+        """It has been silent: is anybody at work?"""
+        context = chain.context
+        session = self._sessions.by_request.get(context.request_id)
+        finding = await find_fault(
+            self._router,
+            context.request_id,
+            context.view.node_ids - {self._router.node_id},
+            session is not None and session.is_busy(),
+            self._settings.ack_timeout_s / 2,
+        )
+        if finding is not None and chain.silent_s >= self._settings.ack_timeout_s / 2:
+            if finding.culprit is not None:
+                chain.blame(finding.culprit)
+            chain.fail(finding.error)
+
+    def _tell_everybody(self, request_id: str, culprit: str, error: SwarmLLMError) -> None:
+        if self._start_soon is None:
+            return
+        message = PipelineError(
+            request_id=request_id, node_id=culprit, kind=error.code, message="a pipeline broke there"
+        )
+        header, payload = encode_job(message)
+        for node_id in self._router.connected() - {culprit}:
+            self._start_soon(partial(self._tell, node_id, header, payload))
+
+    async def _tell(self, node_id: str, header: bytes, payload: bytes | memoryview) -> None:
+        with trio.move_on_after(TELL_TIMEOUT_S):
+            try:
+                await self._router.send(node_id, header, payload)
+            except SwarmLLMError as error:
+                log.debug("%s not told of a failure: %s", node_id, error)
+
+    def _count_repeat(self) -> None:
+        self._counts.repeats += 1
+
+    def _nickname(self, node_id: str) -> str:
+        record = self._registry.node(node_id)
+        return record.nickname if record is not None else ""
+
+
+def is_local(context: RequestContext) -> bool:
+    return len(context.view.stages) == 1 and context.view.is_here(0)

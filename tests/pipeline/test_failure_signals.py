@@ -1,0 +1,154 @@
+"""Failures are found out within the time of an acknowledgement, and told to everybody."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from swarmllm.errors import NodeUnreachable, WorkerDied
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.suspects import MAX_PER_ACCUSER, SUSPECT_S, Suspects
+from swarmllm_proto.codec import decode_job
+from swarmllm_proto.swarm import LayerForward
+
+from .fakes import open_swarm, uncut
+from .test_survival import N_TOKENS, PROMPT, SETTINGS, kills, pools_of, read
+
+ACK_S = SETTINGS.ack_timeout_s
+
+
+def drop_one(swarm: object, node_id: str, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """The first job at position `at` that this node sends is never heard of again."""
+    router = swarm[node_id].router  # type: ignore[index]
+    send, n_dropped = router.send, 0
+
+    async def lossy(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+        nonlocal n_dropped
+        message = decode_job(header, payload)
+        if isinstance(message, LayerForward) and message.position == at and not n_dropped:
+            n_dropped += 1
+            return
+        await send(receiver, header, payload)
+
+    monkeypatch.setattr(router, "send", lossy)
+
+
+@pytest.mark.parametrize("dropper", ["a", "b", "c"])
+async def test_a_job_that_is_dropped_silently_is_missed_within_the_time_of_an_acknowledgement(
+    dropper: str, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_swarm(pools_of(a="0:4", b="4:8", c="8:12"), settings=SETTINGS) as swarm:
+        drop_one(swarm, dropper, monkeypatch, at=len(PROMPT) + 5)
+        started_s = trio.current_time()
+        text, generation = await read(swarm, "a", kills(swarm))
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert generation.n_recoveries == 1
+        assert trio.current_time() - started_s == pytest.approx(ACK_S, abs=0.5)
+        await swarm.quiet()
+
+
+async def test_a_stage_that_knows_nothing_of_the_request_is_found_out_at_the_first_look(
+    patient_clock: MockClock,
+) -> None:
+    async with open_swarm(pools_of(a="0:4", b="4:8", c="8:12"), settings=SETTINGS) as swarm:
+
+        async def forget(index: int) -> None:
+            if index == 4:
+                sessions = swarm["b"].pipelines._sessions.by_request
+                sessions.clear()
+
+        started_s = trio.current_time()
+        text, generation = await read(swarm, "a", forget)
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert generation.n_recoveries == 1
+        assert trio.current_time() - started_s == pytest.approx(ACK_S / 2, abs=0.5)
+
+
+async def test_a_stage_that_does_not_answer_is_to_blame(patient_clock: MockClock) -> None:
+    mortal = PipelineSettings(failover_timeout_s=0)
+    async with open_swarm(pools_of(a="0:4", b="4:12"), settings=mortal) as swarm:
+
+        async def fall_silent(index: int) -> None:
+            if index == 4:
+
+                async def silent(sender: str, body: bytes) -> bytes:
+                    await trio.sleep_forever()
+                    raise AssertionError
+
+                async def deaf(sender: str, header: bytes, payload: memoryview) -> None:
+                    pass
+
+                swarm["b"].router.serve(silent, deaf)
+
+        started_s = trio.current_time()
+        with pytest.raises(NodeUnreachable, match="node b does not say how the request stands within 5 s"):
+            await read(swarm, "a", fall_silent)
+        assert trio.current_time() - started_s == pytest.approx(ACK_S, abs=0.5)
+
+
+async def test_work_that_takes_long_is_waited_for(patient_clock: MockClock) -> None:
+    pools = pools_of(a="0:4", b="4:12")
+
+    async def slowly(position: int, layers: LayerRange) -> None:
+        if position == len(PROMPT) + 3:
+            await trio.sleep(60)
+
+    pools["b"].before_forward = slowly
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        text, generation = await read(swarm, "a", kills(swarm))
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert generation.n_recoveries == 0
+
+
+async def test_everybody_learns_of_a_node_that_fails() -> None:
+    """The next request of another node goes around it, without finding out by itself."""
+    pools = pools_of(a="0:4", e="0:4", b="4:12", c="4:12")
+
+    async def dies(position: int, layers: LayerRange) -> None:
+        raise WorkerDied("worker 4711 was killed by signal 9")
+
+    pools["b"].before_forward = pools["c"].before_forward = dies
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        first = swarm["e"].pipelines.stages_for(swarm.entry)[1].node_id
+        other = "c" if first == "b" else "b"
+        pools[other].before_forward = None
+        await read(swarm, "a", kills(swarm))
+        await wait_all_tasks_blocked()
+        n_before = len(pools[first].calls)
+        text, _ = await read(swarm, "e", kills(swarm))
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert swarm["e"].pipelines.statistics().retries == 0
+        assert len(pools[first].calls) == n_before
+        await swarm.quiet()
+
+
+async def test_a_suspect_is_used_where_there_is_nobody_else() -> None:
+    pools = pools_of(a="0:4", b="4:12", m="")
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        swarm["a"].pipelines._suspects.accuse("m", "b", trio.current_time())
+        text, _ = await read(swarm, "a", kills(swarm))
+        assert text == await uncut(PROMPT, N_TOKENS)
+
+
+def test_suspicion_ends_by_itself_or_when_the_node_comes_back() -> None:
+    suspects = Suspects()
+    suspects.accuse("a", "b", 0.0)
+    suspects.accuse("a", "c", 1.0)
+    assert suspects.now(1.0) == {"b", "c"}
+    suspects.clear("c")
+    assert suspects.now(SUSPECT_S - 0.1) == {"b"}
+    assert suspects.now(SUSPECT_S) == frozenset()
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400), st.floats(0, 2)), max_size=300))
+def test_what_one_node_may_say_of_others_is_bounded(accusations: list[tuple[int, int, float]]) -> None:
+    suspects, now_s = Suspects(), 0.0
+    for accuser, node_id, gap_s in accusations:
+        now_s += gap_s
+        suspects.accuse(str(accuser), str(node_id), now_s)
+        n_accusers = len({accuser for accuser, _, _ in accusations})
+        assert len(suspects.now(now_s)) <= MAX_PER_ACCUSER * n_accusers
