@@ -1,7 +1,8 @@
-"""The one thing pyproject.toml cannot say: the worker's C tap, a plain shared library that is optional.
+"""The one thing pyproject.toml cannot say: the worker's two pieces of C, plain shared libraries and optional.
 
-Not an extension module: it includes no Python header and is loaded with ctypes. Where no compiler is at hand
-the build goes on without it and the worker answers the same callback in Python, more slowly.
+Not extension modules: they include no Python header and are loaded with ctypes. Where no compiler is at hand
+the build goes on without them: the worker answers the tap's callback in Python, more slowly, and small batches
+are computed as ggml has it.
 """
 
 from setuptools import Extension, setup
@@ -9,10 +10,11 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "swarmllm_workers._tap",
-            ["workers/swarmllm_workers/tap.c"],
+            f"swarmllm_workers._{name}",
+            [f"workers/swarmllm_workers/{name}.c"],
             extra_compile_args=["-O2"],
             optional=True,
         )
+        for name in ("tap", "small_batches")
     ]
 )

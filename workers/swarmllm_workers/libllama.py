@@ -25,6 +25,7 @@ import llama_cpp
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
+from swarmllm_workers import small_batches
 from swarmllm_workers.errors import CallError
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ def _on_log(level: int, text: bytes, _user_data: int | None) -> None:
 _log_callback = lib.llama_log_callback(_on_log)
 lib.llama_log_set(_log_callback, ctypes.c_void_p())
 lib.llama_backend_init()
+small_batches.connect()
 
 
 def engine_version() -> str:
