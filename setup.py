@@ -1,8 +1,8 @@
 """The one thing pyproject.toml cannot say: the worker's two pieces of C, plain shared libraries and optional.
 
 Not extension modules: they include no Python header and are loaded with ctypes. Where no compiler is at hand
-the build goes on without them: the worker answers the tap's callback in Python, more slowly, and small batches
-are computed as ggml has it.
+the build goes on without them: the worker answers the tap's callback in Python, more slowly, and small
+batches are computed as ggml has it.
 """
 
 from setuptools import Extension, setup

@@ -31,6 +31,7 @@ TOP_DOWN = (
     "swarmllm.scheduling",
     "swarmllm.models",
     "swarmllm.guide",
+    "swarmllm.config_reference",
     "swarmllm.config",
     "swarmllm.keys",
     "swarmllm.sd_notify",

@@ -28,9 +28,11 @@ import msgspec
 from msgspec import Meta
 
 from swarmllm.errors import ConfigError
+from swarmllm_proto.ipc import FlashAttention, KvType
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=1, le=65536)]
+Guesses = Annotated[int, Meta(ge=1, le=64)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 ENV_PREFIX = "SWARMLLM_"
@@ -141,6 +143,19 @@ class InferenceTable:
     n_threads: Annotated[int, Meta(ge=0, le=1024)] = _setting(
         0, "Compute threads of each worker; 0 means the cores this process may use."
     )
+    kv_type: KvType = _setting("f16", "Keys and values; q8_0 is half as large, needs flash_attention.")
+    flash_attention: FlashAttention = _setting(
+        "off", "libllama's fused attention: on, off, auto (if it can)."
+    )
+    ngram_lookup_enabled: bool = _setting(True, "Guess tokens from the text so far; the text stays the same.")
+    ngram_max_size: Annotated[int, Meta(ge=2, le=16)] = _setting(4, "Longest run of tokens looked up.")
+    ngram_num_pred_tokens: Guesses = _setting(10, "Guesses per lookup; a step checks at most 6 of any kind.")
+    speculative_decoding: bool = _setting(False, "Let a small model guess; the text stays the same.")
+    speculative_draft_model: str = _setting("", "Its GGUF; empty means NAME-draft.gguf beside NAME.gguf.")
+    speculative_gamma: Guesses = _setting(4, "Guesses of the small model per step.")
+    swift_self_speculative: bool = _setting(False, "Guess with a part of the layers, loaded in pieces.")
+    swift_gamma: Guesses = _setting(4, "Guesses with a part of the layers per step.")
+    swift_skip_ratio: Annotated[float, Meta(gt=0, le=0.9)] = _setting(0.45, "The share of layers left out.")
     first_token_timeout_s: Seconds = _setting(
         120.0, "Longest wait for a pipeline's first token, and for each later one."
     )
@@ -173,6 +188,7 @@ class ResourcesTable:
     """What a worker may use of the machine."""
 
     use_mmap: bool = _setting(True, "Map model files into memory instead of reading them.")
+    use_mlock: bool = _setting(False, "Keep the weights in memory, never paged out; needs `ulimit -l`.")
     n_gpu_layers: Annotated[int, Meta(ge=0, le=65535)] = _setting(
         0, "Layers of each segment put on the GPU; needs a llama-cpp-python built for it."
     )
@@ -370,31 +386,3 @@ def _parse(table: str, key: str, text: str) -> object:
 def as_dict(config: Config) -> dict[str, dict[str, object]]:
     """Every effective value by table and key, as JSON types."""
     return typing.cast("dict[str, dict[str, object]]", msgspec.to_builtins(dataclasses.asdict(config)))
-
-
-def reference() -> str:
-    """docs/configuration.md, drawn from the tables above."""
-    lines = [
-        "# Configuration",
-        "",
-        "Generated from `swarmllm/config.py` by `python -m swarmllm.config`; a test compares.",
-        "",
-        "Settings come from, later ones winning: the defaults below, a TOML file (`--config`, else",
-        "`~/.config/swarmllm/config.toml` (XDG_CONFIG_HOME) if it exists), the environment",
-        "(`SWARMLLM_<TABLE>_<KEY>`, lists separated by commas), command-line flags.",
-        "An unknown key is an error.",
-    ]
-    for table, kind in TABLES.items():
-        lines += ["", f"## [{table}]", "", (kind.__doc__ or "").strip(), ""]
-        lines += ["| key | default | meaning |", "|---|---|---|"]
-        for key, field in keys_of(table).items():
-            default = msgspec.json.encode(field.default).decode()
-            lines.append(f"| `{key}` | `{default}` | {field.metadata['doc']} |")
-    example = ["[node]", 'nickname = "kitchen"', "", "[network]"]
-    example += ['bootstrap = ["/ip4/192.0.2.7/tcp/8810/p2p/12D3KooW..."]', ""]
-    example += ["[model]", 'load = ["guide:0:4"]']
-    return "\n".join([*lines, "", "## Example", "", "```toml", *example, "```", ""])
-
-
-if __name__ == "__main__":
-    print(reference(), end="")

@@ -229,7 +229,21 @@ def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
         prefix_min_tokens=inference.prefix_cache_min_tokens,
         prefix_ttl_s=inference.kv_cache_ttl_secs,
         session_ttl_s=inference.session_timeout_seconds,
+        kv_type=inference.kv_type,
+        flash_attention=inference.flash_attention,
+        use_mlock=config.resources.use_mlock,
+        ngram_max_size=inference.ngram_max_size if inference.ngram_lookup_enabled else 0,
+        ngram_num_pred_tokens=inference.ngram_num_pred_tokens,
+        uses_draft_model=inference.speculative_decoding,
+        draft_model=_file(inference.speculative_draft_model),
+        speculative_gamma=inference.speculative_gamma,
+        swift_gamma=inference.swift_gamma if inference.swift_self_speculative else 0,
+        swift_skip_ratio=inference.swift_skip_ratio,
     )
+
+
+def _file(name: str) -> Path | None:
+    return Path(name).expanduser().absolute() if name else None
 
 
 def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:

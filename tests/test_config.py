@@ -18,8 +18,8 @@ from swarmllm.config import (
     default_data_dir,
     keys_of,
     load_config,
-    reference,
 )
+from swarmllm.config_reference import reference
 from swarmllm.errors import ConfigError
 
 DOCS = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -148,4 +148,4 @@ def test_the_version_is_that_of_the_package() -> None:
 
 
 def test_the_documentation_is_that_of_the_code() -> None:
-    assert DOCS.read_text() == reference(), "run: python -m swarmllm.config > docs/configuration.md"
+    assert DOCS.read_text() == reference(), "run: python -m swarmllm.config_reference > docs/configuration.md"

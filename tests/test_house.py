@@ -35,6 +35,7 @@ LAYERS = (
     "swarmllm.scheduling",
     "swarmllm.models",
     "swarmllm.guide",
+    "swarmllm.config_reference",
     "swarmllm.config",
     "swarmllm.keys",
     "swarmllm.sd_notify",

@@ -36,6 +36,9 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
 )
 from swarmllm_proto.ipc_ring import Arrived, CloseLinks, LinkLost, Relay, TakeLink, TakeSeat, Turned
 
+KvType = Literal["f16", "q8_0"]
+FlashAttention = Literal["auto", "on", "off"]
+
 
 class Open(DaemonMessage, frozen=True, tag=True):
     """First message: which GGUF this worker serves. Opens vocabulary, template and embedding; loads no
@@ -62,6 +65,19 @@ class Open(DaemonMessage, frozen=True, tag=True):
     """How long KV is kept that nobody asks for."""
     session_ttl_s: Seconds = 600.0
     """The same for that of sessions."""
+    kv_type: KvType = "f16"
+    flash_attention: FlashAttention = "off"
+    use_mlock: bool = False
+    ngram_max_size: Annotated[int, Meta(ge=0, le=16)] = 0
+    """Longest run of tokens looked up in the text so far, to guess what follows it; 0: no lookup."""
+    ngram_num_pred_tokens: Annotated[int, Meta(ge=1, le=64)] = 10
+    draft_path: Annotated[str, Meta(max_length=4096)] = ""
+    """A small GGUF of the same vocabulary that guesses; "": none."""
+    speculative_gamma: Annotated[int, Meta(ge=1, le=64)] = 4
+    swift_gamma: Annotated[int, Meta(ge=0, le=64)] = 0
+    """Guesses per step at most that the model makes with a part of its layers; 0: none."""
+    swift_skip_ratio: Annotated[float, Meta(ge=0, le=0.9)] = 0.45
+    """The share of the layers that it then leaves out."""
 
 
 class Load(DaemonMessage, frozen=True, tag=True):
@@ -258,6 +274,10 @@ class GenerateDone(WorkerMessage, frozen=True, tag=True):
     decode_s: Seconds
     n_cached_tokens: TokenCount = 0
     """Of the prompt: not computed, because an earlier request began alike."""
+    n_guessed: TokenCount = 0
+    """Tokens that were guessed and checked (speculation)."""
+    n_guessed_right: TokenCount = 0
+    """Of those, the ones that the model then said."""
 
 
 class Done(WorkerMessage, frozen=True, tag=True):

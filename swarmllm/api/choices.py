@@ -48,11 +48,17 @@ def usage(*generations: Generation) -> Json:
     """Of all choices together; they have one prompt."""
     first = generations[0]
     n_generated = sum(generation.n_generated for generation in generations)
+    n_right = sum(generation.guesses.right for generation in generations)
+    n_wrong = sum(generation.guesses.checked for generation in generations) - n_right
     return {
         "prompt_tokens": first.n_prompt_tokens,
         "completion_tokens": n_generated,
         "total_tokens": first.n_prompt_tokens + n_generated,
         "prompt_tokens_details": {"cached_tokens": first.n_cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": n_right,
+            "rejected_prediction_tokens": n_wrong,
+        },
     }
 
 

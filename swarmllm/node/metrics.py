@@ -94,6 +94,12 @@ CACHED_TOKENS = Definition(
 GENERATED_TOKENS = Definition(
     "swarmllm_generated_tokens_total", "counter", "Tokens generated for this node's clients.", ("model",)
 )
+GUESSED_TOKENS = Definition(
+    "swarmllm_guessed_tokens_total",
+    "counter",
+    "Tokens that were guessed ahead and checked (speculation), by whether the model said them.",
+    ("model", "guess"),
+)
 INFO = Definition("swarmllm_info", "gauge", "Always 1; says which version runs.", ("version",))
 READY = Definition("swarmllm_ready", "gauge", "1 when what `model.load` names is loaded, else 0.")
 STARTED = Definition(
@@ -184,6 +190,7 @@ class Metrics:
         self._prompt_tokens = self._counter(PROMPT_TOKENS)
         self._cached_tokens = self._counter(CACHED_TOKENS)
         self._generated_tokens = self._counter(GENERATED_TOKENS)
+        self._guessed_tokens = self._counter(GUESSED_TOKENS)
         self._latency = self._histogram(LATENCY)
         self._first_token = self._histogram(FIRST_TOKEN)
         self._per_token = self._histogram(PER_TOKEN)
@@ -205,6 +212,9 @@ class Metrics:
             return
         self._generated_tokens.labels(model).inc(generation.n_generated)
         self._cached_tokens.labels(model).inc(generation.n_cached_tokens)
+        guesses = generation.guesses
+        self._guessed_tokens.labels(model, "right").inc(guesses.right)
+        self._guessed_tokens.labels(model, "wrong").inc(guesses.checked - guesses.right)
         if outcome == "completed":
             self._latency.labels(model).observe(elapsed_s)
             n_decoded = generation.n_generated - 1

@@ -26,7 +26,7 @@ from swarmllm.errors import (
     SwarmLLMError,
 )
 from swarmllm.pipeline.compute import SampledToken
-from swarmllm.pipeline.generation import StageAccount, StageReport
+from swarmllm.pipeline.generation import Guesses, StageAccount, StageReport
 from swarmllm.pipeline.job import ComputeStep, Job
 from swarmllm.pipeline.origin import BrokenPromise, Chunk, PromptWindow, TokenLog
 from swarmllm.pipeline.session import Session
@@ -48,7 +48,8 @@ class Chain:
 
     shape: Literal["local", "chain"] = "chain"
     n_cached_tokens = 0
-    """Prefixes are shared inside one worker that runs the whole model."""
+    """Prefixes are shared inside one worker that runs the whole model, and that guesses, too."""
+    guesses = Guesses()
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.compute import SampledToken
@@ -109,6 +109,14 @@ class StageAccount:
         return [share_s * hop for hop in is_hop]
 
 
+class Guesses(NamedTuple):
+    """Tokens that were guessed ahead of the model (speculation)."""
+
+    checked: int = 0
+    right: int = 0
+    """Of those, the ones that the model then said: tokens that took no step of their own."""
+
+
 class Source(Protocol):
     """Where tokens come from: this node's worker, or a chain of stages."""
 
@@ -133,6 +141,9 @@ class Source(Protocol):
 
     @property
     def n_cached_tokens(self) -> int: ...
+
+    @property
+    def guesses(self) -> Guesses: ...
 
 
 class LastingSource(Source, Protocol):
@@ -191,6 +202,11 @@ class Generation:
     def n_cached_tokens(self) -> int:
         """Of the prompt: not computed, because an earlier request began alike. Known at the end."""
         return self._source.n_cached_tokens
+
+    @property
+    def guesses(self) -> Guesses:
+        """Known at the end."""
+        return self._source.guesses
 
     @property
     def n_recoveries(self) -> int:

@@ -24,7 +24,7 @@ import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.compute import SampledToken
-from swarmllm.pipeline.generation import Source, StageReport
+from swarmllm.pipeline.generation import Guesses, Source, StageReport
 from swarmllm.pipeline.recovery import Recovery
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,10 @@ class Lasting:
     @property
     def n_cached_tokens(self) -> int:
         return self._opened.n_cached_tokens
+
+    @property
+    def guesses(self) -> Guesses:
+        return self._opened.guesses
 
     @property
     def prefill_s(self) -> float:

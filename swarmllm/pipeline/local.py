@@ -11,7 +11,7 @@ import trio
 
 from swarmllm.errors import WorkerError
 from swarmllm.pipeline.compute import Compute, LocalGeneration
-from swarmllm.pipeline.generation import StageReport
+from swarmllm.pipeline.generation import Guesses, StageReport
 from swarmllm.pipeline.walker import RequestContext
 from swarmllm_proto.ipc import Token
 from swarmllm_proto.tensors import Tensor
@@ -58,6 +58,11 @@ class LocalSource:
     def n_cached_tokens(self) -> int:
         done = self._generation.done
         return done.n_cached_tokens if done is not None else 0
+
+    @property
+    def guesses(self) -> Guesses:
+        done = self._generation.done
+        return Guesses(done.n_guessed, done.n_guessed_right) if done is not None else Guesses()
 
     @property
     def prefill_s(self) -> float:

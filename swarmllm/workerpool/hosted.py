@@ -168,6 +168,15 @@ class HostedModel:
                 prefix_min_tokens=settings.prefix_min_tokens,
                 prefix_ttl_s=settings.prefix_ttl_s,
                 session_ttl_s=settings.session_ttl_s,
+                kv_type=settings.kv_type,
+                flash_attention=settings.flash_attention,
+                use_mlock=settings.use_mlock,
+                ngram_max_size=settings.ngram_max_size,
+                ngram_num_pred_tokens=settings.ngram_num_pred_tokens,
+                draft_path=settings.draft_of(self.model),
+                speculative_gamma=settings.speculative_gamma,
+                swift_gamma=settings.swift_gamma,
+                swift_skip_ratio=settings.swift_skip_ratio,
             )
             self.opened, _ = await worker.call(message, Opened, timeout_s=settings.load_timeout_s)
             for layers in self.wanted:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarmllm_proto.ipc import FlashAttention, KvType
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
@@ -36,6 +38,20 @@ class WorkerSettings:
     """How long KV is kept that nobody asks for."""
     session_ttl_s: float = 600.0
     """The same for that of sessions."""
+    kv_type: KvType = "f16"
+    flash_attention: FlashAttention = "off"
+    use_mlock: bool = False
+    ngram_max_size: int = 4
+    """Longest run of tokens that is looked up in the text so far, to guess what follows it; 0: none is."""
+    ngram_num_pred_tokens: int = 10
+    uses_draft_model: bool = False
+    draft_model: Path | None = None
+    """What guesses then; None: the file beside each model that is called like it with `-draft` behind."""
+    speculative_gamma: int = 4
+    swift_gamma: int = 0
+    """Guesses per step that a model makes with a part of its layers; 0: none, and it is loaded in one
+    piece."""
+    swift_skip_ratio: float = 0.45
     start_timeout_s: float = 60.0
     """From spawning a worker until it says Ready: Python's start, and libllama's load from a cold disk."""
     load_timeout_s: float = 600.0
@@ -49,3 +65,12 @@ class WorkerSettings:
     """Between asking a worker to leave and killing it."""
     idle_timeout_s: float = 600.0
     """A worker without layers (it only tokenized or embedded) leaves after this time without a call."""
+
+    def draft_of(self, model: ModelFile) -> str:
+        """The path of the draft model for a model, "" where there is none."""
+        if not self.uses_draft_model:
+            return ""
+        if self.draft_model is not None:
+            return str(self.draft_model)
+        beside = model.path.with_name(f"{model.path.stem}-draft{model.path.suffix}")
+        return str(beside) if beside.is_file() else ""

@@ -22,7 +22,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store, merge, subtract
 from swarmllm.node import Node
-from swarmllm.pipeline.generation import GeneratedText, StageReport, Timings
+from swarmllm.pipeline.generation import GeneratedText, Guesses, StageReport, Timings
 from swarmllm.pipeline.occupancy import Room
 from swarmllm.pipeline.prompt import Prompt
 from swarmllm.pipeline.routes import RequestSize
@@ -62,6 +62,7 @@ class FakeGeneration:
         self._script = script
         self.shape = "local"
         self.n_cached_tokens = 4
+        self.guesses = Guesses(checked=6, right=5)
         self.n_recoveries = 0
         self.route = (StageReport("node-a", "küche", LayerRange(0, 12), compute_s=0.002, prefill_s=0.01),)
         self.timings = Timings(queue_s, tokenize_s=0.001, prefill_s=0.01, decode_s=0.5)

@@ -53,6 +53,7 @@ async def test_an_answer_has_openais_shape_and_says_how_it_was_made(tmp_path: Pa
         "completion_tokens": 3,
         "total_tokens": 10,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 1},
     }
     assert body["swarm"]["route"][0] | {"compute_ms_per_token": 2.0} == {
         "node": "node-a",

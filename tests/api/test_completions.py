@@ -29,6 +29,7 @@ async def test_a_completion_has_openais_shape(tmp_path: Path) -> None:
         "completion_tokens": 3,
         "total_tokens": 10,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 1},
     }
     assert body["swarm"]["shape"] == "local"
     (call,) = stand.pipelines.calls

@@ -32,7 +32,7 @@ class Room:
 
     def __init__(self, path: Path, folder: Path, *ranges: tuple[int, int], **settings: Any) -> None:
         self.sent: list[tuple[Any, bytes]] = []
-        self.handlers = Handlers(self._on_message)
+        self.handlers = Handlers(self._on_message, lambda *_: None, lambda: None)
         self.n_calls = 0
         self.call(ipc.Open, path=str(path), cache_dir=str(folder / "segments"), **settings)
         for start, end in ranges:

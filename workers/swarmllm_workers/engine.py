@@ -12,7 +12,7 @@ has its own KV, and a slot is the same sequence number in all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
@@ -23,11 +23,13 @@ from swarmllm_proto.architectures import ARCHITECTURES, cut_rule
 from swarmllm_workers.embedding import Embedding
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
+from swarmllm_workers.layer_skipping import plan
 from swarmllm_workers.libllama import Model
 from swarmllm_workers.prefix_cache import PrefixCache
 from swarmllm_workers.prefixes import token_name
 from swarmllm_workers.probe import refuse_impossible_rotation, refuse_what_aborts
-from swarmllm_workers.ranges import Range, merge, subtract
+from swarmllm_workers.ranges import Range, join, merge, subtract
+from swarmllm_workers.routes import Route, find_path
 from swarmllm_workers.segment import EngineSettings, Segment, Span
 from swarmllm_workers.segment_cache import SegmentCache
 from swarmllm_workers.segment_file import n_layers_of, refuse_split
@@ -36,19 +38,6 @@ from swarmllm_workers.template import ChatTemplate
 from swarmllm_workers.vocabulary import Vocabulary
 
 LoadProgress: TypeAlias = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Route:
-    """Segments that run [start, end) one after the other."""
-
-    start: int
-    end: int
-    segments: tuple[Segment, ...]
-
-    @property
-    def is_closed(self) -> bool:
-        return any(segment.is_closed for segment in self.segments)
 
 
 class Engine:
@@ -75,6 +64,8 @@ class Engine:
         self._cache = SegmentCache(cache_dir, self.source)
         self.slots = Slots(settings.n_slots)
         self.prefixes = PrefixCache(settings, self.slots)
+        self.skipped: frozenset[Range] = frozenset()
+        """Segments of the whole model that guesses leave out (`swift.py`)."""
         self._held: list[Range] = []
         self._segments: list[Segment] = []
         self._retired: list[Segment] = []
@@ -159,11 +150,11 @@ class Engine:
         missing = subtract([(start, end)], self._held)
         if missing:
             held = ", ".join(f"{s}:{e}" for s, e in self._held) or "nothing"
-            raise CallError("not_loaded", f"layers {_join(missing)} are not loaded (held: {held})", "start")
-        path = _find_path(self._segments, start, end)
+            raise CallError("not_loaded", f"layers {join(missing)} are not loaded (held: {held})", "start")
+        path = find_path(self._segments, start, end)
         if path is None:
             self._cut_at(start, end)
-            path = _find_path(self._segments, start, end)
+            path = find_path(self._segments, start, end)
         if path is None:
             raise CallError("engine", f"no segments cover {start}:{end}")
         return Route(start, end, tuple(path))
@@ -213,12 +204,12 @@ class Engine:
         self.slots.release(request_id)
         self._close([segment for segment in self._retired if segment.n_rows == 0])
 
-    def empty(self, request_id: str) -> None:
-        """Free the request's rows in every segment; it keeps its slot and its segments."""
+    def empty(self, request_id: str, length: int = 0) -> None:
+        """Free the request's rows from `length` on in every segment; it keeps its slot and its segments."""
         slot = self.slots.get(request_id)
         if slot is not None:
             for segment in (*self._segments, *self._retired):
-                segment.truncate(slot, 0)
+                segment.truncate(slot, length)
 
     def release_if_empty(self, request_id: str) -> None:
         """Free the slot of a request that has no rows anywhere: one whose first forward was refused."""
@@ -290,11 +281,20 @@ class Engine:
             piece
             for start, end in ranges
             for piece in (
-                ((start, end),)
+                self._whole_pieces()
                 if (start, end) == (0, self.n_layers)
                 else self.architecture.pieces(start, end, self.rule.cut_alignment)
             )
         ]
+
+    def _whole_pieces(self) -> Sequence[Range]:
+        alignment = self.rule.cut_alignment
+        pieces, skipped = plan(self.n_layers, alignment, self.settings.skip_ratio)
+        assert self.architecture is not None
+        if any(self.architecture.pieces(*piece, alignment) != (piece,) for piece in pieces):
+            return ((0, self.n_layers),)
+        self.skipped = skipped
+        return pieces
 
     def _open_segment(self, start: int, end: int, progress: LoadProgress | None) -> Segment:
         is_whole = (start, end) == (0, self.n_layers)
@@ -333,7 +333,7 @@ class Engine:
             else:
                 segment.close()
             for piece in self._pieces(pairwise(bounds)):
-                if _find_path(self._segments, *piece) is None:
+                if find_path(self._segments, *piece) is None:
                     self._segments.append(self._open_segment(*piece, None))
 
     def _close(self, segments: list[Segment]) -> None:
@@ -345,19 +345,3 @@ class Engine:
     def close(self) -> None:
         self._close([*self._segments, *self._retired])
         self._vocabulary_model.close()
-
-
-def _find_path(segments: Sequence[Segment], start: int, end: int) -> list[Segment] | None:
-    """Segments that cover [start, end) exactly, the longest first where there is a choice."""
-    if start == end:
-        return []
-    candidates = [segment for segment in segments if segment.start == start and segment.end <= end]
-    for segment in sorted(candidates, key=lambda s: -s.end):
-        rest = _find_path(segments, segment.end, end)
-        if rest is not None:
-            return [segment, *rest]
-    return None
-
-
-def _join(ranges: Sequence[Range]) -> str:
-    return ", ".join(f"{start}:{end}" for start, end in ranges)

@@ -18,34 +18,19 @@ from swarmllm_proto.tensors import decode_tensor, encode_tensor, tensor_bytes
 from swarmllm_workers.decoding import Decoding
 from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.opening import engine_settings, speculation_settings
 from swarmllm_workers.planner import Planner
-from swarmllm_workers.prefixes import PrefixSettings
 from swarmllm_workers.ring import Ring, Seat, Watch
 from swarmllm_workers.ring_work import RingWork
 from swarmllm_workers.runner import Runner
-from swarmllm_workers.segment import EngineSettings
+from swarmllm_workers.speculation import Speculation
 from swarmllm_workers.work import ForwardWork, GenerateWork, Send, Work
 
 log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 0.05
-SEQUENCES_MAX: Final = 256
-"""libllama's limit."""
 EMBED_ROWS_MAX: Final = 65536
 SLEEP_MAX_MS: Final = 2**30
-
-
-def _prefix_settings(message: ipc.Open) -> PrefixSettings:
-    # One of the sequences beside the slots is none of the entries'.
-    n_sequences = max(0, min(message.n_prefixes, SEQUENCES_MAX - message.n_slots - 1))
-    return PrefixSettings(
-        n_cells_entries=n_sequences,
-        n_entries=message.n_prefixes if n_sequences else 0,
-        max_bytes=message.prefix_max_bytes,
-        min_tokens=message.prefix_min_tokens,
-        ttl_s=message.prefix_ttl_s,
-        session_ttl_s=message.session_ttl_s,
-    )
 
 
 class Handlers:
@@ -59,6 +44,7 @@ class Handlers:
         self._arrived_at = 0.0
         self._engine: Engine | None = None
         self._runner: Runner | None = None
+        self._speculation: Speculation | None = None
         self._decodings: dict[str, Decoding] = {}
         self.is_finished = False
         self._handlers: dict[type, Callable[[Any, memoryview], None]] = {
@@ -139,16 +125,9 @@ class Handlers:
     def _open(self, message: ipc.Open, _payload: memoryview) -> None:
         if self._engine is not None:
             raise CallError("bad_message", "a model is open already", "type")
-        settings = EngineSettings(
-            n_ctx=message.n_ctx,
-            n_slots=message.n_slots,
-            n_threads=message.n_threads,
-            use_mmap=message.use_mmap,
-            n_gpu_layers=message.n_gpu_layers,
-            prefixes=_prefix_settings(message),
-        )
-        engine = Engine(Path(message.path), Path(message.cache_dir), settings)
+        engine = Engine(Path(message.path), Path(message.cache_dir), engine_settings(message))
         self._engine = engine
+        self._speculation = Speculation(engine, speculation_settings(message))
         self._runner = Runner(engine, Planner(batching=message.continuous_batching), self._answer_work)
         self._send(
             ipc.Opened(
@@ -177,6 +156,8 @@ class Handlers:
                 told_at = now
                 self._send(ipc.Progress(id=message.id, done_bytes=done, total_bytes=total))
 
+        if (message.start, message.end) == (0, engine.n_layers) and self._speculation is not None:
+            self._speculation.load()
         engine.load(message.start, message.end, progress)
         self._answer_loaded(message.id)
 
@@ -190,7 +171,9 @@ class Handlers:
 
     def _answer_loaded(self, call_id: int) -> None:
         engine = self._opened()
-        self._send(ipc.Loaded(id=call_id, ranges=engine.ranges, weights_bytes=engine.weights_bytes))
+        extra_bytes = self._speculation.weights_bytes if self._speculation is not None else 0
+        weights_bytes = engine.weights_bytes + extra_bytes
+        self._send(ipc.Loaded(id=call_id, ranges=engine.ranges, weights_bytes=weights_bytes))
 
     def _tokenize(self, message: ipc.Tokenize, _payload: memoryview) -> None:
         engine = self._opened()
@@ -326,7 +309,7 @@ class Handlers:
         if self._running().of_request(message.request_id):
             raise CallError("bad_message", f"request {message.request_id} is running", "request_id")
         engine.release(message.request_id)
-        self._running().add(GenerateWork(message, tokens, engine, self._send))
+        self._running().add(GenerateWork(message, tokens, engine, self._send, self._speculation))
 
     def _cancel(self, message: ipc.CancelRequest, _payload: memoryview) -> None:
         if self._runner is not None:
@@ -383,5 +366,7 @@ class Handlers:
 
     def close(self) -> None:
         self.ring.close()
+        if self._speculation is not None:
+            self._speculation.close()
         if self._engine is not None:
             self._engine.close()

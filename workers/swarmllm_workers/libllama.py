@@ -5,8 +5,8 @@ libllama answers bad input with `abort()` in places, so nothing from outside rea
 token ids, positions and free cells are looked at before each call, and the one exception that remains (a
 native crash) costs this process alone.
 
-Context settings that decide the last bit of a logit are fixed here, and are those of `llama_cpp.Llama`: f16
-KV, no flash attention, full-size sliding-window caches (so that any position can be truncated).
+Context settings that decide the last bit of a logit are by default those of `llama_cpp.Llama`: f16 KV, no
+flash attention. Sliding-window caches are always full-size (so that any position can be truncated).
 `kv_unified` lets one request use all cells instead of a fixed share.
 """
 
@@ -25,6 +25,7 @@ import llama_cpp
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
+from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_workers import small_batches
 from swarmllm_workers.errors import CallError
 
@@ -35,6 +36,19 @@ N_BATCH: Final = 512
 
 _LEVELS: Final = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
 """libllama warns of every dummy vocabulary; its warnings are our news."""
+
+_LOAD_MODES: Final = {
+    (True, False): lib.LLAMA_LOAD_MODE_MMAP,
+    (True, True): lib.LLAMA_LOAD_MODE_MMAP_MLOCK,
+    (False, False): lib.LLAMA_LOAD_MODE_NONE,
+    (False, True): lib.LLAMA_LOAD_MODE_MLOCK,
+}
+_FLASH_ATTENTION: Final = {
+    "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
+    "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+}
+_KV_TYPES: Final = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0}
 
 _recent_complaints: deque[str] = deque(maxlen=8)
 
@@ -74,12 +88,13 @@ class Model:
         path: Path,
         *,
         use_mmap: bool = True,
+        use_mlock: bool = False,
         n_gpu_layers: int = 0,
         vocab_only: bool = False,
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
         params = lib.llama_model_default_params()
-        params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if use_mmap else lib.LLAMA_LOAD_MODE_NONE
+        params.load_mode = _LOAD_MODES[use_mmap, use_mlock]
         params.n_gpu_layers = n_gpu_layers
         params.vocab_only = vocab_only
         params.load_mtp = False
@@ -129,6 +144,8 @@ class ContextSettings:
     n_ctx: int
     n_slots: int
     n_threads: int
+    kv_type: KvType = "f16"
+    flash_attention: FlashAttention = "off"
     n_outputs_max: int = N_BATCH
     eval_callback: Any = None
     """A `ggml_backend_sched_eval_callback` and the pointer it is called with; both must outlive the
@@ -146,7 +163,8 @@ class Context:
         params.n_seq_max = settings.n_slots
         params.n_outputs_max = settings.n_outputs_max
         params.n_threads = params.n_threads_batch = settings.n_threads
-        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.flash_attn_type = _FLASH_ATTENTION[settings.flash_attention]
+        params.type_k = params.type_v = _KV_TYPES[settings.kv_type]
         params.kv_unified = True
         params.swa_full = True
         params.no_perf = True
@@ -245,6 +263,13 @@ class Context:
         if not pointer:
             raise CallError("engine", f"row {row} has no state after the final norm")
         return np.ctypeslib.as_array(pointer, (self._n_embd,))
+
+    def logits_of_rows(self, first: int, n: int) -> np.ndarray:
+        """f32 [n, n_vocab] of rows that follow each other and were all marked as outputs; as `logits`."""
+        pointer = lib.llama_get_logits_ith(self.handle, first)
+        if not pointer:
+            raise CallError("engine", f"row {first} has no logits")
+        return np.ctypeslib.as_array(pointer, (n, self.n_vocab))
 
     def share(self, source: int, target: int, length: int) -> None:
         """Give `target`, which must be empty, the first `length` rows of `source`: the same cells."""

@@ -28,3 +28,7 @@ def subtract(ranges: Sequence[Range], removed: Sequence[Range]) -> list[Range]:
             parts += [(start, min(end, cut_start)), (max(start, cut_end), end)]
         remaining = [(start, end) for start, end in parts if start < end]
     return remaining
+
+
+def join(ranges: Sequence[Range]) -> str:
+    return ", ".join(f"{start}:{end}" for start, end in ranges)

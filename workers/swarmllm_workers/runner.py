@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swarmllm_workers.engine import Engine, Route
+from swarmllm_workers.engine import Engine
 from swarmllm_workers.planner import Batch, Demand, Planner
+from swarmllm_workers.routes import Route
 from swarmllm_workers.segment import Span
 from swarmllm_workers.work import Work
 
@@ -76,6 +77,9 @@ class Runner:
                 if not self._has_slot(work):
                     continue
                 work.begin()
+                # Others' rows fill a batch with certainties: guesses are for who is alone.
+                is_alone = len(self._works) == 1
+                work.look_ahead(self._engine.prefixes.n_free(route.segments) if is_alone else 1)
             except Exception as error:
                 self._fail(work, error)
                 continue

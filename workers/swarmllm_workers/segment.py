@@ -16,13 +16,15 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 
 from swarmllm_proto.architectures import Architecture
+from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_workers.cells import Cells
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.libllama import N_BATCH, Context, ContextSettings, Model
 from swarmllm_workers.prefixes import PrefixSettings
+from swarmllm_workers.small_batches import ROWS_MAX
 from swarmllm_workers.tap import Rescaling, Tap
 
-Want: TypeAlias = Literal["hidden", "none", "logits", "normed"]
+Want: TypeAlias = Literal["hidden", "none", "logits", "rows", "normed"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,15 @@ class EngineSettings:
     n_slots: int = 8
     n_threads: int = 1
     use_mmap: bool = True
+    use_mlock: bool = False
+    kv_type: KvType = "f16"
+    flash_attention: FlashAttention = "off"
     n_gpu_layers: int = 0
     prefixes: PrefixSettings = field(default_factory=PrefixSettings)
     """How much is kept of requests that are over."""
     native_tap: bool = True
+    skip_ratio: float = 0.0
+    """Load the whole model in pieces, so that guesses can leave out this share of its layers."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,8 @@ class Span:
     data: np.ndarray
     """Hidden states f32 [n, n_embd], or, for a segment that begins at layer 0, token ids i32 [n]."""
     want: Want
-    """Of the head segment: logits of the last row, the states of all rows after the final norm, or nothing.
-    Every other segment gives hidden states."""
+    """Of the head segment: logits of the last row, or ("rows") of all, the states of all rows after the final
+    norm, or nothing. Every other segment gives hidden states."""
 
 
 class Segment:
@@ -72,14 +79,18 @@ class Segment:
         self._settings = settings
         self._feeds_tokens = architecture is not None and architecture.feeds_tokens
         self._model = Model(
-            path, use_mmap=settings.use_mmap, n_gpu_layers=settings.n_gpu_layers, on_progress=on_progress
+            path,
+            use_mmap=settings.use_mmap,
+            use_mlock=settings.use_mlock,
+            n_gpu_layers=settings.n_gpu_layers,
+            on_progress=on_progress,
         )
         self.weights_bytes = self._model.size_bytes
         self.is_recurrent = self._model.is_recurrent
         n_kept = settings.prefixes.n_cells_entries
         # Beyond the slots: one for each entry, and one in which an entry is cut to size.
         n_sequences = settings.n_slots + (0 if self.is_recurrent or not n_kept else n_kept + 1)
-        self.n_outputs_max = n_sequences if self.has_head else N_BATCH
+        self.n_outputs_max = max(n_sequences, ROWS_MAX) if self.has_head else N_BATCH
         """Rows of one batch of which the head, or the tap, gives something."""
         self._cells = Cells(n_sequences)
         self.lengths = self._cells.lengths
@@ -98,6 +109,8 @@ class Segment:
                     n_ctx=settings.n_ctx,
                     n_slots=n_sequences,
                     n_threads=settings.n_threads,
+                    kv_type=settings.kv_type,
+                    flash_attention=settings.flash_attention,
                     n_outputs_max=self.n_outputs_max,
                     eval_callback=self._tap.callback if self._tap else None,
                     eval_user_data=self._tap.user_data if self._tap else None,
@@ -240,9 +253,10 @@ class Segment:
         return groups
 
     def _run(self, spans: Sequence[Span]) -> list[np.ndarray]:
-        """One result per span: hidden states f32 [n, n_embd] of every row, or from the head f32 [n_vocab]
-        logits of the last row, f32 [n, n_embd] states after the final norm, or nothing. Views that the next
-        run overwrites. A span that wants normed states is alone and has at most `n_outputs_max` rows.
+        """One result per span: hidden states f32 [n, n_embd] of every row, or from the head logits, f32
+        [n_vocab] of the last row or [n, n_vocab] of all, f32 [n, n_embd] states after the final norm, or
+        nothing. Views that the next run overwrites. A span that wants normed states is alone and has at most
+        `n_outputs_max` rows.
 
         All spans together have at most N_BATCH rows and have passed `check`; slots are truncated to their
         position. Raises CallError position_gap, context_full, engine.
@@ -253,7 +267,8 @@ class Segment:
         if self.has_head and not normed:
             outputs = np.zeros(rows.n, np.int8)
             for span, last in zip(spans, rows.lasts, strict=True):
-                outputs[last] = span.want == "logits"
+                first = last - len(span.data) + 1 if span.want == "rows" else last
+                outputs[first : last + 1] = span.want in ("logits", "rows")
         for span in spans:
             self.truncate(span.slot, span.position)
         fed = rows.data
@@ -275,12 +290,15 @@ class Segment:
         if normed:
             return [np.stack([self._context.normed(row) for row in range(rows.n)])]
         if self.has_head:
-            return [
-                self._context.logits(last) if span.want == "logits" else _NOTHING
-                for span, last in zip(spans, rows.lasts, strict=True)
-            ]
+            return [self._logits(span, last) for span, last in zip(spans, rows.lasts, strict=True)]
         assert hidden is not None
         return [hidden] if len(spans) == 1 else np.split(hidden, [last + 1 for last in rows.lasts[:-1]])
+
+    def _logits(self, span: Span, last: int) -> np.ndarray:
+        if span.want == "rows":
+            n = len(span.data)
+            return self._context.logits_of_rows(last - n + 1, n)
+        return self._context.logits(last) if span.want == "logits" else _NOTHING
 
     @property
     def is_closed(self) -> bool:

@@ -23,10 +23,12 @@ from swarmllm_proto.ipc import (
 )
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.decoding import Decoded, Decoding
-from swarmllm_workers.engine import Engine, Route
+from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.prefixes import Name
+from swarmllm_workers.routes import Route
 from swarmllm_workers.segment import Span, Want
+from swarmllm_workers.speculation import Guesser, Speculation
 
 STEP_ROWS_MAX: Final = 16
 """Rows up to which a Forward is a step that somebody waits for, not a piece of a prompt."""
@@ -59,6 +61,9 @@ class Work(Protocol):
     @property
     def is_decode(self) -> bool:
         """Whether these rows are a step that runs in one piece."""
+
+    def look_ahead(self, n_rows_max: int) -> None:
+        """Before `n_waiting` is asked for a round: a step may bring guesses along, so many rows in all."""
 
     def next_span(self, n_rows: int) -> Span:
         """The next rows, `n_rows` of those that wait."""
@@ -111,6 +116,9 @@ class ForwardWork:
     @property
     def is_decode(self) -> bool:
         return len(self._data) <= STEP_ROWS_MAX
+
+    def look_ahead(self, n_rows_max: int) -> None:
+        pass
 
     def next_span(self, n_rows: int) -> Span:
         message = self._message
@@ -181,7 +189,14 @@ class GenerateWork:
     """A Generate: the prompt in chunks, then a token per step. A restarted one runs its prompt and what it
     has generated so far as one prompt."""
 
-    def __init__(self, message: Generate, tokens: np.ndarray, engine: Engine, send: Send) -> None:
+    def __init__(
+        self,
+        message: Generate,
+        tokens: np.ndarray,
+        engine: Engine,
+        send: Send,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.call_id = message.id
         self.request_id = message.request_id
         self.is_finished = False
@@ -208,6 +223,10 @@ class GenerateWork:
         """Rows of the prompt that an earlier request had computed."""
         self._prefill_s = 0.0
         self._decode_s = 0.0
+        self._speculation = speculation
+        self._guesser: Guesser | None = None
+        self._guesses: tuple[int, ...] = ()
+        """To be checked in this step, behind the last token."""
 
     def route(self) -> Route:
         n_ctx = self._engine.settings.n_ctx
@@ -231,16 +250,33 @@ class GenerateWork:
 
     @property
     def n_waiting(self) -> int:
-        return self._n_history - self._position
+        return self._n_history + len(self._guesses) - self._position
 
     @property
     def is_decode(self) -> bool:
-        return self.n_waiting == 1 and self._position >= self._n_given
+        return self._n_history - self._position == 1 and self._position >= self._n_given
+
+    def look_ahead(self, n_rows_max: int) -> None:
+        self._guesses = ()
+        if self._speculation is None or not self.is_decode:
+            return
+        if self._guesser is None:
+            slot = self._engine.take_slot(self.request_id)
+            self._guesser = self._speculation.begin(self.route(), slot)
+            if self._guesser is None:
+                self._speculation = None
+                return
+        n_left = self._decoding.sampling.max_tokens - self._decoding.n_generated
+        n_rows_max = min(n_rows_max, self._engine.settings.n_ctx - self._position, n_left)
+        self._guesses = self._guesser.guess(self._history[: self._n_history], n_rows_max)
 
     def next_span(self, n_rows: int) -> Span:
         slot = self._engine.take_slot(self.request_id)
         data = self._history[self._position : min(self._position + n_rows, self._n_history)]
         self._n_running = len(data)
+        if self._guesses:
+            rows = np.concatenate([data, np.array(self._guesses, np.int32)])
+            return Span(slot, self._position, rows, "rows")
         is_last = self._position + len(data) == self._n_history
         return Span(slot, self._position, data, "logits" if is_last else "none")
 
@@ -250,17 +286,35 @@ class GenerateWork:
     def accept(self, result: np.ndarray, compute_s: float) -> None:
         self._position += self._n_running
         is_prefill = self._n_history == self._n_given
-        decoded: Decoded | None = None
+        guesses, self._guesses = self._guesses, ()
+        decoded: list[Decoded] = []
         if self._position == self._n_history:
             started = time.perf_counter()
-            decoded = self._decoding.decode(result, self._decoding.n_generated)
+            decoded = self._decode(np.atleast_2d(result), guesses)
             compute_s += time.perf_counter() - started
         if is_prefill:
             self._prefill_s += compute_s
         else:
             self._decode_s += compute_s
-        if decoded is None:
-            return
+            if self._guesser is not None and decoded:
+                self._guesser.judged(len(guesses), len(decoded) - 1)
+        for i, one in enumerate(decoded):
+            self._position += i > 0
+            self._give(one, compute_s / len(decoded))
+        if len(decoded) <= len(guesses) and not self.is_finished:
+            self._engine.empty(self.request_id, self._position)
+
+    def _decode(self, logits: np.ndarray, guesses: tuple[int, ...]) -> list[Decoded]:
+        """The token that follows the last one, and one more for every guess that was right."""
+        decoded: list[Decoded] = []
+        for i, row in enumerate(logits):
+            one = self._decoding.decode(row, self._decoding.n_generated)
+            decoded.append(one)
+            if one.finish_reason is not None or guesses[i : i + 1] != (one.token,):
+                break
+        return decoded
+
+    def _give(self, decoded: Decoded, compute_s: float) -> None:
         finish = decoded.finish_reason
         if finish is None and self._position >= self._engine.settings.n_ctx:
             finish = "length"
@@ -274,13 +328,17 @@ class GenerateWork:
     def restart(self) -> None:
         self._position = 0
         self._has_begun = False
+        self._guesses = ()
 
     def cancel(self) -> None:
         self._finish("cancelled")
 
     def _finish(self, reason: FinishReason) -> None:
         self.is_finished = True
+        if self._guesser is not None:
+            self._guesser.close()
         if self._position:
+            self._engine.empty(self.request_id, self._position)
             self._engine.keep(self.request_id, self._history[: self._position], self._session)
         self._engine.release(self.request_id)
         self._send(
@@ -293,6 +351,8 @@ class GenerateWork:
                 n_generated=self._decoding.n_generated - (self._n_given - self._n_prompt),
                 prefill_s=self._prefill_s,
                 decode_s=self._decode_s,
+                n_guessed=self._guesser.pay.n_guessed if self._guesser is not None else 0,
+                n_guessed_right=self._guesser.pay.n_right if self._guesser is not None else 0,
             )
         )
 

@@ -1,0 +1,116 @@
+"""Guesses from the text itself, the layers to leave out, and whether it pays: pure cores."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmllm_workers.drafting import NgramLookup
+from swarmllm_workers.layer_skipping import plan
+from swarmllm_workers.pay import Pay
+
+
+def lookup(tokens: list[int], size_max: int = 4, n_max: int = 6) -> tuple[tuple[int, ...], str] | None:
+    draft = NgramLookup(size_max, 10).draft(np.array(tokens, np.int32), lambda _kind: n_max)
+    return None if draft is None else (draft.tokens, draft.kind)
+
+
+def test_what_followed_the_last_tokens_before_is_the_guess() -> None:
+    assert lookup([1, 2, 3, 9, 8, 7, 1, 2, 3]) == ((9, 8, 7, 1, 2, 3), "ngram-3")
+
+
+def test_longest_match_wins_and_of_equal_ones_the_latest() -> None:
+    assert lookup([5, 1, 2, 10, 6, 1, 2, 11, 5, 1, 2]) == ((10, 6, 1, 2, 11, 5), "ngram-3")
+    assert lookup([7, 1, 2, 10, 7, 8, 1, 2, 11, 9, 1, 2], n_max=1) == ((11,), "ngram-2")
+
+
+def test_repetition_is_continued_beyond_the_text() -> None:
+    assert lookup([1, 2, 3, 1, 2, 3, 1, 2]) == ((3, 1, 2, 3, 1, 2), "ngram-4")
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 1], [1, 2, 3, 4, 5]])
+def test_text_without_repetition_gives_nothing(tokens: list[int]) -> None:
+    assert lookup(tokens) is None
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(1, 5), max_size=20))
+@settings(max_examples=150, deadline=None)
+def test_lookup_agrees_with_searching_the_text(tokens: list[int], pieces: list[int]) -> None:
+    """However the text arrives."""
+    ngrams = NgramLookup(4, 10)
+    at = 0
+    for piece in [*pieces, len(tokens)]:
+        at = min(at + piece, len(tokens))
+        draft = ngrams.draft(np.array(tokens[:at], np.int32), lambda _kind: 3)
+    expected = None
+    for size in (4, 3, 2):
+        ends = [e for e in range(size, len(tokens)) if tokens[e - size : e] == tokens[-size:]]
+        if ends:
+            expected = ends[-1], size
+            break
+    if expected is None:
+        assert draft is None
+    else:
+        assert draft is not None
+        end, size = expected
+        known = tokens[end : end + 3]
+        assert draft.kind == f"ngram-{size}"
+        assert list(draft.tokens[: len(known)]) == known
+
+
+@given(st.integers(1, 100), st.integers(1, 8), st.floats(0, 0.9))
+def test_layers_are_covered_once_and_the_first_and_last_are_kept(
+    n: int, alignment: int, ratio: float
+) -> None:
+    pieces, skipped = plan(n, alignment, ratio)
+    assert pieces[0][0] == 0
+    assert pieces[-1][1] == n
+    assert all(a[1] == b[0] for a, b in pairwise(pieces))
+    assert all(start % alignment == 0 for start, _ in pieces)
+    assert skipped <= set(pieces)
+    assert pieces[0] not in skipped
+    assert pieces[-1] not in skipped
+    n_skipped = sum(end - start for start, end in skipped)
+    assert n_skipped <= ratio * n + alignment
+    if alignment == 1 and n >= 10:
+        assert abs(n_skipped - ratio * n) <= 3
+
+
+def run(pay: Pay, rate: float, row_cost: float, n_steps: int = 400) -> float:
+    """Tokens per second of a request whose guesses are right at `rate`, in units of a plain step's."""
+    rng = random.Random(1)
+    tokens, seconds = 0, 0.0
+    for _ in range(n_steps):
+        n = pay.n_worth("kind", 6)
+        n_right = 0
+        while n_right < n and rng.random() < rate:
+            n_right += 1
+        cost = 1.0 + row_cost * n
+        pay.judged("kind", n, n_right, cost)
+        tokens += n_right + 1
+        seconds += cost
+    return tokens / seconds
+
+
+def test_pays_where_rows_are_cheap_and_guesses_right() -> None:
+    assert run(Pay(), rate=0.9, row_cost=0.1) > 2.5
+
+
+@pytest.mark.parametrize(("rate", "row_cost"), [(0.05, 0.3), (0.95, 1.1), (0.3, 0.6)])
+def test_gives_up_where_it_does_not_pay(rate: float, row_cost: float) -> None:
+    assert run(Pay(), rate, row_cost) > 0.95
+
+
+def test_comes_back_when_the_text_changes() -> None:
+    pay = Pay()
+    run(pay, rate=0.0, row_cost=0.2)
+    assert run(pay, rate=0.95, row_cost=0.2, n_steps=2000) > 1.8
+
+
+def test_first_step_is_without_guesses() -> None:
+    assert Pay().n_worth("kind", 6) == 0

@@ -1,0 +1,75 @@
+"""Guess the tokens that come next, from those that were: a pure core.
+
+Text repeats itself: names, quotations, code, tables, the question in the answer. Where the last tokens have
+been written before, what followed them then is a guess that costs nothing (prompt lookup decoding: Saxena
+2023; LLMA: Yang et al. 2023). The longest match wins, and of equally long ones the latest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+Worth: TypeAlias = Callable[[str], int]
+"""How many guesses of a kind to make now; asked once per draft, before anything is spent on it."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    tokens: tuple[int, ...]
+    kind: str
+    """Drafts of one kind are judged together."""
+    once_s: float = 0.0
+    """Seconds that went into what the next draft need not do again."""
+
+
+class Drafter(Protocol):
+    """Of one request."""
+
+    def draft(self, history: np.ndarray, worth: Worth) -> Draft | None:
+        """Tokens that may follow `history` (i32 [n], which only ever grows), or nothing."""
+
+    def close(self) -> None:
+        """The request is over."""
+
+
+class NgramLookup:
+    """Remembers where every run of `size_min` to `size_max` tokens ended last. A token costs one entry per
+    size."""
+
+    def __init__(self, size_max: int, n_tokens_max: int, size_min: int = 2) -> None:
+        self._sizes = range(size_max, min(size_min, size_max) - 1, -1)
+        self._n_tokens_max = n_tokens_max
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._tokens: list[int] = []
+
+    def draft(self, history: np.ndarray, worth: Worth) -> Draft | None:
+        self._learn(history[len(self._tokens) :].tolist())
+        for size in self._sizes:
+            end = self._ends.get(tuple(self._tokens[-size:]))
+            if end is not None:
+                kind = f"ngram-{size}"
+                tokens = _continued(self._tokens, end, min(worth(kind), self._n_tokens_max))
+                return Draft(tuple(tokens), kind) if tokens else None
+        return None
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """Ends of runs are entered a token late: the last run of all is what is looked up."""
+        for token in tokens:
+            n = len(self._tokens)
+            for size in self._sizes:
+                if n >= size:
+                    self._ends[tuple(self._tokens[-size:])] = n
+            self._tokens.append(token)
+
+    def close(self) -> None:
+        pass
+
+
+def _continued(tokens: Sequence[int], end: int, n: int) -> list[int]:
+    """What follows `tokens[:end]`; beyond the last token, what a repetition of that would be."""
+    period = len(tokens) - end
+    return [tokens[end + i % period] for i in range(n)]

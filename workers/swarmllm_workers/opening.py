@@ -1,0 +1,55 @@
+"""What an Open asks for, as the settings of the engine and of what guesses for it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from swarmllm_proto import ipc
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.prefixes import PrefixSettings
+from swarmllm_workers.segment import EngineSettings
+from swarmllm_workers.speculation import SpeculationSettings
+
+SEQUENCES_MAX: Final = 256
+"""libllama's limit."""
+
+
+def engine_settings(message: ipc.Open) -> EngineSettings:
+    """Raises CallError bad_message."""
+    if message.kv_type != "f16" and message.flash_attention == "off":
+        raise CallError("bad_message", f"stored as {message.kv_type}, values need flash attention", "kv_type")
+    return EngineSettings(
+        n_ctx=message.n_ctx,
+        n_slots=message.n_slots,
+        n_threads=message.n_threads,
+        use_mmap=message.use_mmap,
+        use_mlock=message.use_mlock,
+        kv_type=message.kv_type,
+        flash_attention=message.flash_attention,
+        n_gpu_layers=message.n_gpu_layers,
+        prefixes=_prefix_settings(message),
+        skip_ratio=message.swift_skip_ratio if message.swift_gamma else 0.0,
+    )
+
+
+def speculation_settings(message: ipc.Open) -> SpeculationSettings:
+    return SpeculationSettings(
+        ngram_size_max=message.ngram_max_size,
+        ngram_tokens_max=message.ngram_num_pred_tokens,
+        draft_path=message.draft_path,
+        draft_tokens_max=message.speculative_gamma,
+        swift_tokens_max=message.swift_gamma if message.swift_skip_ratio else 0,
+    )
+
+
+def _prefix_settings(message: ipc.Open) -> PrefixSettings:
+    # One of the sequences beside the slots is none of the entries'.
+    n_sequences = max(0, min(message.n_prefixes, SEQUENCES_MAX - message.n_slots - 1))
+    return PrefixSettings(
+        n_cells_entries=n_sequences,
+        n_entries=message.n_prefixes if n_sequences else 0,
+        max_bytes=message.prefix_max_bytes,
+        min_tokens=message.prefix_min_tokens,
+        ttl_s=message.prefix_ttl_s,
+        session_ttl_s=message.session_ttl_s,
+    )

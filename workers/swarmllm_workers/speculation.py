@@ -1,0 +1,170 @@
+"""Speculation inside one worker: guess some tokens, check them all in one batch, keep those that are right.
+
+Lossless by exact acceptance: a guess is right if it is the very token that the request's own sampler draws at
+that place from the model's logits there. The sampler is a function of logits, seed, place and the tokens
+before, so the text is the same as without guesses at temperature 0, with a seed at any temperature, and
+without a seed in distribution. (Rejection sampling, Leviathan et al. 2023, accepts more often at high
+temperatures, but draws other tokens than the plain run with the same seed would, which would make text
+depend on what the machine had time for.)
+
+That holds to the bit only where a row's logits are the same in a batch as alone. Whether they are is tried
+out with the loaded model, once, before the first guess counts: a batch of rows against the same rows one by
+one. Where they differ nothing is guessed.
+
+Requests guess only while they are alone in the worker: others' rows fill a batch with certainties. Models
+with recurrent layers cannot take a row back, so they never guess.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from swarmllm_workers.draft_model import DraftModel, ModelDrafter
+from swarmllm_workers.drafting import Drafter, NgramLookup
+from swarmllm_workers.engine import Engine
+from swarmllm_workers.pay import Pay
+from swarmllm_workers.routes import Route
+from swarmllm_workers.segment import Segment, Span
+from swarmllm_workers.small_batches import ROWS_MAX
+from swarmllm_workers.swift import SwiftDrafter
+
+log = logging.getLogger(__name__)
+
+_TRIED_ROWS: Final = (ROWS_MAX, 3)
+"""Sizes of batch that are tried, largest first. 3: what ggml computes row by row of weights that it
+rearranged when it loaded them."""
+
+
+@dataclass(frozen=True)
+class SpeculationSettings:
+    ngram_size_max: int = 0
+    """0: no lookup."""
+    ngram_tokens_max: int = 10
+    draft_path: str = ""
+    """"": no draft model."""
+    draft_tokens_max: int = 4
+    swift_tokens_max: int = 0
+    """0: no layer skipping."""
+
+
+class Speculation:
+    """Of one worker."""
+
+    def __init__(self, engine: Engine, settings: SpeculationSettings) -> None:
+        self._engine = engine
+        self.settings = settings
+        self._draft_model: DraftModel | None = None
+        self._n_rows_exact: dict[tuple[Segment, ...], int] = {}
+
+    @property
+    def is_on(self) -> bool:
+        settings = self.settings
+        return bool(settings.ngram_size_max or settings.draft_path or settings.swift_tokens_max)
+
+    def load(self) -> None:
+        """The draft model, where there is to be one. Raises CallError bad_model, out_of_memory."""
+        if self.settings.draft_path and self._draft_model is None:
+            engine = self._engine
+            path = Path(self.settings.draft_path)
+            self._draft_model = DraftModel(path, engine.vocabulary, engine.settings)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of the draft model."""
+        return self._draft_model.size_bytes if self._draft_model is not None else 0
+
+    def begin(self, route: Route, slot: int) -> Guesser | None:
+        """What guesses for a request; None where nothing does."""
+        if not self.is_on or any(segment.is_recurrent for segment in route.segments):
+            return None
+        settings = self.settings
+        drafters: list[Drafter] = []
+        if settings.ngram_size_max:
+            drafters.append(NgramLookup(settings.ngram_size_max, settings.ngram_tokens_max))
+        if self._draft_model is not None:
+            drafters.append(ModelDrafter(self._draft_model, slot, settings.draft_tokens_max))
+        if settings.swift_tokens_max:
+            drafters.append(SwiftDrafter(self._engine, route, slot, settings.swift_tokens_max))
+        return Guesser(self, route, slot, drafters)
+
+    def is_tried(self, route: Route) -> bool:
+        return route.segments in self._n_rows_exact
+
+    def n_rows_exact(self, route: Route, slot: int, position: int, tokens: np.ndarray) -> int:
+        """How many rows of one batch have the logits, to the bit, that each has alone: at least 1. Found out
+        at the first call with these segments, by computing `tokens` (repeated) at `position`, where the
+        slot's rows then have to be written anew."""
+        known = self._n_rows_exact.get(route.segments)
+        if known is None:
+            known = next((n for n in _TRIED_ROWS if self._is_exact(route, slot, position, tokens, n)), 1)
+            self._n_rows_exact = {route.segments: known}
+            if known == 1:
+                log.info("no speculation: rows of a batch differ from single ones with this model and build")
+        return known
+
+    def _is_exact(self, route: Route, slot: int, position: int, tokens: np.ndarray, n_rows: int) -> bool:
+        rows = np.resize(tokens, n_rows)
+        together = self._engine.run(route, [Span(slot, position, rows, "rows")])[0].copy()
+        for i in range(n_rows):
+            span = Span(slot, position + i, rows[i : i + 1], "logits")
+            if not np.array_equal(self._engine.run(route, [span])[0], together[i]):
+                return False
+        return True
+
+    def close(self) -> None:
+        if self._draft_model is not None:
+            self._draft_model.close()
+            self._draft_model = None
+
+
+class Guesser:
+    """Of one request: guesses, and learns from what became of them."""
+
+    def __init__(self, speculation: Speculation, route: Route, slot: int, drafters: list[Drafter]) -> None:
+        self._speculation = speculation
+        self._route = route
+        self._slot = slot
+        self._drafters = drafters
+        self._kind = ""
+        self._started_s = 0.0
+        """When the step began, later by what does not count; 0 where it says nothing about guesses."""
+        self.pay = Pay()
+
+    def guess(self, history: np.ndarray, n_rows_max: int) -> tuple[int, ...]:
+        """Tokens to be checked behind the last one of `history`, whose row is the only one that the slot
+        does not have yet; in all at most `n_rows_max` rows."""
+        n_rows_max = min(n_rows_max, ROWS_MAX)
+        is_tried = self._speculation.is_tried(self._route)
+        self._started_s = 0.0
+        if n_rows_max < (2 if is_tried else ROWS_MAX):  # it is not alone, or at its end
+            return ()
+        self._started_s = time.perf_counter()
+        for drafter in self._drafters:
+            draft = drafter.draft(history, lambda kind: self.pay.n_worth(kind, n_rows_max - 1))
+            if draft is not None:
+                self._started_s += draft.once_s
+                self._kind = draft.kind
+                return draft.tokens[: self._n_rows_exact(history, draft.tokens) - 1]
+        return ()
+
+    def _n_rows_exact(self, history: np.ndarray, tokens: tuple[int, ...]) -> int:
+        started = time.perf_counter()
+        rows = np.array([history[-1], *tokens], np.int32)
+        n = self._speculation.n_rows_exact(self._route, self._slot, len(history) - 1, rows)
+        self._started_s += time.perf_counter() - started
+        return n
+
+    def judged(self, n_guessed: int, n_right: int) -> None:
+        """The step that began with `guess` is over; so many guesses were checked and so many right."""
+        if self._started_s:
+            self.pay.judged(self._kind, n_guessed, n_right, time.perf_counter() - self._started_s)
+
+    def close(self) -> None:
+        for drafter in self._drafters:
+            drafter.close()
