@@ -1,0 +1,99 @@
+"""A million damaged inputs through every decoder: `python -m bench.fuzz [--inputs N] [--seed S]`.
+
+Not a race but an endurance test: nothing may come out of a decoder but a value or its own refusal, and the
+memory must not grow. Exits with 1 and the offending input where either fails. The suite runs a small part of
+it (tests/proto/test_fuzz.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import sys
+import time
+from pathlib import Path
+
+from bench.decoders import Target, all_targets
+from bench.figures import RESULTS, machine
+from bench.hostile_bytes import golden, mutated, noise, reshaped
+
+GROWTH_MAX_BYTES = 16 * 2**20
+"""Between a tenth of the way and the end: allocators settle, leaks do not."""
+BATCH = 500
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inputs", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=20261121)
+    options = parser.parse_args()
+    targets = all_targets()
+    counts = {name: [0, 0] for name in targets}
+    foreign = golden()
+    rng = random.Random(options.seed)
+    started_s, done, settled_bytes = time.monotonic(), 0, 0
+    while done < options.inputs:
+        for name, target in targets.items():
+            for _ in range(BATCH // len(targets) + 1):
+                data = _input(target, foreign, rng)
+                accepted = _try(name, target, data)
+                if accepted is None:
+                    return 1
+                counts[name][accepted] += 1
+                done += 1
+        if not settled_bytes and done >= options.inputs / 10:
+            settled_bytes = resident_bytes()
+    grown_bytes = resident_bytes() - settled_bytes
+    took_s = time.monotonic() - started_s
+    print(_report(counts, done, took_s, grown_bytes))
+    (RESULTS / "fuzz.md").write_text(_report(counts, done, took_s, grown_bytes) + "\n")
+    return int(grown_bytes > GROWTH_MAX_BYTES)
+
+
+def _input(target: Target, foreign: dict[str, bytes], rng: random.Random) -> bytes:
+    kind = rng.random()
+    if kind < 0.05:
+        return noise(rng)
+    # What was meant for another decoder now and then.
+    seeds = foreign if kind < 0.1 else target.seeds
+    name = rng.choice(list(seeds))
+    data = seeds[name]
+    if kind < 0.4 and (other := reshaped(name, data, rng)) is not None:
+        return other
+    return mutated(data, rng)
+
+
+def _try(name: str, target: Target, data: bytes) -> bool | None:
+    """Whether it was accepted; None where something came out that must not."""
+    try:
+        target.decode(data)
+    except target.refusals:
+        return False
+    except Exception as error:
+        print(f"{name} let {error!r} out for {data!r}", file=sys.stderr)
+        return None
+    return True
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _report(counts: dict[str, list[int]], done: int, took_s: float, grown_bytes: int) -> str:
+    lines = [
+        f"`python -m bench.fuzz` on {machine()}",
+        "",
+        f"{done:,} inputs in {took_s:.0f} s; nothing came out but values and refusals; resident memory grew "
+        f"by {grown_bytes / 2**20:.1f} MiB after the first tenth.",
+        "",
+        "| decoder | refused | accepted |",
+        "|---|---|---|",
+    ]
+    return "\n".join(
+        lines + [f"| {name} | {refused:,} | {accepted:,} |" for name, (refused, accepted) in counts.items()]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
