@@ -264,6 +264,7 @@ def pipeline_settings(config: Config) -> PipelineSettings:
     inference = config.inference
     return PipelineSettings(
         prefill_chunk_tokens=inference.prefill_chunk_tokens,
+        shares_prefixes=inference.prefix_cache_enabled,
         ack_timeout_s=inference.rr_ack_timeout_s,
         silence_timeout_s=inference.first_token_timeout_s,
         failover_timeout_s=inference.failover_timeout_s,

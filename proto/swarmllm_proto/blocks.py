@@ -8,6 +8,9 @@ Little-endian throughout. Each hash stands for everything before it, so equal ha
 the longest common prefix is found by comparing lists. Model and layer range are in the root because the KV of
 the same tokens differs between models and between ranges. Tokens after the last complete block have no name:
 KV is shared in whole blocks only.
+
+What is named to other nodes begins with a keyed hash of the root instead, so that nobody can look up a prompt
+that was guessed.
 """
 
 from __future__ import annotations
@@ -35,6 +38,12 @@ def root_hash(model_id: str, start: int, end: int) -> bytes:
     if len(model) != 32:
         raise ValueError(f"a model id has 64 hex digits, not {len(model_id)}")
     return blake3(_DOMAIN + model + _RANGE.pack(start, end)).digest()
+
+
+def secret_root(secret: bytes, model_id: str, start: int, end: int) -> bytes:
+    """The same for names that only whoever knows the secret (32 bytes) can make: others can compare them, but
+    not try out what they stand for."""
+    return blake3(root_hash(model_id, start, end), key=secret).digest()
 
 
 def extend_block_hashes(previous: bytes, tokens: Sequence[int] | npt.NDArray[Any]) -> tuple[bytes, ...]:

@@ -34,6 +34,13 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     WorkerMessage,
     require_layer_range,
 )
+from swarmllm_proto.ipc_prefix import (
+    ExportPrefixSnapshot,
+    ImportPrefixSnapshot,
+    PrefixFetchProbe,
+    PrefixFetchResult,
+    PrefixSnapshotResponse,
+)
 from swarmllm_proto.ipc_ring import Arrived, CloseLinks, LinkLost, Relay, TakeLink, TakeSeat, Turned
 
 KvType = Literal["f16", "q8_0"]
@@ -46,6 +53,8 @@ class Open(DaemonMessage, frozen=True, tag=True):
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
     cache_dir: Annotated[str, Meta(min_length=1, max_length=4096)]
+    model_id: Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")] = "0" * 64
+    """What names of kept KV begin with."""
     """Folder for segment files cut from the GGUF."""
     n_ctx: Annotated[int, Meta(ge=16, le=2**24)] = 4096
     """KV cells shared by all slots."""
@@ -328,6 +337,9 @@ AnyDaemonMessage: TypeAlias = (
     | Generate
     | CancelRequest
     | ReleaseRequestKv
+    | PrefixFetchProbe
+    | ExportPrefixSnapshot
+    | ImportPrefixSnapshot
     | Shutdown
 )
 AnyWorkerMessage: TypeAlias = (
@@ -345,6 +357,8 @@ AnyWorkerMessage: TypeAlias = (
     | Turned
     | LinkLost
     | Done
+    | PrefixFetchResult
+    | PrefixSnapshotResponse
     | Error
     | Bye
 )

@@ -27,6 +27,7 @@ from swarmllm_proto.ipc import (
     require_layer_range,
 )
 from swarmllm_proto.ipc import StageTiming as StageTiming
+from swarmllm_proto.ipc_prefix import BlockCount
 from swarmllm_proto.limits import PIECE_MAX
 
 WIRE_VERSION: Final = 1
@@ -34,6 +35,8 @@ WIRE_VERSION: Final = 1
 
 DIGEST_SIZE: Final = 32
 """BLAKE3's."""
+NAMES_MAX: Final = 32768
+"""Bytes of names in one list: 1024 blocks, half of a job message's header."""
 
 NodeId = Annotated[str, Meta(min_length=1, max_length=128)]
 ModelId = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
@@ -163,6 +166,22 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         require_layer_range(self.start, self.end)
 
 
+class StageBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Names of the complete blocks (see `blocks`) of what one stage has computed or is about to; travels as
+    an array of its fields in this order. The origin makes them with a secret of its own, other ones for each
+    stage's layers: they say that two of its requests begin alike, and nothing of how."""
+
+    stage: Annotated[int, Meta(ge=0, le=255)]
+    names: Annotated[bytes, Meta(max_length=NAMES_MAX)]
+    """32 bytes each, one after the other."""
+
+    def __post_init__(self) -> None:
+        if len(self.names) % DIGEST_SIZE:
+            raise ValueError(
+                f"field `names`: {len(self.names)} bytes are no names of {DIGEST_SIZE} bytes each"
+            )
+
+
 class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Request: take part in one request's walk. Sent to every stage, answered by PipelineAck."""
 
@@ -177,6 +196,8 @@ class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """By a pipeline that broke: this one goes on after them. Told to the last stage only."""
     wants: Literal["tokens", "normed"] = "tokens"
     """"normed": no tokens, but the prompt's rows after the final norm, with every PrefillProgress."""
+    prefixes: Annotated[tuple[StageBlocks, ...], Meta(max_length=256)] = ()
+    """Of the receiver's stages: what the prompt consists of, for rows that are there already to be used."""
 
     def __post_init__(self) -> None:
         expected = 0
@@ -195,6 +216,9 @@ class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reason: ShortText = ""
     busy: bool = False
     """Refused only for now: the node has as much to do as it may."""
+    n_prefix_blocks: BlockCount = 0
+    """Of the blocks that were named, how many every stage here has rows of already: the prompt may begin
+    after them."""
 
 
 class ProbeStage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -259,6 +283,8 @@ class CancelInference(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     v: int = WIRE_VERSION
     request_id: RequestId
     reason: ShortText = ""
+    prefixes: Annotated[tuple[StageBlocks, ...], Meta(max_length=256)] = ()
+    """Of the receiver's stages: the names of all that was computed, for it to be kept under them."""
 
 
 class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):

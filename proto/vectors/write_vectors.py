@@ -95,6 +95,8 @@ def nested_frame() -> bytes:
     return b"".join(encode_frame(*encode_job(message)))
 
 
+PREFIXES = (swarm.StageBlocks(stage=1, names=bytes(range(64))),)
+
 IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes]] = [
     (
         "open",
@@ -102,6 +104,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             id=1,
             path="/models/ü.gguf",
             cache_dir="/cache",
+            model_id=MODEL_ID,
             n_ctx=8192,
             n_slots=4,
             n_threads=2,
@@ -193,6 +196,23 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ),
     ("cancel-request", ipc.CancelRequest(id=10, request_id=REQUEST_ID), b""),
     ("release-request-kv", ipc.ReleaseRequestKv(id=11, request_id=REQUEST_ID), b""),
+    (
+        "prefix-fetch-probe",
+        ipc.PrefixFetchProbe(id=15, request_id=REQUEST_ID, start=4, end=12, scope=NODE_B),
+        bytes(range(64)),
+    ),
+    (
+        "export-prefix-snapshot",
+        ipc.ExportPrefixSnapshot(id=16, start=0, end=4, scope=NODE_A),
+        bytes(range(32)),
+    ),
+    (
+        "import-prefix-snapshot",
+        ipc.ImportPrefixSnapshot(
+            id=17, start=4, end=12, scope=NODE_A, n_blocks=1, sizes=(3, 2), digest=MODEL_ID
+        ),
+        bytes(range(37)),
+    ),
     ("shutdown", ipc.Shutdown(id=12), b""),
     ("ready", ipc.Ready(pid=4711, version="0.1.0", engine="llama-cpp-python 0.3.36"), b""),
     (
@@ -254,6 +274,12 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         b"",
     ),
     ("done", ipc.Done(id=10), b""),
+    ("prefix-fetch-result", ipc.PrefixFetchResult(id=15, n_blocks=2), b""),
+    (
+        "prefix-snapshot-response",
+        ipc.PrefixSnapshotResponse(id=16, n_blocks=1, sizes=(3, 2), digest=MODEL_ID),
+        b"12345",
+    ),
     (
         "error",
         ipc.Error(
@@ -314,7 +340,11 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
         ),
         b"",
     ),
-    ("cancel-inference", swarm.CancelInference(request_id=REQUEST_ID, reason="client left"), b""),
+    (
+        "cancel-inference",
+        swarm.CancelInference(request_id=REQUEST_ID, reason="client left", prefixes=PREFIXES),
+        b"",
+    ),
 ]
 
 RECORD = swarm.NodeRecord(
@@ -368,9 +398,14 @@ REQUEST = swarm.PipelineAssignment(
     sampling=SAMPLING,
     wants="normed",
     generated=(15043, 2**31 - 1),
+    prefixes=PREFIXES,
 )
 RESPONSE = swarm.PipelineAck(
-    request_id=REQUEST_ID, accepted=False, reason="the model has 8 requests here already", busy=True
+    request_id=REQUEST_ID,
+    accepted=False,
+    reason="the model has 8 requests here already",
+    busy=True,
+    n_prefix_blocks=7,
 )
 PROBE_STAGE = swarm.ProbeStage(request_id=REQUEST_ID)
 STAGE_STATE = swarm.StageState(request_id=REQUEST_ID, known=True, busy=True)

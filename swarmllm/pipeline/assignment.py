@@ -23,7 +23,7 @@ from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import PipelineAck, PipelineAssignment
+from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageBlocks
 
 
 async def assign(
@@ -32,15 +32,21 @@ async def assign(
     *,
     timeout_s: float,
     on_failure: Callable[[str], None] = lambda node_id: None,
-) -> None:
-    """Returns when every stage elsewhere has accepted. Raises RemoteError (NodeBusy where
-    it may be asked again later) for the first that did not, after `on_failure` has been told its node id."""
+    prefixes_of: Callable[[str], tuple[StageBlocks, ...]] = lambda node_id: (),
+) -> int | None:
+    """Returns when every stage elsewhere has accepted: of how many blocks of the prompt, which `prefixes_of`
+    names to each node, all of them have rows, None where no stage is elsewhere. Raises RemoteError (NodeBusy
+    where it may be asked again later) for the first that did not, after `on_failure` has been told its node
+    id."""
     failures: list[SwarmLLMError] = []
+    n_blocks: list[int] = []
     async with trio.open_nursery() as nursery:
 
         async def ask(node_id: str) -> None:
             try:
-                await _ask(router, node_id, assignment, timeout_s)
+                named = msgspec.structs.replace(assignment, prefixes=prefixes_of(node_id))
+                ack = await _ask(router, node_id, named, timeout_s)
+                n_blocks.append(ack.n_prefix_blocks)
             except SwarmLLMError as error:
                 if not failures:
                     on_failure(node_id)
@@ -51,9 +57,10 @@ async def assign(
             nursery.start_soon(ask, node_id)
     if failures:
         raise failures[0]
+    return min(n_blocks, default=None)
 
 
-async def _ask(router: Router, node_id: str, assignment: PipelineAssignment, timeout_s: float) -> None:
+async def _ask(router: Router, node_id: str, assignment: PipelineAssignment, timeout_s: float) -> PipelineAck:
     if assignment.stages[-1].node_id != node_id:
         # Only who samples needs to know how, and what came before: stop strings may be quotes from the
         # prompt.
@@ -76,3 +83,4 @@ async def _ask(router: Router, node_id: str, assignment: PipelineAssignment, tim
     if ack.request_id != assignment.request_id or not ack.accepted:
         text = f"node {node_id} refused: {ack.reason or 'no reason given'}"
         raise NodeBusy(text) if ack.busy else NodeRefused(text)
+    return ack

@@ -6,6 +6,7 @@ What an attempt learns of failing nodes it tells to the next one, which avoids t
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -14,12 +15,13 @@ from typing import TypeVar
 import trio
 
 from swarmllm.errors import SwarmLLMError
-from swarmllm.pipeline.assignment import assign
 from swarmllm.pipeline.chain import Chain
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.generation import Source
 from swarmllm.pipeline.judgement import judge
+from swarmllm.pipeline.known_rows import agree
 from swarmllm.pipeline.local import open_local
+from swarmllm.pipeline.prefix_names import prefix_names
 from swarmllm.pipeline.probing import find_fault
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stages import Sessions
@@ -60,6 +62,7 @@ class Attempts:
         self._counts = counts
         self._note = note
         self._start_soon: Callable[..., None] | None = None
+        self._secret = secrets.token_bytes(32) if settings.shares_prefixes else None
 
     def tell_with(self, nursery: trio.Nursery) -> None:
         """Failures are told to the swarm from here on, by tasks of `nursery`."""
@@ -93,19 +96,17 @@ class Attempts:
             look=self._look,
             nicknames=names,
             on_repeat=self._count_repeat,
+            names=prefix_names(self._secret, assignment),
         )
         session = self._sessions.open(context, chain)
         self.chains[context.request_id] = chain
         try:
-            await assign(
-                self._router,
-                assignment,
-                timeout_s=self._settings.ack_timeout_s,
-                on_failure=chain.blame,
+            n_known = await agree(
+                self._pool, self._router, assignment, context, chain, timeout_s=self._settings.ack_timeout_s
             )
             if chain.failure is not None:
                 raise chain.failure
-            chain.start(session)
+            chain.start(session, n_known)
             yield chain
         except SwarmLLMError as error:
             if chain.culprit is not None and chain.culprit != self._router.node_id:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal
 
+import numpy as np
 import trio
 
 from swarmllm.errors import (
@@ -29,9 +30,11 @@ from swarmllm.pipeline.compute import SampledToken
 from swarmllm.pipeline.generation import Guesses, StageAccount, StageReport
 from swarmllm.pipeline.job import ComputeStep, Job
 from swarmllm.pipeline.origin import BrokenPromise, Chunk, PromptWindow, TokenLog
+from swarmllm.pipeline.prefix_names import PrefixNames
 from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.walker import OriginMessage, RequestContext
-from swarmllm_proto.swarm import PipelineError, PrefillProgress, StreamingToken
+from swarmllm_proto.blocks import BLOCK_TOKENS
+from swarmllm_proto.swarm import PipelineError, PrefillProgress, StageBlocks, StreamingToken
 from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
@@ -47,9 +50,8 @@ class Chain:
     """One attempt at one request. `failure`, once set, is final."""
 
     shape: Literal["local", "chain"] = "chain"
-    n_cached_tokens = 0
-    """Prefixes are shared inside one worker that runs the whole model, and that guesses, too."""
     guesses = Guesses()
+    """A worker that runs the whole model guesses, no chain does."""
 
     def __init__(
         self,
@@ -61,11 +63,18 @@ class Chain:
         look_after_s: float,
         look: Callable[[Chain], Awaitable[None]],
         nicknames: Mapping[str, str],
+        names: PrefixNames | None = None,
         on_repeat: Callable[[], None] = lambda: None,
     ) -> None:
         stages = context.view.stages
         self.context = context
         self.prompt = prompt
+        self.n_cached_tokens = 0
+        """Rows of the prompt that every stage had already."""
+        self._prefix_names = names
+        self._generated: list[int] = []
+        """In this attempt."""
+        self._chunk_tokens = chunk_tokens
         self.window = PromptWindow(len(prompt), chunk_tokens, len(stages) + 1)
         self.account = StageAccount(stages)
         self.failure: Exception | None = None
@@ -120,8 +129,21 @@ class Chain:
         """Whether this pipeline has given a token."""
         return self._tokens.n_received > self._n_resumed
 
-    def start(self, session: Session) -> None:
-        """All stages have accepted: let the first chunks go."""
+    def prefixes_of(self, node_id: str) -> tuple[StageBlocks, ...]:
+        """Of the prompt and what came of it, but for the newest token, which no stage has computed; of the
+        prompt's last token there is always the logits to be computed."""
+        if self._prefix_names is None:
+            return ()
+        tokens = np.concatenate((self.prompt, np.array(self._generated, np.int32)))
+        return self._prefix_names.of_node(node_id, tokens[:-1])
+
+    def start(self, session: Session, n_known_blocks: int = 0) -> None:
+        """All stages have accepted: let the first chunks go, after what every stage has rows of."""
+        n_known = min(n_known_blocks * BLOCK_TOKENS, (len(self.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
+        self.n_cached_tokens = min(n_known, self.context.n_prompt_tokens)
+        self.window = PromptWindow(
+            len(self.prompt), self._chunk_tokens, len(self.context.view.stages) + 1, n_known
+        )
         self._session = session
         self._started_s = self._heard_s = trio.current_time()
         self._feed()
@@ -206,6 +228,7 @@ class Chain:
             raise BrokenPromise(f"a token of {len(payload)} bytes")
         if not self._tokens.receive(message.index, message.token):
             return
+        self._generated.append(message.token)
         self._latest_s = trio.current_time()
         if message.index == self._n_resumed:
             self._first_s = self._latest_s

@@ -51,7 +51,7 @@ class Inbox:
             session = self.sessions.by_request.get(message.request_id)
             accepted = session is not None and session.arrive(sender, message, payload)
         elif isinstance(message, CancelInference):
-            accepted = self.sessions.cancel(sender, message.request_id)
+            accepted = self.sessions.cancel(sender, message.request_id, message.prefixes)
         else:
             chain = self.chains.get(message.request_id)
             accepted = chain is not None

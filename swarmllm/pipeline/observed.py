@@ -96,6 +96,13 @@ class ObservedCompute:
         ) as generation:
             yield _ObservedGeneration(generation, self._observations, model.model_id, n_layers, n_generated)
 
+    async def name_prefix(
+        self, model: ModelFile, *, request_id: str, layers: LayerRange, names: bytes, scope: str
+    ) -> int:
+        return await self._compute.name_prefix(
+            model, request_id=request_id, layers=layers, names=names, scope=scope
+        )
+
     async def cancel(self, model_id: str, request_id: str) -> None:
         await self._compute.cancel(model_id, request_id)
 

@@ -31,12 +31,16 @@ class PromptWindow:
     """`size` chunks of `chunk_tokens` may be under way at once: one more than there are stages, so that
     every stage has one to work on and one is waiting."""
 
-    def __init__(self, n_tokens: int, chunk_tokens: int, size: int) -> None:
+    def __init__(self, n_tokens: int, chunk_tokens: int, size: int, n_known: int = 0) -> None:
+        """`n_known`: rows at the beginning that every stage has already."""
         if min(n_tokens, chunk_tokens, size) < 1:
             raise ValueError("prompt, chunk and window have at least one token")
+        if not 0 <= n_known < n_tokens:
+            raise ValueError(f"{n_known} rows of {n_tokens} are known: the last one has to be computed")
         self.n_tokens = n_tokens
-        self.n_sent = 0
-        self.n_passed = 0
+        self.n_sent = n_known
+        self.n_passed = n_known
+        self._n_known = n_known
         self._chunk_tokens = chunk_tokens
         self._size = size
 
@@ -66,7 +70,7 @@ class PromptWindow:
     def rewind(self, position: int) -> None:
         """The chunk at `position` and all after it leave again. Raises BrokenPromise where no chunk that is
         under way begins."""
-        if not self.n_passed <= position < self.n_sent or position % self._chunk_tokens:
+        if not self.n_passed <= position < self.n_sent or (position - self._n_known) % self._chunk_tokens:
             raise BrokenPromise(f"no chunk that is under way begins at {position}")
         self.n_sent = position
 

@@ -23,13 +23,14 @@ import trio
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError, WorkerError
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.job import ComputeStep, Job
+from swarmllm.pipeline.known_rows import give_names
 from swarmllm.pipeline.probing import MOVED_BYTES
 from swarmllm.pipeline.walker import OriginSide, RequestContext, Walker
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.trust import Deed, Note, unnoted
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.errors import BadTensor, ProtocolError
-from swarmllm_proto.swarm import CancelInference, LayerForward, PipelineError
+from swarmllm_proto.swarm import CancelInference, LayerForward, PipelineError, StageBlocks
 from swarmllm_proto.tensors import decode_tensor
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ class Session:
         self._router = router
         self._walker = Walker(context, compute, router, origin_side)
         self._origin_side = origin_side
+        self.prefixes: tuple[StageBlocks, ...] = ()
+        """What the origin called the rows in the end; without it they are kept as they were first named."""
         self._on_end = on_end
         self._note = note
         self._scope = trio.CancelScope()
@@ -135,7 +138,8 @@ class Session:
             return False
         # Chunks only: what comes by links is not counted here, and tokens come one at a time.
         is_chunk = message.step == "layer" and message.position < self.context.n_given_tokens
-        is_ahead = is_chunk and message.position > self._expected[stage]
+        is_repeated = message.position == self._damaged_at
+        is_ahead = is_chunk and message.position > self._expected[stage] and not is_repeated
         if is_ahead and self._may_have_gaps:
             # A chunk sent before the origin knew of the damage; it comes again.
             return True
@@ -267,6 +271,7 @@ class Session:
     async def _clean_up(self) -> None:
         async with trio.open_nursery() as nursery:
             if self._origin_side is not None:
+                self.prefixes = self._origin_side.prefixes_of(self.view.node_id)
                 # A node that lost this one ends the request on its own.
                 for node_id in {stage.node_id for stage in self.view.stages} & self._router.connected():
                     nursery.start_soon(self._cancel_at, node_id)
@@ -274,7 +279,8 @@ class Session:
                 nursery.start_soon(self._free_slot)
 
     async def _cancel_at(self, node_id: str) -> None:
-        message = CancelInference(request_id=self.context.request_id)
+        prefixes = self._origin_side.prefixes_of(node_id) if self._origin_side is not None else ()
+        message = CancelInference(request_id=self.context.request_id, prefixes=prefixes)
         try:
             await self._router.send(node_id, *encode_job(message))
         except SwarmLLMError as error:
@@ -282,6 +288,7 @@ class Session:
 
     async def _free_slot(self) -> None:
         try:
+            await give_names(self._compute, self.context, self.prefixes)
             # Not release: a forward of this request may still be running.
             await self._compute.cancel(self.context.model.model_id, self.context.request_id)
         except SwarmLLMError as error:

@@ -19,6 +19,8 @@ class PipelineSettings:
     """How long a stream whose pipeline broke may look for another one; 0: it ends."""
     constraints: Constraints = field(default_factory=Constraints)
     """What no route may do."""
+    shares_prefixes: bool = True
+    """Stages are told names of what they compute, so that they need not compute it again."""
     n_ctx: int = 4096
     """KV cells per model: prompt and output of one request must fit."""
     max_stage_requests: int = 64

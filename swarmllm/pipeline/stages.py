@@ -8,6 +8,7 @@ and answering it would give a stranger something to play with.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.job import RequestView
+from swarmllm.pipeline.known_rows import give_names
 from swarmllm.pipeline.occupancy import Held
 from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
@@ -26,7 +28,9 @@ from swarmllm.scheduling.route import composes
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.trust import Note, unnoted
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageState
+from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageBlocks, StageState
+
+log = logging.getLogger(__name__)
 
 REMEMBERED_CANCELS = 1024
 """A cancellation may overtake the assignment it cancels, because the two travel differently."""
@@ -78,7 +82,7 @@ class Sessions:
 
     async def acknowledge(self, sender: str, assignment: PipelineAssignment) -> PipelineAck:
         try:
-            await self._accept(sender, assignment)
+            context = await self._accept(sender, assignment)
         except Refused as refusal:
             return PipelineAck(
                 request_id=assignment.request_id,
@@ -86,7 +90,17 @@ class Sessions:
                 reason=str(refusal)[:200],
                 busy=refusal.busy,
             )
-        return PipelineAck(request_id=assignment.request_id, accepted=True)
+        n_blocks = await give_names(self.compute, context, assignment.prefixes)
+        if assignment.request_id not in self.by_request:
+            await self._forget(context)
+        return PipelineAck(request_id=assignment.request_id, accepted=True, n_prefix_blocks=n_blocks)
+
+    async def _forget(self, context: RequestContext) -> None:
+        """It ended while it was given rows: what frees them may have been too early."""
+        try:
+            await self.compute.cancel(context.model.model_id, context.request_id)
+        except SwarmLLMError as error:
+            log.info("rows of request %s not freed: %s", context.request_id, error)
 
     def open(self, context: RequestContext, origin_side: OriginSide | None = None) -> Session:
         session = Session(
@@ -103,11 +117,12 @@ class Sessions:
         self.on_open(context)
         return session
 
-    def cancel(self, sender: str, request_id: str) -> bool:
+    def cancel(self, sender: str, request_id: str, prefixes: tuple[StageBlocks, ...] = ()) -> bool:
         session = self.by_request.get(request_id)
         if session is not None:
             if session.view.origin != sender:
                 return False
+            session.prefixes = prefixes
             session.stop()
             return True
         self._cancelled[sender, request_id] = None
@@ -136,7 +151,7 @@ class Sessions:
             if context.view.origin != self.router.node_id
         ]
 
-    async def _accept(self, sender: str, assignment: PipelineAssignment) -> None:
+    async def _accept(self, sender: str, assignment: PipelineAssignment) -> RequestContext:
         if assignment.origin != sender or sender == self.router.node_id:
             raise Refused("the origin of a request must assign it itself")
         try:
@@ -158,6 +173,7 @@ class Sessions:
         if self.n_for_others(entry.model_id) >= self.settings.max_requests_per_model:
             raise Busy(f"the model has {self.settings.max_requests_per_model} requests here already")
         self.open(context)
+        return context
 
     def _check_layers(self, context: RequestContext) -> None:
         view = context.view

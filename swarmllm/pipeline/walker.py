@@ -46,6 +46,7 @@ from swarmllm_proto.swarm import (
     LayerForward,
     PipelineError,
     PrefillProgress,
+    StageBlocks,
     StageTiming,
     StreamingToken,
 )
@@ -99,6 +100,10 @@ class OriginSide(Protocol):
         ...
 
     def fail(self, error: Exception) -> None: ...
+
+    def prefixes_of(self, node_id: str) -> tuple[StageBlocks, ...]:
+        """Names of all that the node's stages have been sent."""
+        ...
 
 
 class Walker:

@@ -156,6 +156,7 @@ class HostedModel:
             message = Open(
                 id=worker.new_id(),
                 path=str(self.model.path),
+                model_id=self.model.model_id,
                 cache_dir=str(settings.cache_dir),
                 n_ctx=settings.n_ctx,
                 n_slots=settings.n_slots,

@@ -28,6 +28,7 @@ from swarmllm.workerpool.background import Background
 from swarmllm.workerpool.calls import OnProgress, TokenStream
 from swarmllm.workerpool.forward_result import ForwardResult, Hidden, checked_tensor, forward_result
 from swarmllm.workerpool.hosted import HostedModel
+from swarmllm.workerpool.prefix_calls import PrefixCalls
 from swarmllm.workerpool.process import SOCKET_PATH_MAX
 from swarmllm.workerpool.ring import NO_RING, RingCalls, RingHint
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
@@ -66,7 +67,7 @@ T = TypeVar("T")
 TokenIds = npt.NDArray[np.int32]
 
 
-class WorkerPool:
+class WorkerPool(PrefixCalls):
     def __init__(
         self,
         settings: WorkerSettings,

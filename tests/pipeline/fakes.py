@@ -30,6 +30,7 @@ from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.swarm.trust_keeper import Trust
 from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.ipc import GenerateDone, Sampling, Token
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
@@ -73,6 +74,8 @@ class FakeCatalogue:
 class _Slot:
     rows: dict[tuple[int, int], int] = field(default_factory=dict)
     """By (layer, position)."""
+    names: dict[tuple[str, str], list[bytes]] = field(default_factory=dict)
+    """By (scope, layers)."""
     n_sampled: int = 0
     sampling: Sampling | None = None
 
@@ -83,6 +86,8 @@ class FakePool:
     def __init__(self, *ranges: str) -> None:
         self.ranges = tuple(LayerRange.parse(text) for text in ranges)
         self.slots: dict[str, _Slot] = {}
+        self.kept: dict[tuple[str, str, bytes], dict[tuple[int, int], int]] = {}
+        """Rows of blocks by (scope, layers, name)."""
         self.calls: list[tuple[Any, ...]] = []
         self.before_forward: Callable[[int, LayerRange], Awaitable[None]] | None = None
         """(position, layers); may wait or raise."""
@@ -163,7 +168,37 @@ class FakePool:
 
     async def cancel(self, model_id: str, request_id: str) -> None:
         await trio.lowlevel.checkpoint()
-        self.slots.pop(request_id, None)
+        if (slot := self.slots.pop(request_id, None)) is not None:
+            self._keep(slot)
+
+    async def name_prefix(
+        self, model: ModelFile, *, request_id: str, layers: LayerRange, names: bytes, scope: str
+    ) -> int:
+        """Rows are kept when their request is cancelled, for any later one with the same names."""
+        await trio.lowlevel.checkpoint()
+        slot = self.slots.setdefault(request_id, _Slot())
+        slot.names[scope, str(layers)] = [names[at : at + 32] for at in range(0, len(names), 32)]
+        has_begun = any(layer in range(layers.start, layers.end) for layer, _ in slot.rows)
+        n_blocks = 0
+        for i, name in enumerate(slot.names[scope, str(layers)]):
+            kept = self.kept.get((scope, str(layers), name))
+            if kept is None or (has_begun and not kept.items() <= slot.rows.items()):
+                break
+            slot.rows |= kept
+            n_blocks = i + 1
+        return n_blocks
+
+    def _keep(self, slot: _Slot) -> None:
+        for (scope, layers), names in slot.names.items():
+            wanted = LayerRange.parse(layers)
+            for i, name in enumerate(names):
+                block = [
+                    (layer, position)
+                    for layer in range(wanted.start, wanted.end)
+                    for position in range(i * BLOCK_TOKENS, (i + 1) * BLOCK_TOKENS)
+                ]
+                if all(row in slot.rows for row in block):
+                    self.kept[scope, layers, name] = {row: slot.rows[row] for row in block}
 
     def _run(self, slot: _Slot, layers: LayerRange, position: int, rows: Tensor) -> Tensor:
         hidden = rows.astype(np.int64)

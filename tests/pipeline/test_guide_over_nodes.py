@@ -125,6 +125,32 @@ async def test_log_probabilities_over_three_nodes_are_those_of_one(
         assert [each.logprob for each in cut] == pytest.approx([e.logprob for e in whole], abs=1e-3)
 
 
+async def test_the_next_turn_over_three_nodes_is_that_of_fresh_ones(
+    tmp_path: Path, entry: CatalogueEntry
+) -> None:
+    """The first turn's rows serve the second on every stage, its answer included."""
+    turns = [{"role": "user", "content": " ".join(QUESTIONS)}]
+    cached: list[int] = []
+
+    async def say(swarm: Swarm) -> str:
+        prompt = Prompt(messages=turns)
+        async with swarm["a"].pipelines.generate(prompt, entry, GREEDY) as generation:
+            text = "".join([piece.text async for piece in generation])
+        cached.append(generation.n_cached_tokens)
+        await swarm.quiet()
+        return text
+
+    async with guide_swarm(tmp_path, entry, THIRDS) as swarm:
+        first = await say(swarm)
+        assert await say(swarm) == first
+        turns += [{"role": "assistant", "content": first}, {"role": "user", "content": QUESTIONS[2]}]
+        second = await say(swarm)
+    async with guide_swarm(tmp_path, entry, THIRDS) as swarm:
+        assert await say(swarm) == second
+    # One block: the first prompt has fewer tokens, with its answer there are more.
+    assert cached == [0, 0, 64, 0]
+
+
 async def test_a_node_without_layers_uses_one_that_has_them_all(
     tmp_path: Path, entry: CatalogueEntry, uncut: llama_cpp.Llama
 ) -> None:

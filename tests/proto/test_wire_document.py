@@ -32,7 +32,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *get_args(ipc.AnyWorkerMessage),
     *(swarm.NodeRecord, swarm.ShardAnnounce, swarm.NodeCapability),
     *(swarm.ObservedLatency, swarm.ObservedLink, swarm.NetworkCoordinate),
-    *(swarm.PipelineAssignment, swarm.Stage, swarm.PipelineAck, swarm.StageTiming),
+    *(swarm.PipelineAssignment, swarm.Stage, swarm.PipelineAck, swarm.StageTiming, swarm.StageBlocks),
     *(swarm.FileAnnounce, swarm.FetchPiece, swarm.Piece, swarm.Outline),
     *(swarm.ProbeStage, swarm.StageState),
     *get_args(swarm.JobMessage),

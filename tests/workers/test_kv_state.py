@@ -43,17 +43,17 @@ def saved(room: Room) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_whole"),
-    [("llama-3.1", True), ("deepseek-v3", True), ("gemma-3", False), ("gpt-oss", False)],
+    ("name", "n_min"),
+    [("llama-3.1", 0), ("deepseek-v3", 0), ("gemma-3", 64), ("gpt-oss", 64)],
 )
 def test_what_libllama_writes_is_read_to_the_last_byte(
     open_room: OpenRoom,  # noqa: F811
     tmp_path: Path,
     name: str,
-    is_whole: bool,
+    n_min: int,
 ) -> None:
     state = read_state(saved(open_family(open_room, tmp_path, name)))
-    assert (state.n_rows, state.is_whole) == (64, is_whole)
+    assert (state.n_rows, state.n_min) == (64, n_min)
 
 
 def test_positions_in_several_dimensions_are_not_understood(

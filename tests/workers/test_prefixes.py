@@ -6,14 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm_proto import ipc
-from swarmllm_proto.blocks import BLOCK_TOKENS
-from swarmllm_workers.prefixes import Kept, Prefixes, PrefixSettings, token_name
+from swarmllm_proto.blocks import BLOCK_TOKENS, root_hash
+from swarmllm_proto.tensors import decode_tensor
+from swarmllm_workers.prefixes import Kept, Name, Prefixes, PrefixSettings, token_name
 from swarmllm_workers.segment import Span
 
 from .client import GREEDY
@@ -31,13 +33,17 @@ def done(room: Room, name: str) -> ipc.GenerateDone:
     return message
 
 
+def named(tokens: np.ndarray, session: str = "") -> Name:
+    return token_name(root_hash("0" * 64, 0, 1), tokens, session)
+
+
 def index(n: int, **settings: Any) -> Prefixes:
     return Prefixes(8, PrefixSettings(n_cells_entries=n, n_entries=settings.pop("n_entries", n), **settings))
 
 
 def put(prefixes: Prefixes, tokens: np.ndarray, now: float, session: str = "") -> list[Kept]:
     """As `PrefixCache.keep` does; what was dropped."""
-    name = token_name(tokens, session)
+    name = named(tokens, session)
     n_rows = len(tokens) if session else len(name.hashes) * B
     if not n_rows or prefixes.is_known("here", name, now):
         return []
@@ -52,7 +58,7 @@ def put(prefixes: Prefixes, tokens: np.ndarray, now: float, session: str = "") -
 
 def found(prefixes: Prefixes, tokens: np.ndarray, now: float = 99.0, session: str = "") -> int:
     """Rows that a prompt would get."""
-    hit = prefixes.find("here", token_name(tokens[:-1], session), len(tokens) - 1, now)
+    hit = prefixes.find("here", named(tokens[:-1], session), len(tokens) - 1, now)
     return hit[1] if hit else 0
 
 
@@ -77,7 +83,7 @@ def test_index_finds_the_longest_common_blocks_of_what_it_keeps(
         prompt = np.array([token for i in range(3) for token in [(pattern >> i) & 1] * B])
         best = max((common(prompt[:-1].tolist(), tokens) for tokens in held.values()), default=0)
         assert found(prefixes, prompt) == best
-    assert prefixes.find("elsewhere", token_name(TOKENS), 9 * B, 99.0) is None
+    assert prefixes.find("elsewhere", named(TOKENS), 9 * B, 99.0) is None
 
 
 def common(left: list[int], right: list[int]) -> int:
@@ -145,7 +151,7 @@ def test_host_memory_has_a_budget_and_the_oldest_pays() -> None:
     for i in range(4):
         put(prefixes, TOKENS[i * B : (i + 1) * B], float(i))
         (newest,) = [kept for kept in prefixes if kept.sequence is not None]
-        dropped = prefixes.stow(newest, (b"x" * 60, b"y" * 40), is_whole=True)
+        dropped = prefixes.stow(newest, (b"x" * 60, b"y" * 40), 0)
         assert [kept.used_at for kept in dropped] == ([i - 2.0] if i >= 2 else [])
     assert prefixes.n_bytes == 200
     assert prefixes.fits(250)
@@ -157,10 +163,10 @@ def test_rows_of_a_window_are_used_to_their_end_or_not_at_all() -> None:
     prefixes = index(1, max_bytes=100)
     put(prefixes, TOKENS[: 3 * B], 0.0)
     (kept,) = prefixes
-    assert prefixes.stow(kept, (b"x",), is_whole=False) == []
+    assert prefixes.stow(kept, (b"x",), 3 * B) == []
     assert found(prefixes, TOKENS[: 3 * B]) == 0
     assert found(prefixes, TOKENS[: 3 * B + 1]) == 3 * B
-    assert not prefixes.is_known("here", token_name(TOKENS[: 2 * B]), 1.0)
+    assert not prefixes.is_known("here", named(TOKENS[: 2 * B]), 1.0)
 
 
 def test_same_prompt_again_runs_only_what_follows_its_last_whole_block(
@@ -380,3 +386,140 @@ def test_expired_rows_go_while_the_worker_sleeps(open_room: OpenRoom) -> None:  
     assert room.handlers.idle_ms() is None
     assert len(engine.prefixes) == 0
     assert all(segment.n_rows == 0 for segment in engine.segments)
+
+
+def test_rows_that_lack_their_window_are_never_shared_below_where_they_began(open_room: OpenRoom) -> None:  # noqa: F811
+    """gemma3, through host memory and back: neither the running request nor what is kept of it serves a
+    prompt that shares less than came back."""
+    room = open_room("gemma3", (0, 12), n_ctx=1024)
+    engine = room.handlers._opened()
+    tokens = TOKENS[: 5 * B]
+    room.generate(tokens[: 3 * B], "kept", GREEDY)
+    room.run()
+    route = engine.route("r", 0, engine.n_layers)
+    engine.make_room(route, 1024)
+    room.generate(tokens, "came back", GREEDY)
+    room.run(1)
+    other = np.concatenate([tokens[: 2 * B], TOKENS[-B:]])
+    assert engine.reuse("r", route, other) == 0
+    engine.release("r")
+    room.run()
+    assert done(room, "came back").n_cached_tokens == 3 * B
+    assert engine.reuse("s", engine.route("s", 0, engine.n_layers), other) == 0
+    engine.release("s")
+    assert engine.reuse("t", engine.route("t", 0, engine.n_layers), tokens) == 4 * B
+    name = Name(token_name(engine._root, tokens).hashes)
+    assert engine.prefixes.name("u", route.segments, name) == 0
+
+
+NAMES = b"".join(bytes([i]) * 32 for i in range(3))
+
+
+def probe(room: Room, request_id: str, names: bytes = NAMES, scope: str = "", **fields: Any) -> int | str:
+    """Blocks that the request has, or the kind of the refusal."""
+    fields = {"start": 0, "end": 4} | fields
+    room.handlers.handle(
+        ipc.PrefixFetchProbe(id=7, request_id=request_id, scope=scope, **fields), memoryview(names)
+    )
+    answer = room.sent[-1][0]
+    return answer.kind if isinstance(answer, ipc.Error) else int(answer.n_blocks)
+
+
+def forward(room: Room, name: str, rows: np.ndarray, position: int = 0, **fields: Any) -> None:
+    room.call(
+        ipc.Forward,
+        rows,
+        request_id=name,
+        position=position,
+        **({"start": 0, "end": 2, "want": "hidden"} | fields),
+    )
+    room.run()
+
+
+def test_a_stage_keeps_rows_under_the_names_it_was_given(
+    open_room: OpenRoom,  # noqa: F811
+    batches: list[list[int]],  # noqa: F811
+) -> None:
+    """As a chain does it: names, rows, the end; then another request with the same beginning."""
+    room = open_room("llama", (0, 2), n_ctx=1024)
+    engine = room.handlers._opened()
+    rows = np.random.default_rng(3).standard_normal((3 * B, engine.n_embd)).astype(np.float32)
+    stage = {"start": 0, "end": 2}
+    assert probe(room, "a", **stage) == 0
+    forward(room, "a", rows[: 2 * B + 10])
+    assert probe(room, "b", **stage) == 2, "a running request's rows are shared, too"
+    room.call(ipc.CancelRequest, request_id="b")
+    room.call(ipc.CancelRequest, request_id="a")
+    assert probe(room, "c", scope="another origin", **stage) == 0
+    assert probe(room, "d", NAMES[:32], **stage) == 1
+    assert probe(room, "e", NAMES[32:], **stage) == 0
+    assert probe(room, "f", **stage) == 2
+    batches.clear()
+    forward(room, "f", rows[2 * B : 2 * B + 20], 2 * B)
+    forward(room, "g", rows[: 2 * B + 20])
+    again, fresh = (decode_tensor(memoryview(p)) for m, p in room.sent[-2:] if isinstance(m, ipc.LayerResult))
+    assert batches[0] == [20]
+    np.testing.assert_allclose(again, fresh[2 * B :], atol=1e-4)
+    assert not room.errors()
+
+
+def test_names_that_come_at_the_end_name_what_was_generated_too(open_room: OpenRoom) -> None:  # noqa: F811
+    room = open_room("llama", (0, 2), n_ctx=1024)
+    rows = np.zeros((2 * B + 5, room.handlers._opened().n_embd), np.float32)
+    stage = {"start": 0, "end": 2}
+    assert probe(room, "a", NAMES[:32], **stage) == 0
+    forward(room, "a", rows)
+    assert probe(room, "a", **stage) == 2
+    room.call(ipc.CancelRequest, request_id="a")
+    assert probe(room, "b", **stage) == 2
+
+
+@pytest.mark.parametrize("family", ["llama-3.1", "gemma-3", "deepseek-v3"])
+def test_kept_kv_goes_to_another_worker_and_back(
+    open_room: OpenRoom,  # noqa: F811
+    tmp_path: Path,
+    family: str,
+) -> None:
+    """Narrowed to the blocks that were asked for; what arrives continues as the original does."""
+    rooms = [open_family(open_room, tmp_path, family) for _ in range(2)]
+    engines = [room.handlers._opened() for room in rooms]
+    stage = {"start": 0, "end": engines[0].n_layers}
+    tokens = TOKENS[: 3 * B + 1] % engines[0].n_vocab
+    assert probe(rooms[0], "a", **stage) == 0
+    forward(rooms[0], "a", tokens[: 3 * B], want="none", **stage)
+    rooms[0].call(ipc.CancelRequest, request_id="a")
+    rooms[0].handlers.handle(ipc.ExportPrefixSnapshot(id=1, **stage), memoryview(NAMES[:64]))
+    response, data = rooms[0].sent[-1]
+    assert (response.n_blocks, sum(response.sizes)) == (2, len(data))
+    message = ipc.ImportPrefixSnapshot(
+        id=1, n_blocks=2, sizes=response.sizes, digest=response.digest, **stage
+    )
+    rooms[1].handlers.handle(message, memoryview(NAMES[:64] + data))
+    assert rooms[1].sent[-1][0].n_blocks == 2
+    logits = []
+    for room, engine in zip(rooms, engines, strict=True):
+        route, slot = engine.route("r", **stage), engine.take_slot("r")
+        name = Name((NAMES[:32], NAMES[32:64]))
+        if room is rooms[1]:
+            assert engine.prefixes.reuse("r", route.segments, name, 2 * B) == 2 * B
+        else:
+            engine.run(route, [Span(slot, 0, tokens[: 2 * B], "none")])
+        logits.append(engine.run(route, [Span(slot, 2 * B, tokens[2 * B :], "logits")])[0].copy())
+    np.testing.assert_allclose(logits[0], logits[1], atol=1e-3)
+    for damaged in (
+        {"digest": "0" * 64},
+        {"sizes": (*response.sizes[:-1], response.sizes[-1] - 1)},
+        {"n_blocks": 3},
+    ):
+        rooms[1].handlers.handle(msgspec.structs.replace(message, **damaged), memoryview(NAMES[:64] + data))
+        assert rooms[1].sent[-1][0].kind == "bad_message"
+    rooms[1].handlers.handle(msgspec.structs.replace(message, n_blocks=1), memoryview(NAMES[:32] + data))
+    assert rooms[1].sent[-1][0].kind == "bad_tensor", "two blocks under one name"
+
+
+def test_nothing_is_exported_where_nothing_is_kept(open_room: OpenRoom) -> None:  # noqa: F811
+    room = open_room("llama", (0, 4), n_ctx=256)
+    room.handlers.handle(ipc.ExportPrefixSnapshot(id=1, start=0, end=4), memoryview(NAMES))
+    assert (room.sent[-1][0].n_blocks, room.sent[-1][1]) == (0, b"")
+    assert probe(room, "a", NAMES[:33]) == "bad_message"
+    assert probe(room, "a", start=0, end=5) == "cannot_cut"

@@ -20,6 +20,7 @@ from typing import TypeAlias
 import numpy as np
 
 from swarmllm_proto.architectures import ARCHITECTURES, cut_rule
+from swarmllm_proto.blocks import root_hash
 from swarmllm_workers.embedding import Embedding
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
@@ -66,6 +67,7 @@ class Engine:
         self.prefixes = PrefixCache(settings, self.slots)
         self.skipped: frozenset[Range] = frozenset()
         """Segments of the whole model that guesses leave out (`swift.py`)."""
+        self._root = root_hash(settings.model_id, 0, self.n_layers)
         self._held: list[Range] = []
         self._segments: list[Segment] = []
         self._retired: list[Segment] = []
@@ -159,6 +161,10 @@ class Engine:
             raise CallError("engine", f"no segments cover {start}:{end}")
         return Route(start, end, tuple(path))
 
+    def segments_for(self, start: int, end: int) -> tuple[Segment, ...]:
+        """Those that run [start, end), cut where necessary. Raises as `route` does."""
+        return self._new_route(start, end).segments
+
     def take_slot(self, request_id: str) -> int:
         return self.slots.take(request_id)
 
@@ -170,14 +176,16 @@ class Engine:
         """Rows that the request, which has none yet, gets from others with the same beginning. At least one
         token is left to be run: its logits are wanted."""
         n_max = len(tokens) - 1
-        return self.prefixes.reuse(request_id, route.segments, token_name(tokens[:n_max], session), n_max)
+        return self.prefixes.reuse(
+            request_id, route.segments, token_name(self._root, tokens[:n_max], session), n_max
+        )
 
     def keep(self, request_id: str, tokens: np.ndarray, session: str = "") -> None:
         """The request is over: keep the rows of `tokens`, which are all that it has, for others. Not in
         segments that are about to go."""
         route = self._routes.get(request_id, {}).get((0, self.n_layers))
         if route is not None and all(segment in self._segments for segment in route.segments):
-            self.prefixes.keep(request_id, route.segments, token_name(tokens, session))
+            self.prefixes.keep(request_id, route.segments, token_name(self._root, tokens, session))
 
     def full(self, route: Route, n_more: int) -> CallError:
         """What a request is told for which there are not enough KV rows."""
@@ -198,7 +206,7 @@ class Engine:
 
     def release(self, request_id: str) -> None:
         """Free the request's slot and its rows in every segment."""
-        self.prefixes.forget(request_id)
+        self.prefixes.end(request_id, self._segments)
         self.empty(request_id)
         self._routes.pop(request_id, None)
         self.slots.release(request_id)

@@ -20,6 +20,7 @@ from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.opening import engine_settings, speculation_settings
 from swarmllm_workers.planner import Planner
+from swarmllm_workers.prefix_handlers import PrefixHandlers
 from swarmllm_workers.ring import Ring, Seat, Watch
 from swarmllm_workers.ring_work import RingWork
 from swarmllm_workers.runner import Runner
@@ -63,6 +64,7 @@ class Handlers:
             ipc.CancelRequest: self._cancel,
             ipc.ReleaseRequestKv: self._release,
             ipc.Shutdown: self._shutdown,
+            **PrefixHandlers(self._opened, send).by_type,
         }
 
     @property

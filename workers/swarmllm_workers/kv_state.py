@@ -44,9 +44,9 @@ class BadState(ValueError):
 class KvState:
     n_rows: int
     """Rows 0 to n_rows - 1 are in the cache that has most of them."""
-    is_whole: bool
-    """Every cache has all of these rows: any beginning of it can be used. Otherwise it goes on only where
-    it ends."""
+    n_min: int
+    """A beginning of fewer rows cannot be used. 0: every cache has all rows; otherwise one has the window
+    before the end only, and it goes on where it ends."""
 
 
 class _Reader:
@@ -85,7 +85,7 @@ def read_state(data: bytes | memoryview) -> KvState:
     for positions in caches:
         if not _ends(positions, n_rows):
             raise BadState("rows are missing")
-    return KvState(n_rows, all(len(positions) == n_rows for positions in caches))
+    return KvState(n_rows, 0 if all(len(positions) == n_rows for positions in caches) else n_rows)
 
 
 def _ends(positions: Sequence[int] | np.ndarray, n_rows: int) -> bool:

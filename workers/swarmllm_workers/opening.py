@@ -27,6 +27,7 @@ def engine_settings(message: ipc.Open) -> EngineSettings:
         kv_type=message.kv_type,
         flash_attention=message.flash_attention,
         n_gpu_layers=message.n_gpu_layers,
+        model_id=message.model_id,
         prefixes=_prefix_settings(message),
         skip_ratio=message.swift_skip_ratio if message.swift_gamma else 0.0,
     )

@@ -17,14 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
-from swarmllm_proto.blocks import BLOCK_TOKENS, block_hashes
-
-_ROOT: Final = "0" * 64
-"""Of rows whose tokens are known here: this index lives and dies with one worker, thus one model."""
+from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes
 
 
 @dataclass(frozen=True)
@@ -52,18 +48,22 @@ class Name:
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     """i32, where the tokens are known here; a stage of a chain knows hashes only."""
     session: str = ""
+    scope: str = ""
+    """Who gave the name; "": this node. Names of different origin have nothing to do with each other."""
 
     def common(self, other: Name) -> int:
         """Rows that both begin with."""
+        if self.scope != other.scope:
+            return 0
         n = n_common(self.hashes, other.hashes) * BLOCK_TOKENS
         if self.session and self.session == other.session:
             n = max(n, n_common_tokens(self.tokens, other.tokens))
         return n
 
 
-def token_name(tokens: np.ndarray, session: str = "") -> Name:
-    """`tokens` i32 [n]."""
-    return Name(block_hashes(_ROOT, 0, 1, tokens), tokens, session)
+def token_name(root: bytes, tokens: np.ndarray, session: str = "") -> Name:
+    """`root` of the model and its layers; `tokens` i32 [n]."""
+    return Name(extend_block_hashes(root, tokens), tokens, session)
 
 
 @dataclass(eq=False)
@@ -77,8 +77,8 @@ class Kept:
     """None: not in cells."""
     states: tuple[bytes, ...] = ()
     """Per segment, where the rows are in host memory."""
-    is_whole: bool = True
-    """Any beginning of it can be used, not only all of it."""
+    n_min: int = 0
+    """A beginning of fewer rows cannot be used: of those before, windowed layers lack what they look at."""
 
     @property
     def n_bytes(self) -> int:
@@ -108,11 +108,14 @@ class Prefixes:
     def has_free_sequence(self) -> bool:
         return bool(self._free)
 
-    def find(self, where: Hashable, wanted: Name, n_max: int, now: float) -> tuple[Kept, int] | None:
-        """The entry that shares the most rows with `wanted`, at most `n_max` of them, and how many."""
+    def find(
+        self, where: Hashable, wanted: Name, n_max: int, now: float, *, any_length: bool = False
+    ) -> tuple[Kept, int] | None:
+        """The entry that shares the most rows with `wanted`, at most `n_max` of them, and how many.
+        `any_length`: only entries of which fewer rows would do, too."""
         best, n_best = None, self._settings.min_tokens - 1
         for kept in self._kept:
-            if kept.where != where:
+            if kept.where != where or (any_length and kept.n_min):
                 continue
             n = self._usable(kept, wanted, n_max)
             if n > n_best or (n == n_best and best is not None and best.sequence is None):
@@ -126,12 +129,12 @@ class Prefixes:
         n = min(kept.name.common(wanted), kept.n_rows)
         if n > n_max:
             n = n_max if kept.name.session and kept.name.session == wanted.session else _blocks(n_max)
-        return n if kept.is_whole or n == kept.n_rows else 0
+        return n if n >= kept.n_min else 0
 
     def is_known(self, where: Hashable, name: Name, now: float) -> bool:
         """Whether an entry holds all of it already."""
         for kept in self._kept:
-            if kept.where == where and kept.is_whole and _contains(kept.name, name):
+            if kept.where == where and not kept.n_min and _contains(kept.name, name):
                 kept.used_at = now
                 return True
         return False
@@ -154,11 +157,11 @@ class Prefixes:
     def take_sequence(self) -> int:
         return self._free.pop(0)
 
-    def stow(self, kept: Kept, states: tuple[bytes, ...], *, is_whole: bool) -> list[Kept]:
+    def stow(self, kept: Kept, states: tuple[bytes, ...], n_min: int) -> list[Kept]:
         """Its rows are in host memory now; its cells are to be freed."""
         assert kept.sequence is not None
         self._release(kept.sequence)
-        kept.sequence, kept.states, kept.is_whole = None, states, is_whole
+        kept.sequence, kept.states, kept.n_min = None, states, n_min
         return self._trim()
 
     def expired(self, now: float) -> list[Kept]:
@@ -220,6 +223,8 @@ def _blocks(n_rows: int) -> int:
 
 def _contains(longer: Name, shorter: Name) -> bool:
     """Whether a request that could use `shorter` could use `longer` just as well."""
+    if shorter.scope != longer.scope:
+        return False
     if shorter.session and (
         shorter.session != longer.session
         or n_common_tokens(longer.tokens, shorter.tokens) < len(shorter.tokens)

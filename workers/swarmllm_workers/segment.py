@@ -38,6 +38,7 @@ class EngineSettings:
     kv_type: KvType = "f16"
     flash_attention: FlashAttention = "off"
     n_gpu_layers: int = 0
+    model_id: str = "0" * 64
     prefixes: PrefixSettings = field(default_factory=PrefixSettings)
     """How much is kept of requests that are over."""
     native_tap: bool = True

@@ -1,0 +1,95 @@
+"""Messages about KV that outlives its request, by the names of its blocks (see `blocks`).
+
+Names travel in the payload, 32 bytes each, one after the other. A `scope` keeps what one origin named apart
+from what another did: who chooses the names could call any rows anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.frames import Buffer
+from swarmllm_proto.ipc_base import (
+    DaemonMessage,
+    LayerIndex,
+    RequestId,
+    SizeBytes,
+    WorkerMessage,
+    require_layer_range,
+)
+
+NAME_SIZE: Final = 32
+"""BLAKE3's."""
+Scope = Annotated[str, Meta(max_length=128)]
+BlockCount = Annotated[int, Meta(ge=0, le=2**20)]
+PartSizes = Annotated[tuple[SizeBytes, ...], Meta(max_length=256)]
+Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
+
+
+class _Blocks(DaemonMessage, frozen=True, kw_only=True):
+    """Layers of which KV is spoken."""
+
+    start: LayerIndex
+    end: LayerIndex
+    scope: Scope = ""
+    """Whose names these are; "": this node's own."""
+
+    def __post_init__(self) -> None:
+        require_layer_range(self.start, self.end)
+
+
+class PrefixFetchProbe(_Blocks, frozen=True, tag=True, kw_only=True):
+    """These are the names of the request's complete blocks in layers [start, end), now or once their rows
+    are computed. Payload: the names. A request without rows gets those that are kept here; when it ends, its
+    rows are kept under the names. Answered by PrefixFetchResult."""
+
+    request_id: RequestId
+
+
+class ExportPrefixSnapshot(_Blocks, frozen=True, tag=True, kw_only=True):
+    """The kept KV of as many of these blocks as there are. Payload: their names. Answered by
+    PrefixSnapshotResponse."""
+
+
+class ImportPrefixSnapshot(_Blocks, frozen=True, tag=True, kw_only=True):
+    """KV from elsewhere. Payload: the names of its blocks, then the bytes of a PrefixSnapshotResponse.
+    Answered by PrefixFetchResult: all blocks, or 0 where there is no room."""
+
+    n_blocks: BlockCount
+    sizes: PartSizes
+    digest: Digest
+    """Of the bytes, without the names."""
+
+
+class PrefixFetchResult(WorkerMessage, frozen=True, tag=True, kw_only=True):
+    """Answers PrefixFetchProbe and ImportPrefixSnapshot: complete blocks whose rows the request has, or that
+    were taken."""
+
+    n_blocks: BlockCount
+
+
+class PrefixSnapshotResponse(WorkerMessage, frozen=True, tag=True, kw_only=True):
+    """Answers ExportPrefixSnapshot. Payload: the KV of the first `n_blocks` blocks, as libllama writes it,
+    part after part; nothing where none are kept."""
+
+    n_blocks: BlockCount
+    sizes: PartSizes = ()
+    """Bytes of each part: one for each segment that runs the layers here."""
+    digest: Annotated[str, Meta(max_length=64)] = ""
+    """BLAKE3 of the payload."""
+
+
+def join_names(names: Sequence[bytes]) -> bytes:
+    return b"".join(names)
+
+
+def split_names(data: Buffer) -> tuple[bytes, ...]:
+    """Raises BadMessage where the bytes are no whole names."""
+    data = bytes(data)
+    if len(data) % NAME_SIZE:
+        raise BadMessage("payload", f"{len(data)} bytes are not names of {NAME_SIZE} bytes each")
+    return tuple(data[at : at + NAME_SIZE] for at in range(0, len(data), NAME_SIZE))

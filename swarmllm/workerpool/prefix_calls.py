@@ -1,0 +1,78 @@
+"""The part of the pool that speaks of KV by the names of its blocks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from swarmllm.models.layers import LayerRange
+from swarmllm.workerpool.hosted import HostedModel
+from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm_proto.frames import Payload, as_pieces
+from swarmllm_proto.ipc import (
+    ExportPrefixSnapshot,
+    ImportPrefixSnapshot,
+    PrefixFetchProbe,
+    PrefixFetchResult,
+    PrefixSnapshotResponse,
+)
+
+
+class PrefixCalls(ABC):
+    _settings: WorkerSettings
+
+    @abstractmethod
+    def _host(self, model: ModelFile) -> HostedModel: ...
+
+    async def name_prefix(
+        self, model: ModelFile, *, request_id: str, layers: LayerRange, names: bytes, scope: str
+    ) -> int:
+        """Tell what the complete blocks of a request are called, for KV to be shared under these names (32
+        bytes each) within `scope`. How many of them the request has rows of: one that has not begun gets
+        those that are kept. Raises as `forward` does."""
+        worker = await self._host(model).worker_for(request_id, 0)
+        message = PrefixFetchProbe(
+            id=worker.new_id(), request_id=request_id, start=layers.start, end=layers.end, scope=scope
+        )
+        result, _ = await worker.call(
+            message, PrefixFetchResult, payload=names, timeout_s=self._settings.call_timeout_s
+        )
+        return result.n_blocks
+
+    async def export_prefix(
+        self, model: ModelFile, layers: LayerRange, names: bytes, scope: str = ""
+    ) -> tuple[PrefixSnapshotResponse, memoryview]:
+        """The KV that is kept of the first so many of these blocks, as bytes for `import_prefix`."""
+        worker = await self._host(model).ready()
+        message = ExportPrefixSnapshot(id=worker.new_id(), start=layers.start, end=layers.end, scope=scope)
+        return await worker.call(
+            message, PrefixSnapshotResponse, payload=names, timeout_s=self._settings.call_timeout_s
+        )
+
+    async def import_prefix(
+        self,
+        model: ModelFile,
+        layers: LayerRange,
+        names: bytes,
+        snapshot: PrefixSnapshotResponse,
+        data: Payload,
+        scope: str = "",
+    ) -> int:
+        """Keep KV that another worker exported, of blocks with these names. How many blocks were taken: all,
+        or 0 where there is no room. Raises WorkerError for bytes that are damaged or not of these layers."""
+        worker = await self._host(model).ready()
+        message = ImportPrefixSnapshot(
+            id=worker.new_id(),
+            start=layers.start,
+            end=layers.end,
+            scope=scope,
+            n_blocks=snapshot.n_blocks,
+            sizes=snapshot.sizes,
+            digest=snapshot.digest,
+        )
+        result, _ = await worker.call(
+            message,
+            PrefixFetchResult,
+            payload=[names, *as_pieces(data)],
+            timeout_s=self._settings.call_timeout_s,
+        )
+        return result.n_blocks
