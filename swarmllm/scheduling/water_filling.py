@@ -1,16 +1,15 @@
 """How many layers each node of a pipeline takes: as its speed says, as far as its memory lets it.
 
 Parallax (arXiv 2509.26182), phase 1: the level lambda for which sum(min(c_i, lambda F_i)) is the number of
-layers is found by bisection, like water that rises in vessels of different width and height; all nodes below
-their cap then take the same time. Whole layers come from rounding down and giving what is left to the largest
+layers is where water stands in vessels of different width and height; all nodes below their cap then take
+the same time. Vessels fill up in the order of c_i / F_i, so one pass finds it, where the paper bisects. Whole
+layers come from rounding down and giving what is left to the largest
 remainders.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-BISECTIONS = 60
 
 
 def water_fill(n_units: int, capacities: Sequence[int], speeds: Sequence[float]) -> list[int] | None:
@@ -33,12 +32,13 @@ def water_fill(n_units: int, capacities: Sequence[int], speeds: Sequence[float])
 
 
 def _level(n_units: int, capacities: Sequence[int], speeds: Sequence[float]) -> float:
-    low, high = 0.0, max(capacity / speed for capacity, speed in zip(capacities, speeds, strict=True))
-    for _ in range(BISECTIONS):
-        level = (low + high) / 2
-        filled = sum(min(capacity, level * speed) for capacity, speed in zip(capacities, speeds, strict=True))
-        if filled < n_units:
-            low = level
-        else:
-            high = level
-    return high
+    order = sorted(range(len(speeds)), key=lambda i: capacities[i] / speeds[i])
+    left, width = float(n_units), sum(speeds)
+    level = 0.0
+    for i in order:
+        level = left / width
+        if level * speeds[i] <= capacities[i]:
+            break
+        left -= capacities[i]
+        width = max(width - speeds[i], speeds[i] * 1e-12)
+    return level
