@@ -188,6 +188,9 @@ class ResourcesTable:
     """What a worker may use of the machine."""
 
     use_mmap: bool = _setting(True, "Map model files into memory instead of reading them.")
+    max_model_gib: Annotated[float, Meta(ge=0, le=2**20)] = _setting(
+        0.0, "GiB that the layers of one model may take, KV and work space too; 0: what the machine has left."
+    )
     use_mlock: bool = _setting(False, "Keep the weights in memory, never paged out; needs `ulimit -l`.")
     n_gpu_layers: Annotated[int, Meta(ge=0, le=65535)] = _setting(
         0, "Layers of each segment put on the GPU; needs a llama-cpp-python built for it."

@@ -229,6 +229,7 @@ def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
         prefix_min_tokens=inference.prefix_cache_min_tokens,
         prefix_ttl_s=inference.kv_cache_ttl_secs,
         session_ttl_s=inference.session_timeout_seconds,
+        max_model_bytes=int(config.resources.max_model_gib * 2**30),
         kv_type=inference.kv_type,
         flash_attention=inference.flash_attention,
         use_mlock=config.resources.use_mlock,

@@ -74,6 +74,8 @@ class Open(DaemonMessage, frozen=True, tag=True):
     """How long KV is kept that nobody asks for."""
     session_ttl_s: Seconds = 600.0
     """The same for that of sessions."""
+    max_bytes: SizeBytes = 0
+    """What layers may take by prediction; 0: what the machine has left."""
     kv_type: KvType = "f16"
     flash_attention: FlashAttention = "off"
     use_mlock: bool = False
@@ -237,6 +239,10 @@ class Loaded(WorkerMessage, frozen=True, tag=True):
 
     ranges: tuple[tuple[LayerIndex, LayerIndex], ...]
     weights_bytes: SizeBytes = 0
+    kv_bytes: SizeBytes = 0
+    """Of keys and values; this and `work_bytes` as predicted before loading."""
+    work_bytes: SizeBytes = 0
+    """What computing takes besides."""
 
 
 class Tokens(WorkerMessage, frozen=True, tag=True):

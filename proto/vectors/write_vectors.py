@@ -116,6 +116,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             prefix_min_tokens=64,
             prefix_ttl_s=60.5,
             session_ttl_s=3600.0,
+            max_bytes=2**36,
             kv_type="q8_0",
             flash_attention="on",
             use_mlock=True,
@@ -233,7 +234,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         b"",
     ),
     ("progress", ipc.Progress(id=2, done_bytes=1_000_000, total_bytes=5_000_000_000), b""),
-    ("loaded", ipc.Loaded(id=2, ranges=((0, 2), (6, 12)), weights_bytes=123_456_789), b""),
+    (
+        "loaded",
+        ipc.Loaded(id=2, ranges=((0, 2), (6, 12)), weights_bytes=123_456_789, kv_bytes=2**33, work_bytes=77),
+        b"",
+    ),
     ("tokens", ipc.Tokens(id=4), tensor_bytes(TOKEN_IDS)),
     ("text", ipc.Text(id=14), "Grüße, 世界".encode()),
     (

@@ -103,6 +103,7 @@ def model_json(view: ModelView) -> Json:
         "files": _files(view.files) if view.files else None,
         "sources": view.sources,
         "loaded": range_texts(view.loaded),
+        "memory": dataclasses.asdict(view.memory),
         "holders": holders,
         "complete": view.complete,
         "missing": range_texts(view.missing),

@@ -101,6 +101,7 @@ def load(name: str, layers: str | None, as_json: bool, api_url: str) -> None:
         print_json(model)
         return
     click.echo(f"{safe(model['name'])}: this node now holds layers {', '.join(model['loaded'])}.")
+    click.echo(f"Memory: {_memory(model)}.")
     click.echo(_coverage(model))
 
 
@@ -226,12 +227,19 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "came from", f"other nodes{pinned}" if model["stored"] else "this machine"
         yield "in the file", ", ".join([*files["layers"], *ends]) or "only the header"
     yield "loaded here", ", ".join(model["loaded"]) or "-"
+    yield "memory", _memory(model) if model["loaded"] else "-"
     yield "in the swarm", _coverage(model)
     for holder in model["holders"]:
         name = holder["nickname"] or holder["node_id"]
         yield "held by", f"{name}: {', '.join(holder['layers'])}"
     for node_id in model["sources"]:
         yield "given by", node_id
+
+
+def _memory(model: dict[str, Any]) -> str:
+    memory = model["memory"]
+    weights, kv, work = (size(memory[f"{part}_bytes"]) for part in ("weights", "kv", "work"))
+    return f"weights {weights}, keys and values {kv}, work space {work} (the last two as predicted)"
 
 
 def _follow(events: Iterable[dict[str, Any]], label: str, *, show: bool) -> dict[str, Any]:

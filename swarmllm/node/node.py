@@ -385,6 +385,7 @@ class Node:
             files=announcement(entry) if entry else None,
             sources=self._travel.sources(model_id),
             loaded=loaded,
+            memory=self._pool.memory(model_id),
             holders=tuple(self._holder(node_id, held[node_id]) for node_id in held),
             missing=tuple(missing_layers(n_layers, ranges)),
             complete=choose_route(n_layers, alignment, held, self.node_id) is not None,

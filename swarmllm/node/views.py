@@ -8,6 +8,7 @@ from typing import Literal
 from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.swarm.router import PeerInfo
 from swarmllm.swarm.trust import Explanation
+from swarmllm.workerpool.settings import ModelMemory
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord
 
 
@@ -38,6 +39,7 @@ class ModelView:
     sources: tuple[str, ...]
     """Other connected nodes that give its files."""
     loaded: tuple[LayerRange, ...]
+    memory: ModelMemory
     holders: tuple[HolderView, ...]
     missing: tuple[LayerRange, ...]
     """Layers that no connected node holds."""

@@ -16,7 +16,7 @@ from swarmllm.errors import Conflict, WorkerDied
 from swarmllm.models.layers import LayerRange, subtract
 from swarmllm.workerpool.background import Background
 from swarmllm.workerpool.calls import OnProgress
-from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm.workerpool.settings import ModelFile, ModelMemory, WorkerSettings
 from swarmllm.workerpool.worker import OnNotice, Worker
 from swarmllm_proto.ipc import Load, Loaded, Open, Opened, Unload
 
@@ -37,7 +37,7 @@ class HostedModel:
         self.wanted: tuple[LayerRange, ...] = ()
         """As the worker told it: in order, apart from each other."""
         self.opened: Opened | None = None
-        self.weights_bytes = 0
+        self.memory = ModelMemory()
         self.n_starts = 0
         self._homes: dict[str, Worker] = {}
         self.last_end = ""
@@ -117,7 +117,7 @@ class HostedModel:
             if not subtract(self.wanted, dropped):
                 # Possible without a worker, too: this is the way out for a model that kills its workers.
                 self.wanted = ()
-                self.weights_bytes = 0
+                self.memory = ModelMemory()
                 await self.stop("was stopped because its last layers were unloaded")
                 return self.wanted
             # The worker knows where the model may be cut, so it has to be there to say no.
@@ -135,7 +135,7 @@ class HostedModel:
 
     def _hold(self, loaded: Loaded) -> None:
         self.wanted = tuple(LayerRange(start, end) for start, end in loaded.ranges)
-        self.weights_bytes = loaded.weights_bytes
+        self.memory = memory_of(loaded)
 
     async def _start(self) -> Worker:
         settings = self._settings
@@ -169,6 +169,7 @@ class HostedModel:
                 prefix_min_tokens=settings.prefix_min_tokens,
                 prefix_ttl_s=settings.prefix_ttl_s,
                 session_ttl_s=settings.session_ttl_s,
+                max_bytes=settings.max_model_bytes,
                 kv_type=settings.kv_type,
                 flash_attention=settings.flash_attention,
                 use_mlock=settings.use_mlock,
@@ -183,7 +184,7 @@ class HostedModel:
             for layers in self.wanted:
                 load = Load(id=worker.new_id(), start=layers.start, end=layers.end)
                 loaded, _ = await worker.call(load, Loaded, timeout_s=settings.load_timeout_s)
-                self.weights_bytes = loaded.weights_bytes
+                self.memory = memory_of(loaded)
         except BaseException:
             worker.kill("could not be brought up")
             raise
@@ -196,3 +197,7 @@ class HostedModel:
             await worker.run()
         finally:
             self.last_end = worker.obituary
+
+
+def memory_of(loaded: Loaded) -> ModelMemory:
+    return ModelMemory(loaded.weights_bytes, loaded.kv_bytes, loaded.work_bytes)

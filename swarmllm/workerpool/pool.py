@@ -31,7 +31,7 @@ from swarmllm.workerpool.hosted import HostedModel
 from swarmllm.workerpool.prefix_calls import PrefixCalls
 from swarmllm.workerpool.process import SOCKET_PATH_MAX
 from swarmllm.workerpool.ring import NO_RING, RingCalls, RingHint
-from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm.workerpool.settings import ModelFile, ModelMemory, WorkerSettings
 from swarmllm.workerpool.statistics import WorkerStatistics, statistics_of
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.frames import Payload
@@ -143,6 +143,10 @@ class WorkerPool(PrefixCalls):
                 self._on_change()
 
         return await self._background(work).wait()
+
+    def memory(self, model_id: str) -> ModelMemory:
+        hosted = self._hosted.get(model_id)
+        return hosted.memory if hosted else ModelMemory()
 
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
         """The model's layers here, in order; a stage may be any part of one range that respects the cut

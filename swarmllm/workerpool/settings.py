@@ -18,6 +18,15 @@ class ModelFile:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """What the loaded layers of a model take; all but the weights as predicted."""
+
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    work_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSettings:
     cache_dir: Path
     """Folder in which workers keep segment files."""
@@ -38,6 +47,8 @@ class WorkerSettings:
     """How long KV is kept that nobody asks for."""
     session_ttl_s: float = 600.0
     """The same for that of sessions."""
+    max_model_bytes: int = 0
+    """What the layers of one model may take by prediction; 0: what the machine has left."""
     kv_type: KvType = "f16"
     flash_attention: FlashAttention = "off"
     use_mlock: bool = False

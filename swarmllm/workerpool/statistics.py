@@ -33,7 +33,7 @@ def statistics_of(hosted: HostedModel) -> WorkerStatistics:
         model_id=hosted.model.model_id,
         pid=worker.pid if worker else None,
         loaded=hosted.wanted,
-        weights_bytes=hosted.weights_bytes,
+        weights_bytes=hosted.memory.weights_bytes,
         n_pending=worker.n_pending if worker else 0,
         n_calls=worker.n_calls if worker else 0,
         bytes_sent=worker.bytes_sent if worker else 0,

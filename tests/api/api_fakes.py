@@ -34,6 +34,7 @@ from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.travel import Travel, TravelSettings
 from swarmllm.workerpool import WorkerStatistics
+from swarmllm.workerpool.settings import ModelMemory
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.ipc import Sampling, TokenLogprob
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
@@ -172,6 +173,9 @@ class FakePool:
     async def apply_template(self, model: Any, messages: Any, tools: Any) -> str:
         await trio.lowlevel.checkpoint()
         return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+    def memory(self, model_id: str) -> ModelMemory:
+        return ModelMemory()
 
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
         return self.held.get(model_id, ())

@@ -40,6 +40,7 @@ MODEL: dict[str, Any] = {
     "cut_alignment": 1,
     "whole_reason": "",
     "loaded": ["0:4"],
+    "memory": {"weights_bytes": 9_000_000, "kv_bytes": 24_000_000, "work_bytes": 31_000_000},
     "stored": True,
     "pinned": True,
     "files": {"layers": ["0:4", "6:8"], "embedding": True, "head": False},

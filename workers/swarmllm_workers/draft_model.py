@@ -17,8 +17,10 @@ from swarmllm_workers.drafting import Draft, Worth
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.libllama import N_BATCH, Context, ContextSettings, Model
+from swarmllm_workers.memory import available_bytes, predict, refuse_what_does_not_fit
 from swarmllm_workers.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.segment import EngineSettings
+from swarmllm_workers.segment_file import n_layers_of
 from swarmllm_workers.small_batches import ROWS_MAX
 from swarmllm_workers.vocabulary import Vocabulary
 
@@ -34,6 +36,9 @@ class DraftModel:
         try:
             source = GgufFile(path)
             refuse_impossible_rotation(source)
+            n_layers = n_layers_of(source)
+            self.memory = predict(source, n_layers, [(0, n_layers)], settings)
+            refuse_what_does_not_fit(self.memory, path.name, available_bytes())
             refuse_what_aborts(path)
             self._model = Model(
                 path,
@@ -59,7 +64,6 @@ class DraftModel:
         except CallError:
             self._model.close()
             raise
-        self.size_bytes = self._model.size_bytes
 
     def _refuse_other_vocabulary(self, path: Path, ours: Vocabulary, theirs: Vocabulary) -> None:
         if self._model.is_recurrent or not self._model.has_decoder or self._model.has_encoder:

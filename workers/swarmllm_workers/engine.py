@@ -26,6 +26,7 @@ from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
 from swarmllm_workers.layer_skipping import plan
 from swarmllm_workers.libllama import Model
+from swarmllm_workers.memory import ALLOWED, Memory, available_bytes, predict, refuse_what_does_not_fit
 from swarmllm_workers.prefix_cache import PrefixCache
 from swarmllm_workers.prefixes import token_name
 from swarmllm_workers.probe import refuse_impossible_rotation, refuse_what_aborts
@@ -108,6 +109,7 @@ class Engine:
         then."""
         self._check_cut(start, end)
         missing = subtract([(start, end)], self._held)
+        self._refuse_what_does_not_fit(missing)
         loaded: list[Segment] = []
         try:
             for piece in self._pieces(missing):
@@ -119,6 +121,19 @@ class Engine:
             raise
         self._segments += loaded
         self._held = merge([*self._held, *missing])
+
+    def _refuse_what_does_not_fit(self, missing: list[Range]) -> None:
+        needed = predict(self.source, self.n_layers, self._pieces(missing), self.settings)
+        what = f"layers {join(missing)} of {self.name}"
+        refuse_what_does_not_fit(needed, what, available_bytes())
+        if self.settings.max_bytes:
+            refuse_what_does_not_fit(needed + self.memory, what, self.settings.max_bytes, ALLOWED)
+
+    @property
+    def memory(self) -> Memory:
+        """What the segments take, as predicted."""
+        pieces = [(segment.start, segment.end) for segment in (*self._segments, *self._retired)]
+        return predict(self.source, self.n_layers, pieces, self.settings)
 
     def unload(self, start: int, end: int) -> None:
         """Hold [start, end) no longer. Rows of running requests in affected segments are lost. What remains

@@ -173,9 +173,18 @@ class Handlers:
 
     def _answer_loaded(self, call_id: int) -> None:
         engine = self._opened()
-        extra_bytes = self._speculation.weights_bytes if self._speculation is not None else 0
-        weights_bytes = engine.weights_bytes + extra_bytes
-        self._send(ipc.Loaded(id=call_id, ranges=engine.ranges, weights_bytes=weights_bytes))
+        memory = engine.memory
+        if self._speculation is not None:
+            memory += self._speculation.memory
+        self._send(
+            ipc.Loaded(
+                id=call_id,
+                ranges=engine.ranges,
+                weights_bytes=memory.weights_bytes,
+                kv_bytes=memory.kv_bytes,
+                work_bytes=memory.work_bytes,
+            )
+        )
 
     def _tokenize(self, message: ipc.Tokenize, _payload: memoryview) -> None:
         engine = self._opened()

@@ -24,6 +24,7 @@ def engine_settings(message: ipc.Open) -> EngineSettings:
         n_threads=message.n_threads,
         use_mmap=message.use_mmap,
         use_mlock=message.use_mlock,
+        max_bytes=message.max_bytes,
         kv_type=message.kv_type,
         flash_attention=message.flash_attention,
         n_gpu_layers=message.n_gpu_layers,

@@ -35,6 +35,8 @@ class EngineSettings:
     n_threads: int = 1
     use_mmap: bool = True
     use_mlock: bool = False
+    max_bytes: int = 0
+    """What the held layers may take by prediction; 0: what the machine has left."""
     kv_type: KvType = "f16"
     flash_attention: FlashAttention = "off"
     n_gpu_layers: int = 0

@@ -28,6 +28,7 @@ import numpy as np
 from swarmllm_workers.draft_model import DraftModel, ModelDrafter
 from swarmllm_workers.drafting import Drafter, NgramLookup
 from swarmllm_workers.engine import Engine
+from swarmllm_workers.memory import Memory
 from swarmllm_workers.pay import Pay
 from swarmllm_workers.routes import Route
 from swarmllm_workers.segment import Segment, Span
@@ -75,9 +76,9 @@ class Speculation:
             self._draft_model = DraftModel(path, engine.vocabulary, engine.settings)
 
     @property
-    def weights_bytes(self) -> int:
+    def memory(self) -> Memory:
         """Of the draft model."""
-        return self._draft_model.size_bytes if self._draft_model is not None else 0
+        return self._draft_model.memory if self._draft_model is not None else Memory()
 
     def begin(self, route: Route, slot: int) -> Guesser | None:
         """What guesses for a request; None where nothing does."""

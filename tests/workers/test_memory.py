@@ -1,0 +1,138 @@
+"""Memory is predicted from the header, close to what libllama then takes, and what cannot fit is refused."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from swarmllm.guide import GUIDE_PATH
+from swarmllm_proto import ipc
+from swarmllm_workers.engine import Engine
+from swarmllm_workers.memory import Memory, available_bytes, predict
+from swarmllm_workers.segment import EngineSettings
+
+from .conftest import MakeModel
+from .test_batching import OpenRoom, open_room  # noqa: F401
+
+# ruff: noqa: F811 (fixtures are imported)
+
+SETTINGS = {
+    "plain": EngineSettings(n_ctx=2048),
+    "long": EngineSettings(n_ctx=8192, n_slots=2),
+    "q8_0": EngineSettings(n_ctx=8192, kv_type="q8_0", flash_attention="on"),
+}
+
+
+def said(log: str, what: str) -> float:
+    """MiB that libllama says it took, all segments together."""
+    return sum(float(figure) for figure in re.findall(rf"{what} = +([\d.]+) MiB", log))
+
+
+@pytest.mark.parametrize("model", ["guide", "llama", "qwen3moe", "gemma2"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_prediction_is_what_libllama_takes_or_a_little_more(
+    make_model: MakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, model: str, name: str
+) -> None:
+    path = GUIDE_PATH if model == "guide" else make_model(model)
+    if name == "q8_0" and model != "guide":
+        pytest.skip("heads of 16 have no blocks of 32")
+    engine = Engine(path, tmp_path / "segments", SETTINGS[name])
+    with caplog.at_level(logging.DEBUG):
+        engine.load(0, engine.n_layers)
+    memory = engine.memory
+    assert memory.weights_bytes == pytest.approx(sum(s.weights_bytes for s in engine.segments), rel=0.01)
+    assert memory.kv_bytes / 2**20 == pytest.approx(said(caplog.text, "KV buffer size"), rel=0.01, abs=0.1)
+    work = said(caplog.text, "compute buffer size") + said(caplog.text, "output buffer size")
+    assert work <= memory.work_bytes / 2**20 <= 2 * work + 4
+    engine.close()
+
+
+def test_segments_add_up_to_the_model(tmp_path: Path) -> None:
+    engine = Engine(GUIDE_PATH, tmp_path / "segments", SETTINGS["plain"])
+    whole = predict(engine.source, 12, [(0, 12)], engine.settings)
+    parts = predict(engine.source, 12, [(0, 5), (5, 12)], engine.settings)
+    assert parts.kv_bytes == whole.kv_bytes
+    embedding = engine.source.tensors["token_embd.weight"].size_bytes  # its rows are read from the file
+    assert whole.weights_bytes - parts.weights_bytes == pytest.approx(embedding, abs=4096)
+    assert parts.work_bytes > whole.work_bytes
+    engine.close()
+
+
+def test_layers_beyond_the_limit_are_refused_with_numbers_and_fewer_load(open_room: OpenRoom) -> None:
+    room = open_room(GUIDE_PATH, n_ctx=2048, max_bytes=40 * 2**20)
+    room.call(ipc.Load, start=0, end=12)
+    error = next(m for m, _ in room.sent if isinstance(m, ipc.Error))
+    assert error.kind == "out_of_memory"
+    assert re.search(
+        r"layers 0:12 of .* would take [\d.]+ MiB \(weights [\d.]+ MiB, keys and values 12.0 MiB, work space "
+        r"[\d.]+ MiB\), and 40.0 MiB are allowed \(resources.max_model_gib\)",
+        error.message,
+    )
+    room.call(ipc.Load, start=0, end=2)
+    loaded = room.sent[-1][0]
+    assert isinstance(loaded, ipc.Loaded)
+    assert loaded.ranges == ((0, 2),)
+    assert loaded.kv_bytes == 2 * 2**20
+    room.call(ipc.Load, start=2, end=12)
+    assert isinstance(room.sent[-1][0], ipc.Error)
+
+
+def test_context_that_no_machine_has_is_refused_before_anything_is_reserved(open_room: OpenRoom) -> None:
+    room = open_room(GUIDE_PATH, n_ctx=2**24)
+    room.call(ipc.Load, start=0, end=12)
+    error = next(m for m, _ in room.sent if isinstance(m, ipc.Error))
+    assert error.kind == "out_of_memory"
+    assert "are available" in error.message
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 600 kB\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 2**60),
+        (MEMINFO, 600 * 1024),
+        (
+            MEMINFO
+            | {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+                "sys/fs/cgroup/a/b/memory.current": "90000\n",
+                "sys/fs/cgroup/a/memory.max": "100000\n",
+                "sys/fs/cgroup/a/memory.current": "90000\n",
+                "sys/fs/cgroup/a/memory.stat": "anon 1\ninactive_file 5000\n",
+            },
+            15000,
+        ),
+        (
+            MEMINFO
+            | {
+                "proc/self/cgroup": "3:cpu:/x\n2:memory:/x\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "70000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "90000\n",
+            },
+            0,
+        ),
+    ],
+    ids=["nobody says", "machine", "version 2, the parent's limit", "version 1 in a container, used up"],
+)
+def test_available_is_the_least_of_machine_and_control_groups(
+    tmp_path: Path, files: dict[str, str], expected: int
+) -> None:
+    assert available_bytes(write(tmp_path, files)) == expected
+
+
+def test_memory_adds_up() -> None:
+    assert (Memory(1, 2, 3) + Memory(10, 20, 30)).total_bytes == 66
