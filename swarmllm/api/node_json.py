@@ -35,6 +35,7 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         "version": __version__,
         "pid": os.getpid(),
         "uptime_s": round(time.time() - node.started_at, 3),
+        "tasks": trio.lowlevel.current_statistics().tasks_living,
         "ready": node.readiness().status == "ready",
         "addresses": node.addresses,
         "peers_connected": len(node.peers()),
