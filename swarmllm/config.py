@@ -1,12 +1,8 @@
 """What can be configured: one frozen dataclass per TOML table, one sentence per key.
 
-The tables below are the only source: the TOML loader, the environment (`SWARMLLM_<TABLE>_<KEY>`), the
+The tables below are the only source: the loaders of `config_sources` (TOML, environment, flags), the
 command line and docs/configuration.md are all derived from them, so a key that is not here does not exist
-and a typo is an error with a suggestion, never a setting that silently does nothing. Later sources win:
-defaults, TOML file, environment, flags.
-
-Values are checked by msgspec against the annotations, the same way for every source; the environment and
-flags bring text, which is turned into the field's type first.
+and a typo is an error with a suggestion, never a setting that silently does nothing.
 """
 
 # ruff: noqa: RUF009 (_setting makes a dataclasses.field, it holds no shared mutable state)
@@ -14,10 +10,8 @@ flags bring text, which is turned into the field's type first.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import socket
-import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,16 +21,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from swarmllm.errors import ConfigError
 from swarmllm_proto.ipc import FlashAttention, KvType
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=1, le=65536)]
 Guesses = Annotated[int, Meta(ge=1, le=64)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
-
-ENV_PREFIX = "SWARMLLM_"
-BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 def _setting(default: Any, doc: str) -> Any:
@@ -232,6 +222,17 @@ class AutoManageTable:
 
 
 @dataclass(frozen=True, slots=True)
+class DownloadsTable:
+    """Models from the web (`swarmllm models pull`). HF_TOKEN, HF_ENDPOINT and HTTPS_PROXY come from the
+    environment."""
+
+    offline: bool = _setting(False, "Fetch nothing from the web (as HF_HUB_OFFLINE=1).")
+    connections: Annotated[int, Meta(ge=1, le=32)] = _setting(
+        4, "Pieces of one file that are fetched at the same time."
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     node: NodeTable = dataclasses.field(default_factory=NodeTable)
     network: NetworkTable = dataclasses.field(default_factory=NetworkTable)
@@ -241,6 +242,7 @@ class Config:
     resources: ResourcesTable = dataclasses.field(default_factory=ResourcesTable)
     store: StoreTable = dataclasses.field(default_factory=StoreTable)
     auto_manage: AutoManageTable = dataclasses.field(default_factory=AutoManageTable)
+    downloads: DownloadsTable = dataclasses.field(default_factory=DownloadsTable)
 
     @property
     def data_dir(self) -> Path:
@@ -266,6 +268,7 @@ TABLES: dict[str, type] = {
     "resources": ResourcesTable,
     "store": StoreTable,
     "auto_manage": AutoManageTable,
+    "downloads": DownloadsTable,
 }
 
 
@@ -279,111 +282,8 @@ def default_config_file(env: Mapping[str, str]) -> Path:
     return Path(base).expanduser() / "swarmllm" / "config.toml"
 
 
-def load_config(
-    path: Path | None = None,
-    *,
-    env: Mapping[str, str] | None = None,
-    flags: Mapping[str, object] | None = None,
-) -> Config:
-    """Defaults < TOML file < environment < flags (`{"api.port": 0}`; a value of None is no flag).
-
-    `path` None reads the default file if there is one; a path that is given must exist. Raises ConfigError
-    naming the key and where it came from.
-    """
-    env = os.environ if env is None else env
-    values: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
-    origins: dict[str, str] = {}
-
-    def put(table: str, key: str, value: object, origin: str) -> None:
-        values[table][key] = value
-        origins[f"{table}.{key}"] = origin
-
-    for table, key, value, origin in [*_from_file(path, env), *_from_env(env), *_from_flags(flags or {})]:
-        put(table, key, value, origin)
-    return Config(**{table: _build(table, values[table], origins) for table in TABLES})
-
-
-def _build(table: str, values: dict[str, Any], origins: Mapping[str, str]) -> Any:
-    for key, value in values.items():
-        kind = typing.get_type_hints(TABLES[table], include_extras=True)[key]
-        try:
-            values[key] = msgspec.convert(value, kind)
-        except msgspec.ValidationError as error:
-            name = f"{table}.{key}"
-            raise ConfigError(f"{name} ({origins[name]}): {error}", field=name) from None
-    return TABLES[table](**values)
-
-
-Setting = tuple[str, str, object, str]
-
-
-def _from_file(path: Path | None, env: Mapping[str, str]) -> list[Setting]:
-    file = path or default_config_file(env)
-    try:
-        tables = tomllib.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        if path is None:
-            return []
-        raise ConfigError(f"There is no configuration file {file}.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"Cannot read {file}: {error}") from None
-    found: list[Setting] = []
-    for table, keys in tables.items():
-        _check_known(table, TABLES, "table", str(file))
-        if not isinstance(keys, dict):
-            raise ConfigError(f"{table} in {file} is a table: write [{table}], keys below it.", field=table)
-        for key, value in keys.items():
-            _check_known(key, keys_of(table), f"key of [{table}]", str(file))
-            found.append((table, key, value, str(file)))
-    return found
-
-
-def _from_env(env: Mapping[str, str]) -> list[Setting]:
-    found: list[Setting] = []
-    for name, text in env.items():
-        table, _, key = name.removeprefix(ENV_PREFIX).lower().partition("_")
-        if not name.startswith(ENV_PREFIX) or not key or table not in TABLES:
-            continue
-        _check_known(key, keys_of(table), f"key of [{table}]", f"environment {name}")
-        found.append((table, key, _parse(table, key, text), f"environment {name}"))
-    return found
-
-
-def _from_flags(flags: Mapping[str, object]) -> list[Setting]:
-    found: list[Setting] = []
-    for name, value in flags.items():
-        table, _, key = name.partition(".")
-        _check_known(table, TABLES, "table", "flag")
-        _check_known(key, keys_of(table), f"key of [{table}]", "flag")
-        if value is not None:
-            found.append((table, key, _parse(table, key, value) if isinstance(value, str) else value, "flag"))
-    return found
-
-
 def keys_of(table: str) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(TABLES[table])}
-
-
-def _check_known(name: str, known: Mapping[str, object], what: str, origin: str) -> None:
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
-        raise ConfigError(f"{name!r} is not a {what} ({origin}). {hint}", field=name)
-
-
-def _parse(table: str, key: str, text: str) -> object:
-    """Text as the field's type; what does not parse is left for msgspec to refuse."""
-    default = keys_of(table)[key].default
-    if isinstance(default, tuple):
-        return [item.strip() for item in text.split(",") if item.strip()]
-    if isinstance(default, bool):
-        return BOOLEANS.get(text.lower(), text)
-    if isinstance(default, int | float):
-        try:
-            return type(default)(text)
-        except ValueError:
-            return text
-    return text
 
 
 def as_dict(config: Config) -> dict[str, dict[str, object]]:

@@ -11,15 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm import __version__
-from swarmllm.config import (
-    TABLES,
-    Config,
-    as_dict,
-    default_data_dir,
-    keys_of,
-    load_config,
-)
+from swarmllm.config import TABLES, Config, as_dict, default_data_dir, keys_of
 from swarmllm.config_reference import reference
+from swarmllm.config_sources import load_config
 from swarmllm.errors import ConfigError
 
 DOCS = Path(__file__).parent.parent / "docs" / "configuration.md"

@@ -16,6 +16,7 @@ from swarmllm.api.completions import completions
 from swarmllm.api.connection import Connection
 from swarmllm.api.context import NODE, SETTINGS, WORKS
 from swarmllm.api.dashboard import dashboard
+from swarmllm.api.downloads import downloads
 from swarmllm.api.embeddings import embeddings
 from swarmllm.api.errors import as_swarmllm_error, error_response, http_error_response
 from swarmllm.api.events import PULSE, Pulse, events
@@ -34,7 +35,7 @@ from swarmllm.node import Node
 BODY_TIMEOUT_S = 60
 OPENAI = (chat, completions, embeddings, responses)
 DIALECTS = (ollama, anthropic, text_tools)
-BLUEPRINTS = (*OPENAI, *DIALECTS, admin, events, dashboard, health, openapi)
+BLUEPRINTS = (*OPENAI, *DIALECTS, admin, downloads, events, dashboard, health, openapi)
 
 
 class App(QuartTrio):

@@ -1,6 +1,7 @@
 """GET /api/events: everything a dashboard shows, as one stream of server-sent events.
 
-The state of the node is cut into sections (`node`, `peers`, `models`, `requests`, `work`). A reader gets each
+The state of the node is cut into sections (`node`, `peers`, `models`, `requests`,
+`downloads`, `work`). A reader gets each
 of them once, whole, and again when it has changed. Whole sections instead of differences, because then a
 reader that is slow simply misses what was in between: nothing is queued for anybody, what a reader costs is
 one reference per section, and one that stops reading is dropped by the socket (TCP_USER_TIMEOUT) like every
@@ -20,6 +21,7 @@ from quart import Blueprint, Response, current_app
 
 from swarmllm.api.answering import EVENT_STREAM
 from swarmllm.api.chat_reply import encode
+from swarmllm.api.downloads import download_json
 from swarmllm.api.node_json import (
     Json,
     model_json,
@@ -129,6 +131,7 @@ class Pulse:
                 "live": [request_json(view) for view in node.requests.live()],
                 "recent": [request_json(view) for view in node.requests.recent()],
             },
+            "downloads": {"downloads": [download_json(view) for view in node.downloads.list()]},
             "work": {"running": [work_json(work) for work in self._works.running()]},
         }
 

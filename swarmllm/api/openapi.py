@@ -22,7 +22,7 @@ from swarmllm.api.completions import CompletionRequest
 from swarmllm.api.embeddings import EmbeddingRequest
 from swarmllm.api.ollama import OllamaChat, OllamaGenerate, OllamaShow
 from swarmllm.api.responses_request import ResponsesRequest
-from swarmllm.api.schema import AddModel, ChatRequest, Json, ModelLayers, PinModel
+from swarmllm.api.schema import AddModel, ChatRequest, Json, ModelLayers, PinModel, StartDownload
 from swarmllm.api.text_tools import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
 JSON, EVENTS, LINES, TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
@@ -83,6 +83,10 @@ OPERATIONS = (
         query=("model",),
         numbers=("prompt_tokens", "output_tokens"),
     ),
+    Operation("get", "/api/admin/downloads", "Models that come from the web"),
+    Operation("post", "/api/admin/downloads", "Fetch a model from the web, or go on with it", StartDownload),
+    Operation("get", "/api/admin/downloads/{id}", "How far a download is"),
+    Operation("delete", "/api/admin/downloads/{id}", "Stop a download; what has arrived is kept"),
     Operation("get", "/api/admin/config", "Its settings"),
     Operation("get", "/api/admin/models", "Its models, and those of the swarm"),
     Operation("post", "/api/admin/models", "Make a GGUF file known", AddModel, (LINES,)),

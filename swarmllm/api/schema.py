@@ -261,3 +261,13 @@ class ModelLayers(Body, frozen=True):
     """POST /api/admin/models/{model}/load and /unload; None is all of them."""
 
     layers: Annotated[str, Meta(min_length=1, max_length=32)] | None = None
+
+
+class StartDownload(Body, frozen=True):
+    source: Annotated[str, Meta(min_length=1, max_length=2048)]
+    layers: Annotated[str, Meta(max_length=32)] | None = None
+    name: Name | None = None
+    sha256: Annotated[str, Meta(pattern="^[0-9a-fA-F]{64}$")] | None = None
+    hf_token: Annotated[str, Meta(pattern="^[!-~]{1,512}$")] | None = None
+    """Used for this download instead of the node's own; never written down."""
+    hf_endpoint: Annotated[str, Meta(max_length=512)] | None = None

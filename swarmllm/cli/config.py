@@ -11,7 +11,8 @@ import click
 from swarmllm.cli.display import print_json
 from swarmllm.cli.errors import WrongUsage
 from swarmllm.cli.options import json_option
-from swarmllm.config import Config, as_dict, default_config_file, load_config
+from swarmllm.config import Config, as_dict, default_config_file
+from swarmllm.config_sources import load_config
 from swarmllm.errors import ConfigError
 
 file_argument = click.argument("file", required=False, type=click.Path(path_type=Path))

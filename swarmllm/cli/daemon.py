@@ -14,7 +14,8 @@ import click
 import msgspec
 
 from swarmllm.cli.errors import CommandFailed, WrongUsage
-from swarmllm.config import keys_of, load_config
+from swarmllm.config import keys_of
+from swarmllm.config_sources import load_config
 from swarmllm.errors import ConfigError, SwarmLLMError
 
 FLAGS = {

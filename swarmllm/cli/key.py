@@ -119,7 +119,7 @@ def revoke(name: str, data_dir: str | None, as_json: bool) -> None:
 
 def key_file(data_dir: str | None) -> KeyFile:
     """Raises ConfigError."""
-    from swarmllm.config import load_config
+    from swarmllm.config_sources import load_config
 
     return KeyFile(load_config(flags={"node.data_dir": data_dir}).data_dir)
 

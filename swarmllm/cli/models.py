@@ -21,6 +21,7 @@ from swarmllm.cli.client import Client
 from swarmllm.cli.display import make_console, print_json, safe, size, table
 from swarmllm.cli.errors import CommandFailed
 from swarmllm.cli.options import api_option, json_option
+from swarmllm.cli.pull import pull
 
 COLUMNS = ("name", "id", "architecture", "layers", "size", "loaded here", "in the swarm")
 ID_SHOWN = 12
@@ -31,6 +32,7 @@ ID_SHOWN = 12
     epilog="""\b
 Examples:
   swarmllm models list
+  swarmllm models pull hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0
   swarmllm models add ~/models/qwen2.5-0.5b-instruct-q8_0.gguf --name qwen
   swarmllm models load qwen --layers 0:12
   swarmllm models unload qwen
@@ -46,6 +48,9 @@ def models() -> None:
     to run and tells the swarm. What the node does not have of a model, `load` fetches from the nodes that
     do. A model answers when the nodes of the swarm hold all of its layers together.
     """
+
+
+models.add_command(pull)
 
 
 @models.command("list", short_help="Show the models of this node and of the swarm.")

@@ -131,7 +131,7 @@ def leave(data_dir: str | None, as_json: bool) -> None:
 
 def network_file(data_dir: str | None) -> NetworkFile:
     """Raises ConfigError."""
-    from swarmllm.config import load_config
+    from swarmllm.config_sources import load_config
     from swarmllm.swarm.network_key import NetworkFile
 
     return NetworkFile(load_config(flags={"node.data_dir": data_dir}).data_dir)

@@ -22,7 +22,7 @@ from swarmllm.cli.service_unit import (
     unit_file,
     unit_text,
 )
-from swarmllm.config import load_config
+from swarmllm.config_sources import load_config
 from swarmllm.errors import ConfigError
 
 SYSTEMCTL_TIMEOUT_S = 120

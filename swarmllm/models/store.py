@@ -32,10 +32,10 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from swarmllm.errors import BadModel, Conflict, StoreFull
+from swarmllm.errors import BadModel, Conflict, ModelNotFound, StoreFull
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES, read_header
-from swarmllm.models.hashing import READ_BYTES, FileState, Progress, manifest_of
+from swarmllm.models.hashing import READ_BYTES, FileState, Progress, hash_model, manifest_of
 from swarmllm.models.manifest import TensorEntry
 from swarmllm_proto.swarm import Outline
 
@@ -92,6 +92,38 @@ class Store:
             return self.catalogue.adopt(replace(entry, path=final / FILE_NAME))
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
+
+    def take_in(self, path: Path, name: str) -> CatalogueEntry:
+        """A complete GGUF becomes a container: it is hashed, and moved (it must lie on the same disk), so
+        that nothing is copied. Where this machine has the model already, the file is removed. Raises
+        BadModel; then the file stays where it is."""
+        manifest, state = hash_model(path)
+        try:
+            known = self.catalogue.resolve(manifest.model_id)
+        except (ModelNotFound, BadModel):
+            known = None
+        tensors = [tensor for shard in manifest.shards for tensor in shard.tensors]
+        if known is not None and not known.absent(tensors):
+            path.unlink()
+            return known
+        final = self._folder / manifest.model_id
+        incoming = self._folder / f"{INCOMING}{uuid.uuid4().hex}"
+        with _disk_faults(path):
+            incoming.mkdir(mode=0o700)
+            if final.exists():
+                shutil.rmtree(final)
+            path.rename(incoming / FILE_NAME)
+            incoming.rename(final)
+            _sync(self._folder)
+        entry = self.catalogue.adopt(
+            CatalogueEntry(manifest.model_id, name, final / FILE_NAME, manifest, state)
+        )
+        with self.catalogue.database() as database:
+            database.executemany(
+                "INSERT INTO tensors VALUES (?, ?, ?, 1)",
+                [(entry.model_id, tensor.name, tensor.size_bytes) for tensor in tensors],
+            )
+        return self.catalogue.get(entry.model_id)
 
     def open_tensor(self, entry: CatalogueEntry, tensor: TensorEntry) -> TensorWriter:
         """For adding a tensor to a container, from where an earlier attempt was interrupted. Raises

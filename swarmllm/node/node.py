@@ -9,6 +9,7 @@ where they arrive.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,8 +20,10 @@ import msgspec
 import trio
 
 from swarmllm.config import Config
+from swarmllm.downloads import Downloads
+from swarmllm.downloads.settings import from_environment
 from swarmllm.errors import Conflict, ModelNotFound, NodeUnreachable, SwarmLLMError
-from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, merge, needed_tensors
+from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, needed_tensors
 from swarmllm.node.acquaintances import Acquaintances
 from swarmllm.node.admission import Admission
 from swarmllm.node.auto_shard import AutoShardManager
@@ -28,10 +31,11 @@ from swarmllm.node.capability import describe
 from swarmllm.node.embeddings import Embeddings
 from swarmllm.node.herald import Herald
 from swarmllm.node.metrics import Metrics
+from swarmllm.node.model_view import view_model
 from swarmllm.node.request_words import check_layers
 from swarmllm.node.requests import Requests
 from swarmllm.node.texts import Texts
-from swarmllm.node.views import HolderView, ModelView, PeerView, Readiness, RequestCounts
+from swarmllm.node.views import ModelView, PeerView, Readiness, RequestCounts
 from swarmllm.pipeline.generation import Generation
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.prompt import Prompt
@@ -39,13 +43,11 @@ from swarmllm.pipeline.routes import RequestSize
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
-from swarmllm.scheduling.route import choose_route, missing_layers
 from swarmllm.scheduling.tiers import LOCAL, Caller, tier_caps
 from swarmllm.swarm.registry import Registry, SwarmModel
 from swarmllm.swarm.router import Reachability, Router
 from swarmllm.swarm.trust_keeper import Trust
 from swarmllm.travel import Travel, TravelStatistics
-from swarmllm.travel.travel import announcement
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerStatistics
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import NodeCapability
@@ -120,6 +122,14 @@ class Node:
         self.requests = Requests(self.metrics)
         self.texts = Texts(pool, self._as_origin)
         self.embeddings = Embeddings(pool, pipelines, self.admission, self._as_origin, self.requests)
+        self.downloads = Downloads(
+            config.data_dir / "downloads",
+            travel,
+            from_environment(
+                os.environ, offline=config.downloads.offline, n_lanes=config.downloads.connections
+            ),
+            find=self._resolve,
+        )
 
     @property
     def node_id(self) -> str:
@@ -283,7 +293,9 @@ class Node:
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the swarm informed of holdings, load and speed; started once it knows this node."""
-        await self._herald.run(task_status=task_status)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.downloads.run)
+            await self._herald.run(task_status=task_status)
 
     async def measure(self, file: Path) -> None:
         """Learn how fast this machine is, from `file` or by a probe of a second."""
@@ -367,32 +379,16 @@ class Node:
         )
 
     def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None) -> ModelView:
-        """This node's own ranges come from the pool: its record may still be on its way to the registry."""
         model_id = entry.model_id if entry else model.model_id if model else ""
-        n_layers = entry.manifest.n_layers if entry else model.n_layers if model else 0
-        loaded = self._pool.loaded(model_id)
-        held: dict[str, tuple[LayerRange, ...]] = {self.node_id: loaded} if loaded else {}
-        for holder in model.holders if model else ():
-            if holder.node_id != self.node_id:
-                held[holder.node_id] = (*held.get(holder.node_id, ()), holder.layers)
-        ranges = [layers for node_ranges in held.values() for layers in node_ranges]
-        alignment = entry.manifest.cut_alignment if entry else 1
-        return ModelView(
-            model_id=model_id,
-            name=entry.name if entry else model.name if model else "",
-            n_layers=n_layers,
-            entry=entry,
-            files=announcement(entry) if entry else None,
+        return view_model(
+            entry,
+            model,
+            self.node_id,
+            loaded=self._pool.loaded(model_id),
             sources=self._travel.sources(model_id),
-            loaded=loaded,
             memory=self._pool.memory(model_id),
-            holders=tuple(self._holder(node_id, held[node_id]) for node_id in held),
-            missing=tuple(missing_layers(n_layers, ranges)),
-            complete=choose_route(n_layers, alignment, held, self.node_id) is not None,
+            nickname_of=self.nickname_of,
         )
-
-    def _holder(self, node_id: str, layers: tuple[LayerRange, ...]) -> HolderView:
-        return HolderView(node_id, self.nickname_of(node_id), merge(layers), node_id == self.node_id)
 
 
 def _unseen(done_bytes: int, total_bytes: int) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import trio
 
@@ -40,6 +41,10 @@ log = logging.getLogger(__name__)
 
 MAX_ANNOUNCED = 256
 """Models, and ranges of each, that a record has room for."""
+
+
+Fetching = Callable[[CatalogueEntry, tuple[TensorEntry, ...], Progress], Awaitable[None]]
+"""Brings tensors into a container of the store."""
 
 
 @dataclass(slots=True)
@@ -76,6 +81,10 @@ class Travel:
         self._uploads = Uploads(store.catalogue, settings)
         self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
         self._statistics = TravelStatistics()
+
+    @property
+    def store(self) -> Store:
+        return self._store
 
     def statistics(self) -> TravelStatistics:
         self._statistics.given_bytes = self._uploads.n_bytes
@@ -132,8 +141,10 @@ class Travel:
         progress: Progress,
         *,
         origin: bool = False,
+        fetch: Fetching | None = None,
     ) -> CatalogueEntry:
-        """Fetch what is not here of what running `layers` needs, and, as `origin`, embedding prompts.
+        """Fetch what is not here of what running `layers` needs, and, as `origin`, embedding prompts; by
+        `fetch`, else from the connected nodes.
 
         Returns the entry as it is then. Raises NodeUnreachable where nobody gives a part, StoreFull,
         BadModel; what has arrived is kept in any case.
@@ -158,12 +169,25 @@ class Travel:
                 log.info("removed %s to make room", other.name)
                 self._uploads.forget(other.model_id)
             try:
-                await self._fetch(entry, missing, progress)
+                await (fetch or self._fetch)(entry, missing, progress)
             finally:
                 with trio.CancelScope(shield=True):
                     entry = await trio.to_thread.run_sync(self._store.seal, entry)
                 self._changed(entry)
         return entry
+
+    async def take_in(self, path: Path, name: str) -> CatalogueEntry:
+        """A complete file of the store's own disk becomes a model of the store, unless this machine has it
+        already. Raises BadModel, InvalidRequest, Conflict."""
+        entry = await trio.to_thread.run_sync(self._store.take_in, path, name)
+        self._changed(entry)
+        return entry
+
+    async def make_room(self, n_bytes: int) -> None:
+        """For a model that is not known yet. Raises StoreFull."""
+        for other in await trio.to_thread.run_sync(self._store.make_room, n_bytes, self._replaceable(None)):
+            log.info("removed %s to make room", other.name)
+            self._uploads.forget(other.model_id)
 
     async def verify(self, entry: CatalogueEntry, progress: Progress) -> tuple[str, ...]:
         """Names of the tensors whose bytes are not what they should be; `progress` is called in a thread.
@@ -242,10 +266,10 @@ class Travel:
         self._uploads.forget(entry.model_id)
         self._on_change()
 
-    def _replaceable(self, wanted: CatalogueEntry) -> Callable[[CatalogueEntry], bool]:
+    def _replaceable(self, wanted: CatalogueEntry | None) -> Callable[[CatalogueEntry], bool]:
         """Whether a model may be removed to make room: not in use, and others have all that is here. Works
         on what is known now, because it is asked in a thread."""
-        in_use = {wanted.model_id, *self._in_use()}
+        in_use = {*self._in_use(), *([wanted.model_id] if wanted else [])}
         in_use |= {model_id for model_id, lock in self._locks.items() if lock.locked()}
         files = self._registry.files()
 

@@ -21,7 +21,7 @@ from swarmllm.api.server import open_api
 from swarmllm.errors import NodeUnreachable
 from swarmllm.keys import KeyFile
 
-SECTIONS = {"node", "peers", "models", "requests", "work"}
+SECTIONS = {"node", "peers", "models", "requests", "downloads", "work"}
 
 
 class Reader:

@@ -84,7 +84,7 @@ async def test_endpoints_answer_with_the_content_types_it_names(tmp_path: Path) 
         parameters = PARAMETERS | {"response_id": kept}
         for operation in OPERATIONS:
             # A stream of events has no end; test_events reads it.
-            if operation.method == "get" and operation.answers != (EVENTS,):
+            if operation.method == "get" and operation.answers != (EVENTS,) and "{id}" not in operation.path:
                 path = re.sub(r"{(\w+)}", lambda name: parameters[name[1]], operation.path)
                 query = dict.fromkeys(operation.query, "guide") | dict.fromkeys(operation.numbers, "8")
                 answer = await stand.http.get(path, params=query)

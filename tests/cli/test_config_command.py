@@ -12,7 +12,8 @@ from click.testing import CliRunner, Result
 from swarmllm.cli import errors
 from swarmllm.cli.config import as_toml
 from swarmllm.cli.main import COMMANDS, main
-from swarmllm.config import Config, as_dict, load_config
+from swarmllm.config import Config, as_dict
+from swarmllm.config_sources import load_config
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> Result:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from swarmllm.cli.demo import MODEL, PARTS
 from swarmllm.cli.demo_nodes import ONE_THREAD, configuration, family, is_alive, mark_of
-from swarmllm.config import load_config
+from swarmllm.config_sources import load_config
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, build_manifest, merge
 

@@ -7,6 +7,8 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
+from swarmllm.guide import DRAFT_PATH
 from swarmllm.keys import KeyFile
 
 pytestmark = pytest.mark.slow
@@ -285,6 +288,38 @@ def test_what_is_typed_survives_the_news(page: WebDriver, nodes: tuple[DaemonPro
     assert page.execute_script("return drawn") > 0
     assert page.switch_to.active_element == box
     assert box.get_attribute("value") == "0:"
+
+
+def test_a_model_is_fetched_from_the_web_and_a_mistake_is_explained(
+    page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess], tmp_path: Path
+) -> None:
+    kitchen, _ = nodes
+    (tmp_path / "tiny.gguf").write_bytes(DRAFT_PATH.read_bytes())
+    go(page, kitchen, "models")
+    find(page, "#source").send_keys("tiny.gguf", Keys.ENTER)
+    seen(page, "Write hf:ORG/REPO")
+    with file_server(tmp_path) as url:
+        find(page, "#source").send_keys(Keys.CONTROL, "a")
+        find(page, "#source").send_keys(f"{url}/tiny.gguf", Keys.ENTER)
+        seen(page, "fetched")
+    assert find(page, "#source").get_attribute("value") == ""
+    picture(page, "fetched")
+    names = [name.text for name in page.find_elements(By.CSS_SELECTOR, ".model strong")]
+    assert "tiny" in names
+
+
+@contextmanager
+def file_server(folder: Path) -> Iterator[str]:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
 
 
 def test_a_node_with_keys_asks_for_one(page: WebDriver, tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""`swarmllm models pull`: a model from the web. The node fetches it; this command starts it and looks on."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import click
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from swarmllm.cli.client import Client
+from swarmllm.cli.display import duration, make_console, print_json, safe, size
+from swarmllm.cli.errors import CommandFailed
+from swarmllm.cli.options import api_option, json_option
+
+PATH = "/api/admin/downloads"
+LOOK_EVERY_S = 0.3
+RUNNING = ("waiting", "fetching", "checking")
+
+
+@click.command(
+    short_help="Fetch a model from Hugging Face or an https address.",
+    epilog="""\b
+Examples:
+  swarmllm models pull hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0
+  swarmllm models pull hf:ORG/REPO:FILE.gguf --name qwen
+  swarmllm models pull https://example.org/model.gguf --sha256 HEX
+  swarmllm models pull hf:ORG/REPO:FILE.gguf --layers 0:12
+""",
+)
+@click.argument("source")
+@click.option("--layers", metavar="START:END", help="Only the bytes that layers START to END-1 need.")
+@click.option("--name", help="What to call it.  [default: the name of the file]")
+@click.option("--sha256", metavar="HEX", help="What the file must hash to, where the server does not say.")
+@json_option
+@api_option
+def pull(
+    source: str, layers: str | None, name: str | None, sha256: str | None, as_json: bool, api_url: str
+) -> None:
+    """Fetch a model from the web: hf:ORG/REPO, hf:ORG/REPO:FILE.gguf, hf:ORG/REPO:Q4_K_M, or https://...
+
+    Pieces are fetched side by side. What was interrupted goes on where it was when it is asked for again, and
+    nothing counts before it is checked. The node does the work: Ctrl-C only ends the looking on.
+
+    With --layers, a connected node must know the model already (by the name of the file, or --name): its
+    hashes are what the parts are checked against.
+
+    HF_TOKEN and HF_ENDPOINT are passed on from this command's environment, else the node's own count; proxies
+    are those of the node's environment (HTTPS_PROXY).
+    """
+    body = {
+        "source": source,
+        "layers": layers,
+        "name": name,
+        "sha256": sha256,
+        "hf_token": os.environ.get("HF_TOKEN") or None,
+        "hf_endpoint": os.environ.get("HF_ENDPOINT") or None,
+    }
+    with Client(api_url) as client:
+        download = _follow(client, client.post(PATH, body), show=not as_json)
+    if as_json:
+        print_json(download)
+    if download["state"] != "done":
+        again = "what has arrived is kept: the same command goes on there"
+        raise CommandFailed(safe(download["error"]) or f"It was cancelled; {again}.")
+    if not as_json:
+        model, wanted = safe(download["model"]), f" --layers {layers}" if layers else ""
+        click.echo(f"{model}: fetched. Load it: swarmllm models load {model}{wanted}")
+
+
+def _follow(client: Client, download: dict[str, Any], *, show: bool) -> dict[str, Any]:
+    console = make_console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[pace]}", markup=False),
+        console=console,
+        transient=True,
+        disable=not (show and console.is_terminal),
+    )
+    path = f"{PATH}/{download['id']}"
+    try:
+        with bar:
+            task = bar.add_task(safe(download["state"]), total=None, pace="")
+            while download["state"] in RUNNING:
+                bar.update(
+                    task,
+                    description=safe(download["state"]),
+                    completed=download["done_bytes"],
+                    total=download["total_bytes"] or None,
+                    pace=pace(download),
+                )
+                time.sleep(LOOK_EVERY_S)
+                download = client.get(path)
+    except KeyboardInterrupt:
+        click.echo("\nThe node goes on fetching; the same command looks on again.", err=True)
+        raise
+    return download
+
+
+def pace(download: dict[str, Any]) -> str:
+    """Rate and time left, as the node sees them: it has been at it for longer than this command."""
+    if not download["bytes_per_s"]:
+        return ""
+    left_s = (download["total_bytes"] - download["done_bytes"]) / download["bytes_per_s"]
+    return f"{size(download['bytes_per_s'])}/s, {duration(left_s)} left"

@@ -1,0 +1,293 @@
+"""All downloads of a node: asked for once, they go on whoever looks, and asking again continues.
+
+What a download needs comes from two rooms: `find` knows the models of this node
+and of the swarm, the store behind travel keeps what has come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import msgspec
+import trio
+
+from swarmllm.downloads.errors import Broken, DownloadError, FileChanged, Offline
+from swarmllm.downloads.parts import Parts, check_same_file
+from swarmllm.downloads.patience import Patience
+from swarmllm.downloads.remote import Facts, Remote, open_http
+from swarmllm.downloads.settings import DownloadSettings
+from swarmllm.downloads.source import (
+    Source,
+    check_url,
+    choose_file,
+    file_url,
+    listing_url,
+    model_name,
+    parse_source,
+)
+from swarmllm.downloads.whole import WholeFile
+from swarmllm.errors import Conflict, ModelNotFound, SwarmLLMError
+from swarmllm.models import CatalogueEntry, LayerRange
+from swarmllm.models.catalogue import check_name, normalise_name
+from swarmllm.travel import Travel
+
+if TYPE_CHECKING:
+    import httpx
+    from trio_typing import TaskStatus
+
+    from swarmllm.models import TensorEntry
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+REMEMBERED = 20
+"""Ended downloads that can still be looked at."""
+RATE_WINDOW_S = 5.0
+
+DownloadState = Literal["waiting", "fetching", "checking", "done", "failed", "cancelled"]
+ENDED: frozenset[DownloadState] = frozenset({"done", "failed", "cancelled"})
+
+
+class Sibling(msgspec.Struct):
+    rfilename: str
+
+
+class Listing(msgspec.Struct):
+    """What Hugging Face says about a repository, as far as it matters here."""
+
+    siblings: list[Sibling] = []
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadView:
+    id: str
+    source: str
+    layers: str | None
+    state: DownloadState
+    done_bytes: int
+    total_bytes: int
+    bytes_per_s: float
+    model: str
+    """The name of the model that it became."""
+    error: str
+
+
+class Download:
+    """One download; `ended` is set when nothing more will happen."""
+
+    def __init__(self, source: Source, layers: str | None, name: str, sha256: str) -> None:
+        self.id = uuid.uuid4().hex[:12]
+        self.source = source
+        self.layers = layers
+        self.name = name
+        self.sha256 = sha256
+        self.state: DownloadState = "waiting"
+        self.model = ""
+        self.error = ""
+        self.scope = trio.CancelScope()
+        self.ended = trio.Event()
+        self.done_bytes = self.total_bytes = 0
+        self._history: deque[tuple[float, int]] = deque()
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        now_s = time.monotonic()
+        self.done_bytes, self.total_bytes = done_bytes, total_bytes
+        if not self._history or now_s - self._history[-1][0] > RATE_WINDOW_S / 20:
+            self._history.append((now_s, done_bytes))
+        while now_s - self._history[0][0] > RATE_WINDOW_S:
+            self._history.popleft()
+
+    def view(self) -> DownloadView:
+        rate = 0.0
+        if self.state == "fetching" and len(self._history) > 1:
+            (since_s, before), (now_s, now) = self._history[0], self._history[-1]
+            rate = max(0.0, (now - before) / (now_s - since_s))
+        return DownloadView(
+            id=self.id,
+            source=self.source.text,
+            layers=self.layers,
+            state=self.state,
+            done_bytes=self.done_bytes,
+            total_bytes=self.total_bytes,
+            bytes_per_s=rate,
+            model=self.model,
+            error=self.error,
+        )
+
+
+class Downloads:
+    def __init__(
+        self,
+        folder: Path,
+        travel: Travel,
+        settings: DownloadSettings,
+        *,
+        find: Callable[[str], Awaitable[CatalogueEntry]],
+    ) -> None:
+        """`find`: a model by its name, here or at a connected node; raises ModelNotFound."""
+        self._folder = folder
+        self._travel = travel
+        self._settings = settings
+        self._find = find
+        self._downloads: dict[str, Download] = {}
+        self._turns = trio.CapacityLimiter(settings.max_downloads)
+        self._nursery: trio.Nursery | None = None
+
+    def list(self) -> tuple[DownloadView, ...]:
+        """The latest first."""
+        return tuple(download.view() for download in reversed(self._downloads.values()))
+
+    def get(self, download_id: str) -> Download:
+        """Raises ModelNotFound."""
+        if download_id not in self._downloads:
+            raise ModelNotFound("There is no such download.", field="id")
+        return self._downloads[download_id]
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Carry downloads until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            await trio.sleep_forever()
+
+    def start(
+        self,
+        source: str,
+        *,
+        layers: str | None = None,
+        name: str | None = None,
+        sha256: str = "",
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> Download:
+        """`token` and `endpoint` are those of whoever asks, instead of the node's own: the node's token never
+        goes to an endpoint that somebody else names. One that runs already is not begun twice. Raises
+        InvalidRequest, Offline."""
+        settings = self._settings
+        if endpoint:
+            check_url(endpoint)
+            settings = replace(settings, endpoint=endpoint.rstrip("/"), token="")
+        if token:
+            settings = replace(settings, token=token)
+        parsed = parse_source(source, settings.endpoint)
+        if layers is not None:
+            LayerRange.parse(layers)
+        if name is not None:
+            check_name(name)
+        if settings.offline:
+            raise Offline("This node is offline (downloads.offline or HF_HUB_OFFLINE): it fetches nothing.")
+        for other in self._downloads.values():
+            if other.state not in ENDED and other.source == parsed:
+                if other.layers == layers:
+                    return other
+                raise Conflict("Other layers of this file are being fetched; wait for them.", field="layers")
+        download = Download(parsed, layers, name or "", sha256.lower())
+        if self._nursery is None:
+            raise SwarmLLMError("the node is starting or stopping")
+        self._downloads[download.id] = download
+        for old in [each for each in self._downloads.values() if each.state in ENDED][:-REMEMBERED]:
+            del self._downloads[old.id]
+        self._nursery.start_soon(self._carry, download, settings)
+        return download
+
+    async def _carry(self, download: Download, settings: DownloadSettings) -> None:
+        download.state = "waiting"
+        try:
+            with download.scope:
+                async with self._turns, open_http(settings) as http:
+                    download.state = "fetching"
+                    entry = await self._fetch(download, settings, http)
+                    download.model = entry.name
+                    download.state = "done"
+                    log.info("%s became model %s", download.source.text, entry.name)
+        except SwarmLLMError as error:
+            download.state, download.error = "failed", error.message
+            log.warning("fetching %s failed: %s", download.source.text, error.message)
+        except OSError as error:
+            download.state, download.error = "failed", f"The disk: {error.strerror}"
+        finally:
+            if download.state not in ENDED:
+                download.state = "cancelled"
+            download.ended.set()
+
+    async def _fetch(
+        self, download: Download, settings: DownloadSettings, http: httpx.AsyncClient
+    ) -> CatalogueEntry:
+        source = download.source
+        url = source.url or await self._address(source, settings, http)
+        remote = Remote(http, url, settings.token if source.is_endpoint else "", settings)
+        name = download.name or normalise_name(model_name(url))
+        for is_last in (False, True):
+            facts = await self._patiently(remote.facts, settings)
+            try:
+                if download.layers is not None:
+                    return await self._parts(download, remote, facts, name, settings)
+                return await self._whole(download, remote, facts, name, settings)
+            except FileChanged as error:
+                if is_last:
+                    raise
+                log.info("%s; beginning anew", error.message)
+        raise AssertionError
+
+    async def _whole(
+        self, download: Download, remote: Remote, facts: Facts, name: str, settings: DownloadSettings
+    ) -> CatalogueEntry:
+        await self._travel.make_room(facts.size_bytes)
+        folder = self._folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
+        whole = WholeFile(remote, folder, settings, download.progress)
+        await whole.run(facts, download.sha256, lambda: setattr(download, "state", "checking"))
+        entry = await self._travel.take_in(whole.part, name)
+        await trio.to_thread.run_sync(whole.forget)
+        await trio.to_thread.run_sync(folder.rmdir)
+        return entry
+
+    async def _parts(
+        self, download: Download, remote: Remote, facts: Facts, name: str, settings: DownloadSettings
+    ) -> CatalogueEntry:
+        if not facts.has_ranges:
+            raise DownloadError(f"{remote.url}: this server gives no parts of files; fetch all of it")
+        try:
+            entry = await self._find(name)
+        except ModelNotFound:
+            raise DownloadError(
+                f"Neither this node nor a connected one knows {name}, so that a part of it could not be "
+                "checked. Fetch it whole on one node first; --name says what it is called there."
+            ) from None
+        layers = LayerRange.parse(download.layers or "")
+        await self._patiently(partial(check_same_file, remote, facts, entry), settings)
+
+        async def fetch(
+            wanted: CatalogueEntry,
+            tensors: tuple[TensorEntry, ...],
+            progress: Callable[[int, int], None],
+        ) -> None:
+            await Parts(remote, facts, self._travel.store, wanted, tensors, settings, progress).run()
+
+        return await self._travel.ensure(entry, layers, download.progress, fetch=fetch)
+
+    async def _address(self, source: Source, settings: DownloadSettings, http: httpx.AsyncClient) -> str:
+        """Of the file of a repository that is meant."""
+        url = listing_url(settings.endpoint, source.repo)
+        raw = await self._patiently(Remote(http, url, settings.token, settings).listing, settings)
+        try:
+            names = [sibling.rfilename for sibling in msgspec.json.decode(raw, type=Listing).siblings]
+        except msgspec.DecodeError:
+            raise DownloadError(f"{url}: the answer is not a list of files") from None
+        return file_url(settings.endpoint, source.repo, choose_file(source.repo, names, source.wanted))
+
+    async def _patiently(self, act: Callable[[], Awaitable[T]], settings: DownloadSettings) -> T:
+        patience = Patience(settings)
+        while True:
+            try:
+                return await act()
+            except Broken as error:
+                await patience.wait(error)

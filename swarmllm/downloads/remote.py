@@ -1,0 +1,218 @@
+"""One file on a web server, read in ranges, from servers that break off, lie, redirect and lose patience.
+
+Redirects are followed here, not by httpx: a token goes to the host it is for and to no other, and https never
+becomes http. The address is resolved anew for every piece, because the places that hubs redirect to expire.
+
+What is read is only believed as the answer to what was asked: status 206, exactly these bytes, of a file of
+this size and with this validator (ETag). A file that changed on the server is a failure of its own, so that
+no two versions are ever mixed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass
+from urllib.parse import urljoin
+
+import httpx
+
+from swarmllm import __version__
+from swarmllm.downloads.errors import Broken, Busy, FileChanged, Refused
+from swarmllm.downloads.settings import DownloadSettings
+from swarmllm.downloads.source import check_url, origin
+from swarmllm.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+MAX_REDIRECTS = 5
+MAX_FILE_BYTES = 2**46
+MAX_LISTING_BYTES = 16 * 2**20
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+PASSING = frozenset({408, 425, 500, 502, 503, 504})
+"""Statuses that another attempt may not meet."""
+
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})", re.ASCII)
+_SHA256 = re.compile(r'(?:W/)?"?([0-9a-f]{64})"?', re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a server says about a file before it is fetched."""
+
+    size_bytes: int
+    validator: str
+    """Changes with the content; empty where the server does not say."""
+    sha256: str
+    """Hugging Face tells it of large files; else empty."""
+    has_ranges: bool
+
+
+class Remote:
+    def __init__(self, http: httpx.AsyncClient, url: str, token: str, settings: DownloadSettings) -> None:
+        """`token` is for the host of `url`."""
+        self.url = url
+        self._http = http
+        self._token = token
+        self._settings = settings
+
+    async def facts(self) -> Facts:
+        """Raises Refused, Busy, Broken."""
+        async with self._get({"Range": "bytes=0-0"}) as (answer, seen):
+            has_ranges = answer.status_code == 206
+            if has_ranges:
+                size_bytes = _content_range(answer)[2]
+            else:
+                # Also an empty answer to the request for a range of nothing.
+                size_bytes = _length(answer)
+            if not 0 < size_bytes < MAX_FILE_BYTES:
+                raise Refused(f"{self.url}: a file of {size_bytes} bytes is no model")
+            linked = _SHA256.fullmatch(seen.get("x-linked-etag", ""))
+            return Facts(size_bytes, _validator(answer, seen), linked[1] if linked else "", has_ranges)
+
+    async def read(self, start: int, end: int, facts: Facts) -> AsyncGenerator[bytes, None]:
+        """Bytes [start, end), in what portions they come; all of the file from a server without ranges.
+        Raises FileChanged, Refused, Busy, Broken; what came before was right."""
+        ask = {"Range": f"bytes={start}-{end - 1}"} if facts.has_ranges else {}
+        async with self._get(ask) as (answer, seen):
+            if facts.has_ranges:
+                if answer.status_code != 206:
+                    # It gave ranges before: then this is another file, or another server behind the name.
+                    raise Broken(f"{self.url}: the server answered a range with status {answer.status_code}")
+                first, last, size_bytes = _content_range(answer)
+                if (first, last + 1) != (start, end):
+                    raise Broken(f"{self.url}: the server sent other bytes than it was asked for")
+            else:
+                size_bytes = _length(answer)
+            if size_bytes != facts.size_bytes or _validator(answer, seen) != facts.validator:
+                raise FileChanged(f"{self.url} has changed on the server")
+            at = start
+            async with contextlib.aclosing(_body(answer, self.url)) as portions:
+                async for data in portions:
+                    if at + len(data) > end:
+                        raise Broken(f"{self.url}: the server sent more than it was asked for")
+                    at += len(data)
+                    yield data
+            if at != end:
+                raise Broken(f"{self.url}: the server stopped {end - at} bytes early")
+
+    async def listing(self) -> bytes:
+        """The whole of a small answer. Raises Refused, Busy, Broken."""
+        data = bytearray()
+        async with self._get({}) as (answer, _), contextlib.aclosing(_body(answer, self.url)) as portions:
+            async for part in portions:
+                data += part
+                if len(data) > MAX_LISTING_BYTES:
+                    raise Refused(f"{self.url}: the answer is larger than {MAX_LISTING_BYTES} bytes")
+        return bytes(data)
+
+    @contextlib.asynccontextmanager
+    async def _get(self, headers: Mapping[str, str]) -> AsyncIterator[tuple[httpx.Response, dict[str, str]]]:
+        """The last answer of a chain of redirects, and the headers of those before it."""
+        url, seen = self.url, dict[str, str]()
+        for _ in range(MAX_REDIRECTS + 1):
+            request = self._http.build_request("GET", url, headers=self._headers(url) | dict(headers))
+            try:
+                answer = await self._http.send(request, stream=True)
+            except httpx.HTTPError as error:
+                raise Broken(f"{url}: {_words(error)}") from error
+            try:
+                if answer.status_code not in REDIRECTS:
+                    _check(answer, self.url, bool(self._token), self._settings)
+                    yield answer, seen
+                    return
+                seen |= {
+                    name: value for name, value in answer.headers.items() if name.startswith("x-linked-")
+                }
+                target = urljoin(url, answer.headers.get("location", ""))
+                if url.startswith("https:") and not target.startswith("https:"):
+                    raise Refused(f"{self.url}: the server wants to continue without encryption")
+                try:
+                    check_url(target)
+                except InvalidRequest:
+                    raise Refused(f"{self.url}: the server redirects to a place that is no address") from None
+                url = target
+            finally:
+                await answer.aclose()
+        raise Refused(f"{self.url}: more than {MAX_REDIRECTS} redirects")
+
+    def _headers(self, url: str) -> dict[str, str]:
+        # A compressed body has no ranges.
+        headers = {"User-Agent": f"swarmllm/{__version__}", "Accept-Encoding": "identity"}
+        if self._token and origin(url) == origin(self.url):
+            headers["Authorization"] = f"Bearer {self._token}"
+        return headers
+
+
+def open_http(settings: DownloadSettings) -> httpx.AsyncClient:
+    """Proxies come from the environment (HTTPS_PROXY, NO_PROXY)."""
+    timeout = httpx.Timeout(settings.read_timeout_s, connect=settings.connect_timeout_s)
+    limits = httpx.Limits(max_connections=settings.n_lanes + 2)
+    return httpx.AsyncClient(timeout=timeout, limits=limits, follow_redirects=False)
+
+
+async def _body(answer: httpx.Response, url: str) -> AsyncGenerator[bytes, None]:
+    portions = answer.aiter_raw()
+    try:
+        async for data in portions:
+            yield data
+    except httpx.HTTPError as error:
+        raise Broken(f"{url}: {_words(error)}") from error
+    finally:
+        await answer.aclose()
+        # httpx nests generators; on a closed connection they all come to their end instead of being dropped.
+        with contextlib.suppress(httpx.HTTPError, httpx.StreamError):
+            async for _ in portions:
+                pass
+
+
+def _check(answer: httpx.Response, url: str, has_token: bool, settings: DownloadSettings) -> None:
+    status = answer.status_code
+    if status in (200, 206):
+        return
+    if status == 429 or status in PASSING:
+        pause_s = _retry_after_s(answer.headers.get("retry-after", ""))
+        if pause_s > settings.max_retry_after_s:
+            raise Refused(f"{url}: the server asks for {pause_s:.0f} s of patience; try again later")
+        raise Busy(f"{url}: status {status}", pause_s)
+    if status in (401, 403):
+        remedy = "the token in HF_TOKEN may not read it" if has_token else "set HF_TOKEN if it needs one"
+        raise Refused(f"{url}: the server does not allow it ({status}); {remedy}")
+    if status in (404, 410):
+        raise Refused(f"{url}: there is no such file ({status})")
+    raise Refused(f"{url}: the server answered with status {status}")
+
+
+def _retry_after_s(text: str) -> float:
+    if text.isascii() and text.isdigit():
+        return float(text[:6])
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
+def _content_range(answer: httpx.Response) -> tuple[int, int, int]:
+    match = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
+    if match is None:
+        raise Broken(f"{answer.url}: the server sent a range without saying which")
+    return int(match[1]), int(match[2]), int(match[3])
+
+
+def _length(answer: httpx.Response) -> int:
+    text = answer.headers.get("content-length", "")
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise Refused(f"{answer.url}: the server does not say how large the file is")
+    return int(text)
+
+
+def _validator(answer: httpx.Response, seen: Mapping[str, str]) -> str:
+    return seen.get("x-linked-etag") or answer.headers.get("etag") or answer.headers.get("last-modified", "")
+
+
+def _words(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__

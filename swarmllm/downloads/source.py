@@ -1,0 +1,108 @@
+"""What people write for a model on the web, and the address it means. Pure.
+
+`hf:ORG/REPO:FILE.gguf` is a file of a repository, `hf:ORG/REPO:Q4_K_M` the one file whose name says so,
+`hf:ORG/REPO` the only one. `https://...` is an address. Plain http is for this machine only: elsewhere
+anybody on the way could change what is fetched.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from urllib.parse import quote, unquote, urlsplit
+
+from swarmllm.errors import InvalidRequest
+
+MAX_SOURCE_LENGTH = 2048
+SHOWN_FILES = 20
+
+_HF = re.compile(
+    r"hf:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?::(?P<file>[^:?#\s\\]{1,400}))?", re.ASCII
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """`url` or, for a repository whose file is not known yet, `repo` and what its name must contain."""
+
+    text: str
+    url: str = ""
+    repo: str = ""
+    wanted: str = ""
+    is_endpoint: bool = False
+    """The token is for this address."""
+
+
+def parse_source(text: str, endpoint: str) -> Source:
+    """Raises InvalidRequest naming the field `source`."""
+    if len(text) > MAX_SOURCE_LENGTH or not text.isprintable():
+        raise _bad("That is not an address.")
+    if not text.startswith("hf:"):
+        check_url(text)
+        return Source(text, url=text)
+    match = _HF.fullmatch(text)
+    if match is None or ".." in text.split("/"):
+        raise _bad("Write hf:ORG/REPO or hf:ORG/REPO:FILE.gguf.")
+    repo, file = match["repo"], match["file"] or ""
+    if file.endswith(".gguf"):
+        return Source(text, url=file_url(endpoint, repo, file), is_endpoint=True)
+    return Source(text, repo=repo, wanted=file, is_endpoint=True)
+
+
+def check_url(url: str) -> None:
+    """Raises InvalidRequest for what is not fetched from."""
+    try:
+        parts = urlsplit(url)
+        is_whole = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        raise _bad("That is not an address.") from None
+    if parts.scheme == "http" and is_whole and is_this_machine(parts.hostname or ""):
+        return
+    if parts.scheme != "https" or not is_whole:
+        raise _bad("Write hf:ORG/REPO[:FILE] or an address that begins with https://.")
+    if parts.username or parts.password:
+        raise _bad("An address with a password in it would be written down; leave it out.")
+
+
+def is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def origin(url: str) -> tuple[str, str, int | None]:
+    """Who is asked: a token for one of these is for no other."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
+def file_url(endpoint: str, repo: str, file: str) -> str:
+    return f"{endpoint}/{repo}/resolve/main/{quote(file)}"
+
+
+def listing_url(endpoint: str, repo: str) -> str:
+    return f"{endpoint}/api/models/{repo}"
+
+
+def choose_file(repo: str, names: list[str], wanted: str) -> str:
+    """The one GGUF that is meant. Raises InvalidRequest that lists what there is."""
+    there = sorted(name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower())
+    fitting = [name for name in there if wanted.lower() in name.lower()]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not there:
+        raise _bad(f"{repo} has no GGUF file.")
+    listed = ", ".join((fitting or there)[:SHOWN_FILES])
+    what = f"has no GGUF with {wanted!r} in its name" if not fitting else f"has {len(fitting)} that fit"
+    raise _bad(f"{repo} {what}; name one of them: {listed}")
+
+
+def model_name(url: str) -> str:
+    """What a model is called that comes from here, unless somebody says otherwise."""
+    return unquote(urlsplit(url).path).rpartition("/")[2].removesuffix(".gguf")
+
+
+def _bad(message: str) -> InvalidRequest:
+    return InvalidRequest(message, field="source")

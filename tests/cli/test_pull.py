@@ -1,0 +1,84 @@
+"""`swarmllm models pull`: what is asked of the node, and what a person is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fake_node import FakeNode
+
+from swarmllm.cli import pull as pull_module
+from swarmllm.cli.main import main
+from swarmllm.cli.pull import PATH, pace
+
+SOURCE = "hf:org/repo:Q8_0"
+
+
+def download(state: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "id": "abc",
+        "source": SOURCE,
+        "layers": None,
+        "state": state,
+        "done_bytes": 50,
+        "total_bytes": 250,
+        "bytes_per_s": 100,
+        "model": "",
+        "error": "",
+    } | fields
+
+
+def pull(node: FakeNode, *arguments: str, **env: str | None) -> Any:
+    variables = {"HF_TOKEN": None, "HF_ENDPOINT": None} | env
+    command = ["models", "pull", SOURCE, *arguments, "--api", node.url]
+    return CliRunner().invoke(main, command, env=variables)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull_module, "LOOK_EVERY_S", 0.0)
+
+
+def test_it_looks_on_until_the_model_is_there(node: FakeNode) -> None:
+    node.on("POST", PATH, download("waiting"))
+    node.on("GET", f"{PATH}/abc", download("done", model="repo-q8_0"))
+    result = pull(node, "--layers", "0:4")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "repo-q8_0: fetched. Load it: swarmllm models load repo-q8_0 --layers 0:4\n"
+    assert node.bodies(PATH) == [
+        {
+            "source": SOURCE,
+            "layers": "0:4",
+            "name": None,
+            "sha256": None,
+            "hf_token": None,
+            "hf_endpoint": None,
+        }
+    ]
+
+
+def test_hugging_faces_variables_are_passed_on(node: FakeNode) -> None:
+    node.on("POST", PATH, download("done", model="x"))
+    pull(node, HF_TOKEN="hf_mine", HF_ENDPOINT="https://mirror.example")
+    (body,) = node.bodies(PATH)
+    assert (body["hf_token"], body["hf_endpoint"]) == ("hf_mine", "https://mirror.example")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [(download("failed", error="no such file"), "no such file"), (download("cancelled"), "goes on there")],
+)
+def test_what_did_not_work_is_said_and_the_exit_code_tells(
+    node: FakeNode, answer: dict[str, Any], words: str
+) -> None:
+    node.on("POST", PATH, answer)
+    result = pull(node)
+    assert result.exit_code == 1
+    assert words in result.stderr
+    assert pull(node, "--json").exit_code == 1
+
+
+def test_the_pace_is_rate_and_time_left() -> None:
+    assert pace(download("fetching")) == "100 B/s, 2.0 s left"
+    assert pace(download("fetching", bytes_per_s=0)) == ""
