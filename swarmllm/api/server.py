@@ -21,6 +21,7 @@ from hypercorn.trio import serve
 
 from swarmllm.api.app import create_app
 from swarmllm.api.guard import is_loopback
+from swarmllm.api.hypercorn_guard import install
 from swarmllm.config import Config
 from swarmllm.errors import ConfigError
 from swarmllm.keys import KeyFile, KeyRing
@@ -57,6 +58,7 @@ async def open_api(node: Node, config: Config, keys: KeyFile | None = None) -> A
     settings.errorlog = logging.getLogger("hypercorn.error")
     settings.errorlog.setLevel(logging.WARNING)
     stopping = trio.Event()
+    install()
     async with trio.open_nursery() as nursery:
         await nursery.start(
             partial(serve, create_app(node, config, ring), settings, shutdown_trigger=stopping.wait)

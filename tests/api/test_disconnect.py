@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import trio
+import trio.testing
 from api_fakes import Script, Stand, serve_node
 
 from swarmllm.api import server
@@ -145,3 +146,20 @@ async def test_a_client_that_is_not_served_yet_leaves_the_queue(tmp_path: Path) 
                 while stand.node.admission.n_queued:
                     await trio.lowlevel.checkpoint()
             assert len(stand.pipelines.calls) == 1
+
+
+async def test_a_connection_that_its_client_closes_is_gone_at_once(tmp_path: Path) -> None:
+    """Hypercorn would keep it for the whole keep-alive time."""
+    async with serve_node(tmp_path) as stand:
+        host, port = stand.url.removeprefix("http://").split(":")
+        head = f"GET /health HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        n_tasks = trio.lowlevel.current_statistics().tasks_living
+        for _ in range(5):
+            async with await trio.open_tcp_stream(host, int(port)) as connection:
+                await connection.send_all(head)
+                await receive_until(connection, b'{"status":"ok"}')
+                # Idle: the answer is over, and the timer runs.
+                await trio.testing.wait_all_tasks_blocked(0.05)
+        await trio.testing.wait_all_tasks_blocked(0.1)
+        assert trio.lowlevel.current_statistics().tasks_living == n_tasks
