@@ -51,10 +51,11 @@ class UnexpectedError(SwarmLLMError):
     """What a client is told about a fault of ours that no one foresaw."""
 
 
-async def read_body(kind: type[T], *, optional: bool = False) -> T:
+async def read_body(kind: type[T], *, optional: bool = False, any_type: bool = False) -> T:
     """The request's JSON body as `kind`. Raises InvalidRequest with `field`, TooLarge, UnsupportedMedia.
 
-    `application/json` is required because a web page may send every other type to us without asking us first.
+    `application/json` is required because a web page may send every other type to us without asking us first;
+    `any_type` is for APIs whose documented examples send another, and leaves pages to the check of the Origin.
     """
     try:
         data = await request.get_data(cache=False)
@@ -62,7 +63,7 @@ async def read_body(kind: type[T], *, optional: bool = False) -> T:
         raise TooLarge("The request body is larger than api.max_body_bytes.") from None
     if optional and not data:
         data = b"{}"
-    elif request.mimetype != "application/json":
+    elif not any_type and request.mimetype != "application/json":
         raise UnsupportedMedia("Send the body as Content-Type: application/json.", field="Content-Type")
     return decode_body(data, kind)
 

@@ -173,7 +173,7 @@ ollama = Blueprint("ollama", __name__, url_prefix="/api")
 
 @ollama.post("/chat")
 async def chat() -> Response:
-    body = await read_body(OllamaChat)
+    body = await read_body(OllamaChat, any_type=True)
     name = await _name(body.model)
     _refuse_unsupported(body)
     if not body.messages:
@@ -188,7 +188,7 @@ async def chat() -> Response:
 
 @ollama.post("/generate")
 async def generate() -> Response:
-    body = await read_body(OllamaGenerate)
+    body = await read_body(OllamaGenerate, any_type=True)
     name = await _name(body.model)
     _refuse_unsupported(body)
     if body.images:
@@ -231,7 +231,7 @@ async def running() -> Response:
 
 @ollama.post("/show")
 async def show() -> Response:
-    body = await read_body(OllamaShow)
+    body = await read_body(OllamaShow, any_type=True)
     asked = body.model or body.name
     if asked is None:
         raise InvalidRequest("Missing field `model`.", field="model")

@@ -97,3 +97,14 @@ async def test_text_and_calls_are_blocks_of_their_own(tmp_path: Path) -> None:
     assert [block["type"] for block in whole["content"]] == ["text", "tool_use", "tool_use"]
     assert whole["content"][1]["input"] == {"zone": "UTC"}
     assert [block["type"] for block in single["content"]] == ["text", "tool_use"]
+
+
+async def test_ollamas_own_examples_work_as_curl_sends_them(tmp_path: Path) -> None:
+    """`curl -d` says that JSON is a form, and some clients do not say what they send; pages stay out."""
+    async with serve_node(tmp_path) as stand:
+        data = b'{"model": "guide", "stream": false, "messages": [{"role": "user", "content": "hello"}]}'
+        for kind in ({"Content-Type": "application/x-www-form-urlencoded"}, {}):
+            answer = await stand.http.post("/api/chat", content=data, headers=kind)
+            assert answer.json()["message"]["content"] == "Hello there."
+            page = await stand.http.post("/api/chat", content=data, headers=kind | {"Origin": "null"})
+            assert page.status_code == 403
