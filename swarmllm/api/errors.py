@@ -55,7 +55,7 @@ async def read_body(kind: type[T], *, optional: bool = False, any_type: bool = F
     """The request's JSON body as `kind`. Raises InvalidRequest with `field`, TooLarge, UnsupportedMedia.
 
     `application/json` is required because a web page may send every other type to us without asking us first;
-    `any_type` is for APIs whose documented examples send another, and leaves pages to the check of the Origin.
+    `any_type` is for APIs whose own examples send another, and leaves pages to the check of the Origin.
     """
     try:
         data = await request.get_data(cache=False)

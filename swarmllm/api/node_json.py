@@ -48,7 +48,6 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
             "failed": counts.failed,
             "cancelled": counts.cancelled,
         },
-        "tasks": trio.lowlevel.current_statistics().tasks_living,
         "generated_tokens": node.requests.generated_tokens,
         "models": loaded,
         "pipelines": node.pipeline_statistics(),
