@@ -28,7 +28,7 @@ from swarmllm.scheduling.cost import Circumstances, NodeSpeed
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.patience import Patience
 from swarmllm.scheduling.placement import Placement
-from swarmllm.swarm.memory import InMemoryNetwork, InMemoryRouter
+from swarmllm.swarm.memory import InMemoryNetwork, InMemoryRouter, _Record
 from swarmllm.swarm.memory_link import LinkQuality
 from swarmllm_proto.codec import decode_record, encode_record
 from swarmllm_proto.swarm import (
@@ -105,14 +105,14 @@ class SimulatedNetwork(InMemoryNetwork):
         return LinkQuality(self.places[sender].rtt_s(self.places[receiver]) / 2)
 
     def _join(self, a: str, b: str) -> None:
-        """Records go over where one of the two has none yet; `reunite` does it after a separation."""
-        here, there = self.router(a), self.router(b)
-        here.meet(b)
-        there.meet(a)
-        for source, target in ((here, there), (there, here)):
-            if len(target.known()) < len(source.known()) and len(target.known()) <= 1:
-                for writer, record in source.known().items():
-                    target.learn(writer, record)
+        """Records go over where one of the two has none yet; `reunite` does it after a separation. Nobody
+        here listens to changes, so none are announced: half a million pairs meet before the first tick."""
+        now = trio.current_time()
+        here, there = self._routers[a], self._routers[b]
+        here._connected_since[b] = there._connected_since[a] = now
+        for source, target in ((here._records, there._records), (there._records, here._records)):
+            if len(target) <= 1 < len(source):
+                target.update(source)
 
     def reunite(self, lost: list[str]) -> None:
         others = [node_id for node_id in self.places if node_id not in lost and node_id in self._routers]
@@ -125,10 +125,11 @@ class SimulatedNetwork(InMemoryNetwork):
                 for writer, record in news.items() if source == others[0] else [(source, news[source])]:
                     self.router(target).learn(writer, record)
 
-    def spread(self, origin: InMemoryRouter, writer: str, record: object) -> None:
+    def spread(self, origin: InMemoryRouter, writer: str, record: _Record) -> None:
         """At once, to whoever `origin` is connected with."""
-        for node_id in (origin.node_id, *origin.connected()):
-            self.router(node_id).learn(writer, record)  # type: ignore[arg-type]
+        origin._records[writer] = record
+        for node_id in origin._connected_since:
+            self._routers[node_id]._records[writer] = record
 
 
 @dataclass

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 
 BEAM = 24
 SEARCHED = 120
+COUNTS = 48
+"""Numbers of pipelines tried for a large swarm: one in a few hundred more or less is not felt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def best_groups(
     most = sum(sizes) // demand
     best: list[tuple[int, ...]] = []
     best_score = 0.0
-    for k in range(min(most, max_groups if max_groups is not None else most), 0, -1):
+    for k in _counts(min(most, max_groups if max_groups is not None else most)):
         least = _least_nodes(sizes, demand, k)
         if k * k / least <= best_score:
             continue
@@ -63,6 +65,12 @@ def best_groups(
             best_score = k * k / sum(map(len, groups))
             best = [tuple(order[i] for i in group) for group in groups]
     return sorted(best)
+
+
+def _counts(most: int) -> list[int]:
+    """The numbers of pipelines to try, the largest first: all of few, of many `COUNTS` evenly spread."""
+    step = -(-most // COUNTS) if most > COUNTS else 1
+    return list(range(most, 0, -step))
 
 
 def fewest_stages(sizes: Sequence[int], demand: int, k: int) -> list[tuple[int, ...]] | None:
