@@ -50,12 +50,16 @@ def main() -> None:
             n: stack.enter_context(swarm_of(n, gguf, n_layers, n_threads=arguments.threads, n_ctx=N_CTX))
             for n in arguments.nodes
         }
-        prompt = prompt_tokens(gguf)
+        prompt: list[int] = []
         for round_index in range(arguments.rounds + 1):
-            answer = uncut.generate(prompt, arguments.tokens)
+            if round_index > 0:
+                answer = uncut.generate(prompt, arguments.tokens)
             answers = {n: swarm.ask(PROMPT, arguments.tokens) for n, swarm in swarms.items()}
             if round_index == 0:
-                continue  # warm-up: page cache, graphs, pipelines
+                # Warm-up: page cache, graphs, pipelines, links. It tells how long the prompt is.
+                prompt = prompt_tokens(gguf, next(iter(answers.values())).n_prompt_tokens)
+                uncut.generate(prompt, arguments.tokens)
+                continue
             rival.values.append((len(answer["tokens"]) - 1) / answer["decode_s"])
             for n, each in answers.items():
                 ours[n].values.append(each.tokens_per_s)
@@ -66,12 +70,13 @@ def main() -> None:
     write(f"decode-{arguments.model}", command, rows, text)
 
 
-def prompt_tokens(gguf: Path) -> list[int]:
-    """About as long as ours with its template: decode cost depends on the length, not on the words."""
+def prompt_tokens(gguf: Path, n_tokens: int) -> list[int]:
+    """As long as ours with its template: decode cost depends on the length, not on the words."""
     from llama_cpp import Llama
 
     vocabulary = Llama(str(gguf), vocab_only=True, verbose=False)
-    return vocabulary.tokenize(PROMPT.encode(), add_bos=False) * 3
+    question = vocabulary.tokenize(PROMPT.encode(), add_bos=False)
+    return (question * n_tokens)[:n_tokens]
 
 
 def stages(n_nodes: int, answer: Answer) -> str:

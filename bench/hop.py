@@ -51,8 +51,8 @@ def between_daemon_and_worker(row: np.ndarray) -> None:
 def between_nodes(row: np.ndarray) -> None:
     message = LayerForward(request_id="r", step="layer", stage=1, position=7, n_tokens=1)
     header, payload = encode_job(message, encode_tensor(row))
-    decode_job(header, memoryview(payload if isinstance(payload, bytes) else b"".join(payload)))
-    decode_tensor(payload if isinstance(payload, bytes) else b"".join(payload))
+    decode_job(header, payload)
+    decode_tensor(payload)
 
 
 async def main() -> None:

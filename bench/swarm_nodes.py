@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swarmllm.cli.chat_stream import Finished, stream_chat
+from bench.raw_stream import stream_events
 from swarmllm.cli.client import Client
 from swarmllm.cli.demo_nodes import DemoNodes
 
@@ -21,6 +21,7 @@ class Answer:
     """One streamed answer as its client saw it."""
 
     n_tokens: int
+    n_prompt_tokens: int
     first_token_s: float
     decode_s: float
     text: str
@@ -39,26 +40,42 @@ class Swarm:
 
     def ask(self, prompt: str, n_tokens: int) -> Answer:
         """Greedy, `n_tokens` exactly (EOS ignored). Times are the client's: first text to finish chunk."""
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0,
+            "max_tokens": n_tokens,
+            "ignore_eos": True,
+        }
         start_s = time.perf_counter()
-        first_s = 0.0
+        events = stream_events(self.client.api_url, "/v1/chat/completions", body)
         text: list[str] = []
-        pieces = stream_chat(
-            self.client,
-            self.model,
-            [{"role": "user", "content": prompt}],
-            temperature=0,
-            max_tokens=n_tokens,
-            ignore_eos=True,
+        first_s = end_s = 0.0
+        usage: dict[str, Any] = {}
+        swarm: dict[str, Any] = {}
+        for event in events:
+            if "error" in event.content:
+                raise RuntimeError(event.content["error"])
+            usage = event.content.get("usage") or usage
+            swarm = event.content.get("swarm") or swarm
+            for choice in event.content.get("choices", ()):
+                if piece := choice.get("delta", {}).get("content"):
+                    first_s = first_s or event.at_s
+                    text.append(piece)
+                if choice.get("finish_reason"):
+                    end_s = event.at_s
+        if not end_s:
+            raise RuntimeError("the answer had no end")
+        return Answer(
+            n_tokens=int(usage["completion_tokens"]),
+            n_prompt_tokens=int(usage["prompt_tokens"]),
+            first_token_s=first_s - start_s,
+            decode_s=end_s - first_s,
+            text="".join(text),
+            swarm=swarm,
         )
-        for piece in pieces:
-            if isinstance(piece, Finished):
-                end_s = time.perf_counter()
-                wait_s, decode_s = first_s - start_s, end_s - first_s
-                return Answer(piece.n_generated, wait_s, decode_s, "".join(text), piece.swarm)
-            if not text:
-                first_s = time.perf_counter()
-            text.append(piece)
-        raise RuntimeError("the answer had no end")
 
 
 @contextmanager

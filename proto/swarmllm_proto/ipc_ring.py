@@ -71,12 +71,15 @@ class Relay(WorkerMessage, frozen=True, tag=True):
 
 class Turned(WorkerMessage, frozen=True, tag=True):
     """A sign of life of a request whose jobs come by links (id 0): what its seat did since the last sign. At
-    most one per second and seat."""
+    most one per second and seat; the last one says how things stand."""
 
     request_id: RequestId
     stage: StageIndex
     n_jobs: TokenCount
+    """Finished."""
     compute_s: Seconds
+    running: bool
+    """Another one is here and not finished."""
 
 
 class LinkLost(WorkerMessage, frozen=True, tag=True):

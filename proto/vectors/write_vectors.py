@@ -253,7 +253,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ),
     ("arrived", ipc.Arrived(sender=NODE_A), nested_frame()),
     ("relay", ipc.Relay(request_id=REQUEST_ID, receiver=NODE_B), nested_frame()),
-    ("turned", ipc.Turned(request_id=REQUEST_ID, stage=1, n_jobs=60, compute_s=0.5), b""),
+    ("turned", ipc.Turned(request_id=REQUEST_ID, stage=1, n_jobs=60, compute_s=0.5, running=True), b""),
     ("link-lost", ipc.LinkLost(peer=NODE_B, direction="sending", reason="ended by the neighbour"), b""),
     ("layer-result", ipc.LayerResult(id=7, request_id=REQUEST_ID, compute_s=0.0015), tensor_bytes(HIDDEN)),
     (

@@ -108,8 +108,9 @@ class Feed:
         """All that has gathered, nothing at the end, None when nothing came within `timeout_s`."""
         if not await self.wait(timeout_s):
             return None
-        if not self.finished:
-            await trio.sleep_until(self._last_take_s + MIN_FLUSH_INTERVAL_S)
+        flush_at_s = self._last_take_s + MIN_FLUSH_INTERVAL_S
+        if not self.finished and trio.current_time() < flush_at_s:
+            await trio.sleep_until(flush_at_s)
         self._last_take_s = trio.current_time()
         return self.collect()
 

@@ -89,6 +89,8 @@ class Chain:
         self._names = nicknames
         self._on_repeat = on_repeat
         self._session: Session | None = None
+        self._early: tuple[StreamingToken, bytes] | None = None
+        """A token that came before the one before it."""
         self._buffer: deque[tuple[SampledToken, bytes]] = deque()
         self._reader = trio.lowlevel.ParkingLot()
         self._is_feeding = False
@@ -226,9 +228,14 @@ class Chain:
     def _token(self, message: StreamingToken, payload: bytes | memoryview) -> None:
         if len(payload) > MAX_PIECE_BYTES:
             raise BrokenPromise(f"a token of {len(payload)} bytes")
+        if message.index == self._tokens.n_received + 1 and self._early is None:
+            # Where links break and open, two tokens may take different ways and be read in the wrong order.
+            self._early = (message, bytes(payload))
+            return
         if not self._tokens.receive(message.index, message.token):
             return
         self._generated.append(message.token)
+        early, self._early = self._early, None
         self._latest_s = trio.current_time()
         if message.index == self._n_resumed:
             self._first_s = self._latest_s
@@ -242,6 +249,8 @@ class Chain:
             self._finished = True
             assert self._session is not None
             self._session.stop()
+        elif early is not None:
+            self._token(*early)
         elif self._tokens.awaited:
             self._tokens.awaited = False
             self._repeat_token()

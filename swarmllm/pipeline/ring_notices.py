@@ -55,9 +55,11 @@ class RingNotices:
     def _turned(self, message: Turned) -> None:
         self.links.n_jobs += message.n_jobs
         session = self.sessions.by_request.get(message.request_id)
-        if session is None or message.stage > session.view.last or not message.n_jobs:
+        if session is None or message.stage > session.view.last:
             return
-        session.turned(message.n_jobs)
+        session.turned(message.n_jobs, running=message.running)
+        if not message.n_jobs:
+            return
         self.observations.observe(
             session.context.model.model_id,
             "decode",

@@ -95,6 +95,7 @@ class Session:
         self._overrun = False
         self._heard_at_s = float("-inf")
         self._is_walking = False
+        self._runs_by_link = False
         self._n_bytes: int | None = None
         """Received from the request's nodes, when somebody last asked."""
         # The origin of a request waits in its client's task (see chain); its session only works on demand.
@@ -118,7 +119,8 @@ class Session:
         )
         before, self._n_bytes = self._n_bytes, n_bytes
         is_moving = before is None or n_bytes - before > MOVED_BYTES
-        by_link = trio.current_time() - self._heard_at_s < LINK_NEWS_S
+        has_turned = trio.current_time() - self._heard_at_s < LINK_NEWS_S
+        by_link = has_turned or self._runs_by_link
         return self._is_walking or is_moving or by_link or self._exit.statistics().current_buffer_used > 0
 
     def offer(self, job: Job) -> None:
@@ -175,10 +177,11 @@ class Session:
         self._put(_Report(error, ends=False))
         return True
 
-    def turned(self, n_jobs: int) -> None:
-        """Jobs of this request went through this node's worker by links."""
+    def turned(self, n_jobs: int, *, running: bool) -> None:
+        """Jobs of this request went through this node's worker by links, and one may be there still."""
         self.n_jobs += n_jobs
         self._heard_at_s = trio.current_time()
+        self._runs_by_link = running
 
     def relay(self, receiver: str, header: bytes, payload: bytes | memoryview) -> bool:
         """Send a job message of this node's worker. False: that is none of its business."""

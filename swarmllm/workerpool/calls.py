@@ -111,7 +111,9 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> tuple[Token, bytes]:
-        await trio.lowlevel.checkpoint()
+        # Not a whole checkpoint: there are never more tokens than were read at once, and a turn of the event
+        # loop costs as much as everything else that is done for a token.
+        await trio.lowlevel.checkpoint_if_cancelled()
         while not self._tokens:
             if self._error is not None:
                 raise self._error

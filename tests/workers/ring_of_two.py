@@ -134,8 +134,9 @@ class RingOfTwo:
         while not until():
             assert time.monotonic() < deadline_s, "the ring stands still"
             ready, _, _ = select.select(list(sockets), [], [], 0.1)
-            for each in ready:
-                stage = sockets[each]
+            if ready:
+                # One at a time, the first node's before the last one's: what was said first is heard first.
+                stage = min(sockets[each] for each in ready)
                 self._hear(stage, self.workers[stage].receive_any())
                 while self.workers[stage].has_unread:
                     self._hear(stage, self.workers[stage].receive_any())

@@ -79,12 +79,16 @@ class Handlers:
             self._answer_error(message.id, getattr(message, "request_id", ""), error)
 
     def idle_ms(self) -> int | None:
-        """How long a worker without work may sleep: until kept KV expires. Drops what has expired."""
+        """How long a worker without work may sleep: until kept KV expires, or the daemon is due some news of
+        a ring. Drops what has expired, tells what is due."""
         if self._engine is None:
             return None
         self._engine.prefixes.expire()
         until_s = self._engine.prefixes.next_expiry_s()
-        return None if until_s is None else min(int(until_s * 1000) + 1, SLEEP_MAX_MS)
+        sleeps_ms = [SLEEP_MAX_MS if until_s is None else min(int(until_s * 1000) + 1, SLEEP_MAX_MS)]
+        if (news_ms := self.ring.tell_news()) is not None:
+            sleeps_ms.append(news_ms)
+        return min(sleeps_ms)
 
     def step(self) -> None:
         """One round of the works in progress."""

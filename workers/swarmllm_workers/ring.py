@@ -61,7 +61,15 @@ class Seat:
     """Jobs since the daemon was last told."""
     compute_s: float = 0.0
     """Computing them."""
+    is_running: bool = False
+    """A job that came by a link is here."""
+    is_told_running: bool = False
+    """What the daemon believes."""
     told_at: float = 0.0
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.n_turned) or self.is_running is not self.is_told_running
 
     def takes(self, sender: str, job: LayerForward) -> bool:
         """Whether this is a decode job that `sender` has to send here."""
@@ -116,7 +124,10 @@ class Ring:
     def leave(self, request_id: str) -> None:
         """The request is over here."""
         for key in [key for key in self._seats if key[0] == request_id]:
-            self._tell_turned(self._seats.pop(key))
+            seat = self._seats.pop(key)
+            if seat.n_turned:
+                seat.is_running, seat.told_at = False, 0.0
+                self._tell_turned(seat, time.monotonic())
 
     def seat_of(self, message: ipc.Forward) -> Seat | None:
         """The seat for a job that the daemon brings."""
@@ -133,21 +144,34 @@ class Ring:
         """A job that came by a link has been run: tell the daemon now and then."""
         seat.n_turned += 1
         seat.compute_s += compute_s
-        now = time.monotonic()
-        if now - seat.told_at >= TURNED_INTERVAL_S:
-            seat.told_at = now
-            self._tell_turned(seat)
+        seat.is_running = False
+        self._tell_turned(seat, time.monotonic())
 
-    def _tell_turned(self, seat: Seat) -> None:
-        if not seat.n_turned:
-            return
+    def tell_news(self) -> int | None:
+        """Tell the daemon what is due; milliseconds until something will be."""
+        now = time.monotonic()
+        waits_s = [self._tell_turned(seat, now) for seat in self._seats.values() if seat.has_news]
+        left_s = [wait_s for wait_s in waits_s if wait_s > 0]
+        return int(min(left_s) * 1000) + 1 if left_s else None
+
+    def _tell_turned(self, seat: Seat, now: float) -> float:
+        """Seconds until it may be told; 0: it has been, now."""
+        wait_s = seat.told_at + TURNED_INTERVAL_S - now
+        if wait_s > 0:
+            return wait_s
+        seat.told_at = now
         its = seat.message
         self._send(
             ipc.Turned(
-                request_id=its.request_id, stage=its.stage, n_jobs=seat.n_turned, compute_s=seat.compute_s
+                request_id=its.request_id,
+                stage=its.stage,
+                n_jobs=seat.n_turned,
+                compute_s=seat.compute_s,
+                running=seat.is_running,
             )
         )
-        seat.n_turned, seat.compute_s = 0, 0.0
+        seat.n_turned, seat.compute_s, seat.is_told_running = 0, 0.0, seat.is_running
+        return 0.0
 
     def pass_hidden(
         self,
@@ -256,6 +280,8 @@ class Ring:
         seat.expected = job.position + job.n_tokens
         try:
             self._take(seat, job, frame.payload, came_at)
+            seat.is_running = True
+            self._tell_turned(seat, time.monotonic())
         except CallError as error:
             self._send(
                 ipc.Error(

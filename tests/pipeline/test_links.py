@@ -1,0 +1,261 @@
+"""When links are opened, forgotten and tried again; and what workers' notices do to a request."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import trio
+import trio.lowlevel
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from swarmllm.errors import NodeUnreachable, WorkerDied
+from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.job import RequestView
+from swarmllm.pipeline.links import RETRY_S, Links
+from swarmllm.pipeline.session import Session
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.walker import RequestContext
+from swarmllm.swarm.memory import InMemoryNetwork
+from swarmllm.swarm.router import LinkEnd, LinkHandler
+from swarmllm.workerpool.ring import RingCalls
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.codec import decode_job
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import Stage, StreamingToken
+
+from .fakes import FakePool, open_swarm, uncut
+
+MODEL = ModelFile("0" * 64, Path("/nowhere"))
+
+
+def context(*nodes: str, here: str = "a", wants: Any = "tokens") -> RequestContext:
+    stages = tuple(Stage(node_id=node, start=index, end=index + 1) for index, node in enumerate(nodes))
+    view = RequestView(node_id=here, origin="o", stages=stages, prompt_here=False)
+    return RequestContext("r", MODEL, 4, 3, Sampling(max_tokens=7), view, wants=wants)
+
+
+class Maker:
+    """A router that opens links at once, or not at all."""
+
+    def __init__(self) -> None:
+        self.opened: list[str] = []
+        self.is_reachable = True
+        self.handler: LinkHandler | None = None
+
+    async def open_link(self, node_id: str, purpose: str) -> LinkEnd:
+        await trio.lowlevel.checkpoint()
+        self.opened.append(node_id)
+        if not self.is_reachable:
+            raise NodeUnreachable("no")
+        return LinkEnd(socket.socket(), bytes(32), 1)
+
+    def serve_links(self, on_link: LinkHandler) -> None:
+        self.handler = on_link
+
+
+class Workers:
+    """One worker, which remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.process: int | None = 1
+        self.told: list[tuple[Any, ...]] = []
+        self.is_dying = False
+
+    def pid(self, model_id: str) -> int | None:
+        return self.process
+
+    async def take_seat(self, model_id: str, **seat: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        if self.is_dying:
+            raise WorkerDied("gone")
+        self.told.append(("seat", seat["stage"], seat["before"], seat["after"], seat["sampling"]))
+
+    async def take_link(
+        self, model_id: str, peer: str, direction: str, descriptor: int, key: bytes, nonce: int
+    ) -> int | None:
+        await trio.lowlevel.checkpoint()
+        self.told.append((direction, peer))
+        return self.process
+
+    async def close_links(self, model_id: str, peer: str) -> None:
+        await trio.lowlevel.checkpoint()
+        self.told.append(("close", peer))
+
+
+class Parts:
+    def __init__(self) -> None:
+        self.maker, self.workers = Maker(), Workers()
+        self.links = Links("a", self.maker, cast(RingCalls, self.workers))
+
+    async def join(self, context: RequestContext) -> None:
+        self.links.join(context)
+        await wait_all_tasks_blocked()
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Parts]:
+    parts = Parts()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(parts.links.run)
+        await wait_all_tasks_blocked()
+        yield parts
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_request_brings_a_seat_for_each_stage_here_and_opens_the_link_ahead() -> None:
+    async with running() as parts:
+        await parts.join(context("a", "b", "c"))
+        assert parts.workers.told == [("seat", 0, "c", "b", None), ("sending", "b")]
+        assert parts.maker.opened == ["b"]
+
+
+async def test_the_last_stage_is_told_how_to_sample() -> None:
+    async with running() as parts:
+        await parts.join(context("b", "a"))
+        assert parts.workers.told[0] == ("seat", 1, "b", "b", Sampling(max_tokens=7))
+
+
+async def test_two_stages_in_a_row_need_no_link_between_them() -> None:
+    async with running() as parts:
+        await parts.join(context("a", "a", "b"))
+        assert sorted(told for told in parts.workers.told if told[0] == "seat") == [
+            ("seat", 0, "b", "a", None),
+            ("seat", 1, "a", "b", None),
+        ]
+        assert parts.maker.opened == ["b"]
+
+
+@pytest.mark.parametrize("alone", [context("a"), context("b", "a", wants="normed")])
+async def test_who_decodes_with_nobody_needs_none(alone: RequestContext) -> None:
+    async with running() as parts:
+        await parts.join(alone)
+        assert parts.workers.told == []
+
+
+async def test_requests_share_a_link() -> None:
+    async with running() as parts:
+        for _ in range(3):
+            await parts.join(context("a", "b"))
+        parts.links.join(context("a", "b"))
+        parts.links.join(context("a", "b"))
+        await wait_all_tasks_blocked()
+        assert parts.maker.opened == ["b"]
+
+
+async def test_a_new_worker_needs_a_new_link() -> None:
+    async with running() as parts:
+        await parts.join(context("a", "b"))
+        parts.workers.process = 2
+        await trio.lowlevel.checkpoint()
+        parts.links.ended(MODEL.model_id, "b", "sending", "the worker died")
+        await parts.join(context("a", "b"))
+        assert parts.maker.opened == ["b", "b"]
+
+
+async def test_a_link_that_cannot_be_had_is_tried_again_later(autojump_clock: MockClock) -> None:
+    async with running() as parts:
+        parts.maker.is_reachable = False
+        await parts.join(context("a", "b"))
+        await parts.join(context("a", "b"))
+        assert parts.maker.opened == ["b"]
+        await trio.sleep(RETRY_S)
+        parts.maker.is_reachable = True
+        await parts.join(context("a", "b"))
+        assert parts.maker.opened == ["b", "b"]
+        assert ("sending", "b") in parts.workers.told
+
+
+async def test_a_lost_node_loses_its_links() -> None:
+    async with running() as parts:
+        await parts.join(context("a", "b"))
+        parts.links.lost("b")
+        await wait_all_tasks_blocked()
+        assert parts.workers.told[-1] == ("close", "b")
+        await parts.join(context("a", "b"))
+        assert parts.maker.opened == ["b", "b"]
+
+
+async def test_a_link_from_a_neighbour_is_taken_where_there_is_a_worker() -> None:
+    async with running() as parts:
+        assert parts.maker.handler is not None
+        with socket.socket() as connection:
+            end = LinkEnd(connection, bytes(32), 1)
+            assert await parts.maker.handler("b", MODEL.model_id, end)
+            parts.workers.process = None
+            assert not await parts.maker.handler("b", MODEL.model_id, end)
+        parts.links.lost("b")
+        await wait_all_tasks_blocked()
+        assert parts.workers.told[-1] == ("close", "b")
+
+
+async def test_a_request_without_a_seat_goes_on_without_links() -> None:
+    async with running() as parts:
+        parts.workers.is_dying = True
+        await parts.join(context("a", "b"))
+        assert parts.maker.opened == []
+
+
+async def test_a_request_whose_jobs_come_by_links_is_not_silent(autojump_clock: MockClock) -> None:
+    silence_s = 10.0
+    async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
+        network.add("o")
+        session = Session(
+            context("a", "b"),
+            FakePool("0:1"),
+            network.add("a"),
+            silence_timeout_s=PipelineSettings(silence_timeout_s=silence_s).silence_timeout_s,
+        )
+        nursery.start_soon(session.run)
+        for _ in range(5):
+            await trio.sleep(silence_s * 0.9)
+            session.turned(30, running=True)
+            assert session.is_busy()
+        assert session.n_jobs == 150
+        session.turned(0, running=False)
+        with trio.fail_after(3 * silence_s):
+            await session.done.wait()
+
+
+async def test_only_nodes_of_the_request_are_sent_what_a_worker_says() -> None:
+    async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
+        network.add("o"), network.add("stranger")
+        session = Session(context("a", "b"), FakePool("0:1"), network.add("a"), silence_timeout_s=10)
+        nursery.start_soon(session.run)
+        assert not session.relay("stranger", b"header", b"")
+        assert session.relay("o", b"header", b"")
+        session.stop()
+
+
+async def test_two_tokens_that_come_the_wrong_way_round_are_put_right() -> None:
+    async with open_swarm({"a": FakePool("0:6"), "b": FakePool("6:12")}) as swarm:
+        pipelines = swarm["a"].pipelines
+        held: list[tuple[str, bytes, memoryview]] = []
+        n_swapped = 0
+
+        async def deliver(sender: str, header: bytes, payload: memoryview) -> None:
+            nonlocal n_swapped
+            message = decode_job(header, payload)
+            if isinstance(message, StreamingToken) and message.index % 3 == 1:
+                held.append((sender, header, payload))
+                return
+            await pipelines.on_message(sender, header, payload)
+            if isinstance(message, StreamingToken) and held:
+                n_swapped += 1
+                await pipelines.on_message(*held.pop())
+
+        swarm["a"].router.serve(pipelines.on_request, deliver)
+        prompt = "where do the layers live?"
+        text = ""
+        with trio.fail_after(5):
+            async with pipelines.generate(
+                Prompt(text=prompt), swarm.entry, Sampling(max_tokens=12)
+            ) as generation:
+                async for piece in generation:
+                    text += piece.text
+        assert n_swapped == 4
+        assert text == await uncut(prompt, 12)
