@@ -1,4 +1,5 @@
-"""What one hop between two nodes costs: a message there and back, and bulk, against bare TCP in the same run.
+"""What one hop between two nodes costs: a message there and back, alone and while models travel, and how fast
+these do, against bare TCP in the same run.
 
     python -m bench.swarm_link
 
@@ -12,16 +13,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import trio
 
-from swarmllm.swarm.libp2p_router import open_libp2p_router
+from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.settings import SwarmSettings
 
 SIZES_BYTES = {1: 2000, 14_336: 2000, 1_000_000: 100, 16_000_000: 12, 100_000_000: 4}
 """Repetitions by size; 14 336 bytes is one token's hidden state of a 3584 wide model."""
+
+PIECE = bytes(1024 * 1024)
+"""What travels at once of a model."""
+ASK_PIECE = b"piece"
+BULK_LANES = 4
+BULK_S = 5.0
 
 RoundTrip = Callable[[bytes], Awaitable[None]]
 
@@ -34,7 +41,7 @@ async def echo_with_router(folder: Path) -> None:
     async with open_libp2p_router(settings(folder)) as router:
 
         async def answer(sender: str, body: bytes) -> bytes:
-            return body
+            return PIECE if body == ASK_PIECE else body
 
         async def echo(sender: str, header: bytes, payload: memoryview) -> None:
             await router.send(sender, header, payload)
@@ -65,8 +72,8 @@ async def receive(stream: trio.SocketStream, size: int) -> bytearray:
     return content
 
 
-async def measure(name: str, round_trip: RoundTrip) -> None:
-    for size, repetitions in SIZES_BYTES.items():
+async def measure(name: str, round_trip: RoundTrip, sizes_bytes: Mapping[int, int] = SIZES_BYTES) -> None:
+    for size, repetitions in sizes_bytes.items():
         content = bytes(size)
         times_s = []
         for _ in range(repetitions):
@@ -107,6 +114,28 @@ async def measure_router(address: str, folder: Path) -> None:
             times_s.append(time.perf_counter() - start_s)
         p50_ms, p99_ms = statistics.median(times_s) * 1e3, sorted(times_s)[98] * 1e3
         print(f"{'request':12} {1000:>11,} {p50_ms:10.3f} {p99_ms:10.3f}")
+        await measure_bulk(router, peer, send_there_and_back)
+
+
+async def measure_bulk(router: Libp2pRouter, peer: str, there_and_back: RoundTrip) -> None:
+    """How fast transfers are, and what a token's round trip costs while they run."""
+    n_bytes = 0
+
+    async def transfer() -> None:
+        nonlocal n_bytes
+        while True:
+            n_bytes += len(await router.fetch(peer, ASK_PIECE, timeout_s=60))
+
+    await router.fetch(peer, ASK_PIECE, timeout_s=60)
+    async with trio.open_nursery() as nursery:
+        start_s = time.perf_counter()
+        for _ in range(BULK_LANES):
+            nursery.start_soon(transfer)
+        await trio.sleep(BULK_S)
+        rate = n_bytes / (time.perf_counter() - start_s) / 1e6
+        print(f"{'bulk':12} {len(PIECE):>11,} {'':10} {'':10} {rate:8.0f}")
+        await measure("with bulk", there_and_back, {14_336: 2000})
+        nursery.cancel_scope.cancel()
 
 
 async def measure_tcp(port: int) -> None:

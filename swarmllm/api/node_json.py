@@ -132,6 +132,8 @@ def peer_json(view: PeerView) -> Json:
         "data_plane": info.data_plane,
         "bytes_sent": info.bytes_sent,
         "bytes_received": info.bytes_received,
+        "bytes_per_s": None if info.bytes_per_s is None else round(info.bytes_per_s),
+        "damaged_jobs": view.n_damaged,
         "trust": round(view.trust, 4),
         "connected_s": round(trio.current_time() - info.connected_since, 3),
         "memory_total_bytes": capability.memory_total_bytes,

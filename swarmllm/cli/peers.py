@@ -70,7 +70,10 @@ def _overview(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         rtt = "unknown" if link["rtt_ms"] is None else f"{link['rtt_ms']:.1f} ms"
         yield "link", f"{link['data_plane']}, round trip {rtt}, connected for {duration(link['connected_s'])}"
-        yield "traffic", f"{size(link['bytes_sent'])} sent, {size(link['bytes_received'])} received"
+        speed = "" if link["bytes_per_s"] is None else f", at {size(link['bytes_per_s'])}/s when large"
+        yield "traffic", f"{size(link['bytes_sent'])} sent, {size(link['bytes_received'])} received{speed}"
+        if link["damaged_jobs"]:
+            yield "", f"{link['damaged_jobs']} jobs arrived damaged and were sent again"
         for address in link["addresses"]:
             yield "address", address
     why = f"{trust['listed']} by the settings" if trust["listed"] else "0.50 is where everybody starts"

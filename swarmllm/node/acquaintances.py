@@ -6,6 +6,7 @@ from swarmllm.errors import InvalidRequest
 from swarmllm.node.views import PeerDetails, PeerView
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.router import Router
+from swarmllm.swarm.trust import Deed
 from swarmllm.swarm.trust_keeper import Trust
 
 ID_END_MIN = 6
@@ -21,7 +22,12 @@ class Acquaintances:
     def peers(self) -> tuple[PeerView, ...]:
         """The connected ones."""
         return tuple(
-            PeerView(info, self._registry.node(info.node_id), self._trust.score(info.node_id))
+            PeerView(
+                info,
+                self._registry.node(info.node_id),
+                self._trust.score(info.node_id),
+                self._trust.count(info.node_id, Deed.DAMAGED),
+            )
             for info in self._router.peers()
         )
 

@@ -105,6 +105,16 @@ READY = Definition("swarmllm_ready", "gauge", "1 when what `model.load` names is
 STARTED = Definition(
     "swarmllm_start_time_seconds", "gauge", "When the node started, in seconds since the epoch."
 )
+RTT = Definition("swarmllm_peer_rtt_seconds", "gauge", "Round trip to a connected node, averaged.", ("peer",))
+BANDWIDTH = Definition(
+    "swarmllm_peer_bytes_per_second",
+    "gauge",
+    "What large messages of a node arrived at, averaged.",
+    ("peer",),
+)
+DAMAGED = Definition(
+    "swarmllm_peer_damaged_jobs_total", "counter", "Jobs that arrived damaged and were repeated.", ("peer",)
+)
 PEERS = Definition("swarmllm_peers_connected", "gauge", "Nodes this one is connected to.")
 SENT = Definition("swarmllm_peer_sent_bytes_total", "counter", "Bytes sent to a connected node.", ("peer",))
 RECEIVED = Definition(
@@ -269,6 +279,9 @@ class _NodeState(Collector):
         peers = [peer.info for peer in node.peers()]
         yield _family(SENT, [((peer.node_id,), peer.bytes_sent) for peer in peers])
         yield _family(RECEIVED, [((peer.node_id,), peer.bytes_received) for peer in peers])
+        yield _family(RTT, [((p.node_id,), p.rtt_s) for p in peers if p.rtt_s is not None])
+        yield _family(BANDWIDTH, [((p.node_id,), p.bytes_per_s) for p in peers if p.bytes_per_s is not None])
+        yield _family(DAMAGED, [((view.info.node_id,), view.n_damaged) for view in node.peers()])
         workers = node.worker_statistics()
         yield _family(WEIGHTS, [((worker.model_id,), worker.weights_bytes) for worker in workers])
         yield _family(PENDING, [((worker.model_id,), worker.n_pending) for worker in workers])

@@ -53,6 +53,8 @@ class PeerView:
     record: NodeRecord | None
     """None until the peer has said something about itself."""
     trust: float
+    n_damaged: int = 0
+    """Jobs that arrived from it with a wrong digest, and so were sent again."""
 
 
 @dataclass(frozen=True, slots=True)

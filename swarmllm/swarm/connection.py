@@ -9,6 +9,7 @@ sender's header:
     3 pong
     4 goodbye  the sender leaves on purpose
     5 link     the connection has become a link (see dataplane), as the dialler's hello asked
+    6 last     the sender has turned to another connection: no message follows here
 
 **Writing.** A message that fits the kernel's buffer is written by its sender on the spot; else it queues and
 its sender waits until it is written, so a slow neighbour holds up exactly those who send to it, and no more
@@ -25,7 +26,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from enum import IntEnum
 from struct import Struct
 from typing import Annotated
@@ -47,10 +48,15 @@ SILENCE_S = 5.0
 VERSION = 1
 
 _CHECK_S = 1.0
+_ASK_AGAIN_S = 0.1
 _CHUNKS_PER_TURN = 8
 """Pieces of at most 64 KiB decoded before other tasks get their turn."""
+_BULK_CHUNKS_PER_TURN = 4
+_BULK_SLICE_BYTES = 256 * 1024
 _RTT_WEIGHT = 0.2
 _TIME = Struct("<d")
+_MARK = -1e12
+"""No time, and so no round trip."""
 
 
 class Kind(IntEnum):
@@ -60,12 +66,15 @@ class Kind(IntEnum):
     PONG = 3
     GOODBYE = 4
     LINK = 5
+    LAST = 6
 
 
 class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
     v: int
     link: Annotated[str, msgspec.Meta(max_length=128)] = ""
     """The dialler wants a link, and this is what for."""
+    bulk: bool = False
+    """The dialler wants it for bulk.py's questions and answers."""
 
 
 class _LinkAsked(Exception):
@@ -86,9 +95,21 @@ Receive = Callable[["Connection", bytes, memoryview], Awaitable[None]]
 
 
 class Connection:
-    def __init__(self, node_id: str, wire: Wire, receive: Receive, *, dialled: bool) -> None:
+    def __init__(
+        self,
+        node_id: str,
+        wire: Wire,
+        receive: Receive,
+        *,
+        dialled: bool,
+        bulk: bool = False,
+        give_way: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+    ) -> None:
+        """`give_way` is awaited between the slices of what a bulk connection carries."""
         self.node_id = node_id
         self.dialled = dialled
+        self.bulk = bulk
+        """For large answers; known of an accepted connection once it is ready."""
         self.ending = ""
         """How it ended: "goodbye", "silent", or the wire's words; empty while it lives."""
         self.ready = trio.Event()
@@ -98,10 +119,16 @@ class Connection:
         self.broke_protocol = False
         self.link_asked = ""
         """What the peer wants a link for, where that is how this ended; its wire is then still open."""
+        self.forsakes = False
+        """This node has turned to another connection: it sends no more messages here."""
+        self.is_forsaken = False
+        """The peer has."""
+        self._marks: dict[bytes, trio.Event] = {}
         self.rtt_s: float | None = None
         self.n_bytes_sent = 0
         self.n_bytes_received = 0
         self.throughput = Throughput()
+        self._give_way = give_way
         self._wire = wire
         self._receive = receive
         self._queue: deque[_Outgoing] = deque()
@@ -135,7 +162,8 @@ class Connection:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write_queue)
                 nursery.start_soon(self._beat)
-                self._queue_control(Kind.HELLO, msgspec.msgpack.encode(Hello(v=VERSION)))
+                hello = Hello(v=VERSION, bulk=self.bulk)
+                self._queue_control(Kind.HELLO, msgspec.msgpack.encode(hello))
                 await self._read()
         except* _LinkAsked:
             self.ending = self.ending or "became a link"
@@ -184,6 +212,25 @@ class Connection:
             except NodeUnreachable:
                 return
 
+    async def settle(self) -> None:
+        """Returns when the peer has handled all messages sent so far. Raises NodeUnreachable."""
+        mark = _TIME.pack(_MARK - len(self._marks))
+        handled = self._marks[mark] = trio.Event()
+        try:
+            while not handled.is_set():
+                await self._write_in_turn(_Outgoing(encode_frame(bytes((Kind.PING,)) + mark)))
+                # A pong is left out where the peer has other things to write.
+                with trio.move_on_after(_ASK_AGAIN_S):
+                    await handled.wait()
+        finally:
+            del self._marks[mark]
+
+    def forsake(self) -> None:
+        """No message will follow."""
+        self.forsakes = True
+        if self.alive:
+            self._enqueue(_Outgoing(encode_frame(bytes((Kind.LAST,)))))
+
     def _require_alive(self) -> None:
         if self.ending:
             raise NodeUnreachable(f"the connection to node {self.node_id} was lost: {self.ending}")
@@ -229,7 +276,7 @@ class Connection:
             outgoing.begun = self._writing = True
             outgoing.failed = True
             try:
-                await self._wire.write(outgoing.pieces)
+                await self._write(outgoing.pieces)
                 outgoing.failed = False
             except WireClosed as lost:
                 self.end(str(lost))
@@ -239,6 +286,17 @@ class Connection:
                 if outgoing.failed:
                     self.end("closed here")
                 outgoing.done.set()
+
+    async def _write(self, pieces: Sequence[bytes | memoryview]) -> None:
+        if not self.bulk:
+            await self._wire.write(pieces)
+            return
+        for piece in pieces:
+            view = memoryview(piece)
+            for start in range(0, len(view), _BULK_SLICE_BYTES):
+                await self._wire.write([view[start : start + _BULK_SLICE_BYTES]])
+                with trio.CancelScope(shield=True):
+                    await self._give_way()
 
     async def _read(self) -> None:
         n_chunks = 0
@@ -253,7 +311,9 @@ class Connection:
             for frame in frames:
                 await self._take(frame)
             n_chunks += 1
-            if n_chunks % _CHUNKS_PER_TURN == 0:
+            if self.bulk and n_chunks % _BULK_CHUNKS_PER_TURN == 0:
+                await self._give_way()
+            elif n_chunks % _CHUNKS_PER_TURN == 0:
                 await trio.lowlevel.checkpoint()
 
     async def _take(self, frame: Frame) -> None:
@@ -265,6 +325,7 @@ class Connection:
             if hello.link and not self.dialled:
                 self.link_asked = hello.link
                 raise _LinkAsked
+            self.bulk |= hello.bulk and not self.dialled
             self.ready.set()
         elif kind == Kind.MESSAGE:
             self._handling = True
@@ -277,6 +338,12 @@ class Connection:
             self._queue_control(Kind.PONG, header[: _TIME.size])
         elif kind == Kind.PONG:
             self._measure(header)
+            if (handled := self._marks.get(header)) is not None:
+                handled.set()
+        elif kind == Kind.LAST:
+            self.is_forsaken = True
+            if self.forsakes:
+                raise WireClosed("no longer needed")
         elif kind == Kind.GOODBYE:
             raise WireClosed("goodbye")
         # Other kinds belong to a later version, which may only add what can be ignored.

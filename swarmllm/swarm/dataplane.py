@@ -17,51 +17,46 @@ learn of it now.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import trio
 
 from swarmllm.errors import ConfigError, NodeUnreachable
 from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.bulk import Bulk
 from swarmllm.swarm.connection import Connection
 from swarmllm.swarm.doorkeeper import Doorkeeper
 from swarmllm.swarm.host import Host, Stream
 from swarmllm.swarm.identity import Identity
 from swarmllm.swarm.link_opening import ask_for_link, give_link
+from swarmllm.swarm.neighbour import Neighbour
 from swarmllm.swarm.noise_wire import HANDSHAKE_S, HandshakeFailed, NoiseWire, shake_hands
 from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm.swarm.stream_wire import PROTOCOL, StreamWire
 from swarmllm.swarm.trust import Deed, Note, unnoted
+from swarmllm.swarm.upgrading import Upgrades
 from swarmllm.swarm.wire import Wire
 
 log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 1024
-CONNECTIONS_PER_PEER = 4
+CONNECTIONS_PER_PEER = 6
 HANDSHAKES_MAX = 64
 """Accepted connections of which the peer is not known yet; more are closed at once."""
 
+_MESSAGES_PASS_S = 0.05
+_STEP_BACK_S = 0.002
+"""256 KiB in this time are 128 MB/s that transfers keep at most while messages pass."""
 _DIAL_S = 3.0
 _HELLO_S = 5.0
 _BACKOFF_FIRST_S = 0.25
 _BACKOFF_MAX_S = 10.0
 
 Deliver = Callable[[str, bytes, memoryview], Awaitable[None]]
-
-
-@dataclass
-class _Neighbour:
-    connections: set[Connection] = field(default_factory=set)
-    sending: Connection | None = None
-    receiving: Connection | None = None
-    establishing: trio.Lock = field(default_factory=trio.Lock)
-    delivering: trio.Lock = field(default_factory=trio.Lock)
-    n_failures: int = 0
-    retry_at_s: float = 0.0
-    n_bytes_sent: int = 0
-    n_bytes_received: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +92,21 @@ class DataPlane:
         addresses: Callable[[str], Sequence[Address]],
         deliver: Deliver,
         lost: Callable[[str, str], None],
+        answer: Callable[[str, bytes], Awaitable[bytes]],
         note: Note = unnoted,
     ) -> None:
         self._identity = identity
         self._doorkeeper = doorkeeper
         self._host = host
         self._nursery = nursery
-        self._addresses = addresses
+        self.addresses_of = addresses
         self._deliver = deliver
         self._lost = lost
         self._note = note
-        self._neighbours: dict[str, _Neighbour] = {}
+        self.bulk = Bulk(nursery, partial(self._dial, bulk=True), answer)
+        self._neighbours: dict[str, Neighbour] = {}
+        self.upgrades = Upgrades(self._neighbours, self.connections, self._dial)
+        self._message_at_s = -math.inf
         self._n_handshakes = 0
         self.port = 0
         self.on_link: LinkHandler | None = None
@@ -118,22 +117,33 @@ class DataPlane:
         self.port = listeners[0].socket.getsockname()[1]
         self._nursery.start_soon(trio.serve_listeners, self._accept, listeners)
         self._host.serve(PROTOCOL, self._accept_stream)
+        self._nursery.start_soon(self.upgrades.run)
 
     async def send(self, node_id: str, header: bytes, payload: bytes | memoryview) -> None:
         """Raises NodeUnreachable."""
         neighbour = self._neighbours.get(node_id)
+        while neighbour is not None and neighbour.turning is not None:
+            await neighbour.turning.wait()
         connection = neighbour.sending if neighbour else None
         if connection is None or not connection.alive:
             connection = await self.reach(node_id)
+        self._message_at_s = trio.current_time()
         await connection.send(header, payload)
+
+    async def _give_way(self) -> None:
+        """Transfers step back while messages pass: these are what somebody waits for."""
+        if trio.current_time() - self._message_at_s < _MESSAGES_PASS_S:
+            await trio.sleep(_STEP_BACK_S)
+        else:
+            await trio.lowlevel.checkpoint()
 
     async def reach(self, node_id: str) -> Connection:
         """The connection to send on, established if need be. Raises NodeUnreachable."""
-        neighbour = self._neighbours.setdefault(node_id, _Neighbour())
+        neighbour = self._neighbours.setdefault(node_id, Neighbour())
         async with neighbour.establishing:
             if neighbour.sending is not None and neighbour.sending.alive:
                 return neighbour.sending
-            live = [c for c in self.connections(node_id) if not c.retired]
+            live = [c for c in self.connections(node_id) if not c.retired and not c.forsakes]
             neighbour.sending = live[0] if live else await self._establish(node_id, neighbour)
             return neighbour.sending
 
@@ -147,7 +157,13 @@ class DataPlane:
     def connections(self, node_id: str) -> list[Connection]:
         """The ones over which messages can pass now."""
         neighbour = self._neighbours.get(node_id)
-        return [c for c in neighbour.connections if c.alive and c.ready.is_set()] if neighbour else []
+        connections = neighbour.connections if neighbour else ()
+        return [c for c in connections if c.alive and c.ready.is_set() and not c.bulk]
+
+    def all_connections(self, node_id: str) -> list[Connection]:
+        """Whatever they are for, and whether ready or not."""
+        neighbour = self._neighbours.get(node_id)
+        return list(neighbour.connections) if neighbour else []
 
     def has_connection(self, node_id: str) -> bool:
         return bool(self.connections(node_id))
@@ -188,7 +204,7 @@ class DataPlane:
                 for connection in neighbour.connections:
                     nursery.start_soon(connection.say_goodbye)
 
-    async def _establish(self, node_id: str, neighbour: _Neighbour) -> Connection:
+    async def _establish(self, node_id: str, neighbour: Neighbour) -> Connection:
         if trio.current_time() < neighbour.retry_at_s:
             raise NodeUnreachable(f"node {node_id} could not be reached a moment ago")
         try:
@@ -208,12 +224,12 @@ class DataPlane:
         neighbour.n_failures = 0
         return connection
 
-    async def _dial(self, node_id: str) -> Connection | None:
+    async def _dial(self, node_id: str, *, bulk: bool = False) -> Connection | None:
         wire = await self._shake_hands(node_id)
-        return None if wire is None else self._start(node_id, wire, dialled=True)
+        return None if wire is None else self._start(node_id, wire, dialled=True, bulk=bulk)
 
     async def _shake_hands(self, node_id: str) -> NoiseWire | None:
-        for address in self._addresses(node_id):
+        for address in self.addresses_of(node_id):
             try:
                 with trio.fail_after(_DIAL_S):
                     stream = await trio.open_tcp_stream(address.ip, address.port)
@@ -250,9 +266,11 @@ class DataPlane:
 
         return lambda: self._nursery.start_soon(reset)
 
-    def _start(self, node_id: str, wire: Wire, *, dialled: bool) -> Connection:
-        connection = Connection(node_id, wire, self._take, dialled=dialled)
-        self._neighbours.setdefault(node_id, _Neighbour()).connections.add(connection)
+    def _start(self, node_id: str, wire: Wire, *, dialled: bool, bulk: bool = False) -> Connection:
+        connection = Connection(
+            node_id, wire, self._take, dialled=dialled, bulk=bulk, give_way=self._give_way
+        )
+        self._neighbours.setdefault(node_id, Neighbour()).connections.add(connection)
         self._nursery.start_soon(self._run, connection)
         return connection
 
@@ -260,6 +278,7 @@ class DataPlane:
         log.debug("%r begins", connection)
         await connection.run()
         log.info("%r", connection)
+        self.bulk.lost(connection)
         if connection.broke_protocol:
             self._note(connection.node_id, Deed.BROKE_PROTOCOL, connection.ending)
         if connection.link_asked:
@@ -270,8 +289,8 @@ class DataPlane:
         neighbour.connections.discard(connection)
         neighbour.n_bytes_sent += connection.n_bytes_sent
         neighbour.n_bytes_received += connection.n_bytes_received
-        in_use = connection in (neighbour.sending, neighbour.receiving)
-        if connection.ready.is_set() and (in_use or not neighbour.connections):
+        is_loss = neighbour.needs(connection) or not self.has_connection(connection.node_id)
+        if connection.ready.is_set() and not connection.bulk and is_loss:
             self._lost(connection.node_id, connection.ending)
         elif not neighbour.connections and not neighbour.n_failures and not neighbour.establishing.locked():
             del self._neighbours[connection.node_id]
@@ -305,7 +324,7 @@ class DataPlane:
             await stream.reset()
             return
         connection = Connection(sender, StreamWire(stream, self._resetter(stream)), self._take, dialled=False)
-        self._neighbours.setdefault(sender, _Neighbour()).connections.add(connection)
+        self._neighbours.setdefault(sender, Neighbour()).connections.add(connection)
         await self._run(connection)
 
     def _may_come(self, node_id: str) -> bool:
@@ -317,6 +336,10 @@ class DataPlane:
         )
 
     async def _take(self, connection: Connection, header: bytes, payload: memoryview) -> None:
+        if connection.bulk:
+            await self.bulk.take(connection, header, payload)
+            return
+        self._message_at_s = trio.current_time()
         neighbour = self._neighbours.get(connection.node_id)
         if neighbour is None or connection.retired:
             return

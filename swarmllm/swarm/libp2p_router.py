@@ -25,6 +25,7 @@ from swarmllm.swarm.answering import (
     check_request,
     deliver,
 )
+from swarmllm.swarm.bulk import NoDirectWay
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.dataplane import DataPlane, open_listeners
 from swarmllm.swarm.dialler import Dialler
@@ -107,6 +108,7 @@ class Libp2pRouter:
             addresses=self._data_addresses,
             deliver=self._deliver,
             lost=self._liveness.drop,
+            answer=self._answer_application,
             note=note,
         )
         self._dial_backs = DialBacks(identity, doorkeeper, self.spread.envelope, host.remote_ip)
@@ -172,6 +174,17 @@ class Libp2pRouter:
         if node_id not in self._liveness.connected_since_s and not self.host.is_connected(node_id):
             raise NodeUnreachable(f"node {node_id} is not connected")
         return await self._requests.request(node_id, KIND_APPLICATION, bytes(body), timeout_s=timeout_s)
+
+    async def fetch(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
+        check_request(body)
+        if node_id == self.node_id or node_id not in self._liveness.connected_since_s:
+            return await self.request(node_id, body, timeout_s=timeout_s)
+        began_s = trio.current_time()
+        try:
+            return await self.plane.bulk.fetch(node_id, bytes(body), timeout_s)
+        except NoDirectWay:
+            left_s = max(0.0, began_s + timeout_s - trio.current_time())
+            return await self.request(node_id, body, timeout_s=left_s)
 
     async def send(self, node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
         size_bytes = check_message(header, payload)
@@ -247,6 +260,9 @@ class Libp2pRouter:
             return self._peer_exchange.answer(sender, body)
         if kind != KIND_APPLICATION:
             return self.spread.exchange.answer(kind, body)
+        return await self._answer_application(sender, body)
+
+    async def _answer_application(self, sender: str, body: bytes) -> bytes:
         return await answer(self._on_request, sender, body)
 
     async def _request_to_self(self, body: bytes, timeout_s: float) -> bytes:

@@ -139,6 +139,9 @@ class InMemoryRouter:
             raise DeadlineExceeded(f"node {node_id} did not answer within {timeout_s:g} s")
         return exchange.response
 
+    async def fetch(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
+        return await self.request(node_id, body, timeout_s=timeout_s)
+
     async def send(self, node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
         size_bytes = check_message(header, payload)
         if not self._alive:

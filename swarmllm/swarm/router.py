@@ -139,6 +139,11 @@ class Router(Protocol):
         """Raises NodeUnreachable, DeadlineExceeded, RemoteError (the handler there failed)."""
         ...
 
+    async def fetch(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
+        """A request with a large answer: the same handler answers it, on a way of its own where there is
+        one, so that nothing waits behind it. Raises as `request`."""
+        ...
+
     async def send(self, node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
         """One message on the persistent stream to that neighbour: ordered, reliable while the stream lives,
         waits while the neighbour does not read. To this node itself: delivered locally. Raises

@@ -48,6 +48,10 @@ class Trust:
         """Whether a node may have a part in pipelines and be asked for bytes."""
         return may_work(self.score(node_id))
 
+    def count(self, node_id: str, deed: Deed) -> int:
+        known = self._book.reputation(node_id)
+        return known.counts.get(deed, 0) if known else 0
+
     def explain(self, node_id: str) -> Explanation:
         return self._book.explain(node_id, self._clock())
 

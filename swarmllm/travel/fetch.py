@@ -99,7 +99,7 @@ class Asking:
 
     async def _ask(self, request: FetchPiece) -> Piece:
         body = encode_request(request)
-        answer = await self._router.request(self._node_id, body, timeout_s=self._settings.piece_timeout_s)
+        answer = await self._router.fetch(self._node_id, body, timeout_s=self._settings.piece_timeout_s)
         try:
             response = decode_response(answer)
         except ProtocolError as error:

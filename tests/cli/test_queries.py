@@ -70,6 +70,8 @@ PEER: dict[str, Any] = {
     "bytes_sent": 2048,
     "bytes_received": 10,
     "connected_s": 12.0,
+    "bytes_per_s": 250_000_000,
+    "damaged_jobs": 2,
     "trust": 0.5,
     "models": [{"name": "guide", "model_id": "ab" * 32, "layers": ["4:12"]}],
 }
@@ -174,7 +176,8 @@ def test_peers_show_explains_a_node(run: Run, node: FakeNode) -> None:
     node.on("GET", "/api/admin/peers/attic%20two", DETAILS)
     shown = run("peers", "show", "attic two").output
     for expected in (
-        "attic  12D3KooWPeer", "direct, round trip 1.2 ms", "2.0 kB sent", "/ip4/192.0.2.8/tcp/8810",
+        "attic  12D3KooWPeer", "direct, round trip 1.2 ms", "2.0 kB sent, 10 B received, at 250.0 MB/s",
+        "2 jobs arrived damaged", "/ip4/192.0.2.8/tcp/8810",
         "0.23 of 1", "gets no work: 0.25 is needed", "1 x wrong bytes", "1970-01-01 00:00:00", "it lied",
     ):  # fmt: skip
         assert expected in shown

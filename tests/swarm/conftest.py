@@ -106,3 +106,9 @@ async def libp2p_swarm(tmp_path: Path) -> AsyncIterator[Libp2pSwarm]:
     async with trio.open_nursery() as nursery:
         yield Libp2pSwarm(nursery, tmp_path)
         nursery.cancel_scope.cancel()
+
+
+@pytest.fixture(params=["request", "fetch"])
+def verb(request: pytest.FixtureRequest) -> str:
+    """Two ways to ask, one promise."""
+    return str(request.param)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.settings import SwarmSettings
 
@@ -79,6 +80,29 @@ async def test_without_a_data_port_messages_take_a_libp2p_stream(tmp_path: Path)
     async with two_nodes(tmp_path, announce=(ELSEWHERE,)) as (a, b):
         await exchange(a, b, [b"one", bytes(3_000_000), b"", b"four"])
         assert [peer.data_plane for peer in (*a.peers(), *b.peers())] == ["libp2p", "libp2p"]
+
+
+async def test_a_stream_gives_way_to_a_direct_connection_and_nothing_is_lost(tmp_path: Path) -> None:
+    payloads = [bytes([number % 256]) * (number * 500) for number in range(200)]
+    async with two_nodes(tmp_path, announce=(ELSEWHERE,)) as (a, b):
+        await exchange(a, b, [b"over a stream"])
+        # The port is reachable after all: as if it had been opened.
+        for here, there in ((a, b), (b, a)):
+            port = there.plane.port
+            here.plane.addresses_of = lambda node_id, port=port: [Address("127.0.0.1", port)]  # type: ignore[misc]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(exchange, a, b, payloads)
+            assert await a.plane.upgrades.upgrade(b.node_id)
+            assert await b.plane.upgrades.upgrade(a.node_id)
+        assert [peer.data_plane for peer in (*a.peers(), *b.peers())] == ["direct", "direct"]
+        assert not await a.plane.upgrades.upgrade(b.node_id)
+        with trio.fail_after(DEADLINE_S):
+            while any(c.wire_kind != "direct" for c in a.plane.all_connections(b.node_id)):
+                a.plane.upgrades.tidy(b.node_id)
+                b.plane.upgrades.tidy(a.node_id)
+                await trio.sleep(0.01)
+        await exchange(a, b, [b"after"])
+        assert a.connected() == {b.node_id}
 
 
 async def test_over_a_libp2p_stream_a_reader_may_take_its_time(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ async def test_the_largest_record_reaches_others(swarm: Swarm) -> None:
     await until(b, lambda: b.records().get(a.node_id) == record)
 
 
-async def test_requests_are_answered_with_the_senders_id(swarm: Swarm) -> None:
+async def test_requests_are_answered_with_the_senders_id(swarm: Swarm, verb: str) -> None:
     a, b = await pair(swarm)
 
     async def answer(sender: str, body: bytes) -> bytes:
@@ -140,12 +140,12 @@ async def test_requests_are_answered_with_the_senders_id(swarm: Swarm) -> None:
 
     b.serve(answer, no_message)
     a.serve(answer, no_message)
-    assert await a.request(b.node_id, b"hello") == a.node_id.encode() + b" said hello"
-    assert await b.request(a.node_id, b"") == b.node_id.encode() + b" said "
-    assert await a.request(a.node_id, b"me") == a.node_id.encode() + b" said me"
+    assert await getattr(a, verb)(b.node_id, b"hello") == a.node_id.encode() + b" said hello"
+    assert await getattr(b, verb)(a.node_id, b"") == b.node_id.encode() + b" said "
+    assert await getattr(a, verb)(a.node_id, b"me") == a.node_id.encode() + b" said me"
 
 
-async def test_many_requests_at_once_get_each_their_own_answer(swarm: Swarm) -> None:
+async def test_many_requests_at_once_get_each_their_own_answer(swarm: Swarm, verb: str) -> None:
     a, b = await pair(swarm)
 
     async def answer(sender: str, body: bytes) -> bytes:
@@ -155,7 +155,7 @@ async def test_many_requests_at_once_get_each_their_own_answer(swarm: Swarm) -> 
     answers: dict[int, bytes] = {}
 
     async def ask(number: int) -> None:
-        answers[number] = await a.request(b.node_id, b"%d!" % number)
+        answers[number] = await getattr(a, verb)(b.node_id, b"%d!" % number)
 
     async with trio.open_nursery() as nursery:
         for number in range(50):
@@ -163,7 +163,7 @@ async def test_many_requests_at_once_get_each_their_own_answer(swarm: Swarm) -> 
     assert answers == {number: (b"%d!" % number)[::-1] for number in range(50)}
 
 
-async def test_requests_and_responses_of_the_largest_size_arrive_whole(swarm: Swarm) -> None:
+async def test_requests_and_responses_of_the_largest_size_arrive_whole(swarm: Swarm, verb: str) -> None:
     a, b = await pair(swarm)
     body = random.Random(2).randbytes(REQUEST_MAX)
 
@@ -172,12 +172,12 @@ async def test_requests_and_responses_of_the_largest_size_arrive_whole(swarm: Sw
         return received
 
     b.serve(answer, no_message)
-    assert await a.request(b.node_id, body) == body
+    assert await getattr(a, verb)(b.node_id, body) == body
     with pytest.raises(ValueError, match="request"):
-        await a.request(b.node_id, body + b"!")
+        await getattr(a, verb)(b.node_id, body + b"!")
 
 
-async def test_a_response_that_is_too_large_is_an_error_at_the_caller(swarm: Swarm) -> None:
+async def test_a_response_that_is_too_large_is_an_error_at_the_caller(swarm: Swarm, verb: str) -> None:
     a, b = await pair(swarm)
 
     async def answer(sender: str, body: bytes) -> bytes:
@@ -185,10 +185,10 @@ async def test_a_response_that_is_too_large_is_an_error_at_the_caller(swarm: Swa
 
     b.serve(answer, no_message)
     with pytest.raises(RemoteError, match="response"):
-        await a.request(b.node_id, b"")
+        await getattr(a, verb)(b.node_id, b"")
 
 
-async def test_a_failing_handler_fails_its_request_only_and_tells_no_foreign_text(swarm: Swarm) -> None:
+async def test_a_failing_handler_fails_its_request_only_without_foreign_text(swarm: Swarm, verb: str) -> None:
     a, b = await pair(swarm)
 
     async def answer(sender: str, body: bytes) -> bytes:
@@ -200,17 +200,17 @@ async def test_a_failing_handler_fails_its_request_only_and_tells_no_foreign_tex
 
     b.serve(answer, no_message)
     with pytest.raises(RemoteError, match="temperature must be positive"):
-        await a.request(b.node_id, b"ours")
+        await getattr(a, verb)(b.node_id, b"ours")
     with pytest.raises(RemoteError, match="KeyError") as refused:
-        await a.request(b.node_id, b"foreign")
+        await getattr(a, verb)(b.node_id, b"foreign")
     assert "secret" not in refused.value.message
-    assert await a.request(b.node_id, b"fine") == b"fine"
+    assert await getattr(a, verb)(b.node_id, b"fine") == b"fine"
 
 
-async def test_before_anything_is_served_requests_are_refused_and_messages_dropped(swarm: Swarm) -> None:
+async def test_before_anything_is_served_requests_and_messages_find_nobody(swarm: Swarm, verb: str) -> None:
     a, b = await pair(swarm)
     with pytest.raises(RemoteError):
-        await a.request(b.node_id, b"hello")
+        await getattr(a, verb)(b.node_id, b"hello")
     await a.send(b.node_id, b"lost")
     await trio.testing.wait_all_tasks_blocked(0.05)
     inbox = Inbox()
@@ -220,7 +220,7 @@ async def test_before_anything_is_served_requests_are_refused_and_messages_dropp
     assert inbox.messages == [(a.node_id, b"kept", b"")]
 
 
-async def test_a_request_that_is_not_answered_in_time_fails_and_later_ones_work(swarm: Swarm) -> None:
+async def test_an_answer_that_is_late_fails_and_later_ones_come(swarm: Swarm, verb: str) -> None:
     a, b = await pair(swarm)
     released = trio.Event()
 
@@ -231,16 +231,16 @@ async def test_a_request_that_is_not_answered_in_time_fails_and_later_ones_work(
 
     b.serve(answer, no_message)
     with pytest.raises(DeadlineExceeded):
-        await a.request(b.node_id, b"slow", timeout_s=0.2)
-    assert await a.request(b.node_id, b"fast") == b"fast"
+        await getattr(a, verb)(b.node_id, b"slow", timeout_s=0.2)
+    assert await getattr(a, verb)(b.node_id, b"fast") == b"fast"
     released.set()
 
 
-async def test_unknown_nodes_are_unreachable(swarm: Swarm) -> None:
+async def test_unknown_nodes_are_unreachable(swarm: Swarm, verb: str) -> None:
     a = await swarm.start("a")
     nobody = "12D3KooWGRUaF8WMKwFDBR5rXKZVWtVrZ9bVHfPXcJ6FvD1fRkfg"
     with pytest.raises(NodeUnreachable):
-        await a.request(nobody, b"")
+        await getattr(a, verb)(nobody, b"")
     with pytest.raises(NodeUnreachable):
         await a.send(nobody, b"")
 
@@ -391,7 +391,7 @@ async def test_an_oversize_header_is_refused_at_the_sender(swarm: Swarm) -> None
     await inbox.wait_for(1)
 
 
-async def test_a_node_that_leaves_is_disconnected_and_fails_what_waits_for_it(swarm: Swarm) -> None:
+async def test_who_leaves_is_disconnected_and_fails_what_waits_for_it(swarm: Swarm, verb: str) -> None:
     a, b = await pair(swarm)
     asked = trio.Event()
 
@@ -405,7 +405,7 @@ async def test_a_node_that_leaves_is_disconnected_and_fails_what_waits_for_it(sw
 
     async def ask() -> None:
         with pytest.raises(NodeUnreachable) as failure:
-            await a.request(b.node_id, b"", timeout_s=60)
+            await getattr(a, verb)(b.node_id, b"", timeout_s=60)
         failures.append(failure.value)
 
     async with trio.open_nursery() as nursery:
@@ -417,7 +417,7 @@ async def test_a_node_that_leaves_is_disconnected_and_fails_what_waits_for_it(sw
     with pytest.raises(NodeUnreachable):
         await a.send(b.node_id, b"")
     with pytest.raises(NodeUnreachable):
-        await a.request(b.node_id, b"")
+        await getattr(a, verb)(b.node_id, b"")
 
 
 async def test_a_node_that_comes_back_is_the_same_node_with_its_newest_record(swarm: Swarm) -> None:

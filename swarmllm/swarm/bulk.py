@@ -1,0 +1,176 @@
+"""Large answers, over connections of their own, so that decoding never waits behind a transfer.
+
+A *bulk* connection is a data-plane connection (TCP, Noise, frames, heartbeat) whose hello says so. It carries
+questions and answers instead of messages: header `[u8 kind][u64 number]`, payload the body.
+
+    0 ask       1 answer       2 refused (payload: why, UTF-8)       3 busy
+
+Questions are handled side by side, so one slow answer holds up no other; at most PENDING_MAX per connection.
+The loss of a bulk connection is nobody's death: what was asked on it fails and is asked again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from struct import Struct
+
+import trio
+
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.swarm.answering import RequestRefused
+from swarmllm.swarm.connection import Connection
+
+log = logging.getLogger(__name__)
+
+PENDING_MAX = 32
+_HELLO_S = 5.0
+_NO_WAY_S = 10.0
+"""How long a peer without a direct way is not dialled again."""
+_HEADER = Struct("<BQ")
+
+
+class BulkKind(IntEnum):
+    ASK = 0
+    ANSWER = 1
+    REFUSED = 2
+    BUSY = 3
+
+
+class NoDirectWay(NodeUnreachable):
+    """The peer's data port cannot be reached: ask in another way."""
+
+
+class _Question:
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.answer = b""
+        self.failure: SwarmLLMError | None = None
+
+    def finish(self, answer: bytes = b"", failure: SwarmLLMError | None = None) -> None:
+        if not self.done.is_set():
+            self.answer, self.failure = answer, failure
+            self.done.set()
+
+
+@dataclass
+class _Peer:
+    dialling: trio.Lock = field(default_factory=trio.Lock)
+    connection: Connection | None = None
+    retry_at_s: float = 0.0
+
+
+class Bulk:
+    """`dial(node_id)` opens a bulk connection, None where there is no way; `answer` is the daemon's handler
+    and raises RequestRefused."""
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        dial: Callable[[str], Awaitable[Connection | None]],
+        answer: Callable[[str, bytes], Awaitable[bytes]],
+    ) -> None:
+        self._nursery = nursery
+        self._dial = dial
+        self._answer = answer
+        self._peers: dict[str, _Peer] = {}
+        self._questions: dict[Connection, dict[int, _Question]] = {}
+        self._n_answering: dict[Connection, int] = {}
+        self._numbers = itertools.count(1)
+
+    async def fetch(self, node_id: str, body: bytes, timeout_s: float) -> bytes:
+        """Raises NoDirectWay, NodeUnreachable, DeadlineExceeded, RemoteError."""
+        with trio.move_on_after(timeout_s):
+            return await self._fetch(node_id, body)
+        raise DeadlineExceeded(f"node {node_id} did not answer within {timeout_s:g} s")
+
+    async def take(self, connection: Connection, header: bytes, payload: memoryview) -> None:
+        """A frame of a bulk connection."""
+        if len(header) != _HEADER.size:
+            return
+        kind, number = _HEADER.unpack(header)
+        if kind == BulkKind.ASK:
+            await self._asked(connection, number, bytes(payload))
+            return
+        question = self._questions.get(connection, {}).get(number)
+        if question is None:
+            return
+        node_id = connection.node_id
+        if kind == BulkKind.ANSWER:
+            question.finish(bytes(payload))
+        elif kind == BulkKind.REFUSED:
+            reason = bytes(payload).decode("utf-8", "replace")
+            question.finish(failure=RemoteError(f"node {node_id}: {reason}"))
+        elif kind == BulkKind.BUSY:
+            question.finish(failure=RemoteError(f"node {node_id}: it is busy"))
+
+    def lost(self, connection: Connection) -> None:
+        """It has ended."""
+        for question in self._questions.pop(connection, {}).values():
+            question.finish(failure=NodeUnreachable(f"node {connection.node_id} was lost while it was asked"))
+        self._n_answering.pop(connection, None)
+        peer = self._peers.get(connection.node_id)
+        if peer is not None and peer.connection is connection:
+            del self._peers[connection.node_id]
+
+    async def _fetch(self, node_id: str, body: bytes) -> bytes:
+        connection = await self._connection(node_id)
+        number, question = next(self._numbers), _Question()
+        questions = self._questions.setdefault(connection, {})
+        questions[number] = question
+        try:
+            await connection.send(_HEADER.pack(BulkKind.ASK, number), body)
+            await question.done.wait()
+        finally:
+            questions.pop(number, None)
+        if question.failure is not None:
+            raise question.failure
+        return question.answer
+
+    async def _connection(self, node_id: str) -> Connection:
+        peer = self._peers.setdefault(node_id, _Peer())
+        async with peer.dialling:
+            if peer.connection is not None and peer.connection.alive:
+                return peer.connection
+            if trio.current_time() < peer.retry_at_s:
+                raise NoDirectWay(f"node {node_id} has no data port that answers")
+            connection = await self._dial(node_id)
+            if connection is not None:
+                with trio.move_on_after(_HELLO_S):
+                    await connection.ready.wait()
+                if not connection.ready.is_set():
+                    connection.end("no hello came")
+                    connection = None
+            if connection is None:
+                peer.retry_at_s = trio.current_time() + _NO_WAY_S
+                raise NoDirectWay(f"node {node_id} has no data port that answers")
+            peer.connection = connection
+            return connection
+
+    async def _asked(self, connection: Connection, number: int, body: bytes) -> None:
+        n_answering = self._n_answering.get(connection, 0)
+        if n_answering >= PENDING_MAX:
+            await self._reply(connection, BulkKind.BUSY, number, b"")
+            return
+        self._n_answering[connection] = n_answering + 1
+        self._nursery.start_soon(self._handle, connection, number, body)
+
+    async def _handle(self, connection: Connection, number: int, body: bytes) -> None:
+        try:
+            try:
+                kind, content = BulkKind.ANSWER, await self._answer(connection.node_id, body)
+            except RequestRefused as refusal:
+                kind, content = BulkKind.REFUSED, str(refusal).encode()
+            await self._reply(connection, kind, number, content)
+        finally:
+            if connection in self._n_answering:
+                self._n_answering[connection] -= 1
+
+    async def _reply(self, connection: Connection, kind: BulkKind, number: int, content: bytes) -> None:
+        try:
+            await connection.send(_HEADER.pack(kind, number), content)
+        except NodeUnreachable as error:
+            log.debug("an answer found nobody: %s", error)
