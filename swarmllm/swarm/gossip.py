@@ -40,28 +40,36 @@ Receive = Callable[[str, bytes], None]
 
 
 class Gossip:
-    def __init__(self, pubsub: Any, network_id: str) -> None:
+    """Outlives a crash of libp2p, as its host does; in between nothing is published."""
+
+    def __init__(
+        self, network_id: str, validate: Validate, receive: Receive, size_max_bytes: dict[str, int]
+    ) -> None:
+        """`validate(topic, content)` decides what is passed on, `receive` gets what was; neither may
+        block."""
+        self.network_id = network_id
+        self.validate = validate
+        self.receive = receive
+        self.size_max_bytes = size_max_bytes
+        self._pubsub: Any = None
+
+    def attach(self, pubsub: Any) -> None:
         self._pubsub = pubsub
-        self._network_id = network_id
 
     async def publish(self, topic: str, content: bytes) -> None:
         """Never raises for the network's sake: who misses it learns of it from a heartbeat."""
+        if self._pubsub is None:
+            return
         try:
-            await self._pubsub.publish(topic_name(topic, self._network_id), content)
+            await self._pubsub.publish(topic_name(topic, self.network_id), content)
         except Exception as error:
             log.warning("gossip on %s failed: %s", topic, type(error).__name__)
 
 
 @asynccontextmanager
-async def open_gossip(
-    host: Host,
-    nursery: trio.Nursery,
-    validate: Validate,
-    receive: Receive,
-    size_max_bytes: dict[str, int],
-    network_id: str = "",
-) -> AsyncIterator[Gossip]:
-    """`validate(topic, content)` decides what is passed on, `receive` gets what was; neither may block."""
+async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
+    """On the libp2p host that is attached now, until the context is left."""
+    size_max_bytes, network_id = gossip.size_max_bytes, gossip.network_id
     router = UnsignedGossipSub(
         protocols=[gossipsub.PROTOCOL_ID_V12, gossipsub.PROTOCOL_ID_V11, gossipsub.PROTOCOL_ID],
         degree=6,
@@ -80,14 +88,23 @@ async def open_gossip(
     for topic, size_max in size_max_bytes.items():
         name = topic_name(topic, network_id)
         pubsub.set_topic_validator(
-            name, guarded_validator(topic, name, size_max, validate), is_async_validator=False
+            name, guarded_validator(topic, name, size_max, gossip.validate), is_async_validator=False
         )
-    async with background_trio_service(pubsub), background_trio_service(router):
+    async with (
+        background_trio_service(pubsub),
+        background_trio_service(router),
+        trio.open_nursery() as nursery,
+    ):
         await pubsub.wait_until_ready()
         for topic in size_max_bytes:
             subscription = await pubsub.subscribe(topic_name(topic, network_id))
-            nursery.start_soon(_drain, subscription, topic, receive)
-        yield Gossip(pubsub, network_id)
+            nursery.start_soon(_drain, subscription, topic, gossip.receive)
+        gossip.attach(pubsub)
+        try:
+            yield
+        finally:
+            gossip.attach(None)
+            nursery.cancel_scope.cancel()
 
 
 def topic_name(topic: str, network_id: str) -> str:

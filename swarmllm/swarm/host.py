@@ -66,6 +66,9 @@ class _Watcher(INotifee):  # type: ignore[misc]
         if not self._host.is_connected(node_id):
             self._disconnected(node_id)
 
+    def report_lost(self, node_id: str) -> None:
+        self._disconnected(node_id)
+
     async def opened_stream(self, network: Any, stream: Any) -> None: ...
     async def closed_stream(self, network: Any, stream: Any) -> None: ...
     async def listen(self, network: Any, multiaddr: Any) -> None: ...
@@ -73,35 +76,60 @@ class _Watcher(INotifee):  # type: ignore[misc]
 
 
 class Host:
-    """Use `open_host`."""
+    """Outlives what it stands for: a libp2p host is attached to it by `run_libp2p`, and after a crash the
+    next one. In between nobody is connected and nobody can be reached."""
 
-    def __init__(self, identity: Identity, libp2p_host: Any) -> None:
+    def __init__(self, identity: Identity, doorkeeper: Doorkeeper) -> None:
         self.node_id = identity.node_id
-        self.libp2p_host = libp2p_host
-        self._swarm = libp2p_host.get_network()
+        self.port = 0
+        """The TCP port it listens on, once it does; the same in every life."""
+        self.libp2p_host: Any = None
+        self._identity = identity
+        self._doorkeeper = doorkeeper
+        self._swarm: Any = None
         self._watcher: _Watcher | None = None
+        self._handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {}
 
     @property
-    def port(self) -> int:
-        """The TCP port it listens on. Raises ConfigError when it listens nowhere."""
-        for listener in self._swarm.listeners.values():
-            for address in listener.get_addrs():
-                return int(address.value_for_protocol("tcp"))
-        raise ConfigError("libp2p listens on no port", field="libp2p_port")
+    def key_pair(self) -> Any:
+        return self._identity.key_pair
+
+    def security(self) -> GuardedNoise:
+        return GuardedNoise(self._identity, self._doorkeeper)
+
+    def attach(self, libp2p_host: Any) -> None:
+        self.libp2p_host, self._swarm = libp2p_host, libp2p_host.get_network()
+        self.port = _listening_port(self._swarm)
+        for protocol, handler in self._handlers.items():
+            libp2p_host.set_stream_handler(TProtocol(protocol), handler)
+        if self._watcher is not None:
+            self._swarm.register_notifee(self._watcher)
+
+    def detach(self) -> None:
+        """It is down. Whoever was connected is reported as disconnected."""
+        gone, watcher = self.connected(), self._watcher
+        self.libp2p_host = self._swarm = None
+        if watcher is not None:
+            for node_id in gone:
+                watcher.report_lost(node_id)
 
     def watch_peers(self, connected: Callable[[str], None], disconnected: Callable[[str], None]) -> None:
         """`connected` is called for each connection, `disconnected` when a peer's last one has ended."""
         self._watcher = _Watcher(self, connected, disconnected)
-        self._swarm.register_notifee(self._watcher)
+        if self._swarm is not None:
+            self._swarm.register_notifee(self._watcher)
 
     def ignore_peers(self) -> None:
-        if self._watcher is not None:
-            self._swarm.remove_notifee(self._watcher)
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None and self._swarm is not None:
+            self._swarm.remove_notifee(watcher)
 
     def is_connected(self, node_id: str) -> bool:
         return bool(self._connections(node_id))
 
     def connected(self) -> set[str]:
+        if self._swarm is None:
+            return set()
         return {
             str(peer_id)
             for peer_id, connections in self._swarm.connections.items()
@@ -115,11 +143,15 @@ class Host:
         async def handle(stream: Stream) -> None:
             await handler(str(stream.muxed_conn.peer_id), stream)
 
-        self.libp2p_host.set_stream_handler(TProtocol(protocol), handle)
+        self._handlers[protocol] = handle
+        if self.libp2p_host is not None:
+            self.libp2p_host.set_stream_handler(TProtocol(protocol), handle)
 
     async def dial(self, node_id: str, addresses: list[Address]) -> None:
         """Raises NodeUnreachable. Not to be cancelled: run it in a task of its own."""
         where = [Multiaddr(str(Address(a.ip, a.port))) for a in addresses]
+        if self.libp2p_host is None:
+            raise NodeUnreachable("libp2p is being started again")
         try:
             peer_id = ID.from_base58(node_id)
             # The library remembers every address it ever heard of and tries them all.
@@ -151,27 +183,26 @@ class Host:
             await host_guards.close_hard(connection)
 
     def _connections(self, node_id: str) -> list[Any]:
+        if self._swarm is None:
+            return []
         connections = self._swarm.connections.get(ID.from_base58(node_id), [])
         return [c for c in connections if not c.event_closed.is_set()]
 
 
 @asynccontextmanager
-async def open_host(
-    identity: Identity, doorkeeper: Doorkeeper, listen_host: str, port: int, ips: list[str]
-) -> AsyncIterator[Host]:
+async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) -> AsyncIterator[None]:
     """Listen and run until the context is left. Raises ConfigError when the port is taken."""
     host_guards.one_yamux_frame_per_noise_message()
     host_guards.contain_task_failures()
     host_guards.quieten_expected_failures()
     _refuse_taken_port(listen_host, port)
     listen = Multiaddr(f"/ip{6 if ':' in listen_host else 4}/{listen_host}/tcp/{port}")
-    bound_port = 0
     libp2p_host = new_host(
-        key_pair=identity.key_pair,
+        key_pair=host.key_pair,
         listen_addrs=[listen],
         # Otherwise 0.0.0.0 is told to everybody. The port is only known once it listens.
-        addrs_factory=lambda _: [Multiaddr(str(Address(ip, bound_port))) for ip in ips if bound_port],
-        sec_opt={NOISE: GuardedNoise(identity, doorkeeper)},
+        addrs_factory=lambda _: [Multiaddr(str(Address(ip, host.port))) for ip in ips if host.port],
+        sec_opt={NOISE: host.security()},
         muxer_opt={TProtocol(yamux.PROTOCOL_ID): yamux.Yamux},
         connection_config=ConnectionConfig(
             max_connections=CONNECTIONS_MAX,
@@ -193,18 +224,25 @@ async def open_host(
     host_guards.contain_handler_failures(libp2p_host, swarm)
     host_guards.dial_nobody_unasked(swarm)
     sockets = host_guards.remember_sockets(swarm)
-    host = Host(identity, libp2p_host)
     async with libp2p_host.run(listen_addrs=[listen]):
         try:
-            bound_port = host.port
-            yield host
+            host.attach(libp2p_host)
+            yield
         finally:
+            host.detach()
             # Leaving run() alone leaks the sockets. A frozen peer must not hold up the end either.
             with trio.CancelScope(shield=True):
                 for stream in list(sockets):
                     await trio.aclose_forcefully(stream)
                 with trio.move_on_after(_CLOSE_S):
                     await libp2p_host.close()
+
+
+def _listening_port(swarm: Any) -> int:
+    for listener in swarm.listeners.values():
+        for address in listener.get_addrs():
+            return int(address.value_for_protocol("tcp"))
+    raise ConfigError("libp2p listens on no port", field="libp2p_port")
 
 
 def _refuse_taken_port(listen_host: str, port: int) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError
 from swarmllm.swarm.addresses import Address, NodeAddress, announced_ips, is_loopback
 from swarmllm.swarm.answering import (
     RequestRefused,
@@ -32,8 +32,8 @@ from swarmllm.swarm.dialler import Dialler
 from swarmllm.swarm.doorkeeper import Doorkeeper
 from swarmllm.swarm.envelope import Envelope
 from swarmllm.swarm.finding import Finding, usable
-from swarmllm.swarm.gossip import Gossip, open_gossip
-from swarmllm.swarm.host import Host, open_host
+from swarmllm.swarm.gossip import Gossip, run_gossip
+from swarmllm.swarm.host import Host, run_libp2p
 from swarmllm.swarm.identity import Identity, load_or_create_identity, verify
 from swarmllm.swarm.liveness import Liveness
 from swarmllm.swarm.lock import locked_data_dir
@@ -56,6 +56,7 @@ from swarmllm.swarm.router import (
     RequestHandler,
 )
 from swarmllm.swarm.settings import SwarmSettings
+from swarmllm.swarm.supervisor import Supervisor
 from swarmllm.swarm.trust import Note, unnoted
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class Libp2pRouter:
         )
         self._liveness = Liveness(host, nursery, self._feed, dialler, self._requests, self._greet)
         self.host = host
+        self.supervisor: Supervisor | None = None
         self.plane = DataPlane(
             identity,
             doorkeeper,
@@ -317,8 +319,9 @@ async def open_libp2p_router(settings: SwarmSettings, note: Note = unnoted) -> A
                 raise
     except BaseExceptionGroup as group:
         # A dozen nurseries of ours and the library's each put a wrapping around it.
-        if inside and list(_leaves(group)) == inside:
-            raise inside[0] from None
+        leaves = list(_leaves(group))
+        if (inside and leaves == inside) or (len(leaves) == 1 and isinstance(leaves[0], SwarmLLMError)):
+            raise leaves[0] from None
         raise
 
 
@@ -340,25 +343,25 @@ async def _running_router(settings: SwarmSettings, note: Note) -> AsyncIterator[
         async with AsyncExitStack() as stack:
             for listener in listeners:
                 await stack.enter_async_context(listener)
-            host = await stack.enter_async_context(
-                open_host(identity, doorkeeper, settings.listen_host, settings.libp2p_port, ips)
-            )
             nursery = await stack.enter_async_context(trio.open_nursery())
             # On the way out, after what is entered below has been left: leaving that inside a cancelled scope
             # would put Cancelled in the place of the error that is on its way, and the nursery would swallow
             # it.
             stack.callback(nursery.cancel_scope.cancel)
+            host = Host(identity, doorkeeper)
             router = Libp2pRouter(identity, doorkeeper, host, nursery, started_at_ms, memory, note)
-            gossip = await stack.enter_async_context(
-                open_gossip(
-                    host,
-                    nursery,
-                    router.spread.validate,
-                    router.spread.receive,
-                    TOPIC_SIZES_BYTES,
-                    network.network_id,
-                )
+            gossip = Gossip(
+                network.network_id, router.spread.validate, router.spread.receive, TOPIC_SIZES_BYTES
             )
+
+            @asynccontextmanager
+            async def running_libp2p() -> AsyncIterator[None]:
+                port = host.port or settings.libp2p_port
+                async with run_libp2p(host, settings.listen_host, port, ips), run_gossip(gossip, host):
+                    yield
+
+            router.supervisor = Supervisor(running_libp2p)
+            await nursery.start(router.supervisor.run)
             router.begin(gossip, listeners, ips, bootstrap)
             if settings.mdns and not is_loopback(settings.listen_host):
                 nursery.start_soon(

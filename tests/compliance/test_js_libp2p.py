@@ -13,8 +13,8 @@ import trio
 
 from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.doorkeeper import Doorkeeper
-from swarmllm.swarm.gossip import HEALTH, MODELS, Gossip, open_gossip
-from swarmllm.swarm.host import Host, open_host
+from swarmllm.swarm.gossip import HEALTH, MODELS, Gossip, run_gossip
+from swarmllm.swarm.host import Host, run_libp2p
 from swarmllm.swarm.identity import load_or_create_identity
 from swarmllm.swarm.network_key import new_secret, private_network
 
@@ -84,7 +84,8 @@ async def foreign(nursery: trio.Nursery) -> AsyncIterator[ForeignPeer]:
 @pytest.fixture
 async def host(tmp_path: Path) -> AsyncIterator[Host]:
     identity = load_or_create_identity(tmp_path)
-    async with open_host(identity, Doorkeeper(), "127.0.0.1", 0, ["127.0.0.1"]) as host:
+    host = Host(identity, Doorkeeper())
+    async with run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]):
         yield host
 
 
@@ -114,16 +115,13 @@ async def test_our_host_dials_it(host: Host, foreign: ForeignPeer) -> None:
 @pytest.mark.parametrize("topic", [MODELS, HEALTH])
 async def test_gossip_travels_both_ways(host: Host, foreign: ForeignPeer, topic: str) -> None:
     send, receive = trio.open_memory_channel[tuple[str, bytes]](16)
-    async with (
-        trio.open_nursery() as nursery,
-        open_gossip(
-            host,
-            nursery,
-            validate=lambda _topic, content: content.startswith(b"valid"),
-            receive=lambda name, content: send.send_nowait((name, content)),
-            size_max_bytes={topic: 1000},
-        ) as gossip,
-    ):
+    gossip = Gossip(
+        "",
+        validate=lambda _topic, content: content.startswith(b"valid"),
+        receive=lambda name, content: send.send_nowait((name, content)),
+        size_max_bytes={topic: 1000},
+    )
+    async with trio.open_nursery() as nursery, run_gossip(gossip, host):
         await foreign.do("subscribe", topic=topic)
         await foreign.do("dial", address=address(host))
         await _meshed(foreign, host, gossip, topic)
@@ -164,8 +162,7 @@ async def _meshed(foreign: ForeignPeer, host: Host, gossip: Gossip, topic: str) 
 
 async def test_a_private_swarm_shows_it_a_closed_connection(tmp_path: Path, foreign: ForeignPeer) -> None:
     identity = load_or_create_identity(tmp_path)
-    async with open_host(
-        identity, Doorkeeper(private_network(new_secret())), "127.0.0.1", 0, ["127.0.0.1"]
-    ) as host:
+    host = Host(identity, Doorkeeper(private_network(new_secret())))
+    async with run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]):
         await foreign.fail("dial", address=address(host))
         assert not host.is_connected(foreign.id)

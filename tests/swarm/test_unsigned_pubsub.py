@@ -15,8 +15,8 @@ from libp2p.utils import encode_varint_prefixed
 
 from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.doorkeeper import Doorkeeper
-from swarmllm.swarm.gossip import MODELS, Gossip, open_gossip
-from swarmllm.swarm.host import Host, open_host
+from swarmllm.swarm.gossip import MODELS, Gossip, run_gossip
+from swarmllm.swarm.host import Host, run_libp2p
 from swarmllm.swarm.identity import load_or_create_identity
 
 pytestmark = pytest.mark.slow
@@ -47,21 +47,17 @@ class Listener:
 async def listener(folder: Path) -> AsyncIterator[Listener]:
     await trio.Path(folder).mkdir()
     identity = load_or_create_identity(folder)
-    async with (
-        open_host(identity, Doorkeeper(), "127.0.0.1", 0, ["127.0.0.1"]) as host,
-        trio.open_nursery() as nursery,
-    ):
-        made: list[Listener] = []
-        async with open_gossip(
-            host,
-            nursery,
-            validate=lambda _topic, content: content.startswith(b"valid"),
-            receive=lambda topic, content: made[0].take(topic, content),
-            size_max_bytes={MODELS: 1000},
-        ) as gossip:
-            made.append(Listener(host, gossip))
-            yield made[0]
-        nursery.cancel_scope.cancel()
+    made: list[Listener] = []
+    host = Host(identity, Doorkeeper())
+    gossip = Gossip(
+        "",
+        validate=lambda _topic, content: content.startswith(b"valid"),
+        receive=lambda topic, content: made[0].take(topic, content),
+        size_max_bytes={MODELS: 1000},
+    )
+    async with run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]), run_gossip(gossip, host):
+        made.append(Listener(host, gossip))
+        yield made[0]
 
 
 async def connect(one: Listener, other: Listener) -> None:
