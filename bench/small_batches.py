@@ -1,0 +1,115 @@
+"""A batch of a few rows, row by row and in ggml's tiles: ms per batch; the rival is ggml as it comes.
+
+    python -m bench.small_batches --rounds 5
+
+A batch is one step of so many streams. Both sides are processes with the same model, a random one of 0.5B
+shape, and take turns; a figure of a round is the best of 4 batches. The worker's way is that of
+`workers/swarmllm_workers/small_batches.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench.figures import Figure, ratios, table, write
+from bench.shapes import HALF_BILLION, build
+
+ROWS = (1, 2, 3, 4, 6, 7, 8)
+N_PROMPT = 64
+N_REPEATS = 4
+
+
+def serve(gguf: str, n_threads: int, *, tiles: bool) -> None:
+    """Answers each number of rows on stdin with milliseconds."""
+    if tiles:
+        import llama_cpp  # noqa: F401  (before the worker's package: it cannot stand before ggml any more)
+    from swarmllm_workers import small_batches
+    from swarmllm_workers.libllama import Context, ContextSettings, Model
+
+    model = Model(Path(gguf))
+    settings = ContextSettings(n_ctx=512, n_slots=max(ROWS), n_threads=n_threads, n_outputs_max=max(ROWS))
+    context = Context(model, settings)
+    tokens = (np.arange(N_PROMPT) % 250).astype(np.int32)
+    for slot in range(max(ROWS)):
+        context.decode(tokens, np.arange(N_PROMPT), slot, np.zeros(N_PROMPT, np.int8))
+    assert small_batches.is_asked() != tiles
+    for line in sys.stdin:
+        n = int(line)
+        best_s = float("inf")
+        for _ in range(N_REPEATS):
+            for slot in range(n):
+                context.truncate(slot, N_PROMPT)
+            started_s = time.perf_counter()
+            context.decode(tokens[:n], np.full(n, N_PROMPT), np.arange(n), True)
+            best_s = min(best_s, time.perf_counter() - started_s)
+        print(json.dumps(best_s * 1000), flush=True)
+
+
+class Side:
+    def __init__(self, gguf: Path, n_threads: int, *, tiles: bool) -> None:
+        command = [sys.executable, "-m", "bench.small_batches", "--serve", str(gguf)]
+        command += ["--threads", str(n_threads), *(["--tiles"] if tiles else [])]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def milliseconds(self, n_rows: int) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{n_rows}\n")
+        self._process.stdin.flush()
+        return float(json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def measure(arguments: argparse.Namespace, gguf: Path) -> None:
+    sides = {name: Side(gguf, arguments.threads, tiles=name == "tiles") for name in ("tiles", "rows")}
+    figures = {(name, n): Figure(f"{n} rows, {name}", "ms") for n in ROWS for name in sides}
+    for _ in range(arguments.rounds):
+        for (name, n), figure in figures.items():
+            figure.values.append(sides[name].milliseconds(n))
+    for side in sides.values():
+        side.close()
+    rows: list[tuple[Figure, Figure | None]] = []
+    for n in ROWS:
+        theirs, ours = figures["tiles", n], figures["rows", n]
+        rows += [(theirs, None), (ours, ratios(ours, theirs))]
+    for name in sides:
+        for n in ROWS[1:]:
+            pairs = zip(figures[name, 1].values, figures[name, n].values, strict=True)
+            rows.append((Figure(f"{n} streams / 1 stream, {name}", "x", [n * a / b for a, b in pairs]), None))
+    text = table(rows)
+    print(text)
+    command = f"python -m bench.small_batches --rounds {arguments.rounds} --threads {arguments.threads}"
+    write(f"small-batches-{arguments.threads}-threads", command, rows, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--tiles", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve, arguments.threads, tiles=arguments.tiles)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        measure(arguments, build(HALF_BILLION, Path(folder) / "half-billion.gguf"))
+
+
+if __name__ == "__main__":
+    main()
