@@ -41,6 +41,7 @@ LAYERS = (
     "swarmllm.config",
     "swarmllm.keys",
     "swarmllm.sd_notify",
+    "swarmllm.memory_info",
     "swarmllm.errors",
     "swarmllm_proto",
     "swarmllm.bootstrap",

@@ -33,8 +33,8 @@ from swarmllm.api.node_json import (
 )
 from swarmllm.api.work import Works
 from swarmllm.errors import Overloaded
+from swarmllm.memory_info import memory_bytes, resident_bytes
 from swarmllm.node import Node
-from swarmllm.node.memory import memory_bytes, resident_bytes
 
 INTERVAL_S = 0.5
 SIGN_OF_LIFE_S = 10.0

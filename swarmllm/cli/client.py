@@ -21,7 +21,8 @@ from swarmllm.cli.errors import CommandFailed, DaemonUnreachable, RequestRefused
 
 ANSWER_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
-LINE_MAX_BYTES = 1 << 20
+LINE_MAX_BYTES = 1 << 24
+"""A section of the event stream of a node in a large swarm is one line."""
 KEY_VARIABLE = "SWARMLLM_KEY"
 REFUSALS = frozenset(
     {"invalid_request_error", "authentication_error", "permission_error", "rate_limit_error"}
@@ -69,11 +70,23 @@ class Client:
     def post_lines(self, path: str, body: Mapping[str, object]) -> Iterator[str]:
         """The lines of the answer as they arrive; an answer may take as long as it likes between two of
         them."""
+        return self._lines("POST", path, None, json=body)
+
+    def events(self, path: str) -> Iterator[tuple[str, Any]]:
+        """(name, data) of server-sent events, for as long as they come. A sign of life is expected now and
+        then."""
+        name = ""
+        for line in self._lines("GET", path, ANSWER_TIMEOUT_S):
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                yield name, self.parse(line.removeprefix("data: "))
+
+    def _lines(self, method: str, path: str, timeout_s: float | None, **content: Any) -> Iterator[str]:
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         with (
             self._failures_explained(),
-            self._http.stream(
-                "POST", path, json=body, timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-            ) as answer,
+            self._http.stream(method, path, timeout=timeout, **content) as answer,
         ):
             if answer.status_code >= 400:
                 answer.read()

@@ -24,6 +24,8 @@ class LazyCommand:
 COMMANDS = {
     "daemon": LazyCommand("swarmllm.cli.daemon", "Run a node on this machine until Ctrl-C."),
     "status": LazyCommand("swarmllm.cli.status", "Show what the node is doing."),
+    "top": LazyCommand("swarmllm.cli.top", "Watch nodes, pipelines, tokens per second and memory."),
+    "doctor": LazyCommand("swarmllm.cli.doctor", "Look for what keeps this node from working well."),
     "peers": LazyCommand("swarmllm.cli.peers", "Show the nodes this one is connected to."),
     "plan": LazyCommand("swarmllm.cli.plan", "Show the route a request would take, and why."),
     "invite": LazyCommand("swarmllm.cli.invite", "Make a string with which others can join."),

@@ -17,8 +17,8 @@ import trio
 
 from swarmllm.config import AutoManageTable
 from swarmllm.errors import SwarmLLMError
+from swarmllm.memory_info import memory_bytes
 from swarmllm.models import CatalogueEntry, LayerRange, merge, subtract
-from swarmllm.node.memory import memory_bytes
 from swarmllm.node.placing import next_step, plan_of, shape_of
 from swarmllm.scheduling.patience import CONSISTENT_TICKS, Patience
 from swarmllm.scheduling.placement import ModelShape

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from swarmllm.memory_info import memory_bytes
 from swarmllm.node.admission import Admission
-from swarmllm.node.memory import memory_bytes
 from swarmllm.pipeline.occupancy import Room
 from swarmllm.scheduling.coordinates import TRUSTED_ERROR, Coordinate, moved
 from swarmllm.scheduling.observation import MAX_MODELS, Observations

@@ -1,0 +1,28 @@
+"""`python -m swarmllm_workers.build_info`: how libllama was built here, as one line of JSON.
+
+For `swarmllm doctor`, which runs it as a process of its own: libllama is loaded nowhere else than in workers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import llama_cpp
+from llama_cpp import llama_cpp as lib
+
+
+def build_info() -> dict[str, object]:
+    """`features`: what libllama says that it uses of the processor, by name."""
+    described = lib.llama_print_system_info().decode("utf-8", "replace")
+    features = dict(re.findall(r"(\w+) = (\d+)", described))
+    return {
+        "version": llama_cpp.__version__,
+        "features": sorted(name for name, value in features.items() if value != "0"),
+        "gpu": bool(lib.llama_supports_gpu_offload()),
+        "mmap": bool(lib.llama_supports_mmap()),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(build_info()))
