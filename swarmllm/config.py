@@ -29,8 +29,9 @@ Guesses = Annotated[int, Meta(ge=1, le=64)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
-def _setting(default: Any, doc: str) -> Any:
-    return dataclasses.field(default=default, metadata={"doc": doc})
+def _setting(default: Any, doc: str, *, reload: bool = False) -> Any:
+    """`reload`: a change counts at once when the daemon gets SIGHUP."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "reload": reload})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class NodeTable:
         "", "Folder for identity, catalogue and caches; empty means ~/.local/share/swarmllm (XDG_DATA_HOME)."
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting(
-        "info", "How much is written to stderr; prompts and secrets never are."
+        "info", "How much is written to stderr; prompts and secrets never are.", reload=True
     )
 
 
@@ -103,7 +104,7 @@ class InferenceTable:
     max_queued_requests: Annotated[int, Meta(ge=0, le=65536)] = _setting(
         64, "Requests that may wait for their turn; one more is refused with 429."
     )
-    queue_timeout_s: Seconds = _setting(30.0, "Longest wait for a turn; then 429.")
+    queue_timeout_s: Seconds = _setting(30.0, "Longest wait for a turn; then 429.", reload=True)
     prefill_chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = _setting(
         128, "Prompt tokens that walk the pipeline as one chunk."
     )
@@ -195,13 +196,19 @@ class StoreTable:
         0.0, "Disk space in GiB for models fetched from other nodes; 0 means no limit but the disk."
     )
     share: bool = _setting(
-        True, "Give this node's models to connected nodes that ask for them; they load them by name."
+        True,
+        "Give this node's models to connected nodes that ask for them; they load them by name.",
+        reload=True,
     )
     upload_mib_s: Annotated[float, Meta(ge=0, le=2**20)] = _setting(
-        0.0, "MiB per second that this node gives to others at most, all together; 0 means no limit."
+        0.0,
+        "MiB per second that this node gives to others at most, all together; 0 means no limit.",
+        reload=True,
     )
     max_uploads: Annotated[int, Meta(ge=1, le=256)] = _setting(
-        4, "Pieces of models (of 1 MiB) that are read and sent at the same time; more wait, then are put off."
+        4,
+        "Pieces of models (of 1 MiB) that are read and sent at the same time; more wait, then are put off.",
+        reload=True,
     )
 
 
@@ -226,9 +233,9 @@ class DownloadsTable:
     """Models from the web (`swarmllm models pull`). HF_TOKEN, HF_ENDPOINT and HTTPS_PROXY come from the
     environment."""
 
-    offline: bool = _setting(False, "Fetch nothing from the web (as HF_HUB_OFFLINE=1).")
+    offline: bool = _setting(False, "Fetch nothing from the web (as HF_HUB_OFFLINE=1).", reload=True)
     connections: Annotated[int, Meta(ge=1, le=32)] = _setting(
-        4, "Pieces of one file that are fetched at the same time."
+        4, "Pieces of one file that are fetched at the same time.", reload=True
     )
 
 

@@ -35,6 +35,7 @@ from swarmllm.node import Node
 from swarmllm.pipeline.links import Links
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.reloading import reload_on_sighup
 from swarmllm.scheduling.constraints import Constraints, Pin
 from swarmllm.scheduling.observation import Observations
 from swarmllm.sd_notify import ServiceManager
@@ -70,11 +71,13 @@ class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
 async def run_daemon(
     config: Config,
     *,
+    reread: Callable[[], Config] | None = None,
     on_serving: Callable[[Whereabouts], None] = lambda whereabouts: None,
     task_status: TaskStatus[Whereabouts] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve until SIGINT, SIGTERM or cancellation; started when HTTP answers (models may still load), which
-    `on_serving` is told too.
+    `on_serving` is told too. `reread` gets the configuration anew, for SIGHUP; without it SIGHUP is not
+    handled.
 
     Raises ConfigError, and other SwarmLLMErrors for what keeps a daemon from running.
     """
@@ -83,7 +86,7 @@ async def run_daemon(
     try:
         async with trio.open_nursery() as nursery:
             await nursery.start(_stop_on_signal, nursery.cancel_scope)
-            async with open_daemon(config) as whereabouts:
+            async with open_daemon(config, reread, manager) as whereabouts:
                 on_serving(whereabouts)
                 task_status.started(whereabouts)
                 manager.tell(READY=1, STATUS=whereabouts.api_url)
@@ -97,7 +100,9 @@ async def run_daemon(
 
 
 @asynccontextmanager
-async def open_daemon(config: Config) -> AsyncIterator[Whereabouts]:
+async def open_daemon(
+    config: Config, reread: Callable[[], Config] | None = None, manager: ServiceManager | None = None
+) -> AsyncIterator[Whereabouts]:
     """A running daemon; leaving the block stops it. Raises ConfigError where folder or ports are taken."""
     data_dir = await trio.to_thread.run_sync(prepare_data_dir, config.data_dir)
     catalogue = await trio.to_thread.run_sync(open_catalogue, data_dir)
@@ -105,16 +110,21 @@ async def open_daemon(config: Config) -> AsyncIterator[Whereabouts]:
     async with (
         open_trust(data_dir, settings.lists) as trust,
         open_libp2p_router(settings, trust.note) as router,
-        _open_rooms(config, data_dir, catalogue, router, trust) as whereabouts,
+        _open_rooms(config, data_dir, catalogue, router, trust) as (whereabouts, apply),
+        trio.open_nursery() as nursery,
     ):
+        if reread is not None:
+            manager = manager or ServiceManager({})
+            await nursery.start(reload_on_sighup, config, reread, apply, manager)
         yield whereabouts
+        nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
 async def _open_rooms(
     config: Config, data_dir: Path, catalogue: Catalogue, router: Libp2pRouter, trust: Trust
-) -> AsyncIterator[Whereabouts]:
-    """Everything above the network, bottom up."""
+) -> AsyncIterator[tuple[Whereabouts, Callable[[Config], None]]]:
+    """Everything above the network, bottom up; yields also what takes over a changed configuration."""
     settings = worker_settings(config, data_dir)
     pool = WorkerPool(settings, data_dir / "run", on_change=lambda: node.holdings_changed())
     async with pool.running(), trio.open_nursery() as nursery:
@@ -158,6 +168,12 @@ async def _open_rooms(
         )
         await nursery.start(node.run)
         nursery.start_soon(node.measure, data_dir / MACHINE_FILE)
+
+        def apply(changed: Config) -> None:
+            logging.getLogger("swarmllm").setLevel(changed.node.log_level.upper())
+            node.configure(changed)
+            travel.configure(travel_settings(changed))
+
         async with open_api(node, config, KeyFile(data_dir)) as api_url:
             whereabouts = Whereabouts(
                 pid=os.getpid(),
@@ -172,7 +188,7 @@ async def _open_rooms(
                 log.info("node %s (%s) serves %s", node.nickname, node.node_id, api_url)
                 nursery.start_soon(node.start)
                 nursery.start_soon(node.placing.run)
-                yield whereabouts
+                yield whereabouts, apply
             finally:
                 log.info("stopping")
                 file.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from swarmllm.api.auth import Doorkeeper
 from swarmllm.api.chat import chat
 from swarmllm.api.completions import completions
 from swarmllm.api.connection import Connection
-from swarmllm.api.context import NODE, SETTINGS, WORKS
+from swarmllm.api.context import NODE, WORKS
 from swarmllm.api.dashboard import dashboard
 from swarmllm.api.downloads import downloads
 from swarmllm.api.embeddings import embeddings
@@ -48,7 +48,6 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     app.config["MAX_CONTENT_LENGTH"] = config.api.max_body_bytes
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_S
     app.extensions[NODE] = node
-    app.extensions[SETTINGS] = config
     app.extensions[RESPONSES] = ResponseStore()
     works = app.extensions[WORKS] = Works()
     app.extensions[PULSE] = Pulse(node, works)

@@ -14,7 +14,6 @@ from swarmllm.node import Node
 from swarmllm.scheduling.tiers import LOCAL, Caller
 
 NODE = "swarmllm.node"
-SETTINGS = "swarmllm.config"
 WORKS = "swarmllm.works"
 
 
@@ -29,7 +28,7 @@ def current_caller() -> Caller:
 
 
 def current_config() -> Config:
-    return cast(Config, current_app.extensions[SETTINGS])
+    return current_node().config
 
 
 def current_works() -> Works:

@@ -74,13 +74,16 @@ def daemon(config_file: Path | None, as_json: bool, **values: object) -> None:
 
     Settings come from, later ones winning: built-in defaults, the TOML file, SWARMLLM_<TABLE>_<KEY> in the
     environment, the flags below. Other nodes join this one with --bootstrap and an address that
-    `swarmllm status` shows.
+    `swarmllm status` shows. SIGHUP makes it read its settings again.
     """
     given = {name: values[name.partition(".")[2]] for name in FLAGS.values()}
+    read = partial(
+        load_config,
+        config_file,
+        flags={name: None if value == () else value for name, value in given.items()},
+    )
     try:
-        config = load_config(
-            config_file, flags={name: None if value == () else value for name, value in given.items()}
-        )
+        config = read()
     except ConfigError as error:
         raise WrongUsage(error.message) from None
 
@@ -89,7 +92,14 @@ def daemon(config_file: Path | None, as_json: bool, **values: object) -> None:
     from swarmllm.daemon import run_daemon
 
     try:
-        trio.run(partial(run_daemon, config, on_serving=_print_line if as_json else lambda whereabouts: None))
+        trio.run(
+            partial(
+                run_daemon,
+                config,
+                reread=read,
+                on_serving=_print_line if as_json else lambda whereabouts: None,
+            )
+        )
     except ConfigError as error:
         raise WrongUsage(error.message) from None
     except SwarmLLMError as error:

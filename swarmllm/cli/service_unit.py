@@ -29,6 +29,7 @@ After=network-online.target
 Type=notify
 NotifyAccess=main
 ExecStart={command}
+ExecReload=/bin/kill -HUP $MAINPID
 Restart=on-failure
 RestartSec=2
 WatchdogSec=60

@@ -142,6 +142,10 @@ class Downloads:
         self._turns = trio.CapacityLimiter(settings.max_downloads)
         self._nursery: trio.Nursery | None = None
 
+    def configure(self, settings: DownloadSettings) -> None:
+        """For downloads that are asked for from now on."""
+        self._settings = settings
+
     def list(self) -> tuple[DownloadView, ...]:
         """The latest first."""
         return tuple(download.view() for download in reversed(self._downloads.values()))

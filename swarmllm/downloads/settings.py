@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from swarmllm.config import DownloadsTable
+
 HUGGING_FACE = "https://huggingface.co"
 
 
@@ -37,11 +39,11 @@ class DownloadSettings:
         )
 
 
-def from_environment(env: Mapping[str, str], *, offline: bool, n_lanes: int) -> DownloadSettings:
+def from_environment(env: Mapping[str, str], table: DownloadsTable) -> DownloadSettings:
     """With Hugging Face's own variables: HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE."""
     return DownloadSettings(
-        offline=offline or env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
-        n_lanes=n_lanes,
+        offline=table.offline or env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+        n_lanes=table.connections,
         endpoint=(env.get("HF_ENDPOINT") or HUGGING_FACE).rstrip("/"),
         token=env.get("HF_TOKEN", ""),
     )

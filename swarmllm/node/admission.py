@@ -31,7 +31,7 @@ class Admission:
         self.refused: Counter[tuple[Tier, Refusal]] = Counter()
         self._queue = TurnQueue(self.caps, max_queued)
         self._rates = RateLimits()
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._news: dict[Ticket, trio.Event] = {}
         self._run_s = 0.0
         """Moving average."""
@@ -84,14 +84,14 @@ class Admission:
             n_waiting = self._queue.n_waiting()
             text = f"This node is busy and {n_waiting} requests wait already."
             raise self._refuse(ticket.caller, "full", text) from None
-        with trio.move_on_after(self._timeout_s):
+        with trio.move_on_after(self.timeout_s):
             await news.wait()
         if self._queue.is_running(ticket):
             return
         if news.is_set():
             text = "This node is busy, and other keys have fewer requests waiting."
             raise self._refuse(ticket.caller, "full", text)
-        text = f"This node was busy for {self._timeout_s:g} s; try again later."
+        text = f"This node was busy for {self.timeout_s:g} s; try again later."
         raise self._refuse(ticket.caller, "timeout", text)
 
     def _tell(self, moves: Moves) -> None:

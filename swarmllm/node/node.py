@@ -86,7 +86,7 @@ class Node:
             inference.max_queued_requests,
             inference.queue_timeout_s,
         )
-        self._config = config
+        self.config = config
         self._router = router
         self._registry = registry
         self._pool = pool
@@ -125,11 +125,15 @@ class Node:
         self.downloads = Downloads(
             config.data_dir / "downloads",
             travel,
-            from_environment(
-                os.environ, offline=config.downloads.offline, n_lanes=config.downloads.connections
-            ),
+            from_environment(os.environ, config.downloads),
             find=self._resolve,
         )
+
+    def configure(self, config: Config) -> None:
+        """Take over what may change while it runs."""
+        self.config = config
+        self.admission.timeout_s = config.inference.queue_timeout_s
+        self.downloads.configure(from_environment(os.environ, config.downloads))
 
     @property
     def node_id(self) -> str:
@@ -168,7 +172,7 @@ class Node:
         Raises SwarmLLMError for an entry that cannot be meant (no such model, layers it does not have); a
         load that fails is logged and leaves the node running, not ready.
         """
-        wanted = [await self._patiently(partial(self._wanted, text)) for text in self._config.model.load]
+        wanted = [await self._patiently(partial(self._wanted, text)) for text in self.config.model.load]
         for entry, layers in wanted:
             try:
                 await self._patiently(partial(self._load, entry, layers, _unseen, _unseen))
@@ -353,7 +357,7 @@ class Node:
 
     async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
         """Right after the start, who has what is needed may not be connected yet."""
-        until_s = trio.current_time() + (JOINING_S if self._config.network.bootstrap else 0)
+        until_s = trio.current_time() + (JOINING_S if self.config.network.bootstrap else 0)
         while True:
             try:
                 return await act()

@@ -86,6 +86,12 @@ class Travel:
     def store(self) -> Store:
         return self._store
 
+    def configure(self, settings: TravelSettings) -> None:
+        """From now on; what is under way goes on as it began."""
+        self._settings = settings
+        self._uploads.configure(settings)
+        self._on_change()
+
     def statistics(self) -> TravelStatistics:
         self._statistics.given_bytes = self._uploads.n_bytes
         return self._statistics

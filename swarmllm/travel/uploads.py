@@ -66,6 +66,10 @@ class Uploads:
         self.n_bytes = 0
         """Given since the start."""
 
+    def configure(self, settings: TravelSettings) -> None:
+        self._settings = settings
+        self._turns.total_tokens = settings.max_uploads
+
     async def answer(self, request: FetchPiece) -> Piece:
         """Never raises for what a request asks."""
         if not self._settings.share:

@@ -17,6 +17,7 @@ import pytest
 import trio
 from shelf import FAULTS, Shelf, open_shelf, reset_in_the_middle, status, well
 
+from swarmllm.config import DownloadsTable
 from swarmllm.downloads import Download, Downloads, DownloadSettings
 from swarmllm.downloads.errors import Busy, DownloadError, Offline, Refused
 from swarmllm.downloads.patience import Patience
@@ -356,8 +357,8 @@ async def test_what_is_no_source_is_refused(tmp_path: Path, source: str) -> None
 
 async def test_offline_means_offline(tmp_path: Path, shelf: Shelf) -> None:
     for settings in (
-        from_environment({}, offline=True, n_lanes=4),
-        from_environment({"HF_HUB_OFFLINE": "1"}, offline=False, n_lanes=4),
+        from_environment({}, DownloadsTable(offline=True)),
+        from_environment({"HF_HUB_OFFLINE": "1"}, DownloadsTable()),
     ):
         async with open_stand(tmp_path, settings) as stand:
             with pytest.raises(Offline):

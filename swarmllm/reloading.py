@@ -1,0 +1,76 @@
+"""SIGHUP: read the configuration again, and let what may change while the node runs count at once.
+
+Which keys those are stands with their definition (`swarmllm.config`). The rest is what sockets, workers and
+identities were made from: a change there is reported, and counts after a restart. A configuration that
+cannot be used changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmllm.config import TABLES, Config, keys_of
+from swarmllm.errors import ConfigError
+from swarmllm.sd_notify import ServiceManager
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+log = logging.getLogger(__name__)
+
+
+def merge(old: Config, new: Config) -> tuple[Config, list[str], list[str]]:
+    """(what counts from now on, the keys that changed with it, those that count after a restart)"""
+    applied, waiting, tables = [], [], {}
+    for table in TABLES:
+        before, after = getattr(old, table), getattr(new, table)
+        changes = {}
+        for key, field in keys_of(table).items():
+            value = getattr(after, key)
+            if value == getattr(before, key):
+                continue
+            if field.metadata["reload"]:
+                changes[key] = value
+                applied.append(f"{table}.{key}")
+            else:
+                waiting.append(f"{table}.{key}")
+        tables[table] = dataclasses.replace(before, **changes)
+    return Config(**tables), applied, waiting
+
+
+async def reload_on_sighup(
+    config: Config,
+    reread: Callable[[], Config],
+    apply: Callable[[Config], None],
+    manager: ServiceManager,
+    *,
+    task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """For ever; `reread` blocks and raises ConfigError."""
+    with trio.open_signal_receiver(signal.SIGHUP) as signals:
+        task_status.started()
+        async for _ in signals:
+            manager.tell(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000)
+            try:
+                new = await trio.to_thread.run_sync(reread)
+            except ConfigError as error:
+                log.error("SIGHUP: %s; nothing is changed", error.message)  # noqa: TRY400 (it says it all)
+            else:
+                config, applied, waiting = merge(config, new)
+                apply(config)
+                log.warning("SIGHUP: %s", _account(applied, waiting))
+            manager.tell(READY=1)
+
+
+def _account(applied: list[str], waiting: list[str]) -> str:
+    parts = [f"changed: {', '.join(applied)}" if applied else "nothing is changed"]
+    if waiting:
+        parts.append(f"after a restart: {', '.join(waiting)}")
+    return "; ".join(parts)
