@@ -23,7 +23,7 @@ export function hops(route, { times = true } = {}) {
   const isRing = route.some((stage) => stage.network_ms_per_token > 0);
   return h("ol", { class: "hops", "aria-label": "Route" }, route.map((stage, index) => h("li", null,
     h("span", { class: "swatch", style: hue(stage.node) }),
-    h("span", null, nameOf(stage)),
+    h("span", { class: "cut" }, nameOf(stage)),
     h("span", { class: "muted" }, layerText(stage.layers)),
     times && stage.compute_ms_per_token > 0 && h("span", { class: "muted" }, ms(stage.compute_ms_per_token + stage.overhead_ms_per_token)),
     times && isRing && h("span", { class: "hop" }, `${index === route.length - 1 ? "↩" : "→"} ${ms(stage.network_ms_per_token)}`),

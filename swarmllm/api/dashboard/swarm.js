@@ -26,7 +26,7 @@ export function renderSwarm(root, state) {
     panel("Layers", held.length ? `${plural(held.length, "model")} held` : "", held.length
       ? held.map((model) => map(model, nodes, state.requests.live))
       : h("p", { class: "empty" }, "No node holds any layers yet. Load a model under ", h("a", { href: "#models" }, "Models"), ", or run ", h("code", null, "swarmllm models load guide"), ".")),
-    panel("Nodes", plural(nodes.length, "node"), h("div", { class: "nodes" }, nodes.map(nodeCard))),
+    panel("Nodes", plural(nodes.length, "node"), h("div", { class: "nodes", tabindex: "0", role: "region", "aria-label": "Nodes of the swarm" }, nodes.map(nodeCard))),
     panel("Live pipelines", [foreign(state.node), state.requests.live.some((request) => request.route.length) && "per token: solid computes, pale queues, hatched travels"].filter(Boolean).join(" · "), state.requests.live.length
       ? state.requests.live.map(pipeline)
       : h("p", { class: "empty" }, "Nothing runs right now. Ask something under ", h("a", { href: "#chat" }, "Chat"), ".")),
@@ -111,7 +111,7 @@ function map(model, nodes, live) {
         h("div", { class: "track sum", role: "img", "aria-label": missing ? `Layers ${missing} are missing` : "Every layer is held" },
           covered(model).map((text) => h("div", { class: "bar", style: place(text) })),
           model.missing.map((text) => h("div", { class: "bar gap", title: `layers ${layerText(text)} are missing`, style: place(text) })),
-          model.missing.map((text) => { const [start, end] = range(text); return h("span", { class: "gap-note", style: { left: `${(50 * (start + end)) / model.n_layers}%` } }, `${layerText(text)} missing`); })))));
+          model.missing.map((text) => { const [start, end] = range(text); const isLast = start + end > 1.8 * model.n_layers; return h("span", { class: isLast ? "gap-note last" : "gap-note", style: { left: isLast ? "100%" : `${(50 * (start + end)) / model.n_layers}%` } }, `${layerText(text)} missing`); })))));
 }
 
 function covered(model) {
