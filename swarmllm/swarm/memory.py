@@ -2,8 +2,8 @@
 
 `InMemoryRouter` keeps the promises of `Router` with the same errors, the same order and the same
 back-pressure as the libp2p one (one contract test-suite runs over both), and adds what a real network will
-not give on command: latency and bandwidth per link, `cut`, `heal` and `kill`. Under trio's autojump clock a
-simulated minute costs milliseconds.
+not give on command: latency, bandwidth and loss per link, `cut`, `heal` and `kill`. Under trio's autojump
+clock a simulated minute costs milliseconds.
 
     async with InMemoryNetwork() as network:
         a, b = network.add("a"), network.add("b")
@@ -16,6 +16,7 @@ on their way; where a link is cut they go round it, as gossip would.
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -208,7 +209,12 @@ class InMemoryRouter:
     def _link(self, node_id: str) -> MemoryLink:
         if (link := self._links.get(node_id)) is None:
             receiver = self._network.router(node_id)
-            link = MemoryLink(self._node_id, receiver._deliver, self._network.quality(self._node_id, node_id))
+            link = MemoryLink(
+                self._node_id,
+                receiver._deliver,
+                self._network.quality(self._node_id, node_id),
+                self._network.rng,
+            )
             self._links[node_id] = link
             receiver.start(link.carry)
         return link
@@ -217,15 +223,15 @@ class InMemoryRouter:
         await deliver(self._on_message, sender, header, payload)
 
     async def _answer(self, caller: InMemoryRouter, body: bytes, exchange: _Exchange) -> None:
-        await trio.sleep(self._network.quality(caller.node_id, self._node_id).latency_s)
+        await trio.sleep(self._network.quality(caller.node_id, self._node_id).way_s(self._network.rng))
         try:
             response = await answer(self._on_request, caller.node_id, body)
         except RequestRefused as refusal:
             failure = RemoteError(f"node {self._node_id}: {refusal}")
-            await trio.sleep(self._network.quality(self._node_id, caller.node_id).latency_s)
+            await trio.sleep(self._network.quality(self._node_id, caller.node_id).way_s(self._network.rng))
             exchange.finish(failure=failure)
         else:
-            await trio.sleep(self._network.quality(self._node_id, caller.node_id).latency_s)
+            await trio.sleep(self._network.quality(self._node_id, caller.node_id).way_s(self._network.rng))
             exchange.finish(response=bytes(response))
 
     async def _run_while_alive(self, task: Callable[..., Awaitable[None]], args: tuple[Any, ...]) -> None:
@@ -242,7 +248,9 @@ class InMemoryRouter:
 class InMemoryNetwork:
     """All the nodes, and what lies between them. Use as an async context manager."""
 
-    def __init__(self, quality: LinkQuality | None = None) -> None:
+    def __init__(self, quality: LinkQuality | None = None, *, seed: int = 1) -> None:
+        self.rng = random.Random(seed)
+        """Decides what is lost."""
         self._quality = quality or LinkQuality()
         self._qualities: dict[tuple[str, str], LinkQuality] = {}
         self._routers: dict[str, InMemoryRouter] = {}

@@ -149,3 +149,36 @@ async def test_three_hundred_nodes_see_each_others_records(autojump_clock: MockC
         for router in routers:
             assert len(router.records()) == 20
             assert len(router.connected()) == 299
+
+
+async def test_what_is_lost_on_the_way_comes_later_and_holds_up_what_is_behind(
+    autojump_clock: MockClock,
+) -> None:
+    async with InMemoryNetwork(LinkQuality(latency_s=0.05, loss=0.1), seed=3) as network:
+        a, b = network.add("a"), network.add("b")
+        arrivals: list[tuple[bytes, float]] = []
+
+        async def note(sender: str, header: bytes, payload: memoryview) -> None:
+            arrivals.append((header, trio.current_time()))
+
+        async def answer(sender: str, body: bytes) -> bytes:
+            return body
+
+        b.serve(answer, note)
+        sent_s: list[float] = []
+        for number in range(40):
+            sent_s.append(trio.current_time())
+            await a.send("b", b"%d" % number)
+            await trio.sleep(0.01)
+        await trio.sleep(1)
+        assert [header for header, _ in arrivals] == [b"%d" % number for number in range(40)]
+        waits_s = [arrived - sent for (_, arrived), sent in zip(arrivals, sent_s, strict=True)]
+        assert min(waits_s) == pytest.approx(0.05)
+        assert max(waits_s) == pytest.approx(0.15)
+        assert len({round(wait, 3) for wait in waits_s}) > 2
+        durations_s = set()
+        for _ in range(30):
+            started_s = trio.current_time()
+            assert await a.request("b", b"x") == b"x"
+            durations_s.add(round(trio.current_time() - started_s, 3))
+        assert durations_s == {0.1, 0.2}
