@@ -27,6 +27,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=1, le=65536)]
 Guesses = Annotated[int, Meta(ge=1, le=64)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Patience = Annotated[float, Meta(ge=0, le=86400)]
 
 
 def _setting(default: Any, doc: str, *, reload: bool = False) -> Any:
@@ -97,9 +98,7 @@ class InferenceTable:
     """How requests are run."""
 
     max_concurrent_requests: Count = _setting(
-        10,
-        "Requests of this node's users that run at the same time (a key's tier may say more or fewer);"
-        " never more than n_slots.",
+        10, "Requests of this node's users that run at once, by their keys' tiers; never more than n_slots."
     )
     max_queued_requests: Annotated[int, Meta(ge=0, le=65536)] = _setting(
         64, "Requests that may wait for their turn; one more is refused with 429."
@@ -150,13 +149,13 @@ class InferenceTable:
     first_token_timeout_s: Seconds = _setting(
         120.0, "Longest wait for a pipeline's first token, and for each later one."
     )
-    failover_timeout_s: Annotated[float, Meta(ge=0, le=86400)] = _setting(
-        60.0,
-        "How long a stream whose pipeline broke waits for nodes that can go on with it; 0 ends it at once.",
-    )
+    failover_timeout_s: Patience = _setting(60.0, "How long a broken stream looks for other nodes; 0: not.")
     encrypted_pipeline: bool = _setting(
         False,
         "Run the first and the last segment here only: peers see hidden states of the middle, never text.",
+    )
+    local_embedding_privacy: bool = _setting(
+        False, "Never send a prompt's token ids to a peer, not even to one that runs the whole model."
     )
     pins: tuple[str, ...] = _setting(
         (), "Layers that run on one node only, each NAME:START:END@NODE with the node's id."

@@ -285,6 +285,7 @@ def pipeline_settings(config: Config) -> PipelineSettings:
         ack_timeout_s=inference.rr_ack_timeout_s,
         silence_timeout_s=inference.first_token_timeout_s,
         failover_timeout_s=inference.failover_timeout_s,
+        local_embedding_privacy=inference.local_embedding_privacy,
         n_ctx=inference.n_ctx,
         max_requests_per_model=inference.n_slots,
         constraints=Constraints(inference.encrypted_pipeline, _pins(inference.pins)),

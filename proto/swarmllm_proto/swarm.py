@@ -323,6 +323,18 @@ class StreamingToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     finish_reason: FinishReason | None = None
     timings: Annotated[tuple[StageTiming, ...], Meta(max_length=256)] = ()
     logprobs: Logprobs = ()
+    n_cached_tokens: TokenCount = 0
+    """With the last token: of the prompt, not computed, because an earlier request there began alike."""
+
+
+class RemoteGenerateRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Job message, origin -> the only stage of a pipeline that has accepted: run the whole decode loop there.
+    Payload: i32 [n_tokens], the prompt and, at its end, what the assignment says was generated. Answered by
+    StreamingTokens."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    n_tokens: TokenCount
 
 
 class PrefillProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -349,6 +361,8 @@ class PipelineError(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     position: Position = 0
 
 
-JobMessage: TypeAlias = LayerForward | StreamingToken | PrefillProgress | PipelineError | CancelInference
+JobMessage: TypeAlias = (
+    LayerForward | StreamingToken | PrefillProgress | PipelineError | CancelInference | RemoteGenerateRequest
+)
 SwarmRequest: TypeAlias = PipelineAssignment | FetchPiece | ProbeStage
 SwarmResponse: TypeAlias = PipelineAck | Piece | StageState

@@ -329,8 +329,15 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
     ),
     (
         "streaming-token-last",
-        swarm.StreamingToken(request_id=REQUEST_ID, index=9, token=2, finish_reason="stop"),
+        swarm.StreamingToken(
+            request_id=REQUEST_ID, index=9, token=2, finish_reason="stop", n_cached_tokens=64
+        ),
         b"",
+    ),
+    (
+        "remote-generate-request",
+        swarm.RemoteGenerateRequest(request_id=REQUEST_ID, n_tokens=4),
+        tensor_bytes(TOKEN_IDS),
     ),
     ("prefill-progress", swarm.PrefillProgress(request_id=REQUEST_ID, position=128, timings=TIMINGS), b""),
     (

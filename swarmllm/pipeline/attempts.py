@@ -23,6 +23,7 @@ from swarmllm.pipeline.known_rows import agree
 from swarmllm.pipeline.local import open_local
 from swarmllm.pipeline.prefix_names import prefix_names
 from swarmllm.pipeline.probing import find_fault
+from swarmllm.pipeline.remote import RemoteChain
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stages import Sessions
 from swarmllm.pipeline.statistics import PipelineStatistics
@@ -74,7 +75,9 @@ class Attempts:
         """Adds to `failed` the node because of which it fails."""
         if is_local(context):
             return open_local(self._pool, context, tokens, self._nickname(self._router.node_id))
-        return self.open_chain(context, assignment, tokens, failed, Chain)
+        may_send_tokens = not self._settings.local_embedding_privacy
+        kind = RemoteChain if len(assignment.stages) == 1 and may_send_tokens else Chain
+        return self.open_chain(context, assignment, tokens, failed, kind)
 
     @asynccontextmanager
     async def open_chain(

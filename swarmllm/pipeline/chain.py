@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Literal
 
 import numpy as np
 import trio
@@ -27,7 +26,7 @@ from swarmllm.errors import (
     SwarmLLMError,
 )
 from swarmllm.pipeline.compute import SampledToken
-from swarmllm.pipeline.generation import Guesses, StageAccount, StageReport
+from swarmllm.pipeline.generation import Guesses, Shape, StageAccount, StageReport
 from swarmllm.pipeline.job import ComputeStep, Job
 from swarmllm.pipeline.origin import BrokenPromise, Chunk, PromptWindow, TokenLog
 from swarmllm.pipeline.prefix_names import PrefixNames
@@ -49,7 +48,7 @@ MAX_REPEATS = 3
 class Chain:
     """One attempt at one request. `failure`, once set, is final."""
 
-    shape: Literal["local", "chain"] = "chain"
+    shape: Shape = "chain"
     guesses = Guesses()
     """A worker that runs the whole model guesses, no chain does."""
 
@@ -82,7 +81,7 @@ class Chain:
         """The node that failed, where that is known."""
         self._look_after_s = look_after_s
         self._look = look
-        self._heard_s = trio.current_time()
+        self._heard_s = 0.0
         self._n_resumed = len(context.generated)
         self._tokens = TokenLog(context.n_prompt_tokens, context.sampling.max_tokens, self._n_resumed)
         self._silence_timeout_s = silence_timeout_s
@@ -146,9 +145,12 @@ class Chain:
         self.window = PromptWindow(
             len(self.prompt), self._chunk_tokens, len(self.context.view.stages) + 1, n_known
         )
+        self._begin(session)
+        self._feed()
+
+    def _begin(self, session: Session) -> None:
         self._session = session
         self._started_s = self._heard_s = trio.current_time()
-        self._feed()
 
     async def next(self) -> tuple[SampledToken, bytes]:
         """Raises SwarmLLMError once everything that came before the failure has been read."""
@@ -247,6 +249,8 @@ class Chain:
         if message.finish_reason is not None:
             # Nobody needs to wait for the reader: all stages may free their slots now.
             self._finished = True
+            n_cached = min(message.n_cached_tokens, self.context.n_prompt_tokens)
+            self.n_cached_tokens = max(self.n_cached_tokens, n_cached)
             assert self._session is not None
             self._session.stop()
         elif early is not None:

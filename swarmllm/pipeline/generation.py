@@ -19,6 +19,9 @@ from swarmllm.pipeline.compute import SampledToken
 from swarmllm_proto.ipc import FinishReason, TokenLogprob
 from swarmllm_proto.swarm import Stage, StageTiming
 
+Shape = Literal["local", "remote-generate", "chain"]
+"""The worker here or elsewhere runs the whole decode loop, or jobs walk through several stages."""
+
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
@@ -121,7 +124,7 @@ class Source(Protocol):
     """Where tokens come from: this node's worker, or a chain of stages."""
 
     @property
-    def shape(self) -> Literal["local", "chain"]: ...
+    def shape(self) -> Shape: ...
 
     async def next(self) -> tuple[SampledToken, bytes]:
         """Not to be called after a token with a finish reason. Raises SwarmLLMError."""
@@ -182,7 +185,7 @@ class Generation:
         return f"<Generation {self.request_id} {self.shape} {stages} n={self.n_generated}>"
 
     @property
-    def shape(self) -> Literal["local", "chain"]:
+    def shape(self) -> Shape:
         return self._source.shape
 
     @property

@@ -15,7 +15,7 @@ from swarmllm.pipeline.suspects import Suspects
 from swarmllm.swarm.trust import Deed, Note
 from swarmllm_proto.codec import decode_job
 from swarmllm_proto.errors import DamagedJob, ProtocolError
-from swarmllm_proto.swarm import CancelInference, LayerForward, PipelineError
+from swarmllm_proto.swarm import CancelInference, LayerForward, PipelineError, RemoteGenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,9 @@ class Inbox:
         if isinstance(message, LayerForward):
             session = self.sessions.by_request.get(message.request_id)
             accepted = session is not None and session.arrive(sender, message, payload)
+        elif isinstance(message, RemoteGenerateRequest):
+            session = self.sessions.by_request.get(message.request_id)
+            accepted = session is not None and session.arrive_prompt(sender, message, payload)
         elif isinstance(message, CancelInference):
             accepted = self.sessions.cancel(sender, message.request_id, message.prefixes)
         else:

@@ -18,13 +18,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Literal
 
 import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.compute import SampledToken
-from swarmllm.pipeline.generation import Guesses, Source, StageReport
+from swarmllm.pipeline.generation import Guesses, Shape, Source, StageReport
 from swarmllm.pipeline.recovery import Recovery
 
 log = logging.getLogger(__name__)
@@ -115,7 +114,7 @@ class Lasting:
         return len(self._generated)
 
     @property
-    def shape(self) -> Literal["local", "chain"]:
+    def shape(self) -> Shape:
         return self._opened.shape
 
     @property

@@ -5,20 +5,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Literal
 
 import trio
 
 from swarmllm.errors import WorkerError
 from swarmllm.pipeline.compute import Compute, LocalGeneration
-from swarmllm.pipeline.generation import Guesses, StageReport
+from swarmllm.pipeline.generation import Guesses, Shape, StageReport
 from swarmllm.pipeline.walker import RequestContext
 from swarmllm_proto.ipc import Token
 from swarmllm_proto.tensors import Tensor
 
 
 class LocalSource:
-    shape: Literal["local", "chain"] = "local"
+    shape: Shape = "local"
 
     def __init__(self, generation: LocalGeneration, context: RequestContext, nickname: str) -> None:
         self._generation = generation

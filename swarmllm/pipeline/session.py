@@ -25,13 +25,20 @@ from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.job import ComputeStep, Job
 from swarmllm.pipeline.known_rows import give_names
 from swarmllm.pipeline.probing import MOVED_BYTES
+from swarmllm.pipeline.remote_stage import generate_for_origin, read_prompt
 from swarmllm.pipeline.walker import OriginSide, RequestContext, Walker
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.trust import Deed, Note, unnoted
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.errors import BadTensor, ProtocolError
-from swarmllm_proto.swarm import CancelInference, LayerForward, PipelineError, StageBlocks
-from swarmllm_proto.tensors import decode_tensor
+from swarmllm_proto.swarm import (
+    CancelInference,
+    LayerForward,
+    PipelineError,
+    RemoteGenerateRequest,
+    StageBlocks,
+)
+from swarmllm_proto.tensors import Tensor, decode_tensor
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +69,13 @@ class _Relay:
     receiver: str
     header: bytes
     payload: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """To be answered by this node's worker alone."""
+
+    tokens: Tensor
 
 
 class Session:
@@ -100,7 +114,7 @@ class Session:
         """Received from the request's nodes, when somebody last asked."""
         # The origin of a request waits in its client's task (see chain); its session only works on demand.
         self._silence_timeout_s = float("inf") if origin_side is not None else silence_timeout_s
-        self._entrance, self._exit = trio.open_memory_channel[Job | _Report | _Relay](
+        self._entrance, self._exit = trio.open_memory_channel[Job | _Report | _Relay | _Prompt](
             2 * (len(self.view.stages) + 1) + _SPARE_JOBS
         )
 
@@ -156,6 +170,17 @@ class Session:
             self._damaged_at = None
         self._expected[stage] = message.position + message.n_tokens
         self._put(job)
+        return True
+
+    def arrive_prompt(self, sender: str, message: RemoteGenerateRequest, payload: memoryview) -> bool:
+        """The only stage is here, and is to generate by itself. False: the sender has no business with it."""
+        if sender != self.view.origin or self.view.last > 0 or self.context.wants != "tokens":
+            return False
+        try:
+            self._put(_Prompt(read_prompt(self.context, message, payload)))
+        except BadTensor as error:
+            self._note(sender, Deed.BROKE_PROTOCOL, str(error))
+            self.report(WorkerError(f"prompt refused: {error}", kind="bad_tensor"))
         return True
 
     def arrived_damaged(self, sender: str, position: int) -> bool:
@@ -237,6 +262,13 @@ class Session:
                     await self._walker.walk(item)
                     self._is_walking = False
                     continue
+                if isinstance(item, _Prompt):
+                    self._is_walking = True
+                    await generate_for_origin(
+                        self.context, self._compute, self._walker, item.tokens, self._count_job
+                    )
+                    self._is_walking = False
+                    continue
                 await self._walker.tell_origin(item.error)
                 if item.ends:
                     return
@@ -259,6 +291,9 @@ class Session:
                 log.exception("request %s failed", self.context.request_id)
                 await self._tell_failure(SwarmLLMError(f"internal error ({type(error).__name__})"))
                 return
+
+    def _count_job(self) -> None:
+        self.n_jobs += 1
 
     async def _tell_failure(self, error: SwarmLLMError) -> None:
         log.info("request %s failed here: %s", self.context.request_id, error)
@@ -297,7 +332,7 @@ class Session:
         except SwarmLLMError as error:
             log.info("slot of request %s not freed: %s", self.context.request_id, error)
 
-    def _put(self, item: Job | _Report | _Relay) -> None:
+    def _put(self, item: Job | _Report | _Relay | _Prompt) -> None:
         try:
             self._entrance.send_nowait(item)
         except trio.WouldBlock:

@@ -21,6 +21,8 @@ class PipelineSettings:
     """What no route may do."""
     shares_prefixes: bool = True
     """Stages are told names of what they compute, so that they need not compute it again."""
+    local_embedding_privacy: bool = False
+    """No prompt leaves as token ids: a node that runs the whole model gets rows, too."""
     n_ctx: int = 4096
     """KV cells per model: prompt and output of one request must fit."""
     max_stage_requests: int = 64

@@ -46,6 +46,7 @@ from swarmllm_proto.swarm import (
     LayerForward,
     PipelineError,
     PrefillProgress,
+    RemoteGenerateRequest,
     StageBlocks,
     StageTiming,
     StreamingToken,
@@ -263,7 +264,7 @@ class Walker:
         """Send a job message as it is. Raises NodeUnreachable, after the origin's side was told."""
         if receiver == self._view.node_id and self._origin_side is not None:
             message = decode_job(header, payload)
-            if not isinstance(message, LayerForward | CancelInference):
+            if not isinstance(message, LayerForward | CancelInference | RemoteGenerateRequest):
                 self._origin_side.receive(receiver, message, payload)
                 return
         try:

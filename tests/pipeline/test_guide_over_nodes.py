@@ -155,8 +155,15 @@ async def test_a_node_without_layers_uses_one_that_has_them_all(
     tmp_path: Path, entry: CatalogueEntry, uncut: llama_cpp.Llama
 ) -> None:
     async with guide_swarm(tmp_path, entry, {"a": "", "b": "0:12"}) as swarm:
-        remote = await ask(swarm, "a", QUESTIONS[0])
-        assert await ask(swarm, "b", QUESTIONS[0]) == remote
+        remote = await ask(swarm, "a", QUESTIONS[1])
+        assert await ask(swarm, "b", QUESTIONS[1]) == remote
+        prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[1]}])
+        async with swarm["a"].pipelines.generate(prompt, entry, GREEDY) as generation:
+            assert [piece.token async for piece in generation] == remote[0]
+        assert generation.shape == "remote-generate"
+        assert generation.timings.decode_s > 0
+        # A block of 64 tokens: the questions before began alike.
+        assert generation.n_cached_tokens in (0, 64)
         await swarm.quiet()
 
 

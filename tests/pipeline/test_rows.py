@@ -14,6 +14,7 @@ from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.chain import Chain
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.rows import RowsChain
 from swarmllm.pipeline.walker import RequestContext
@@ -120,12 +121,22 @@ async def test_a_lost_node_is_gone_round_once(tmp_path: Path, entry: CatalogueEn
         np.testing.assert_allclose(again.values, first.values, rtol=0, atol=2e-2)
 
 
+async def never(chain: Chain) -> None:
+    raise AssertionError("nobody waits for this chain")
+
+
 def a_chain() -> RowsChain:
     stages = (Stage(node_id="a", start=0, end=6), Stage(node_id="b", start=6, end=12))
     view = RequestView("a", "a", stages, True)
     context = RequestContext("r", ModelFile("m", GUIDE_PATH), 4, 8, Sampling(), view, wants="normed")
     return RowsChain(
-        context, np.ones(8, np.int32), chunk_tokens=4, silence_timeout_s=1, nicknames={"a": "", "b": ""}
+        context,
+        np.ones(8, np.int32),
+        chunk_tokens=4,
+        silence_timeout_s=1,
+        look_after_s=5,
+        look=never,
+        nicknames={"a": "", "b": ""},
     )
 
 
