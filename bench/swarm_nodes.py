@@ -89,7 +89,7 @@ def swarm_of(n_nodes: int, gguf: Path, n_layers: int, *, n_threads: int, n_ctx: 
         bootstrap: list[str] = []
         for i in range(n_nodes):
             node = nodes.start(f"n{i + 1}", [], bootstrap, inference)
-            announced = _wait(node.announcement, f"{node.name} to start")
+            announced = wait_for(node.announcement, f"{node.name} to start")
             clients.append(Client(announced["api_url"]))
             bootstrap = bootstrap or list(announced["addresses"])
         name = ""
@@ -98,7 +98,7 @@ def swarm_of(n_nodes: int, gguf: Path, n_layers: int, *, n_threads: int, n_ctx: 
                 name = event.get("model", {}).get("name", name)
             for _ in client.post_progress(f"/api/admin/models/{name}/load", {"layers": f"{start}:{end}"}):
                 pass
-        _wait(lambda: _complete(clients[0], name), f"a pipeline for {name}")
+        wait_for(lambda: is_complete(clients[0], name), f"a pipeline for {name}")
         yield Swarm(nodes, clients[0], name)
     finally:
         for client in clients:
@@ -107,12 +107,12 @@ def swarm_of(n_nodes: int, gguf: Path, n_layers: int, *, n_threads: int, n_ctx: 
         nodes.remove_folder()
 
 
-def _complete(client: Client, name: str) -> bool:
+def is_complete(client: Client, name: str) -> bool:
     models: Sequence[dict[str, Any]] = client.get("/api/admin/models")["models"]
     return any(model["name"] == name and model["complete"] for model in models)
 
 
-def _wait(probe: Any, what: str) -> Any:
+def wait_for(probe: Any, what: str) -> Any:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         if found := probe():

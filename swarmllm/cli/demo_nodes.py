@@ -78,12 +78,16 @@ class DemoNodes:
         load: Sequence[str],
         bootstrap: Sequence[str],
         inference: Mapping[str, object] = ONE_THREAD,
+        network: Mapping[str, object] | None = None,
     ) -> DemoNode:
-        """A daemon that loads `load` (NAME:START:END each) and dials `bootstrap`."""
+        """A daemon that loads `load` (NAME:START:END each) and dials `bootstrap`; `network` goes before what
+        else would be in that table."""
         folder = self.folder / name
         folder.mkdir()
         config = folder / "config.toml"
-        config.write_text(configuration(name, folder / "data", load, bootstrap, inference), "utf-8")
+        config.write_text(
+            configuration(name, folder / "data", load, bootstrap, inference, network or {}), "utf-8"
+        )
         node = DemoNode(name, folder, _launch(folder))
         self.nodes.append(node)
         return node
@@ -143,6 +147,7 @@ def configuration(
     load: Sequence[str],
     bootstrap: Sequence[str],
     inference: Mapping[str, object],
+    network: Mapping[str, object],
 ) -> str:
     """A daemon's TOML file."""
     tables: dict[str, dict[str, object]] = {
@@ -153,6 +158,7 @@ def configuration(
             "data_port": 0,
             "bootstrap": list(bootstrap),
             "mdns": False,
+            **network,
         },
         "api": {"port": 0},
         "inference": dict(inference),

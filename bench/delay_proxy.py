@@ -1,0 +1,75 @@
+"""A TCP proxy in user space that hands every byte on after a fixed time: a long way on one machine.
+
+It delays without limiting: bytes that came together leave together, later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import trio
+
+Endpoint = tuple[str, int]
+CHUNK_BYTES = 1 << 16
+
+
+@contextmanager
+def delay_proxy(ways: Sequence[tuple[Endpoint, Endpoint]], one_way_s: float) -> Iterator[None]:
+    """Listens on the first of each pair and connects to the second; runs in a thread of its own."""
+    ready = threading.Event()
+    stop: list[tuple[trio.lowlevel.TrioToken, trio.CancelScope]] = []
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            for (host, port), target in ways:
+                for listener in await trio.open_tcp_listeners(port, host=host):
+                    nursery.start_soon(_serve, listener, target, one_way_s)
+            stop.append((trio.lowlevel.current_trio_token(), nursery.cancel_scope))
+            ready.set()
+
+    thread = threading.Thread(target=trio.run, args=(main,), daemon=True)
+    thread.start()
+    if not ready.wait(10):
+        raise RuntimeError("the proxy does not start")
+    try:
+        yield
+    finally:
+        token, scope = stop[0]
+        token.run_sync_soon(scope.cancel)
+        thread.join()
+
+
+async def _serve(listener: trio.SocketListener, target: Endpoint, one_way_s: float) -> None:
+    async def connect(stream: trio.SocketStream) -> None:
+        async with stream:
+            try:
+                other = await trio.open_tcp_stream(*target)
+            except OSError:
+                return
+            async with other, trio.open_nursery() as nursery:
+                nursery.start_soon(_pump, stream, other, one_way_s)
+                nursery.start_soon(_pump, other, stream, one_way_s)
+
+    await trio.serve_listeners(connect, [listener])
+
+
+async def _pump(source: trio.SocketStream, sink: trio.SocketStream, one_way_s: float) -> None:
+    entrance, departure = trio.open_memory_channel[tuple[float, bytes]](4096)
+
+    async def read() -> None:
+        async with entrance:
+            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                while data := await source.receive_some(CHUNK_BYTES):
+                    await entrance.send((trio.current_time() + one_way_s, data))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            async for due_s, data in departure:
+                await trio.sleep_until(due_s)
+                await sink.send_all(data)
+            await sink.send_eof()
+        nursery.cancel_scope.cancel()
