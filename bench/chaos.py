@@ -29,6 +29,7 @@ from typing import Any
 import httpx
 
 from bench.figures import RESULTS, Figure, machine, table
+from bench.swarm_nodes import wait_for
 from swarmllm.cli.client import Client
 from swarmllm.cli.demo_nodes import DemoNode, DemoNodes, family
 
@@ -50,7 +51,6 @@ shared with other requests can decide."""
 N_TOKENS = 120
 FROZEN_S = 8.0
 """Longer than it takes the others to notice (5 s)."""
-START_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 90.0
 REFUSED_PAUSE_S = 0.25
 
@@ -180,13 +180,13 @@ def chaos(n_threads: int = 1) -> Iterator[Chaos]:
         found: dict[str, dict[str, Any]] = {}
         for name, load in HOLDINGS.items():
             node = nodes.start(name, load, bootstrap, {"n_threads": n_threads})
-            found[name] = _wait(node.announcement, f"{name} to start")
+            found[name] = wait_for(node.announcement, f"{name} to start")
             bootstrap = bootstrap or list(found[name]["addresses"])
         for node in nodes.nodes:
-            _wait(lambda node=node: _is_ready(node), f"{node.name} to be ready")
+            wait_for(lambda node=node: _is_ready(node), f"{node.name} to be ready")
         url = found["a"]["api_url"]
         with Client(url) as client:
-            _wait(lambda: len(client.get("/api/admin/peers")["peers"]) == 3, "everybody to be connected")
+            wait_for(lambda: len(client.get("/api/admin/peers")["peers"]) == 3, "everybody to be connected")
         ids = {name: announced["node_id"] for name, announced in found.items()}
         yield Chaos(nodes, {node.name: node for node in nodes.nodes}, ids, url)
     finally:
@@ -231,15 +231,6 @@ def _is_ready(node: DemoNode) -> bool:
             return bool(client.get("/health/ready"))
         except Exception:
             return False
-
-
-def _wait(probe: Any, what: str) -> Any:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        if found := probe():
-            return found
-        time.sleep(0.05)
-    raise TimeoutError(f"waited {START_TIMEOUT_S:.0f} s for {what}")
 
 
 def report(before: Sequence[Stream], streams: Sequence[Stream]) -> tuple[str, dict[str, Any]]:

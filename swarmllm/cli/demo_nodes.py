@@ -85,9 +85,7 @@ class DemoNodes:
         folder = self.folder / name
         folder.mkdir()
         config = folder / "config.toml"
-        config.write_text(
-            configuration(name, folder / "data", load, bootstrap, inference, network or {}), "utf-8"
-        )
+        config.write_text(configuration(name, folder / "data", load, bootstrap, inference, network), "utf-8")
         node = DemoNode(name, folder, _launch(folder))
         self.nodes.append(node)
         return node
@@ -147,7 +145,7 @@ def configuration(
     load: Sequence[str],
     bootstrap: Sequence[str],
     inference: Mapping[str, object],
-    network: Mapping[str, object],
+    network: Mapping[str, object] | None = None,
 ) -> str:
     """A daemon's TOML file."""
     tables: dict[str, dict[str, object]] = {
@@ -158,7 +156,7 @@ def configuration(
             "data_port": 0,
             "bootstrap": list(bootstrap),
             "mdns": False,
-            **network,
+            **(network or {}),
         },
         "api": {"port": 0},
         "inference": dict(inference),
