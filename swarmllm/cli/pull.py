@@ -43,8 +43,8 @@ def pull(
     Pieces are fetched side by side. What was interrupted goes on where it was when it is asked for again, and
     nothing counts before it is checked. The node does the work: Ctrl-C only ends the looking on.
 
-    With --layers, a connected node must know the model already (by the name of the file, or --name): its
-    hashes are what the parts are checked against.
+    With --layers, only what these layers need is fetched, if this node or a connected one knows the model (by
+    the name of the file, or --name). The first node of all reads the whole file to know it, and keeps a part.
 
     HF_TOKEN and HF_ENDPOINT are passed on from this command's environment, else the node's own count; proxies
     are those of the node's environment (HTTPS_PROXY).

@@ -21,6 +21,7 @@ import msgspec
 import trio
 
 from swarmllm.downloads.errors import Broken, DownloadError, FileChanged, Offline
+from swarmllm.downloads.learn import Learning
 from swarmllm.downloads.parts import Parts, check_same_file
 from swarmllm.downloads.patience import Patience
 from swarmllm.downloads.remote import Facts, Remote, open_http
@@ -246,7 +247,7 @@ class Downloads:
         self, download: Download, remote: Remote, facts: Facts, name: str, settings: DownloadSettings
     ) -> CatalogueEntry:
         await self._travel.make_room(facts.size_bytes)
-        folder = self._folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
+        folder = self._folder_of(remote)
         whole = WholeFile(remote, folder, settings, download.progress)
         await whole.run(facts, download.sha256, lambda: setattr(download, "state", "checking"))
         entry = await self._travel.take_in(whole.part, name)
@@ -259,14 +260,11 @@ class Downloads:
     ) -> CatalogueEntry:
         if not facts.has_ranges:
             raise DownloadError(f"{remote.url}: this server gives no parts of files; fetch all of it")
+        layers = LayerRange.parse(download.layers or "")
         try:
             entry = await self._find(name)
         except ModelNotFound:
-            raise DownloadError(
-                f"Neither this node nor a connected one knows {name}, so that a part of it could not be "
-                "checked. Fetch it whole on one node first; --name says what it is called there."
-            ) from None
-        layers = LayerRange.parse(download.layers or "")
+            return await self._learn(download, remote, facts, name, layers, settings)
         await self._patiently(partial(check_same_file, remote, facts, entry), settings)
 
         async def fetch(
@@ -277,6 +275,36 @@ class Downloads:
             await Parts(remote, facts, self._travel.store, wanted, tensors, settings, progress).run()
 
         return await self._travel.ensure(entry, layers, download.progress, fetch=fetch)
+
+    async def _learn(
+        self,
+        download: Download,
+        remote: Remote,
+        facts: Facts,
+        name: str,
+        layers: LayerRange,
+        settings: DownloadSettings,
+    ) -> CatalogueEntry:
+        folder = self._folder_of(remote)
+        learning = Learning(remote, facts, folder, layers, settings, download.progress)
+        learned = await learning.run(self._travel.make_room, name)
+        download.state = "checking"
+        entry = await trio.to_thread.run_sync(
+            self._travel.store.adopt, learned.model_id, name, learned.outline, learned.header
+        )
+
+        async def pour(
+            wanted: CatalogueEntry, tensors: tuple[TensorEntry, ...], _: Callable[[int, int], None]
+        ) -> None:
+            await trio.to_thread.run_sync(self._travel.store.copy_tensors, wanted, tensors, learned.part)
+
+        entry = await self._travel.ensure(entry, layers, download.progress, fetch=pour)
+        await trio.to_thread.run_sync(learning.forget)
+        await trio.to_thread.run_sync(folder.rmdir)
+        return entry
+
+    def _folder_of(self, remote: Remote) -> Path:
+        return self._folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
 
     async def _address(self, source: Source, settings: DownloadSettings, http: httpx.AsyncClient) -> str:
         """Of the file of a repository that is meant."""

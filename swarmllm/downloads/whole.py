@@ -136,7 +136,7 @@ class WholeFile:
         try:
             async with aclosing(reading) as portions:
                 async for data in portions:
-                    await trio.to_thread.run_sync(_write, file, data, at)
+                    await trio.to_thread.run_sync(write_at, file, data, at)
                     at += len(data)
                     self._note(at - len(data), at)
         except Broken as error:
@@ -184,7 +184,8 @@ class WholeFile:
         return digest.hexdigest()
 
 
-def _write(file: int, data: bytes, at: int) -> None:
+def write_at(file: int, data: bytes, at: int) -> None:
+    """All of it, blocking. Raises StoreFull."""
     left = memoryview(data)
     while left:
         try:

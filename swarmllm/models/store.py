@@ -25,7 +25,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +134,21 @@ class Store:
                 (entry.model_id, tensor.name),
             ).fetchone()
         return TensorWriter(self.catalogue, entry, tensor, row[0] if row else 0)
+
+    def copy_tensors(self, entry: CatalogueEntry, tensors: Iterable[TensorEntry], source: Path) -> None:
+        """Bring tensors into a container from a file of the same layout. Raises BadModel where they are not
+        the model's, StoreFull."""
+        with _disk_faults(source), source.open("rb") as file:
+            for tensor in tensors:
+                writer = self.open_tensor(entry, tensor)
+                try:
+                    writer.restart()
+                    for data in _pieces(file.fileno(), tensor.offset, tensor.size_bytes):
+                        writer.append(data)
+                    if not writer.finish():
+                        raise BadModel(f"tensor {tensor.name} in {source} is not the model's")
+                finally:
+                    writer.close()
 
     def seal(self, entry: CatalogueEntry) -> CatalogueEntry:
         """After a change: give the file back its modification time; returns the entry as it is now."""

@@ -427,12 +427,49 @@ async def test_only_the_bytes_that_layers_need_are_fetched(tmp_path: Path, guide
     assert n_bytes(asked) < len(GUIDE_DATA)
 
 
-async def test_layers_of_a_model_that_nobody_knows_cannot_be_checked(
+async def test_layers_of_a_model_that_nobody_knows_are_kept_of_what_is_read(
     tmp_path: Path, guide_shelf: Shelf
 ) -> None:
+    needed = needed_tensors(guide(), LayerRange(4, 8))
     async with open_stand(tmp_path) as stand:
+        guide_shelf.faults.extend([well, FAULTS["429"], well, reset_in_the_middle, well, reset_in_the_middle])
         download = await stand.fetch(guide_shelf.url + GUIDE, layers="4:8")
-        assert "Fetch it whole on one node first" in download.error
+        assert (download.state, download.error) == ("done", "")
+        entry = stand.catalogue.resolve("guide-q8_0")
+        assert entry.model_id == guide().model_id
+        assert entry.absent(needed) == ()
+        assert len(entry.present or ()) == len(needed)
+        assert stand.store.verify(entry, lambda done, total: None) == ()
+        assert stand.store.used_bytes() < len(GUIDE_DATA) / 2
+        assert stand.parts == []
+
+
+async def test_what_was_hashed_of_an_unknown_model_is_not_read_again(
+    tmp_path: Path, guide_shelf: Shelf
+) -> None:
+    token, hold = trio.lowlevel.current_trio_token(), trio.Event()
+
+    def after_some() -> None:
+        if len(guide_shelf.asked) == 60:
+            token.run_sync_soon(hold.set)
+
+    guide_shelf.on_request = after_some
+    async with open_stand(tmp_path) as stand:
+        download = stand.downloads.start(guide_shelf.url + GUIDE, layers="4:8")
+        await hold.wait()
+        download.scope.cancel()
+        await download.ended.wait()
+        guide_shelf.asked.clear()
+        guide_shelf.n_bytes = 0
+        assert (await stand.fetch(guide_shelf.url + GUIDE, layers="4:8")).state == "done"
+        assert stand.catalogue.resolve("guide-q8_0").model_id == guide().model_id
+    assert guide_shelf.n_bytes < len(GUIDE_DATA)
+
+
+async def test_an_unknown_model_is_refused_layers_that_it_has_not(tmp_path: Path, guide_shelf: Shelf) -> None:
+    async with open_stand(tmp_path) as stand:
+        download = await stand.fetch(guide_shelf.url + GUIDE, layers="8:16")
+        assert "has layers 0:12, not 8:16" in download.error
 
 
 async def test_layers_of_another_file_are_refused(tmp_path: Path, guide_shelf: Shelf) -> None:
