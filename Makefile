@@ -26,6 +26,10 @@ test:  ## install what the tests need, then lint, type check and run every test
 compliance:  ## run foreign implementations against ours (needs Node.js and npm)
 	@$(BOOTSTRAP) --extra test
 	npm install --no-package-lock --no-audit --no-fund --prefix tests/compliance/js_libp2p
+	npm install --no-package-lock --no-audit --no-fund --prefix tests/compliance/http
+	$(PYTHON) -m venv .venv-compliance
+	.venv-compliance/bin/pip install --quiet --upgrade pip
+	.venv-compliance/bin/pip install --quiet --prefer-binary -r tests/compliance/http/requirements.txt
 	SWARMLLM_COMPLIANCE=1 $(BIN)/pytest tests/compliance
 
 lint:  ## ruff and mypy only
@@ -40,5 +44,5 @@ format:  ## let ruff format the tree and fix what it can
 	$(BIN)/ruff format .
 
 clean:  ## remove .venv, caches and build leftovers
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf .venv .venv-compliance build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

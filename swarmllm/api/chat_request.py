@@ -267,6 +267,6 @@ def _text(content: str | Sequence[schema.Part | schema.RefusalPart], path: str) 
 def no_eyes(field: str) -> VisionEncoderUnavailable:
     """What a picture in a prompt is answered with."""
     return VisionEncoderUnavailable(
-        f"{field}: no vision encoder is loaded here; send text only.",
+        "no vision encoder is loaded here; send text only.",
         field=field,
     )

@@ -42,6 +42,8 @@ class Operation:
     numbers: tuple[str, ...] = ()
     """More of the query: whole numbers."""
     is_body_optional: bool = False
+    is_list: bool = False
+    """What a 200 answers in JSON is an array."""
 
 
 OPERATIONS = (
@@ -65,7 +67,7 @@ OPERATIONS = (
     Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest),
     Operation("post", "/apply-template", "A conversation as the model reads it", TemplateRequest),
     Operation("get", "/props", "What holds for every request", query=("model",)),
-    Operation("get", "/slots", "What its turns are taken by"),
+    Operation("get", "/slots", "What its turns are taken by", is_list=True),
     Operation("get", "/health", "The process lives"),
     Operation("get", "/health/ready", "What was to be loaded is loaded; 503 before"),
     Operation("get", "/metrics", "Numbers for Prometheus", answers=(TEXT,)),
@@ -150,8 +152,9 @@ def _anything(kind: type) -> Json:
 
 
 def _operation(operation: Operation, reference: dict[str, Any] | None) -> Json:
+    of_json = "array" if operation.is_list else "object"
     content = {
-        kind: {"schema": {"type": "object" if kind == JSON else "string"}} for kind in operation.answers
+        kind: {"schema": {"type": of_json if kind == JSON else "string"}} for kind in operation.answers
     }
     described: Json = {
         "summary": operation.summary,
