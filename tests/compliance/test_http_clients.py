@@ -45,7 +45,17 @@ def judge(*command: str | Path, node: DaemonProcess) -> None:
 
 
 def test_python_clients(node: DaemonProcess) -> None:
-    judge(FOREIGN / "python", "-m", "pytest", "-q", "-c", os.devnull, "python_clients.py", node=node)
+    judge(
+        FOREIGN / "python",
+        "-m",
+        "pytest",
+        "-q",
+        "--noconftest",
+        "-c",
+        os.devnull,
+        "python_clients.py",
+        node=node,
+    )
 
 
 def test_node_client(node: DaemonProcess) -> None:
