@@ -19,7 +19,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,6 +63,8 @@ class Refused(Exception):
 class Stream:
     prompt: str
     text: str = ""
+    first_s: float = 0.0
+    """To the first piece of text."""
     longest_pause_s: float = 0.0
     n_recoveries: int = 0
     n_refusals: int = 0
@@ -80,15 +82,21 @@ class Chaos:
     by_name: dict[str, DemoNode]
     ids: dict[str, str]
     url: str
+    ways: tuple[str, ...] = ("kill", "freeze")
+    spared: frozenset[str] = frozenset({"a"})
     down: set[str] = field(default_factory=set)
     repairs: queue.Queue[tuple[DemoNode, str]] = field(default_factory=queue.Queue)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def disturb(self, random: Random, route: str) -> str:
         """Kill or freeze some node of a route that is up; what was done."""
-        how = random.choice(["kill", "freeze"])
+        how = random.choice(self.ways)
         with self._lock:
-            up = [name for name in sorted(self.by_name.keys() - self.down - {"a"}) if self.ids[name] in route]
+            up = [
+                name
+                for name in sorted(self.by_name.keys() - self.down - self.spared)
+                if self.ids[name] in route
+            ]
             if not up:
                 return ""
             name = random.choice(up)
@@ -151,7 +159,7 @@ class Chaos:
 
     def _read(self, body: dict[str, object], stream: Stream, at: int, random: Random | None) -> None:
         url = f"{self.url}/v1/chat/completions"
-        n_pieces, last_s = 0, 0.0
+        n_pieces, last_s = 0, time.perf_counter()
         with httpx.stream("POST", url, json=body, timeout=READ_TIMEOUT_S, trust_env=False) as response:
             if response.status_code in (502, 503):
                 raise Refused
@@ -164,7 +172,10 @@ class Chaos:
                 if not text:
                     continue
                 now_s = time.perf_counter()
-                stream.longest_pause_s = max(stream.longest_pause_s, now_s - last_s if n_pieces else 0.0)
+                if n_pieces:
+                    stream.longest_pause_s = max(stream.longest_pause_s, now_s - last_s)
+                else:
+                    stream.first_s = now_s - last_s
                 stream.text += text
                 n_pieces += 1
                 if n_pieces == at and random is not None:
@@ -173,12 +184,13 @@ class Chaos:
 
 
 @contextmanager
-def chaos(n_threads: int = 1) -> Iterator[Chaos]:
+def chaos(holdings: Mapping[str, list[str]] = HOLDINGS, n_threads: int = 1) -> Iterator[Chaos]:
+    """ "a" is asked, and first."""
     nodes = DemoNodes()
     try:
         bootstrap: list[str] = []
         found: dict[str, dict[str, Any]] = {}
-        for name, load in HOLDINGS.items():
+        for name, load in holdings.items():
             node = nodes.start(name, load, bootstrap, {"n_threads": n_threads})
             found[name] = wait_for(node.announcement, f"{name} to start")
             bootstrap = bootstrap or list(found[name]["addresses"])
@@ -186,7 +198,10 @@ def chaos(n_threads: int = 1) -> Iterator[Chaos]:
             wait_for(lambda node=node: _is_ready(node), f"{node.name} to be ready")
         url = found["a"]["api_url"]
         with Client(url) as client:
-            wait_for(lambda: len(client.get("/api/admin/peers")["peers"]) == 3, "everybody to be connected")
+            wait_for(
+                lambda: len(client.get("/api/admin/peers")["peers"]) == len(holdings) - 1,
+                "everybody to be connected",
+            )
         ids = {name: announced["node_id"] for name, announced in found.items()}
         yield Chaos(nodes, {node.name: node for node in nodes.nodes}, ids, url)
     finally:

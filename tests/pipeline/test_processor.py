@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from swarmllm.errors import NodeUnreachable
 from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.job import ComputeStep, Job, RequestView
+from swarmllm.pipeline.origin import Chunk
 from swarmllm.pipeline.processor import (
     TRANSITIONS,
     Outcome,
@@ -23,7 +26,12 @@ from swarmllm.pipeline.processor import (
     diagram,
     next_state,
 )
+from swarmllm.pipeline.walker import RequestContext, Walker
+from swarmllm.workerpool import ModelFile
+from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import Stage
+
+from .fakes import FakePool, open_swarm
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "job-processor.md"
 ROWS = np.zeros((1, 4), np.float32)
@@ -118,6 +126,29 @@ class TestEmbed:
         job = Job(ComputeStep.EMBED, token=7)
         assert next_state(State.EMBED, after_embed(job, view("a", "a", "b"))) is State.DONE
 
+    async def test_to_done_if_the_update_cannot_be_sent_or_nobody_has_the_next_layer(self) -> None:
+        """The walk ends in SEND, and the origin's side is told who is lost."""
+        lost: list[str] = []
+
+        class Unreachable:
+            async def send(self, node_id: str, header: bytes, payload: object = b"") -> None:
+                raise NodeUnreachable(f"{node_id} is gone")
+
+        class Side:
+            prompt = TOKENS
+
+            def next_chunk(self) -> Chunk:
+                return Chunk(0, 1, 0)
+
+            def lost(self, node_id: str) -> None:
+                lost.append(node_id)
+
+        context = RequestContext("r", ModelFile("m", Path("/nowhere")), 4, 1, Sampling(), view("o", "a", "b"))
+        walker = Walker(context, FakePool(), Unreachable(), Side())  # type: ignore[arg-type]
+        with pytest.raises(NodeUnreachable, match="a is gone"):
+            await walker.walk(Job(ComputeStep.HEAD, prefill_left=1))
+        assert lost == ["a"]
+
     def test_to_send_when_the_first_layer_is_remote(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS)
         assert next_state(State.EMBED, after_embed(job, view("o", "a"))) is State.SEND
@@ -175,6 +206,18 @@ class TestHead:
     def test_to_done_at_the_end_of_generation(self) -> None:
         job = self.sampled(1, finish_reason="stop")
         assert next_state(State.HEAD, after_head(job, view("b", "a", "b"))) is State.DONE
+
+    async def test_to_done_if_the_client_is_gone(self) -> None:
+        """Its walk is cancelled wherever it is, and the slot is freed."""
+        pools = {"a": FakePool("0:6"), "b": FakePool("6:12")}
+        async with open_swarm(pools) as swarm:
+            async with swarm["a"].pipelines.generate(
+                Prompt(text="who is there?"), swarm.entry, Sampling(max_tokens=4000)
+            ) as generation:
+                await anext(generation)
+            await swarm.quiet()
+            assert not pools["b"].slots
+            assert generation.finish_reason is None
 
     def test_to_send_when_the_first_stage_is_elsewhere(self) -> None:
         job = self.sampled(1)
