@@ -28,8 +28,6 @@ from swarmllm.swarm.settings import SwarmSettings
 DEADLINE_S = 300.0
 LOOK_EVERY_S = 0.02
 LATENCY_S = 0.02
-WAVE = 50
-"""Nodes in memory that publish at the same time."""
 
 
 async def everywhere(routers: Sequence[Router], writer: Router, record: bytes) -> None:
@@ -78,11 +76,8 @@ async def in_memory(n_nodes: int) -> tuple[float, float]:
     async with InMemoryNetwork(LinkQuality(latency_s=LATENCY_S)) as network:
         start_s = trio.current_time()
         routers = [network.add(f"node-{index}") for index in range(n_nodes)]
-        for index, router in enumerate(routers):
+        for router in routers:
             await router.publish(router.node_id.encode())
-            if index % WAVE == WAVE - 1:
-                # A million records under way at once would be a million tasks.
-                await trio.sleep(LATENCY_S)
         await complete(routers)
         complete_s = trio.current_time() - start_s
         start_s = trio.current_time()

@@ -332,6 +332,7 @@ class InMemoryNetwork:
         origin.learn(writer, record)
         unreached = set(self._routers) - {origin.node_id}
         frontier: deque[tuple[str, float]] = deque([(origin.node_id, 0.0)])
+        later: dict[float, list[InMemoryRouter]] = {}
         while frontier and unreached:
             here, delay_s = frontier.popleft()
             for there in sorted(unreached):
@@ -339,19 +340,21 @@ class InMemoryNetwork:
                     unreached.discard(there)
                     arrival_delay_s = delay_s + self.quality(here, there).latency_s
                     frontier.append((there, arrival_delay_s))
-                    self._bring(self._routers[there], writer, record, arrival_delay_s)
-
-    def _bring(self, router: InMemoryRouter, writer: str, record: _Record, delay_s: float) -> None:
-        if delay_s == 0.0:
-            router.learn(writer, record)
-        elif router.is_news(writer, record):
-            router.start(self._bring_later, router, writer, record, delay_s)
+                    router = self._routers[there]
+                    if arrival_delay_s == 0.0:
+                        router.learn(writer, record)
+                    elif router.is_news(writer, record):
+                        later.setdefault(arrival_delay_s, []).append(router)
+        # A task for each distance, not for each node: thousands of nodes publish at once.
+        for delay_s, routers in later.items():
+            self.nursery.start_soon(self._bring_later, routers, writer, record, delay_s)
 
     async def _bring_later(
-        self, router: InMemoryRouter, writer: str, record: _Record, delay_s: float
+        self, routers: list[InMemoryRouter], writer: str, record: _Record, delay_s: float
     ) -> None:
         await trio.sleep(delay_s)
-        router.learn(writer, record)
+        for router in routers:
+            router.learn(writer, record)
 
     def _join(self, a: str, b: str) -> None:
         here, there = self._routers[a], self._routers[b]
