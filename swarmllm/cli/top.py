@@ -41,7 +41,8 @@ def top(once: bool, as_json: bool, api_url: str) -> None:
     with Client(api_url) as client:
         states = follow(client)
         if as_json or once or not sys.stdout.isatty():
-            state = next(states)
+            # A rate takes two looks; the node says null until then.
+            state = next(state for state in states if state["node"]["tokens_per_s"] is not None)
             if as_json:
                 print_json(state)
             else:

@@ -91,9 +91,14 @@ STATE: dict[str, Any] = {
 
 @pytest.fixture
 def recorded(node: FakeNode) -> FakeNode:
-    sections = [f"event: {name}\ndata: {json.dumps(data)}\n\n".encode() for name, data in STATE.items()]
-    node.on("GET", PATH, [b": hello\n\n", *sections, TEXT_DELAY_FOREVER])
+    first = STATE | {"node": STATE["node"] | {"tokens_per_s": None}}
+    sections = [section(name, data) for name, data in first.items()]
+    node.on("GET", PATH, [b": hello\n\n", *sections, section("node", STATE["node"]), TEXT_DELAY_FOREVER])
     return node
+
+
+def section(name: str, data: Any) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
 
 
 def test_once_shows_nodes_layers_pipelines_and_what_is_in_progress(
