@@ -57,6 +57,16 @@ def test_rows_of_a_small_batch_are_those_of_single_rows(make_model: MakeModel, t
         assert np.array_equal(logits(path, n_rows), alone), n_rows
 
 
+@pytest.mark.parametrize("n_rows", [4, 5, 6, small_batches.ROWS_MAX])
+@pytest.mark.parametrize("n_ff", [8192, 8192 + 32])
+def test_large_matrices_of_q8_0_are_computed_in_strips_to_the_bit(
+    make_model: MakeModel, n_rows: int, n_ff: int
+) -> None:
+    path = make_model(Spec("llama", n_layers=2, n_embd=256, n_ff=n_ff, head_size=64, types=(Type.Q8_0,)))
+    assert n_ff * 256 > small_batches.CACHED_BYTES_MAX
+    assert np.array_equal(logits(path, n_rows), logits(path, 1))
+
+
 @pytest.mark.parametrize("n_rows", [2, 4, small_batches.ROWS_MAX])
 def test_bundled_model_computes_small_batches_to_the_bit(n_rows: int) -> None:
     assert np.array_equal(logits(GUIDE, n_rows), logits(GUIDE, 1))

@@ -6,9 +6,10 @@ differently, so what a request is told depends on who shares its batch. `small_b
 tiles' place that up to `ROWS_MAX` rows are none of their business.
 
 Measured with llama-cpp-python 0.3.36 on an EPYC with AVX-512, one thread, a 0.5B model in Q8_0, ms per batch
-of 1, 2, 3, 4, 6, 8 and 16 rows: 19, 73, 92, 104, 151, 123, 147 by tiles, and 19, 40, 54, 68, 96, 122, 147 so.
-A matrix of Q8_0 that stays in the cache (the bundled model's) is quicker by tiles from two rows on, and
-there both give the same bits.
+of 1, 2, 4, 6 and 8 rows: 19, 73, 104, 151, 123 by tiles, and 19, 40, 68, 96, 122 row by row. Of Q8_0 tiles
+give the same bits as rows, so there is a third way: a matrix that stays in the cache (the bundled model's) is
+left to the tiles, and a larger one is given to them in strips of eight of its rows, the next strip on its
+way from memory meanwhile, for 5 to 12 rows of a batch: 82 ms for 6 rows, 90 for 8.
 
 With up to ROWS_MAX rows, logits are those of a single row bit for bit for every type of `tests/workers/
 factory.py` but Q2_K and Q4_K, which ggml rearranges when it loads them: those up to three rows. From eight
