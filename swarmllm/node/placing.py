@@ -21,6 +21,8 @@ from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode, 
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
 
 NOBODY = ""
+QUICKEST_S, SLOWEST_S = 1e-7, 100.0
+"""Per layer and row: beyond, a node is wrong about itself or lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def _node(
     return PlacementNode(
         record.node_id,
         said.placing_free_bytes,
-        2 ** (round(2 * math.log2(layer_s)) / 2),
+        2 ** (round(2 * math.log2(min(SLOWEST_S, max(QUICKEST_S, layer_s)))) / 2),
         held,
         pinned,
         Coordinate(where.position_s, where.height_s, where.error) if where is not None else None,

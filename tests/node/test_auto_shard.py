@@ -15,13 +15,13 @@ from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge,
 from swarmllm.models.hashing import FileState
 from swarmllm.models.manifest import Shard
 from swarmllm.node.auto_shard import RETRY_S, AutoShardManager
-from swarmllm.node.placing import Step, next_step, shape_of
+from swarmllm.node.placing import Step, next_step, plan_of, shape_of
 from swarmllm.scheduling.patience import CONSISTENT_TICKS, Patience
 from swarmllm.scheduling.placement import ModelShape
 from swarmllm.swarm.registry import Registry
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import encode_record
-from swarmllm_proto.swarm import NodeCapability, NodeRecord, ShardAnnounce
+from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
 
 LAYER_BYTES = 2**20
 SHAPE = ModelShape(12, 1, 100)
@@ -243,3 +243,18 @@ def test_the_ends_of_a_model_need_room_too() -> None:
     assert shape_of(manifest) == ModelShape(12, 1, LAYER_BYTES, 7, 5)
     tied = msgspec.structs.replace(manifest, tied_embedding=True)
     assert shape_of(tied) == ModelShape(12, 1, LAYER_BYTES, 7, 12)
+
+
+def test_absurd_claims_of_speed_do_not_break_the_plan() -> None:
+    def claims(node_id: str, decode_s: float) -> NodeRecord:
+        latency = ObservedLatency(model_id=ENTRY.model_id, decode_s=decode_s, prefill_s=decode_s)
+        capability = NodeCapability(
+            placed_models=(ENTRY.model_id,),
+            placing_free_bytes=7 * LAYER_BYTES,
+            observed_latencies=(latency,),
+        )
+        return NodeRecord(node_id=node_id, capability=capability)
+
+    records = {"a": claims("a", 5e-324), "b": claims("b", 1e9)}
+    targets = plan_of(ENTRY.manifest, records, None).targets
+    assert sorted(len(layers) for held in targets.values() for layers in held) == [5, 7]
