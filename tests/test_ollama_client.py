@@ -48,7 +48,7 @@ def test_models_are_listed_and_shown(client: ollama.Client, node: DaemonProcess)
     shown = client.show("guide:latest")
     assert shown.details is not None
     assert shown.details.format == "gguf"
-    assert shown.capabilities == ["completion", "tools"]
+    assert shown.capabilities == ["completion", "tools", "embedding"]
     assert shown.modelinfo is not None
     assert shown.modelinfo[f"{shown.details.family}.block_count"] == 12
     assert node.http.get("/api/version").json() == {"version": API_VERSION}
@@ -74,6 +74,16 @@ def test_generate_is_a_question_unless_it_is_raw(client: ollama.Client) -> None:
     raw = client.generate("guide", question, raw=True, options=GREEDY)
     assert (raw.prompt_eval_count or 0) < (asked.prompt_eval_count or 0)
     assert client.generate("guide", "").done_reason == "load"
+
+
+def test_texts_become_vectors(client: ollama.Client) -> None:
+    both = client.embed("guide:latest", input=["A pipeline.", "A worker."])
+    assert [len(vector) for vector in both.embeddings] == [256, 256]
+    one = client.embed("guide", input="A pipeline.")
+    assert list(one.embeddings[0]) == list(both.embeddings[0])
+    assert list(client.embeddings("guide", "A pipeline.").embedding) == list(one.embeddings[0])
+    with pytest.raises(ollama.ResponseError):
+        client.embed("guide", input="word " * 4000)
 
 
 def test_options_reach_the_model(client: ollama.Client) -> None:

@@ -22,7 +22,7 @@ from swarmllm.api.errors import as_swarmllm_error, error_response, http_error_re
 from swarmllm.api.events import PULSE, Pulse, events
 from swarmllm.api.guard import check_host, check_origin
 from swarmllm.api.health import health
-from swarmllm.api.ollama import ollama
+from swarmllm.api.ollama_embed import ollama
 from swarmllm.api.openapi import openapi
 from swarmllm.api.responses import RESPONSES, responses
 from swarmllm.api.responses_store import ResponseStore

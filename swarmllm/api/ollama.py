@@ -174,7 +174,7 @@ ollama = Blueprint("ollama", __name__, url_prefix="/api")
 @ollama.post("/chat")
 async def chat() -> Response:
     body = await read_body(OllamaChat, any_type=True)
-    name = await _name(body.model)
+    name = await catalogue_name(body.model)
     _refuse_unsupported(body)
     if not body.messages:
         return _nothing_asked(ChatWords(body.model))
@@ -189,7 +189,7 @@ async def chat() -> Response:
 @ollama.post("/generate")
 async def generate() -> Response:
     body = await read_body(OllamaGenerate, any_type=True)
-    name = await _name(body.model)
+    name = await catalogue_name(body.model)
     _refuse_unsupported(body)
     if body.images:
         raise no_eyes("images")
@@ -235,7 +235,7 @@ async def show() -> Response:
     asked = body.model or body.name
     if asked is None:
         raise InvalidRequest("Missing field `model`.", field="model")
-    view = await current_node().model(await _name(asked))
+    view = await current_node().model(await catalogue_name(asked))
     if view.entry is None:
         raise ModelNotFound(f"model {asked!r} is only on other nodes.", field="model")
     manifest = view.entry.manifest
@@ -249,7 +249,7 @@ async def show() -> Response:
                 f"{family}.context_length": manifest.context_length,
                 f"{family}.embedding_length": manifest.n_embd,
             },
-            "capabilities": ["completion", "tools"],
+            "capabilities": ["completion", "tools", "embedding"],
             "modified_at": _modified(view),
         }
     )
@@ -271,7 +271,7 @@ def _failure(message: str, status: int) -> Response:
     return Response(encode({"error": message}), status=status, content_type="application/json")
 
 
-async def _name(asked: str) -> str:
+async def catalogue_name(asked: str) -> str:
     """The model's name in the catalogue: apps append a tag that nobody typed."""
     if asked.endswith(TAG):
         names = {view.name for view in await current_node().models() if view.entry}

@@ -21,6 +21,7 @@ from swarmllm.api.chat_reply import encode
 from swarmllm.api.completions import CompletionRequest
 from swarmllm.api.embeddings import EmbeddingRequest
 from swarmllm.api.ollama import OllamaChat, OllamaGenerate, OllamaShow
+from swarmllm.api.ollama_embed import OllamaEmbed, OllamaEmbeddings
 from swarmllm.api.responses_request import ResponsesRequest
 from swarmllm.api.schema import AddModel, ChatRequest, Json, ModelLayers, PinModel, StartDownload
 from swarmllm.api.text_tools import DetokenizeRequest, TemplateRequest, TokenizeRequest
@@ -59,6 +60,8 @@ OPERATIONS = (
     Operation("post", "/v1/messages/count_tokens", "Count a prompt's tokens (Anthropic)", CountRequest),
     Operation("post", "/api/chat", "Answer a conversation (Ollama)", OllamaChat, (LINES, JSON)),
     Operation("post", "/api/generate", "Answer a prompt (Ollama)", OllamaGenerate, (LINES, JSON)),
+    Operation("post", "/api/embed", "Turn texts into vectors (Ollama)", OllamaEmbed),
+    Operation("post", "/api/embeddings", "The same, as it was before (Ollama)", OllamaEmbeddings),
     Operation("get", "/api/tags", "The models this node has a file of (Ollama)"),
     Operation("get", "/api/ps", "Those that can answer now (Ollama)"),
     Operation("post", "/api/show", "Facts about a model (Ollama)", OllamaShow),

@@ -144,6 +144,28 @@ async def test_an_idle_connection_is_closed_after_a_request_too(
     assert answer.endswith(b'{"status":"ok"}')
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 0.02], ids=["flood", "dribble"])
+async def test_a_header_without_end_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float
+) -> None:
+    """By its size, or, a few bytes at a time, by the time in which a request has to begin."""
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.3)
+    n_sent = 0
+    async with serve_node(tmp_path) as stand:
+        connection = await trio.open_tcp_stream("127.0.0.1", int(stand.url.rpartition(":")[2]))
+        with trio.fail_after(5), contextlib.suppress(trio.BrokenResourceError):
+            async with connection:
+                await connection.send_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+                while True:
+                    line = b"X-Padding: a\r\n" * (1 if pause_s else 100)
+                    await connection.send_all(line)
+                    n_sent += len(line)
+                    await trio.sleep(pause_s)
+        assert (await stand.http.get("/health")).status_code == 200
+        assert stand.node.admission.n_active == 0
+    assert n_sent < 16 * 2**20, "more than the sockets' buffers hold has been taken"
+
+
 async def test_the_ipv6_loopback_works_too() -> None:
     listener = bind("::1", 0)
     try:
