@@ -310,6 +310,7 @@ class Error(WorkerMessage, frozen=True, tag=True):
         "cannot_cut",
         "not_loaded",
         "no_slot",
+        "no_room",
         "context_full",
         "bad_tensor",
         "position_gap",

@@ -11,6 +11,7 @@ _MAPPED: dict[str, type[SwarmLLMError]] = {
     "cannot_cut": BadModel,
     "bad_template": InvalidRequest,
     "no_slot": Overloaded,
+    "no_room": Overloaded,
 }
 """By kind; every other kind is a WorkerError that carries it."""
 

@@ -16,7 +16,8 @@ import pytest
 
 from swarmllm_proto import ipc
 from swarmllm_proto.tensors import encode_tensor
-from swarmllm_workers.handlers import Handlers
+from swarmllm_workers import runner
+from swarmllm_workers.handlers import STARVED_MS, Handlers
 from swarmllm_workers.segment import Segment, Span
 
 from .client import GREEDY
@@ -252,11 +253,31 @@ def test_failure_of_a_batch_costs_the_guilty_only(
     assert len(room.tokens("a")) == len(room.tokens("c")) == GREEDY.max_tokens
 
 
-def test_forwards_that_do_not_fit_are_refused_and_the_rest_of_the_batch_runs(open_room: OpenRoom) -> None:
-    room = open_room("llama", (0, 2), n_ctx=64)
+def two_forwards(room: Room) -> list[str]:
+    """Of two requests for which there is no room together; whose results have come after three rounds."""
     for name, n in (("a", 30), ("b", 50)):
         data = np.resize(PROMPT, n)
         room.call(ipc.Forward, data, request_id=name, start=0, end=2, position=0, want="hidden")
+    room.run(3)
+    return [m.request_id for m, _ in room.sent if isinstance(m, ipc.LayerResult)]
+
+
+def test_forwards_wait_until_others_have_ended_while_the_rest_of_the_batch_runs(open_room: OpenRoom) -> None:
+    room = open_room("llama", (0, 2), n_ctx=64)
+    assert two_forwards(room) == ["a"]
+    assert room.handlers.pause_ms() == STARVED_MS
+    room.call(ipc.CancelRequest, request_id="a")
     room.run()
-    assert room.errors() == {"b": "context_full"}
-    assert [m.request_id for m, _ in room.sent if isinstance(m, ipc.LayerResult)] == ["a"]
+    assert [m.request_id for m, _ in room.sent if isinstance(m, ipc.LayerResult)] == ["a", "b"]
+    assert not room.errors()
+
+
+def test_forwards_that_have_waited_long_enough_are_refused(
+    open_room: OpenRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "ROOM_PATIENCE_S", 0.0)
+    room = open_room("llama", (0, 2), n_ctx=64)
+    assert two_forwards(room) == ["a"]
+    room.run()
+    assert room.errors() == {"b": "no_room"}
+    assert not room.handlers.has_work

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS, root_hash
 from swarmllm_proto.tensors import decode_tensor
+from swarmllm_workers.handlers import SLEEP_MAX_MS
 from swarmllm_workers.prefixes import Kept, Name, Prefixes, PrefixSettings, token_name
 from swarmllm_workers.segment import Span
 
@@ -383,7 +384,7 @@ def test_expired_rows_go_while_the_worker_sleeps(open_room: OpenRoom) -> None:  
     room.run()
     engine = room.handlers._opened()
     assert len(engine.prefixes) == 1
-    assert room.handlers.idle_ms() is None
+    assert room.handlers.pause_ms() == SLEEP_MAX_MS
     assert len(engine.prefixes) == 0
     assert all(segment.n_rows == 0 for segment in engine.segments)
 

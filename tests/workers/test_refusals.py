@@ -119,16 +119,17 @@ def test_slots_run_out_and_come_back(half: Worker) -> None:
     half.forward(TOKENS, **third)
 
 
-def test_context_is_shared_and_full_context_is_told_with_numbers(half: Worker) -> None:
+def test_context_is_shared_and_a_forward_waits_for_room(half: Worker) -> None:
     half.hidden(np.resize(TOKENS, 40), request_id="a", start=0, end=2, position=0)
     fields = {"request_id": "b", "start": 0, "end": 2, "position": 0, "want": "hidden"}
-    error = half.refused(ipc.Forward, encode_tensor(np.resize(TOKENS, 30)), **fields)
-    assert error.kind == "context_full"
-    assert "70" in error.message
-    assert "64" in error.message
-    half.forward(np.resize(TOKENS, 24), **fields)
+    call_id = half.send(ipc.Forward, encode_tensor(np.resize(TOKENS, 30)), **fields)
     half.hidden(TOKENS[:0:-1], request_id="a", start=0, end=2, position=8)  # truncated to 8: room again
-    half.forward(np.resize(TOKENS, 20), **{**fields, "position": 24})
+    answer = half.receive_any().message
+    assert isinstance(answer, ipc.LayerResult)
+    assert answer.id == call_id
+    too_long = half.refused(ipc.Forward, encode_tensor(np.resize(TOKENS, 35)), **{**fields, "position": 30})
+    assert too_long.kind == "context_full"
+    assert "64" in too_long.message
 
 
 def test_generation_past_the_context_ends_with_length(worker: Worker, make_model: MakeModel) -> None:

@@ -203,11 +203,12 @@ class Engine:
             self.prefixes.keep(request_id, route.segments, token_name(self._root, tokens, session))
 
     def full(self, route: Route, n_more: int) -> CallError:
-        """What a request is told for which there are not enough KV rows."""
+        """What a request is told for which there are not enough KV rows now. (One that could never have
+        enough is refused before it begins.)"""
         n_rows = max(segment.n_rows for segment in route.segments) + n_more
         return CallError(
-            "context_full",
-            f"{n_rows} rows in a context of {self.settings.n_ctx} (n_ctx), shared by all requests",
+            "no_room",
+            f"{n_rows} rows in a context of {self.settings.n_ctx} (n_ctx), most of them other requests'",
         )
 
     def rewind(self, route: Route, span: Span) -> None:

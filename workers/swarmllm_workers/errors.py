@@ -11,6 +11,7 @@ ErrorKind = Literal[
     "cannot_cut",
     "not_loaded",
     "no_slot",
+    "no_room",
     "context_full",
     "bad_tensor",
     "position_gap",

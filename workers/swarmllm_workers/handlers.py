@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 PROGRESS_INTERVAL_S: Final = 0.05
 EMBED_ROWS_MAX: Final = 65536
 SLEEP_MAX_MS: Final = 2**30
+STARVED_MS: Final = 5
 
 
 class Handlers:
@@ -78,9 +79,12 @@ class Handlers:
         except Exception as error:
             self._answer_error(message.id, getattr(message, "request_id", ""), error)
 
-    def idle_ms(self) -> int | None:
-        """How long a worker without work may sleep: until kept KV expires, or the daemon is due some news of
-        a ring. Drops what has expired, tells what is due."""
+    def pause_ms(self) -> int | None:
+        """How long the worker may sleep: without work until kept KV expires, or the daemon is due some news of
+        a ring (what has expired is dropped, what is due is told); not at all with work, and a moment where all
+        of that waits for room."""
+        if self._runner is not None and self._runner.has_work:
+            return STARVED_MS if self._runner.is_starved else 0
         if self._engine is None:
             return None
         self._engine.prefixes.expire()

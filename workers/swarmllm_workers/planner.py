@@ -11,7 +11,8 @@ prompts would give a better mean time to the first token, but leaves a short pro
 
 KV that runs out is taken from whoever came last, and only from works that can compute it again (a Generate
 has its tokens, a Forward's rows belong to another node). Such a work starts over when there is room; its
-reader sees a pause, not an error. A work is refused only where waiting cannot help.
+reader sees a pause, not an error. A Forward waits for a while, because other requests' rows go when those
+end; a work is refused where waiting cannot help or has not.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Demand:
     """KV rows that it has."""
     can_restart: bool = False
     """Its KV may be dropped: it computes it again."""
+    can_wait: bool = False
+    """For others to free what it needs, although none of them is sure to."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,9 @@ class Planner:
                 holders = [key for key in holders if key not in victims]
                 n_free += sum(lane[key].n_cells for key in victims) - share.n_rows
                 kept.append(share)
-            elif not demand.can_restart or not self._will_free(demand, holders, kept, lane):
+            elif demand.can_wait or (demand.can_restart and self._will_free(demand, holders, kept, lane)):
+                continue
+            else:
                 refused.append(share.key)
         return Fit(Batch(batch.lane, tuple(kept)), tuple(restarted), tuple(refused))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from swarmllm_workers.segment import Span
 from swarmllm_workers.work import Work
 
 OnError = Callable[[Work, Exception], None]
+ROOM_PATIENCE_S: Final = 10.0
+"""How long a work waits for cells that other requests hold, of which none is sure to end."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class Runner:
         self._on_error = on_error
         self._works: dict[int, Work] = {}
         self._n_works = 0
+        self._starved_since: dict[int, float] = {}
+        """Works that have found no room."""
+        self.is_starved = False
+        """There are works, and for none was there room in the last round."""
 
     @property
     def has_work(self) -> bool:
@@ -53,6 +60,7 @@ class Runner:
 
     def step(self) -> None:
         """One round: every work that can has its turn, in as few batches as possible."""
+        self.is_starved = bool(self._starved_since)
         ready = self._ready()
         demands = [each.demand for each in ready.values()]
         for batch in self._planner.schedule(demands):
@@ -63,6 +71,7 @@ class Runner:
         """Drop works that are over."""
         for key in [key for key, work in self._works.items() if work.is_finished]:
             del self._works[key]
+            self._starved_since.pop(key, None)
             self._planner.forget(key)
 
     def _ready(self) -> dict[int, _Ready]:
@@ -106,7 +115,12 @@ class Runner:
             work.is_decode,
             n_cells=_n_cells(route, slot),
             can_restart=work.can_restart,
+            can_wait=self._can_wait(key),
         )
+
+    def _can_wait(self, key: int) -> bool:
+        since_s = self._starved_since.get(key)
+        return since_s is None or time.monotonic() - since_s < ROOM_PATIENCE_S
 
     def _run(self, batch: Batch, ready: dict[int, _Ready]) -> None:
         spans: dict[int, Span] = {}
@@ -131,6 +145,8 @@ class Runner:
         n_free = self._engine.make_room(route, max(batch.n_rows, n_rows))
         if batch.n_rows > n_free or any(each.demand.n_cells == 0 for each in ready.values()):
             batch = self._fit(batch, ready, n_free)
+        for key in keys - {share.key for share in batch.shares}:
+            self._starved_since.setdefault(key, time.monotonic())
         if batch.shares:
             self._decode(route, [(ready[share.key].work, spans[share.key]) for share in batch.shares])
 
@@ -149,6 +165,7 @@ class Runner:
         return fit.batch
 
     def _decode(self, route: Route, chosen: Sequence[tuple[Work, Span]]) -> None:
+        self.is_starved = False
         started = time.perf_counter()
         try:
             results = self._engine.run(route, [span for _, span in chosen])
@@ -160,6 +177,12 @@ class Runner:
                 self._decode(route, [each])
             return
         compute_s = time.perf_counter() - started
+        if self._starved_since:
+            self._starved_since = {
+                key: since_s
+                for key, since_s in self._starved_since.items()
+                if self._works.get(key) not in [work for work, _ in chosen]
+            }
         for (work, _), result in zip(chosen, results, strict=True):
             self._accept(work, result, compute_s)
 

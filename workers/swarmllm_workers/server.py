@@ -82,9 +82,9 @@ class Server:
         poll, own = self._poll, self._connection.fileno()
         try:
             while not self._handlers.is_finished:
-                can_step = self._handlers.has_work and self._n_unwritten <= UNWRITTEN_MAX
+                is_stuck = self._n_unwritten > UNWRITTEN_MAX
                 poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._unwritten else 0))
-                for descriptor, events in poll.poll(0 if can_step else self._handlers.idle_ms()):
+                for descriptor, events in poll.poll(None if is_stuck else self._handlers.pause_ms()):
                     if descriptor != own:
                         self._handlers.ring.on_event(descriptor, events)
                         continue
