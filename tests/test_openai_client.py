@@ -39,6 +39,11 @@ def text_of(answer: Any) -> str:
     return str(answer.choices[0].message.content)
 
 
+def counted(answer: Any) -> tuple[int, int]:
+    """What was guessed or cached of it may differ between two runs."""
+    return answer.usage.prompt_tokens, answer.usage.completion_tokens
+
+
 def test_models_are_found(ai: openai.OpenAI) -> None:
     assert [model.id for model in ai.models.list()] == ["guide"]
     assert ai.models.retrieve("guide").owned_by == "swarmllm"
@@ -51,7 +56,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(ai: openai.OpenAI) -> None:
     assert "".join(texts) == text_of(whole)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
-    assert chunks[-1].usage == whole.usage
+    assert counted(chunks[-1]) == counted(whole)
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
 
 
@@ -66,7 +71,7 @@ def test_a_text_is_completed_streamed_or_not(ai: openai.OpenAI) -> None:
     chunks = list(ai.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     assert whole.choices[0].text
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
-    assert chunks[-1].usage == whole.usage
+    assert counted(chunks[-1]) == counted(whole)
     assert whole.usage is not None
     assert whole.usage.completion_tokens <= 12
     assert ai.completions.create(**options, echo=True).choices[0].text == (

@@ -1,0 +1,130 @@
+"""What it saves that a prompt was computed before: the same request again, and a conversation's second turn.
+
+    python -m bench.prefix --rounds 5
+
+Through HTTP, from the client's side, against the same request with a prompt of the same length that nobody
+has sent before, in turns. Resubmission: 513 tokens of prompt, 5 of answer, the whole request. Second turn:
+the first token's arrival, for a conversation of a question of 513 tokens, its answer of 32, and another
+question of 32. The model is the 0.5B shape in Q8_0 with random weights and a token per letter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from contextlib import ExitStack
+from random import Random
+
+from bench.decode import N_CTX, half_billion
+from bench.figures import Figure, ratios, table, write
+from bench.swarm_nodes import Swarm, swarm_of
+
+N_PROMPT = 513
+N_ANSWER = 5
+N_TURN = 32
+CHAT = "/v1/chat/completions"
+LETTERS = {str(token): 100 for token in range(ord("a"), ord("z") + 1)}
+"""The model's first 256 tokens are the bytes."""
+
+
+class Asker:
+    """One kind of swarm, and what was measured of it."""
+
+    def __init__(self, swarm: Swarm, n_nodes: int) -> None:
+        self._swarm = swarm
+        where = f"{n_nodes} daemon{'s' if n_nodes > 1 else ''}"
+        self.cold = Figure(f"{where}: {N_PROMPT} tokens, new", "ms")
+        self.again = Figure(f"{where}: the same again", "ms")
+        self.fresh_turn = Figure(f"{where}: second turn, in no session", "ms to first token")
+        self.turn = Figure(f"{where}: second turn, in its session", "ms to first token")
+
+    def round(self, seed: int, *, counts: bool) -> None:
+        prompt = self._prompt(seed, N_PROMPT)
+        cold_ms, _ = self._whole(prompt)
+        again_ms, n_cached = self._whole(prompt)
+        assert n_cached == N_PROMPT // 64 * 64, n_cached
+        turn_ms = self._second_turn(seed + 1, session=True)
+        fresh_ms = self._second_turn(seed + 2, session=False)
+        if counts:
+            for figure, value in (
+                (self.cold, cold_ms),
+                (self.again, again_ms),
+                (self.turn, turn_ms),
+                (self.fresh_turn, fresh_ms),
+            ):
+                figure.values.append(value)
+
+    def _second_turn(self, seed: int, *, session: bool) -> float:
+        """In no session the second turn comes to a conversation that nobody has computed."""
+        turns = [{"role": "user", "content": self._prompt(seed, N_PROMPT)}]
+        answer = self._prompt(seed + 1000, N_TURN)
+        named: dict[str, object] = {}
+        if session:
+            # Letters, so that the answer's text has the tokens that were generated.
+            named = {"session_id": f"talk-{seed}"}
+            first = self._body(messages=turns, max_tokens=N_TURN, logit_bias=LETTERS, **named)
+            answer = self._swarm.client.post(CHAT, first)["choices"][0]["message"]["content"]
+        turns.append({"role": "assistant", "content": answer})
+        turns.append({"role": "user", "content": self._prompt(seed + 2000, N_TURN)})
+        return self._first_token(self._body(messages=turns, max_tokens=2, **named))
+
+    def _whole(self, prompt: str) -> tuple[float, int]:
+        start_s = time.perf_counter()
+        answer = self._swarm.client.post("/v1/completions", self._body(prompt=prompt, max_tokens=N_ANSWER))
+        elapsed_ms = (time.perf_counter() - start_s) * 1000
+        usage = answer["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (N_PROMPT, N_ANSWER), usage
+        return elapsed_ms, int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    def _first_token(self, body: dict[str, object]) -> float:
+        start_s = time.perf_counter()
+        lines = self._swarm.client.post_lines(CHAT, body | {"stream": True})
+        next(lines)
+        elapsed_ms = (time.perf_counter() - start_s) * 1000
+        for _ in lines:
+            pass
+        return elapsed_ms
+
+    def _body(self, **fields: object) -> dict[str, object]:
+        return {"model": self._swarm.model, "temperature": 0, "ignore_eos": True, **fields}
+
+    def _prompt(self, seed: int, n_tokens: int) -> str:
+        """The bench model has a token per letter."""
+        return "".join(Random(seed).choices("abcdefghijklmnopqrstuvwxyz", k=n_tokens))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    arguments = parser.parse_args()
+    rows: list[tuple[Figure, Figure | None]] = []
+    for n_nodes in arguments.nodes:
+        with ExitStack() as stack:
+            swarm = stack.enter_context(
+                swarm_of(n_nodes, half_billion(), 24, n_threads=arguments.threads, n_ctx=N_CTX)
+            )
+            asker = Asker(swarm, n_nodes)
+            for index in range(arguments.rounds + 1):
+                asker.round(10 * index, counts=index > 0)
+        rows += [
+            (asker.cold, None),
+            (asker.again, ratios(asker.cold, asker.again)),
+            (asker.fresh_turn, None),
+            (asker.turn, ratios(asker.fresh_turn, asker.turn)),
+        ]
+    text = table(rows)
+    print(text)
+    command = (
+        f"python -m bench.prefix --nodes {' '.join(map(str, arguments.nodes))} "
+        f"--rounds {arguments.rounds} --threads {arguments.threads}"
+    )
+    write("prefix-0.5b", command, rows, text)
+
+
+if __name__ == "__main__":
+    main()
