@@ -80,9 +80,9 @@ class Handlers:
             self._answer_error(message.id, getattr(message, "request_id", ""), error)
 
     def pause_ms(self) -> int | None:
-        """How long the worker may sleep: without work until kept KV expires, or the daemon is due some news of
-        a ring (what has expired is dropped, what is due is told); not at all with work, and a moment where all
-        of that waits for room."""
+        """How long the worker may sleep: without work until kept KV expires, or the daemon is due some news
+        of a ring (what has expired is dropped, what is due is told); not at all with work, and a moment where
+        all of that waits for room."""
         if self._runner is not None and self._runner.has_work:
             return STARVED_MS if self._runner.is_starved else 0
         if self._engine is None:
