@@ -36,7 +36,7 @@ def serve(gguf: str, n_threads: int, *, tiles: bool) -> None:
     from swarmllm_workers.libllama import Context, ContextSettings, Model
 
     model = Model(Path(gguf))
-    settings = ContextSettings(n_ctx=512, n_slots=max(ROWS), n_threads=n_threads, n_outputs_max=max(ROWS))
+    settings = ContextSettings(n_ctx=1024, n_slots=max(ROWS), n_threads=n_threads, n_outputs_max=max(ROWS))
     context = Context(model, settings)
     tokens = (np.arange(N_PROMPT) % 250).astype(np.int32)
     for slot in range(max(ROWS)):

@@ -114,3 +114,16 @@ def test_comes_back_when_the_text_changes() -> None:
 
 def test_first_step_is_without_guesses() -> None:
     assert Pay().n_worth("kind", 6) == 0
+
+
+def test_what_steps_take_is_handed_on_and_how_often_guesses_are_right_is_not() -> None:
+    """On a machine where guesses never pay, a later request wastes next to nothing on finding out."""
+    pay = Pay()
+    run(pay, rate=0.9, row_cost=0.9, n_steps=300)
+    later = pay.successor()
+    assert (later.n_guessed, later.n_right) == (0, 0)
+    assert run(later, rate=0.9, row_cost=0.9, n_steps=100) > 0.94
+    assert run(Pay(), rate=0.0, row_cost=0.2) > 0.9
+    paying = Pay()
+    run(paying, rate=0.0, row_cost=0.1)
+    assert run(paying.successor(), rate=0.95, row_cost=0.1, n_steps=100) > 3

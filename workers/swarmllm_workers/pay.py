@@ -1,8 +1,9 @@
 """Does guessing pay? Measured per request while it runs: a pure core, seconds come in as arguments.
 
 A step that checks k guesses gives one token more than were right, and takes what making and checking them
-takes. Both are running means of this request's own steps, per kind of guess; from them follows how many
-guesses, if any, give the most tokens per second. What has not been tried is estimated from its neighbours.
+takes. Both are running means, per kind of guess; from them follows how many guesses, if any, give the most
+tokens per second. What has not been tried is estimated from its neighbours. How often guesses are right is a
+matter of the text, and learned anew by each request; what steps take is not, and handed on to the next.
 
 Where nothing pays no guess is made, and a few are tried again after a pause that doubles each time it did
 not pay: text changes, and so does who else uses the machine. What trying costs is bounded by that.
@@ -28,9 +29,9 @@ N_TRIED: Final = 2
 
 
 @dataclass
-class _Kind:
-    rate: float = HOPE
-    """The part of its guesses that are right, given that those before them were."""
+class _Family:
+    """Kinds of guesses that cost the same: what their names begin with, up to a dash."""
+
     costs_s: dict[int, float] = field(default_factory=dict)
     """Of a step, by its number of guesses."""
     pause: int = PAUSE_MIN
@@ -46,42 +47,54 @@ class Pay:
     n_right: int = 0
     plain_s: float = 0.0
     """Of a step without guesses; 0: there was none yet."""
-    _kinds: dict[str, _Kind] = field(default_factory=dict)
+    _families: dict[str, _Family] = field(default_factory=dict)
+    _rates: dict[str, float] = field(default_factory=dict)
+    """The part of the guesses of a kind that are right, given that those before them were."""
 
-    def n_worth(self, name: str, n_max: int) -> int:
+    def successor(self) -> Pay:
+        """For the next request."""
+        return type(self)(plain_s=self.plain_s, _families=self._families)
+
+    def _family(self, kind: str) -> _Family:
+        return self._families.setdefault(kind.partition("-")[0], _Family())
+
+    def n_worth(self, kind: str, n_max: int) -> int:
         """How many guesses of a kind to make and check in the next step, at most `n_max`."""
         if not self.plain_s or n_max < 1:
             return 0  # a step without guesses comes first: it is what the others are compared with
-        kind = self._kinds.setdefault(name, _Kind())
+        family, rate = self._family(kind), self._rates.get(kind, HOPE)
         best, n_best = GAIN_MIN / self.plain_s, 0
         for n in range(1, n_max + 1):
-            speed = sum(kind.rate**i for i in range(n + 1)) / self._cost_s(kind, n)
+            speed = sum(rate**i for i in range(n + 1)) / self._cost_s(family, n)
             if speed > best:
                 best, n_best = speed, n
         if n_best:
+            family.pause = family.next_pause = PAUSE_MIN
             return n_best
-        if kind.pause > 0:
-            kind.pause -= 1
+        if family.pause > 0:
+            family.pause -= 1
             return 0
-        kind.pause, kind.next_pause = kind.next_pause, min(2 * kind.next_pause, PAUSE_MAX)
+        family.pause, family.next_pause = family.next_pause, min(2 * family.next_pause, PAUSE_MAX)
         return min(n_max, N_TRIED)
 
-    def judged(self, name: str, n_guessed: int, n_right: int, seconds: float) -> None:
+    def judged(self, kind: str, n_guessed: int, n_right: int, seconds: float) -> None:
         """A step with so many guesses took so long, and the first `n_right` of them were right."""
         if not n_guessed:
             self.plain_s = _mean(self.plain_s or seconds, seconds)
             return
-        kind = self._kinds.setdefault(name, _Kind())
+        family = self._family(kind)
         self.n_guessed += n_guessed
         self.n_right += n_right
-        kind.costs_s[n_guessed] = _mean(kind.costs_s.get(n_guessed, seconds), seconds)
+        family.costs_s[n_guessed] = _mean(family.costs_s.get(n_guessed, seconds), seconds)
+        rate = self._rates.get(kind, HOPE)
         for i in range(min(n_right + 1, n_guessed)):
-            kind.rate = _mean(kind.rate, 1.0 if i < n_right else 0.0)
-        if (n_right + 1) * self.plain_s > GAIN_MIN * seconds:
-            kind.pause = kind.next_pause = PAUSE_MIN
+            rate = _mean(rate, 1.0 if i < n_right else 0.0)
+        self._rates[kind] = rate
+        if n_right == n_guessed:
+            family.pause = 0  # the text may have changed: look again at once
 
-    def _cost_s(self, kind: _Kind, n: int) -> float:
-        known = {0: self.plain_s, **kind.costs_s}
+    def _cost_s(self, family: _Family, n: int) -> float:
+        known = {0: self.plain_s, **family.costs_s}
         if n in known:
             return known[n]
         below = max(i for i in known if i < n)

@@ -61,6 +61,8 @@ class Speculation:
         self._engine = engine
         self.settings = settings
         self._draft_model: DraftModel | None = None
+        self.pay = Pay()
+        """Of the latest request."""
         self._n_rows_exact: dict[tuple[Segment, ...], int] = {}
 
     @property
@@ -135,7 +137,7 @@ class Guesser:
         self._kind = ""
         self._started_s = 0.0
         """When the step began, later by what does not count; 0 where it says nothing about guesses."""
-        self.pay = Pay()
+        self.pay = speculation.pay = speculation.pay.successor()
 
     def guess(self, history: np.ndarray, n_rows_max: int) -> tuple[int, ...]:
         """Tokens to be checked behind the last one of `history`, whose row is the only one that the slot
