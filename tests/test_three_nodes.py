@@ -133,6 +133,29 @@ def test_after_the_prompt_workers_speak_to_each_other_directly(nodes: tuple[Daem
         )
 
 
+def test_a_long_question_again_begins_after_what_every_node_has(nodes: tuple[DaemonProcess, ...]) -> None:
+    """And so do further answers to it, which are computed at the same time."""
+    question = "What is a layer range? " * 12
+
+    def answer(n: int) -> Any:
+        with client(nodes[0]) as ai:
+            return ai.chat.completions.create(
+                model="guide",
+                messages=[{"role": "user", "content": question}],
+                temperature=0,
+                max_tokens=8,
+                n=n,
+            )
+
+    first, again, several = answer(1), answer(1), answer(3)
+    texts = [[choice.message.content for choice in each.choices] for each in (first, again, several)]
+    assert texts == [texts[0], texts[0], texts[0] * 3]
+    n_cached = [each.usage.prompt_tokens_details.cached_tokens for each in (first, again, several)]
+    assert n_cached[0] == 0
+    assert n_cached[1] == n_cached[2] == (first.usage.prompt_tokens - 1) // 64 * 64 > 0
+    assert several.usage.prompt_tokens == first.usage.prompt_tokens
+
+
 def test_every_node_can_be_the_origin(nodes: tuple[DaemonProcess, ...]) -> None:
     assert len({ask(node) for node in nodes}) == 1
 
