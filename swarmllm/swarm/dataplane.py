@@ -179,7 +179,8 @@ class DataPlane:
             used.rtt_s if used else None,
             neighbour.n_bytes_sent + sum(c.n_bytes_sent for c in neighbour.connections),
             neighbour.n_bytes_received + sum(c.n_bytes_received for c in neighbour.connections),
-            used.throughput.bytes_per_s if used else None,
+            # Which connection large messages come over is the peer's choice.
+            max((c.throughput.bytes_per_s or 0.0 for c in neighbour.connections), default=0.0) or None,
         )
 
     def forgive(self, node_id: str) -> None:

@@ -153,3 +153,13 @@ async def test_a_lost_data_connection_is_noticed_and_replaced(tmp_path: Path) ->
                         kinds.append(change.kind)
         await until(b, lambda: b.connected() == {a.node_id})
         await exchange(a, b, [b"after"])
+
+
+async def test_a_large_message_teaches_its_receiver_what_the_link_carries(tmp_path: Path) -> None:
+    async with two_nodes(tmp_path) as (a, b):
+        await exchange(a, b, [b"small"])
+        assert [peer.bytes_per_s for peer in b.peers()] == [None]
+        await exchange(a, b, [bytes(4 * 2**20)])
+        (peer,) = b.peers()
+        assert peer.bytes_per_s is not None
+        assert peer.bytes_per_s > 0
