@@ -20,7 +20,8 @@ for await (const chunk of stream) {
   usage = chunk.usage ?? usage;
 }
 assert.equal(text, whole.choices[0].message.content);
-assert.deepEqual(usage, whole.usage);
+// What was cached or guessed may differ from one request to the next.
+assert.equal(usage.total_tokens, whole.usage.total_tokens);
 
 const tool = {
   type: "function",
