@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -137,6 +138,7 @@ class Handlers:
             raise CallError("bad_message", "a model is open already", "type")
         engine = Engine(Path(message.path), Path(message.cache_dir), engine_settings(message))
         self._engine = engine
+        self.ring.has_spare_core = engine.settings.n_threads < len(os.sched_getaffinity(0))
         self._speculation = Speculation(engine, speculation_settings(message))
         self._runner = Runner(engine, Planner(batching=message.continuous_batching), self._answer_work)
         self._send(

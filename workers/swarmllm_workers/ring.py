@@ -93,6 +93,8 @@ class Ring:
         self._receiving: dict[str, ReceivingLink] = {}
         self._peers: dict[int, str] = {}
         """Whose link a descriptor is."""
+        self.has_spare_core = False
+        """Whether the daemons can work while all compute threads do."""
 
     def take_link(self, message: ipc.TakeLink, secret: memoryview, connection: socket.socket) -> None:
         try:
@@ -205,8 +207,10 @@ class Ring:
     ) -> bool:
         """Send a token to the first stage, where it stands at `position`, unless it is the last one.
 
-        The origin is told on the same way where it is on it, so that it hears of tokens in order, and
-        otherwise only if this `may_relay`. False: nothing has been sent and nobody told.
+        An origin that runs the first stage is told by the same link, which wakes the fewest processes,
+        unless a core is spare: then its daemon hears of the token from this one's, and the first worker
+        computes at once. Others are told only if this `may_relay`. False: nothing has been sent and nobody
+        told.
         """
         its = seat.message
         told = StreamingToken(
@@ -226,7 +230,7 @@ class Ring:
             token=decoded.token,
         )
         jobs: tuple[tuple[JobMessage, bytes], ...] = ((job, b""),) if decoded.finish_reason is None else ()
-        if its.origin == its.after:
+        if its.origin == its.after and not (may_relay and self.has_spare_core):
             return self._pass_on(seat, ((told, decoded.text), *jobs), may_relay)
         is_on = bool(jobs) and self._pass_on(seat, jobs, may_relay)
         if may_relay:
