@@ -12,6 +12,7 @@ behind, which is why it carries the pid.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -87,6 +88,9 @@ async def run_daemon(
         async with trio.open_nursery() as nursery:
             await nursery.start(_stop_on_signal, nursery.cancel_scope)
             async with open_daemon(config, reread, manager) as whereabouts:
+                # What lives as long as the daemon need not be looked through between two tokens.
+                gc.collect()
+                gc.freeze()
                 on_serving(whereabouts)
                 task_status.started(whereabouts)
                 manager.tell(READY=1, STATUS=whereabouts.api_url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -171,6 +172,9 @@ class Handlers:
         if (message.start, message.end) == (0, engine.n_layers) and self._speculation is not None:
             self._speculation.load()
         engine.load(message.start, message.end, progress)
+        # What lives as long as the worker need not be looked through between two tokens.
+        gc.collect()
+        gc.freeze()
         self._answer_loaded(message.id)
 
     def _unload(self, message: ipc.Unload, _payload: memoryview) -> None:
