@@ -278,8 +278,9 @@ async def test_a_stage_that_refuses_is_avoided_if_it_can_be() -> None:
 async def test_a_stage_refuses_more_requests_than_it_may_take() -> None:
     pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
     settings = PipelineSettings(max_requests_per_model=1)
+    endless = Sampling(max_tokens=2000)
     async with open_swarm(pools, settings=settings) as swarm:
-        async with swarm["a"].pipelines.generate(Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=50)):
+        async with swarm["a"].pipelines.generate(Prompt(text=PROMPT), swarm.entry, endless):
             with pytest.raises(NodeBusy, match="the model has 1 requests here already"):
                 await ask(swarm, "a")
         await swarm.quiet()
