@@ -43,6 +43,13 @@ def test_the_page_of_architectures_is_drawn_from_the_table() -> None:
     assert page == drawn, "the table has changed; run: python docs/draw_architectures.py"
 
 
+def test_the_page_of_commands_is_what_they_say_of_themselves() -> None:
+    written = drawing_script("draw_commands").page()
+    page = (ROOT / "docs" / "commands.md").read_text("utf-8")
+    # How lines are broken is click's affair.
+    assert page.split() == written.split(), "a command has changed; run: python docs/draw_commands.py"
+
+
 def test_every_module_says_what_it_is() -> None:
     silent = [
         line for line in drawing_script("draw_architecture").drawing().splitlines() if line.endswith("| - |")
