@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "background": (False,),
+    "background_options": (),
     "service_tier": ("auto", "default"),
     "truncation": ("disabled",),
     "include": ([], ["reasoning.encrypted_content"]),
@@ -140,6 +141,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     """Of tools that OpenAI hosts."""
     # accepted at their neutral value only
     background: bool | None = None
+    background_options: str | Json | None = None
     service_tier: str | None = None
     truncation: str | None = None
     include: list[str] | None = None
