@@ -41,11 +41,17 @@ def commands(
 
 
 def help_text(words: tuple[str, ...], command: click.Command) -> str:
+    settings = main.context_settings
     context: click.Context | None = None
     for word in words[:-1]:
-        context = click.Context(click.Group(), parent=context, info_name=word)
+        context = click.Context(click.Group(), parent=context, info_name=word, **settings)
     context = click.Context(
-        command, parent=context, info_name=words[-1], terminal_width=WIDTH, max_content_width=WIDTH
+        command,
+        parent=context,
+        info_name=words[-1],
+        terminal_width=WIDTH,
+        max_content_width=WIDTH,
+        **settings,
     )
     return "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
 

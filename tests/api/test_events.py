@@ -159,9 +159,8 @@ async def test_a_load_is_seen_by_who_did_not_ask_for_it(tmp_path: Path) -> None:
 
         stand.pool.load = load  # type: ignore[method-assign]
         nursery.start_soon(stand.http.post, "/api/admin/models/guide/load")
-        await reader.read_until(lambda state: state["work"]["running"])
         work = {"kind": "load", "model": "guide", "phase": "loading", "done_bytes": 30, "total_bytes": 100}
-        assert reader.state["work"]["running"] == [work]
+        await reader.read_until(lambda state: state["work"]["running"] == [work])
         loading.set()
         await reader.read_until(lambda state: not state["work"]["running"])
 
