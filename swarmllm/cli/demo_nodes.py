@@ -18,13 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 STOP_TIMEOUT_S = 15.0
 PR_SET_PDEATHSIG = 1
+INTERRUPTIONS = frozenset({signal.SIGINT, signal.SIGTERM})
 ONE_THREAD = {"n_threads": 1}
 """Three workers share this machine, and only one computes at a time."""
 
@@ -86,15 +87,17 @@ class DemoNodes:
         folder.mkdir()
         config = folder / "config.toml"
         config.write_text(configuration(name, folder / "data", load, bootstrap, inference, network), "utf-8")
-        node = DemoNode(name, folder, _launch(folder))
-        self.nodes.append(node)
+        with _uninterrupted():
+            node = DemoNode(name, folder, _launch(folder))
+            self.nodes.append(node)
         return node
 
     def restart(self, node: DemoNode) -> None:
         """Start a daemon that has ended, with what it had: its folder, its identity, other ports."""
         (node.folder / "data" / "daemon.json").unlink(missing_ok=True)
         node.process.wait(STOP_TIMEOUT_S)
-        node.process = _launch(node.folder)
+        with _uninterrupted():
+            node.process = _launch(node.folder)
 
     def stop(self) -> list[ProcessMark]:
         """End every daemon; returns the processes of the demo that survived, which should be none."""
@@ -117,12 +120,23 @@ class DemoNodes:
         shutil.rmtree(self.folder)
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits: in the middle of starting a process it would leave one that nobody knows of."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _launch(folder: Path) -> subprocess.Popen[bytes]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMLLM_")}
     libc = ctypes.CDLL(None)
     parent = os.getpid()
 
     def end_with_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTIONS)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)
