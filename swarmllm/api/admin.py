@@ -28,7 +28,7 @@ admin = Blueprint("admin", __name__, url_prefix="/api/admin")
 @admin.get("/stats")
 async def stats() -> Response:
     node = current_node()
-    return _json(stats_json(node, await node.models()))
+    return _json(stats_json(node, await node.models.list()))
 
 
 @admin.get("/peers")
@@ -56,7 +56,7 @@ async def config() -> Response:
 
 @admin.get("/models")
 async def models() -> Response:
-    return _json({"models": [model_json(view) for view in await current_node().models()]})
+    return _json({"models": [model_json(view) for view in await current_node().models.list()]})
 
 
 @admin.post("/models")
@@ -67,7 +67,7 @@ async def add() -> Response:
     node = current_node()
     return _progress(
         Work(
-            lambda report: node.add_model(Path(body.path), body.name, report),
+            lambda report: node.models.add(Path(body.path), body.name, report),
             kind="add",
             subject=body.name or Path(body.path).name,
             from_thread=True,
@@ -77,17 +77,17 @@ async def add() -> Response:
 
 @admin.get("/models/<name>/status")
 async def status(name: str) -> Response:
-    return _json(model_json(await current_node().model(name)))
+    return _json(model_json(await current_node().models.get(name)))
 
 
 @admin.post("/models/<name>/load")
 async def load(name: str) -> Response:
     body = await read_body(ModelLayers, optional=True)
     node = current_node()
-    entry, layers = await node.resolve(name, body.layers)
+    entry, layers = await node.models.resolve(name, body.layers)
     return _progress(
         Work(
-            lambda report: node.load(
+            lambda report: node.models.load(
                 entry, layers, partial(report, phase="loading"), partial(report, phase="fetching")
             ),
             kind="load",
@@ -99,27 +99,32 @@ async def load(name: str) -> Response:
 @admin.post("/models/<name>/unload")
 async def unload(name: str) -> Response:
     body = await read_body(ModelLayers, optional=True)
-    return _json(model_json(await current_node().unload(name, body.layers)))
+    return _json(model_json(await current_node().models.unload(name, body.layers)))
 
 
 @admin.post("/models/<name>/verify")
 async def verify(name: str) -> Response:
     node = current_node()
-    view = await node.model(name)
+    view = await node.models.get(name)
     return _progress(
-        Work(lambda report: node.verify(name, report), kind="verify", subject=view.name, from_thread=True)
+        Work(
+            lambda report: node.models.verify(name, report),
+            kind="verify",
+            subject=view.name,
+            from_thread=True,
+        )
     )
 
 
 @admin.post("/models/<name>/pin")
 async def pin(name: str) -> Response:
     body = await read_body(PinModel, optional=True)
-    return _json(model_json(await current_node().pin(name, body.pinned)))
+    return _json(model_json(await current_node().models.pin(name, body.pinned)))
 
 
 @admin.delete("/models/<name>")
 async def remove(name: str) -> Response:
-    return _json(model_json(await current_node().remove(name)))
+    return _json(model_json(await current_node().models.remove(name)))
 
 
 def _progress(work: Work[Any]) -> Response:

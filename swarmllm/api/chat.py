@@ -33,13 +33,13 @@ async def completions() -> Response:
 
 @chat.get("/models")
 async def models() -> Response:
-    listed = [_model(view) for view in await current_node().models() if view.entry is not None]
+    listed = [_model(view) for view in await current_node().models.list() if view.entry is not None]
     return _json({"object": "list", "data": listed})
 
 
 @chat.get("/models/<name>")
 async def model(name: str) -> Response:
-    view = await current_node().model(name)
+    view = await current_node().models.get(name)
     if view.entry is None:
         raise ModelNotFound(f"model {name!r} is only on other nodes.", field="model")
     return _json(_model(view))

@@ -104,7 +104,7 @@ class Pulse:
 
     async def _make(self, now_s: float) -> dict[str, Json]:
         node = self._node
-        models = await node.models()
+        models = await node.models.list()
         stats = stats_json(node, models)
         # Time goes on without news.
         del stats["uptime_s"], stats["models"]

@@ -219,12 +219,12 @@ async def version() -> Response:
 @ollama.get("/tags")
 async def tags() -> Response:
     """The models a request would find a pipeline for, and those whose layers are not all there yet."""
-    return _json({"models": [_listed(view) for view in await current_node().models() if view.entry]})
+    return _json({"models": [_listed(view) for view in await current_node().models.list() if view.entry]})
 
 
 @ollama.get("/ps")
 async def running() -> Response:
-    views = [view for view in await current_node().models() if view.entry and view.complete]
+    views = [view for view in await current_node().models.list() if view.entry and view.complete]
     n_ctx = current_config().inference.n_ctx
     return _json({"models": [_listed(view) | {"context_length": n_ctx} for view in views]})
 
@@ -235,7 +235,7 @@ async def show() -> Response:
     asked = body.model or body.name
     if asked is None:
         raise InvalidRequest("Missing field `model`.", field="model")
-    view = await current_node().model(await catalogue_name(asked))
+    view = await current_node().models.get(await catalogue_name(asked))
     if view.entry is None:
         raise ModelNotFound(f"model {asked!r} is only on other nodes.", field="model")
     manifest = view.entry.manifest
@@ -274,7 +274,7 @@ def _failure(message: str, status: int) -> Response:
 async def catalogue_name(asked: str) -> str:
     """The model's name in the catalogue: apps append a tag that nobody typed."""
     if asked.endswith(TAG):
-        names = {view.name for view in await current_node().models() if view.entry}
+        names = {view.name for view in await current_node().models.list() if view.entry}
         if asked not in names:
             return asked.removesuffix(TAG)
     return asked

@@ -81,7 +81,7 @@ async def apply_template() -> Response:
 async def props() -> Response:
     """`?model=NAME`. What is the same for every request unless it says otherwise."""
     name = await model_or_only_one(request.args.get("model"))
-    view, inference = await current_node().model(name), current_config().inference
+    view, inference = await current_node().models.get(name), current_config().inference
     if view.entry is None:
         raise ModelNotFound(f"model {name!r} is only on other nodes.", field="model")
     default = Sampling()

@@ -22,7 +22,7 @@ import trio
 from swarmllm.config import Config
 from swarmllm.downloads import Downloads
 from swarmllm.downloads.settings import from_environment
-from swarmllm.errors import Conflict, ModelNotFound, NodeUnreachable, SwarmLLMError
+from swarmllm.errors import ModelNotFound, NodeUnreachable, SwarmLLMError
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, needed_tensors
 from swarmllm.node.acquaintances import Acquaintances
 from swarmllm.node.admission import Admission
@@ -31,11 +31,10 @@ from swarmllm.node.capability import describe
 from swarmllm.node.embeddings import Embeddings
 from swarmllm.node.herald import Herald
 from swarmllm.node.metrics import Metrics
-from swarmllm.node.model_view import view_model
-from swarmllm.node.request_words import check_layers
+from swarmllm.node.model_keeper import ModelKeeper
 from swarmllm.node.requests import Requests
 from swarmllm.node.texts import Texts
-from swarmllm.node.views import ModelView, PeerView, Readiness, RequestCounts
+from swarmllm.node.views import PeerView, Readiness, RequestCounts
 from swarmllm.pipeline.generation import Generation
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.prompt import Prompt
@@ -44,11 +43,11 @@ from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.tiers import LOCAL, Caller, tier_caps
-from swarmllm.swarm.registry import Registry, SwarmModel
+from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.router import Reachability, Router
 from swarmllm.swarm.trust_keeper import Trust
 from swarmllm.travel import Travel, TravelStatistics
-from swarmllm.workerpool import ModelFile, WorkerPool, WorkerStatistics
+from swarmllm.workerpool import WorkerPool, WorkerStatistics
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import NodeCapability
 
@@ -93,6 +92,15 @@ class Node:
         self._catalogue = catalogue
         self._pipelines = pipelines
         self._travel = travel
+        self.models = ModelKeeper(
+            catalogue,
+            pool,
+            travel,
+            registry,
+            node_id=router.node_id,
+            nickname_of=self.nickname_of,
+            publish=self.publish,
+        )
         self.acquaintances = Acquaintances(router, registry, trust or Trust())
         self._observations = observations or Observations()
         self.placing = AutoShardManager(
@@ -100,9 +108,9 @@ class Node:
             node_id=router.node_id,
             registry=registry,
             pool=pool,
-            find=self._resolve,
-            load=lambda entry, layers: self._load(entry, layers, _unseen, _unseen),
-            drop=self._drop,
+            find=self.models.find,
+            load=lambda entry, layers: self.models.hold(entry, layers, _unseen, _unseen),
+            drop=self.models.drop,
             on_change=self.holdings_changed,
         )
         self._herald = Herald(
@@ -126,7 +134,7 @@ class Node:
             config.data_dir / "downloads",
             travel,
             from_environment(os.environ, config.downloads),
-            find=self._resolve,
+            find=self.models.find,
         )
 
     def configure(self, config: Config) -> None:
@@ -175,7 +183,7 @@ class Node:
         wanted = [await self._patiently(partial(self._wanted, text)) for text in self.config.model.load]
         for entry, layers in wanted:
             try:
-                await self._patiently(partial(self._load, entry, layers, _unseen, _unseen))
+                await self._patiently(partial(self.models.hold, entry, layers, _unseen, _unseen))
             except SwarmLLMError as error:
                 log.error(  # noqa: TRY400 (the message says it all)
                     "loading %s %s failed: %s", entry.name, layers, error.message
@@ -183,87 +191,6 @@ class Node:
                 self._readiness = Readiness("failed", f"{entry.name} {layers}: {error.message}")
                 return
         self._readiness = Readiness("ready")
-
-    async def models(self) -> tuple[ModelView, ...]:
-        entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
-        swarm = self._registry.models()
-        views = [self._view(entry, swarm.get(model_id)) for model_id, entry in entries.items()]
-        views += [self._view(None, model) for model_id, model in swarm.items() if model_id not in entries]
-        return tuple(sorted(views, key=lambda view: (view.name, view.model_id)))
-
-    async def model(self, name_or_id: str) -> ModelView:
-        """Raises ModelNotFound, InvalidRequest (ambiguous)."""
-        swarm = self._registry.models()
-        try:
-            entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
-        except ModelNotFound:
-            for model in swarm.values():
-                if name_or_id in (model.name, model.model_id):
-                    return self._view(None, model)
-            raise
-        return self._view(entry, swarm.get(entry.model_id))
-
-    async def add_model(self, path: Path, name: str | None, progress: Progress) -> ModelView:
-        """Hashes the file; `progress` is called in a thread. Raises BadModel, InvalidRequest, Conflict."""
-
-        def report(done_bytes: int, total_bytes: int) -> None:
-            trio.from_thread.check_cancelled()
-            progress(done_bytes, total_bytes)
-
-        entry = await trio.to_thread.run_sync(self._catalogue.add, path, name, report)
-        await self.publish()
-        return self._view(entry, self._registry.models().get(entry.model_id))
-
-    async def resolve(self, name_or_id: str, layers: str | None) -> tuple[CatalogueEntry, LayerRange]:
-        """What a load means; makes a model known that only other nodes have.
-
-        Raises ModelNotFound, BadModel, InvalidRequest naming the field, and what `Travel.find` raises.
-        """
-        entry = await self._resolve(name_or_id)
-        wanted = entry.manifest.whole if layers is None else LayerRange.parse(layers)
-        check_layers(entry, wanted)
-        return entry, wanted
-
-    async def load(
-        self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, fetching: Progress
-    ) -> ModelView:
-        """Make layers ready and tell the swarm; what is not here is fetched from other nodes first, which
-        `fetching` tells of. Raises BadModel, WorkerError, and what `Travel.ensure` raises."""
-        entry = await self._load(entry, layers, progress, fetching)
-        return self._view(entry, self._registry.models().get(entry.model_id))
-
-    async def verify(self, name_or_id: str, progress: Progress) -> tuple[ModelView, tuple[str, ...]]:
-        """Hash what is here of a model; the names of its damaged tensors. Raises ModelNotFound, BadModel."""
-        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
-        damaged = await self._travel.verify(entry, progress)
-        return await self.model(entry.model_id), damaged
-
-    async def pin(self, name_or_id: str, pinned: bool) -> ModelView:
-        """Whether a model may be removed to make room. Raises ModelNotFound, Conflict (it never is)."""
-        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
-        entry = await self._travel.pin(entry, pinned)
-        return self._view(entry, self._registry.models().get(entry.model_id))
-
-    async def remove(self, name_or_id: str) -> ModelView:
-        """Forget a model, delete what was fetched of it. Raises ModelNotFound, Conflict (it is
-        loaded)."""
-        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
-        if entry.model_id in self._pool.models():
-            raise Conflict(
-                f"{entry.name} is loaded; unload it first: swarmllm models unload {entry.name}", field="model"
-            )
-        view = self._view(entry, self._registry.models().get(entry.model_id))
-        await self._travel.remove(entry)
-        await self.publish()
-        return view
-
-    async def unload(self, name_or_id: str, layers: str | None) -> ModelView:
-        """Drop layers; None: all. Raises ModelNotFound, InvalidRequest, Conflict (none is loaded)."""
-        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
-        gone = entry.manifest.whole if layers is None else LayerRange.parse(layers)
-        check_layers(entry, gone)
-        await self._drop(entry, gone)
-        return self._view(entry, self._registry.models().get(entry.model_id))
 
     @asynccontextmanager
     async def generate(
@@ -327,33 +254,11 @@ class Node:
 
     async def _as_origin(self, model: str) -> CatalogueEntry:
         """The model, with what reading and embedding a prompt takes."""
-        entry = await self._resolve(model)
+        entry = await self.models.find(model)
         if entry.is_stored and entry.absent(needed_tensors(entry.manifest, origin=True)):
             self._pipelines.stages_for(entry)
             entry = await self._travel.ensure(entry, None, _unseen, origin=True)
         return entry
-
-    async def _drop(self, entry: CatalogueEntry, layers: LayerRange) -> None:
-        await self._pool.unload(entry.model_id, layers)
-        await self.publish()
-
-    async def _load(
-        self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, fetching: Progress
-    ) -> CatalogueEntry:
-        entry = await self._travel.ensure(entry, layers, fetching)
-        await self._pool.load(ModelFile(entry.model_id, entry.path), layers, progress)
-        await self.publish()
-        return entry
-
-    async def _resolve(self, name_or_id: str) -> CatalogueEntry:
-        try:
-            return await trio.to_thread.run_sync(self._catalogue.resolve, name_or_id)
-        except ModelNotFound as unknown:
-            try:
-                return await self._travel.find(name_or_id)
-            except ModelNotFound:
-                # The catalogue's words: it also knows what was meant, perhaps.
-                raise unknown from None
 
     async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
         """Right after the start, who has what is needed may not be connected yet."""
@@ -368,7 +273,7 @@ class Node:
 
     async def _wanted(self, text: str) -> tuple[CatalogueEntry, LayerRange]:
         name, colon, layers = text.partition(":")
-        return await self.resolve(name, layers if colon else None)
+        return await self.models.resolve(name, layers if colon else None)
 
     def _describe(self) -> NodeCapability:
         stage_requests = self._pipelines.statistics().active_stage_requests
@@ -380,18 +285,6 @@ class Node:
             self._pipelines.room(),
             self.placing.model_ids,
             self.placing.free_bytes,
-        )
-
-    def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None) -> ModelView:
-        model_id = entry.model_id if entry else model.model_id if model else ""
-        return view_model(
-            entry,
-            model,
-            self.node_id,
-            loaded=self._pool.loaded(model_id),
-            sources=self._travel.sources(model_id),
-            memory=self._pool.memory(model_id),
-            nickname_of=self.nickname_of,
         )
 
 

@@ -203,8 +203,8 @@ class Stand:
     http: httpx.AsyncClient = field(default_factory=httpx.AsyncClient)
 
     async def load_guide(self) -> None:
-        entry, layers = await self.node.resolve("guide", None)
-        await self.node.load(entry, layers, lambda done, total: None, lambda done, total: None)
+        entry, layers = await self.node.models.resolve("guide", None)
+        await self.node.models.load(entry, layers, lambda done, total: None, lambda done, total: None)
 
     async def tell_of_peer(
         self, node_id: str, model: str, n_layers: int, ranges: tuple[tuple[int, int], ...]

@@ -53,8 +53,8 @@ async def test_without_layers_the_whole_model_is_loaded_and_unloaded(tmp_path: P
 
 async def test_the_swarm_is_told_what_is_held(tmp_path: Path) -> None:
     async with open_node(tmp_path) as stand:
-        entry, layers = await stand.node.resolve("guide", "4:8")
-        await stand.node.load(entry, layers, lambda done, total: None, lambda done, total: None)
+        entry, layers = await stand.node.models.resolve("guide", "4:8")
+        await stand.node.models.load(entry, layers, lambda done, total: None, lambda done, total: None)
         record = decode_record(stand.router.records()["node-a"])
         assert [(model.name, model.n_layers, model.ranges) for model in record.models] == [
             ("guide", 12, ((4, 8),))
@@ -213,15 +213,15 @@ async def test_unknown_models_are_a_404(tmp_path: Path) -> None:
 async def test_a_model_that_only_a_peer_holds_is_shown_as_such(tmp_path: Path) -> None:
     async with open_node(tmp_path) as stand:
         await stand.tell_of_peer("node-b", "other", n_layers=8, ranges=((0, 4), (4, 8)))
-        view = await stand.node.model("other")
+        view = await stand.node.models.get("other")
         assert view.entry is None
         assert view.complete
         assert [(holder.nickname, holder.layers) for holder in view.holders] == [
             ("node-b's name", (LayerRange(0, 8),))
         ]
-        assert [view.name for view in await stand.node.models()] == ["guide", "other"]
+        assert [view.name for view in await stand.node.models.list()] == ["guide", "other"]
         with pytest.raises(ModelNotFound):
-            await stand.node.resolve("other", None)
+            await stand.node.models.resolve("other", None)
 
 
 async def test_what_the_configuration_names_is_loaded_at_start(tmp_path: Path) -> None:

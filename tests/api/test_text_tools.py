@@ -47,8 +47,10 @@ async def test_props_tell_what_a_client_can_count_on(tmp_path: Path) -> None:
 async def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         assert await refusal(stand, "/tokenize", {"content": "hi"}) == (400, "model")
-        entry, _ = await stand.node.resolve("guide", None)
-        await stand.node.load(entry, LayerRange(0, 4), lambda done, total: None, lambda done, total: None)
+        entry, _ = await stand.node.models.resolve("guide", None)
+        await stand.node.models.load(
+            entry, LayerRange(0, 4), lambda done, total: None, lambda done, total: None
+        )
         assert await refusal(stand, "/tokenize", {"content": "hi"}) == (400, "model")
         guide = {"model": "guide"}
         hi = guide | {"content": "hi"}

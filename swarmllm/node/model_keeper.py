@@ -1,0 +1,162 @@
+"""The models of this node, and the acts of its user that change what is held of them.
+
+Joins the catalogue (what is on disk), the worker pool (what is loaded), the travelling of models between
+nodes and the registry (what others hold); the swarm is told after each change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import trio
+
+from swarmllm.errors import Conflict, ModelNotFound
+from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
+from swarmllm.node.model_view import view_model
+from swarmllm.node.request_words import check_layers
+from swarmllm.node.views import ModelView
+from swarmllm.swarm.registry import Registry, SwarmModel
+from swarmllm.travel import Travel
+from swarmllm.workerpool import ModelFile, WorkerPool
+
+Progress = Callable[[int, int], None]
+
+
+class ModelKeeper:
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        pool: WorkerPool,
+        travel: Travel,
+        registry: Registry,
+        *,
+        node_id: str,
+        nickname_of: Callable[[str], str],
+        publish: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._catalogue = catalogue
+        self._pool = pool
+        self._travel = travel
+        self._registry = registry
+        self._node_id = node_id
+        self._nickname_of = nickname_of
+        self._publish = publish
+
+    async def list(self) -> tuple[ModelView, ...]:
+        entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
+        swarm = self._registry.models()
+        views = [self._view(entry, swarm.get(model_id)) for model_id, entry in entries.items()]
+        views += [self._view(None, model) for model_id, model in swarm.items() if model_id not in entries]
+        return tuple(sorted(views, key=lambda view: (view.name, view.model_id)))
+
+    async def get(self, name_or_id: str) -> ModelView:
+        """Raises ModelNotFound, InvalidRequest (ambiguous)."""
+        swarm = self._registry.models()
+        try:
+            entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        except ModelNotFound:
+            for model in swarm.values():
+                if name_or_id in (model.name, model.model_id):
+                    return self._view(None, model)
+            raise
+        return self._view(entry, swarm.get(entry.model_id))
+
+    async def add(self, path: Path, name: str | None, progress: Progress) -> ModelView:
+        """Hashes the file; `progress` is called in a thread. Raises BadModel, InvalidRequest, Conflict."""
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            trio.from_thread.check_cancelled()
+            progress(done_bytes, total_bytes)
+
+        entry = await trio.to_thread.run_sync(self._catalogue.add, path, name, report)
+        await self._publish()
+        return self._view(entry, self._registry.models().get(entry.model_id))
+
+    async def resolve(self, name_or_id: str, layers: str | None) -> tuple[CatalogueEntry, LayerRange]:
+        """What a load means; makes a model known that only other nodes have.
+
+        Raises ModelNotFound, BadModel, InvalidRequest naming the field, and what `Travel.find` raises.
+        """
+        entry = await self.find(name_or_id)
+        wanted = entry.manifest.whole if layers is None else LayerRange.parse(layers)
+        check_layers(entry, wanted)
+        return entry, wanted
+
+    async def load(
+        self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, fetching: Progress
+    ) -> ModelView:
+        """Make layers ready and tell the swarm; what is not here is fetched from other nodes first, which
+        `fetching` tells of. Raises BadModel, WorkerError, and what `Travel.ensure` raises."""
+        entry = await self.hold(entry, layers, progress, fetching)
+        return self._view(entry, self._registry.models().get(entry.model_id))
+
+    async def verify(self, name_or_id: str, progress: Progress) -> tuple[ModelView, tuple[str, ...]]:
+        """Hash what is here of a model; the names of its damaged tensors. Raises ModelNotFound, BadModel."""
+        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        damaged = await self._travel.verify(entry, progress)
+        return await self.get(entry.model_id), damaged
+
+    async def pin(self, name_or_id: str, pinned: bool) -> ModelView:
+        """Whether a model may be removed to make room. Raises ModelNotFound, Conflict (it never is)."""
+        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        entry = await self._travel.pin(entry, pinned)
+        return self._view(entry, self._registry.models().get(entry.model_id))
+
+    async def remove(self, name_or_id: str) -> ModelView:
+        """Forget a model, delete what was fetched of it. Raises ModelNotFound, Conflict (it is
+        loaded)."""
+        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        if entry.model_id in self._pool.models():
+            raise Conflict(
+                f"{entry.name} is loaded; unload it first: swarmllm models unload {entry.name}", field="model"
+            )
+        view = self._view(entry, self._registry.models().get(entry.model_id))
+        await self._travel.remove(entry)
+        await self._publish()
+        return view
+
+    async def unload(self, name_or_id: str, layers: str | None) -> ModelView:
+        """Drop layers; None: all. Raises ModelNotFound, InvalidRequest, Conflict (none is loaded)."""
+        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        gone = entry.manifest.whole if layers is None else LayerRange.parse(layers)
+        check_layers(entry, gone)
+        await self.drop(entry, gone)
+        return self._view(entry, self._registry.models().get(entry.model_id))
+
+    async def find(self, name_or_id: str) -> CatalogueEntry:
+        """The model that is meant; one that only other nodes have becomes known. Raises ModelNotFound,
+        BadModel, InvalidRequest (ambiguous), and what `Travel.find` raises."""
+        try:
+            return await trio.to_thread.run_sync(self._catalogue.resolve, name_or_id)
+        except ModelNotFound as unknown:
+            try:
+                return await self._travel.find(name_or_id)
+            except ModelNotFound:
+                # The catalogue's words: it also knows what was meant, perhaps.
+                raise unknown from None
+
+    async def hold(
+        self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, fetching: Progress
+    ) -> CatalogueEntry:
+        """`load` without the view."""
+        entry = await self._travel.ensure(entry, layers, fetching)
+        await self._pool.load(ModelFile(entry.model_id, entry.path), layers, progress)
+        await self._publish()
+        return entry
+
+    async def drop(self, entry: CatalogueEntry, layers: LayerRange) -> None:
+        await self._pool.unload(entry.model_id, layers)
+        await self._publish()
+
+    def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None) -> ModelView:
+        model_id = entry.model_id if entry else model.model_id if model else ""
+        return view_model(
+            entry,
+            model,
+            self._node_id,
+            loaded=self._pool.loaded(model_id),
+            sources=self._travel.sources(model_id),
+            memory=self._pool.memory(model_id),
+            nickname_of=self._nickname_of,
+        )
