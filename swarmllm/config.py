@@ -149,6 +149,9 @@ class InferenceTable:
     first_token_timeout_s: Seconds = _setting(
         120.0, "Longest wait for a pipeline's first token, and for each later one."
     )
+    journal_max_mb: Annotated[int, Meta(ge=0, le=2**20)] = _setting(
+        256, "Host memory in MiB per worker for what stages sent on, to repair streams with; 0 keeps none."
+    )
     failover_timeout_s: Patience = _setting(60.0, "How long a broken stream looks for other nodes; 0: not.")
     encrypted_pipeline: bool = _setting(
         False,

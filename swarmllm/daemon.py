@@ -246,6 +246,7 @@ def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
         continuous_batching=config.inference.continuous_batching,
         n_prefixes=inference.prefix_cache_max_entries if inference.prefix_cache_enabled else 0,
         prefix_max_bytes=inference.prefix_cache_max_mb * 2**20,
+        journal_max_bytes=inference.journal_max_mb * 2**20,
         prefix_min_tokens=inference.prefix_cache_min_tokens,
         prefix_ttl_s=inference.kv_cache_ttl_secs,
         session_ttl_s=inference.session_timeout_seconds,

@@ -41,6 +41,13 @@ from swarmllm_proto.ipc_prefix import (
     PrefixFetchResult,
     PrefixSnapshotResponse,
 )
+from swarmllm_proto.ipc_resume import (  # noqa: F401
+    HoldRequest,
+    KeptRows,
+    ReadJournal,
+    Resumed,
+    ResumeRequest,
+)
 from swarmllm_proto.ipc_ring import Arrived, CloseLinks, LinkLost, Relay, TakeLink, TakeSeat, Turned
 
 KvType = Literal["f16", "q8_0"]
@@ -89,6 +96,8 @@ class Open(DaemonMessage, frozen=True, tag=True):
     """Guesses per step at most that the model makes with a part of its layers; 0: none."""
     swift_skip_ratio: Annotated[float, Meta(ge=0, le=0.9)] = 0.45
     """The share of the layers that it then leaves out."""
+    journal_max_bytes: SizeBytes = 2**28
+    """Host memory for what running requests have sent on; 0: nothing is kept of it."""
 
 
 class Load(DaemonMessage, frozen=True, tag=True):
@@ -255,7 +264,7 @@ class Text(WorkerMessage, frozen=True, tag=True):
 
 
 class LayerResult(WorkerMessage, frozen=True, tag=True):
-    """Answers Embed and Forward. Payload: f32 [n, n_embd], or empty where want was "none"."""
+    """Answers Embed, Forward and ReadJournal. Payload: f32 [n, n_embd], or empty where want was "none"."""
 
     request_id: str = ""
     compute_s: Seconds = 0.0
@@ -296,8 +305,8 @@ class GenerateDone(WorkerMessage, frozen=True, tag=True):
 
 
 class Done(WorkerMessage, frozen=True, tag=True):
-    """Answers CancelRequest, ReleaseRequestKv, TakeLink, CloseLinks and TakeSeat; and a Forward that was
-    `resent` and had come before."""
+    """Answers CancelRequest, ReleaseRequestKv, HoldRequest, TakeLink, CloseLinks and TakeSeat; and a Forward
+    that was `resent` and had come before."""
 
 
 class Error(WorkerMessage, frozen=True, tag=True):
@@ -344,6 +353,9 @@ AnyDaemonMessage: TypeAlias = (
     | Generate
     | CancelRequest
     | ReleaseRequestKv
+    | HoldRequest
+    | ResumeRequest
+    | ReadJournal
     | PrefixFetchProbe
     | ExportPrefixSnapshot
     | ImportPrefixSnapshot
@@ -364,6 +376,7 @@ AnyWorkerMessage: TypeAlias = (
     | Turned
     | LinkLost
     | Done
+    | Resumed
     | PrefixFetchResult
     | PrefixSnapshotResponse
     | Error

@@ -126,6 +126,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             speculative_gamma=5,
             swift_gamma=3,
             swift_skip_ratio=0.25,
+            journal_max_bytes=2**20,
         ),
         b"",
     ),
@@ -197,6 +198,13 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ),
     ("cancel-request", ipc.CancelRequest(id=10, request_id=REQUEST_ID), b""),
     ("release-request-kv", ipc.ReleaseRequestKv(id=11, request_id=REQUEST_ID), b""),
+    ("hold-request", ipc.HoldRequest(id=21, request_id=REQUEST_ID, hold_s=60.5), b""),
+    (
+        "resume-request",
+        ipc.ResumeRequest(id=22, request_id=REQUEST_ID, resumes="9f3c", n_rows=130, ranges=((0, 4), (8, 12))),
+        b"",
+    ),
+    ("read-journal", ipc.ReadJournal(id=23, request_id=REQUEST_ID, end=4, position=128, n_rows=2), b""),
     (
         "prefix-fetch-probe",
         ipc.PrefixFetchProbe(id=15, request_id=REQUEST_ID, start=4, end=12, scope=NODE_B),
@@ -279,6 +287,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         b"",
     ),
     ("done", ipc.Done(id=10), b""),
+    ("resumed", ipc.Resumed(id=22, kept=(ipc.KeptRows(130, 128), ipc.KeptRows())), b""),
     ("prefix-fetch-result", ipc.PrefixFetchResult(id=15, n_blocks=2), b""),
     (
         "prefix-snapshot-response",

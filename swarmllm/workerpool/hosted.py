@@ -179,6 +179,7 @@ class HostedModel:
                 speculative_gamma=settings.speculative_gamma,
                 swift_gamma=settings.swift_gamma,
                 swift_skip_ratio=settings.swift_skip_ratio,
+                journal_max_bytes=settings.journal_max_bytes,
             )
             self.opened, _ = await worker.call(message, Opened, timeout_s=settings.load_timeout_s)
             for layers in self.wanted:

@@ -47,6 +47,8 @@ class WorkerSettings:
     """How long KV is kept that nobody asks for."""
     session_ttl_s: float = 600.0
     """The same for that of sessions."""
+    journal_max_bytes: int = 2**28
+    """Host memory for rows that running requests have sent on to the next stage."""
     max_model_bytes: int = 0
     """What the layers of one model may take by prediction; 0: what the machine has left."""
     kv_type: KvType = "f16"

@@ -28,6 +28,7 @@ WIRE: Final = (Path(__file__).resolve().parents[2] / "proto" / "wire.md").read_t
 STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     ipc.Sampling,
     ipc.TokenLogprob,
+    ipc.KeptRows,
     *get_args(ipc.AnyDaemonMessage),
     *get_args(ipc.AnyWorkerMessage),
     *(swarm.NodeRecord, swarm.ShardAnnounce, swarm.NodeCapability),

@@ -23,7 +23,9 @@ from swarmllm_proto.architectures import ARCHITECTURES, cut_rule
 from swarmllm_proto.blocks import root_hash
 from swarmllm_workers.embedding import Embedding
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
+from swarmllm_workers.gguf_file import GgufFile
+from swarmllm_workers.held import HeldRequests
+from swarmllm_workers.journal import Journals
 from swarmllm_workers.layer_skipping import plan
 from swarmllm_workers.libllama import Model
 from swarmllm_workers.memory import ALLOWED, Memory, available_bytes, predict, refuse_what_does_not_fit
@@ -53,7 +55,7 @@ class Engine:
         self.name = self.source.text("general.name", path.stem)
         self.n_layers = n_layers_of(self.source)
         self.architecture = ARCHITECTURES.get(self.architecture_name)
-        self.rule = cut_rule(self.architecture_name, self.n_layers, self._number, self._numbers)
+        self.rule = cut_rule(self.architecture_name, self.n_layers, self.source.number, self.source.numbers)
         refuse_impossible_rotation(self.source)
         refuse_what_aborts(path)
         self._vocabulary_model = Model(path, vocab_only=True)
@@ -66,6 +68,8 @@ class Engine:
         self._cache = SegmentCache(cache_dir, self.source)
         self.slots = Slots(settings.n_slots)
         self.prefixes = PrefixCache(settings, self.slots)
+        self.journals = Journals(settings.journal_max_bytes)
+        self.held = HeldRequests(self.release)
         self.skipped: frozenset[Range] = frozenset()
         """Segments of the whole model that guesses leave out (`swift.py`)."""
         self._root = root_hash(settings.model_id, 0, self.n_layers)
@@ -74,16 +78,6 @@ class Engine:
         self._retired: list[Segment] = []
         self._routes: dict[str, dict[Range, Route]] = {}
         """Where each request's rows are: a request keeps to its segments, retired or not."""
-
-    def _number(self, key: str) -> int | None:
-        value = self.source.values.get(key)
-        return None if value is None or value.type in (STRING, ARRAY) else int(value.scalar())
-
-    def _numbers(self, key: str) -> list[int] | None:
-        value = self.source.values.get(key)
-        if value is None or value.type != ARRAY or value.element_type in (STRING, ARRAY):
-            return None
-        return [int(number) for number in value.numbers()]
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -184,8 +178,10 @@ class Engine:
         return self.slots.take(request_id)
 
     def make_room(self, route: Route, n_rows: int) -> int:
-        """Let kept rows go until `n_rows` are free or none are kept; what is free then."""
-        return self.prefixes.make_room(route.segments, n_rows)
+        """Let kept and held rows go until `n_rows` are free or there are none; what is free then."""
+        while (n_free := self.prefixes.make_room(route.segments, n_rows)) < n_rows and self.held.let_go():
+            pass
+        return n_free
 
     def reuse(self, request_id: str, route: Route, tokens: np.ndarray, session: str = "") -> int:
         """Rows that the request, which has none yet, gets from others with the same beginning. At least one
@@ -220,8 +216,36 @@ class Engine:
         for segment in route.segments:
             segment.truncate(span.slot, span.position)
 
+    def expire(self) -> float | None:
+        """Free what has been kept long enough; seconds until more of it has, None where nothing is kept."""
+        self.prefixes.expire()
+        self.held.expire()
+        times_s = (self.prefixes.next_expiry_s(), self.held.next_expiry_s())
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
+
+    def rename(self, request_id: str, new_id: str, n_rows: int) -> None:
+        """What is held of a request is another one's, which has nothing yet: `n_rows` rows at most."""
+        self.held.discard(request_id)
+        self.slots.rename(request_id, new_id)
+        self.prefixes.rename(request_id, new_id)
+        self.journals.rename(request_id, new_id)
+        self._routes[new_id] = self._routes.pop(request_id, {})
+        try:
+            self.empty(new_id, n_rows)
+        except CallError:
+            self.empty(new_id)
+
+    def n_rows(self, request_id: str, start: int, end: int) -> int:
+        """Rows that the request has in [start, end), where it has run there."""
+        slot, route = self.slots.get(request_id), self._routes.get(request_id, {}).get((start, end))
+        if slot is None or route is None or route.is_closed:
+            return 0
+        return min(segment.lengths[slot] for segment in route.segments)
+
     def release(self, request_id: str) -> None:
         """Free the request's slot and its rows in every segment."""
+        self.held.discard(request_id)
+        self.journals.forget(request_id)
         self.prefixes.end(request_id, self._segments)
         self.empty(request_id)
         self._routes.pop(request_id, None)

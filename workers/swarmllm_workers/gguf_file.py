@@ -133,6 +133,16 @@ class GgufFile:
         value = self.values.get(key)
         return str(value.scalar()) if value is not None and value.type == STRING else default
 
+    def number(self, key: str) -> int | None:
+        value = self.values.get(key)
+        return None if value is None or value.type in (STRING, ARRAY) else int(value.scalar())
+
+    def numbers(self, key: str) -> list[int] | None:
+        value = self.values.get(key)
+        if value is None or value.type != ARRAY or value.element_type in (STRING, ARRAY):
+            return None
+        return [int(number) for number in value.numbers()]
+
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
         if value is None or value.type in (STRING, ARRAY):

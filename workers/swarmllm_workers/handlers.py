@@ -18,6 +18,7 @@ from swarmllm_proto.errors import BadMessage, BadTensor
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import decode_tensor, encode_tensor, tensor_bytes
 from swarmllm_workers.decoding import Decoding
+from swarmllm_workers.ending_handlers import EndingHandlers
 from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.opening import engine_settings, speculation_settings
@@ -64,10 +65,9 @@ class Handlers:
             ipc.CloseLinks: self._close_links,
             ipc.TakeSeat: self._take_seat,
             ipc.Generate: self._generate,
-            ipc.CancelRequest: self._cancel,
-            ipc.ReleaseRequestKv: self._release,
             ipc.Shutdown: self._shutdown,
             **PrefixHandlers(self._opened, send).by_type,
+            **EndingHandlers(lambda: self._engine, send, self._works_of, self._stop).by_type,
         }
 
     @property
@@ -89,8 +89,7 @@ class Handlers:
             return STARVED_MS if self._runner.is_starved else 0
         if self._engine is None:
             return None
-        self._engine.prefixes.expire()
-        until_s = self._engine.prefixes.next_expiry_s()
+        until_s = self._engine.expire()
         sleeps_ms = [SLEEP_MAX_MS if until_s is None else min(int(until_s * 1000) + 1, SLEEP_MAX_MS)]
         if (news_ms := self.ring.tell_news()) is not None:
             sleeps_ms.append(news_ms)
@@ -336,28 +335,20 @@ class Handlers:
         engine.release(message.request_id)
         self._running().add(GenerateWork(message, tokens, engine, self._send, self._speculation))
 
-    def _cancel(self, message: ipc.CancelRequest, _payload: memoryview) -> None:
+    def _works_of(self, request_id: str) -> list[Work]:
+        return self._runner.of_request(request_id) if self._runner is not None else []
+
+    def _stop(self, request_id: str) -> None:
+        """Nothing of it runs, comes by links or is sampled any more; its rows stay."""
+        for work in self._works_of(request_id):
+            try:
+                work.cancel()
+            except CallError as error:
+                self._answer_work(work, error)
         if self._runner is not None:
-            for work in self._runner.of_request(message.request_id):
-                try:
-                    work.cancel()
-                except CallError as error:
-                    self._answer_work(work, error)
             self._runner.sweep()
-        self._forget(message.request_id)
-        self._send(ipc.Done(id=message.id))
-
-    def _release(self, message: ipc.ReleaseRequestKv, _payload: memoryview) -> None:
-        if self._runner is not None and self._runner.of_request(message.request_id):
-            raise CallError("bad_message", "the request is running: cancel it", "request_id")
-        self._forget(message.request_id)
-        self._send(ipc.Done(id=message.id))
-
-    def _forget(self, request_id: str) -> None:
         self._decodings.pop(request_id, None)
         self.ring.leave(request_id)
-        if self._engine is not None:
-            self._engine.release(request_id)
 
     def _shutdown(self, message: ipc.Shutdown, _payload: memoryview) -> None:
         self._send(ipc.Bye(id=message.id))

@@ -30,6 +30,7 @@ def engine_settings(message: ipc.Open) -> EngineSettings:
         n_gpu_layers=message.n_gpu_layers,
         model_id=message.model_id,
         prefixes=_prefix_settings(message),
+        journal_max_bytes=message.journal_max_bytes,
         skip_ratio=message.swift_skip_ratio if message.swift_gamma else 0.0,
     )
 

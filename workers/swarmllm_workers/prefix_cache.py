@@ -80,6 +80,15 @@ class PrefixCache:
         self.follow(request_id, where, lambda: name)
         return min(n_rows, n_named)
 
+    def rename(self, request_id: str, new_id: str) -> None:
+        """What is said of a request is true of another one from now on, which has no rows of its own."""
+        if request_id in self._running:
+            self._running[new_id] = self._running.pop(request_id)
+        if request_id in self._named:
+            self._named[new_id] = self._named.pop(request_id)
+        if request_id in self._n_min:
+            self._n_min[new_id] = self._n_min.pop(request_id)
+
     def end(self, request_id: str, present: Sequence[Segment]) -> None:
         """The request is over: what was named is kept, where its segments are among those `present`."""
         self._running.pop(request_id, None)

@@ -99,6 +99,8 @@ class Runner:
         """False where a work that can wait has to: all slots are taken, one of them by a Generate, which
         ends by itself. Raises CallError no_slot."""
         slots = self._engine.slots
+        if slots.is_full and slots.get(work.request_id) is None:
+            self._engine.held.let_go()
         if work.can_restart and slots.is_full and slots.get(work.request_id) is None:
             holders = (other for other in self._works.values() if other.can_restart)
             if any(slots.get(other.request_id) is not None for other in holders):

@@ -43,6 +43,8 @@ class EngineSettings:
     model_id: str = "0" * 64
     prefixes: PrefixSettings = field(default_factory=PrefixSettings)
     """How much is kept of requests that are over."""
+    journal_max_bytes: int = 2**28
+    """Host memory for rows that running requests have sent on."""
     native_tap: bool = True
     skip_ratio: float = 0.0
     """Load the whole model in pieces, so that guesses can leave out this share of its layers."""

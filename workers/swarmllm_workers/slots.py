@@ -34,6 +34,11 @@ class Slots:
             slot = self._slots[request_id] = self._free.pop(0)
         return slot
 
+    def rename(self, request_id: str, new_id: str) -> None:
+        """The slot, if it has one, is another request's from now on."""
+        if (slot := self._slots.pop(request_id, None)) is not None:
+            self._slots[new_id] = slot
+
     def release(self, request_id: str) -> int | None:
         """The slot that became free, or None where the request had none."""
         slot = self._slots.pop(request_id, None)

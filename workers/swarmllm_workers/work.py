@@ -147,6 +147,9 @@ class ForwardWork:
             if hidden is None and self._hidden:
                 hidden = np.concatenate(self._hidden)
             self._deliver(hidden)
+            if message.want == "hidden" and hidden is not None:
+                # After the send: nobody waits for this.
+                self._engine.journals.write(message.request_id, message.end, message.position, hidden)
         self.is_finished = True
 
     def _deliver(self, hidden: np.ndarray | None) -> None:

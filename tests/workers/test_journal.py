@@ -1,0 +1,240 @@
+"""What a stage has sent on can be read again; whoever takes the next stage's place gets exactly its KV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from swarmllm_proto import ipc
+from swarmllm_proto.tensors import decode_tensor
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.held import HeldRequests
+from swarmllm_workers.journal import BLOCK_ROWS, Journals
+
+from .blueprint import write
+from .client import GREEDY, Worker
+from .conftest import StartWorker
+from .families import FAMILIES
+from .test_exactness import GUIDE
+
+N_EMBD = 3
+BLOCK_BYTES = BLOCK_ROWS * N_EMBD * 4
+
+
+def rows(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, N_EMBD)).astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_journal_says_what_was_written_last_at_every_position(seed: int) -> None:
+    random, journals = Random(seed), Journals(2**30)
+    known = np.empty((0, N_EMBD), np.float32)
+    for step in range(60):
+        # Mostly on at the end; now and then from an earlier position on, as after damage.
+        position = len(known) if random.random() < 0.8 else random.randrange(len(known) + 1)
+        new = rows(random.choice([1, 1, 1, 7, BLOCK_ROWS, 150]), seed * 100 + step)
+        journals.write("r", 4, position, new)
+        known = np.concatenate((known[:position], new))
+        assert journals.n_rows("r", 4) == len(known)
+        first = random.randrange(len(known))
+        n = random.randrange(1, len(known) - first + 1)
+        np.testing.assert_array_equal(journals.read("r", 4, first, n), known[first : first + n])
+
+
+def test_a_journal_begins_with_its_request_and_has_no_gaps() -> None:
+    journals = Journals(2**30)
+    journals.write("late", 4, 5, rows(3))
+    journals.write("gap", 4, 0, rows(3))
+    journals.write("gap", 4, 4, rows(3))
+    journals.write("gap", 4, 7, rows(3))
+    assert journals.n_rows("late", 4) == journals.n_rows("gap", 4) == journals.n_bytes == 0
+    with pytest.raises(CallError, match="rows 0:1 of a journal that has 0"):
+        journals.read("gap", 4, 0, 1)
+
+
+def test_what_goes_beyond_the_bound_costs_its_own_journal_only() -> None:
+    journals = Journals(3 * BLOCK_BYTES)
+    journals.write("small", 4, 0, rows(5))
+    journals.write("small", 8, 0, rows(5))
+    journals.write("large", 4, 0, rows(BLOCK_ROWS))
+    assert journals.n_bytes == 3 * BLOCK_BYTES
+    journals.write("large", 4, BLOCK_ROWS, rows(1))
+    journals.write("large", 4, BLOCK_ROWS + 1, rows(1))
+    assert journals.n_rows("large", 4) == 0
+    assert journals.n_rows("small", 4) == journals.n_rows("small", 8) == 5
+    assert journals.n_bytes == 2 * BLOCK_BYTES
+    journals.rename("small", "new")
+    assert (journals.n_rows("small", 4), journals.n_rows("new", 4)) == (0, 5)
+    journals.forget("new")
+    assert journals.n_bytes == 0
+
+
+def test_without_room_nothing_is_written() -> None:
+    journals = Journals(0)
+    journals.write("r", 4, 0, rows(1))
+    assert journals.n_rows("r", 4) == 0
+
+
+def test_the_request_that_was_held_longest_goes_first() -> None:
+    released: list[str] = []
+
+    def release(request_id: str) -> None:
+        held.discard(request_id)
+        released.append(request_id)
+
+    held = HeldRequests(release)
+    assert (held.let_go(), held.next_expiry_s()) == (False, None)
+    for request_id, hold_s in (("a", 60.0), ("b", 30.0), ("c", 0.0), ("a", 60.0)):
+        held.add(request_id, hold_s)
+    held.expire()
+    assert released == ["c"]
+    assert 0 < (held.next_expiry_s() or 0) <= 30
+    assert held.let_go()
+    assert released == ["c", "b"]
+    assert "a" in held
+
+
+N_PROMPT = 70
+N_TOKENS = 8
+SPLIT = 6
+
+
+@pytest.fixture
+def halves(start_worker: StartWorker) -> tuple[Worker, Worker]:
+    first, last = start_worker(), start_worker()
+    first.open(GUIDE, (0, SPLIT))
+    last.open(GUIDE, (SPLIT, 12))
+    return first, last
+
+
+def prompt(worker: Worker) -> np.ndarray:
+    words = " ".join(f"point {i}" for i in range(N_PROMPT))
+    return worker.tokenize(text=words)[:N_PROMPT]
+
+
+def walk(first: Worker, last: Worker, request_id: str, data: np.ndarray, position: int) -> int:
+    """Rows through both halves; the token."""
+    hidden = first.hidden(data, request_id=request_id, start=0, end=SPLIT, position=position)
+    answer = last.forward(
+        hidden,
+        request_id=request_id,
+        start=SPLIT,
+        end=12,
+        position=position,
+        want="token",
+        sampling=GREEDY,
+        n_prompt_tokens=N_PROMPT,
+    )
+    assert isinstance(answer.message, ipc.Token)
+    return answer.message.token
+
+
+def continued(first: Worker, last: Worker, request_id: str, tokens: list[int], n: int) -> list[int]:
+    """`n` more tokens after those of this request."""
+    for _ in range(n):
+        data = np.array(tokens[-1:], np.int32)
+        tokens.append(walk(first, last, request_id, data, N_PROMPT + len(tokens) - 1))
+    return tokens
+
+
+def test_a_last_half_is_built_again_from_the_journal_of_the_first(
+    halves: tuple[Worker, Worker], start_worker: StartWorker
+) -> None:
+    first, last = halves
+    data = prompt(first)
+    whole = continued(first, last, "whole", [walk(first, last, "whole", data, 0)], N_TOKENS)
+    tokens = continued(first, last, "old", [walk(first, last, "old", data, 0)], 3)
+    assert tokens == whole[:4]
+    n_due = N_PROMPT + len(tokens) - 1
+
+    # One row further than its token came: the worker dies with it.
+    first.hidden(np.array(tokens[-1:], np.int32), request_id="old", start=0, end=SPLIT, position=n_due)
+    last.process.kill()
+    assert isinstance(first.call(ipc.HoldRequest, request_id="old", hold_s=60.0).message, ipc.Done)
+    resumed = first.call(
+        ipc.ResumeRequest, request_id="new", resumes="old", n_rows=n_due, ranges=((0, SPLIT), (2, 4))
+    ).message
+    assert resumed.kept == (ipc.KeptRows(n_due, n_due), ipc.KeptRows())
+
+    standby = start_worker()
+    standby.open(GUIDE, (SPLIT, 12))
+    for position in range(0, n_due, 32):
+        n = min(32, n_due - position)
+        rows = first.call(ipc.ReadJournal, request_id="new", end=SPLIT, position=position, n_rows=n)
+        where = {"request_id": "new", "start": SPLIT, "end": 12, "position": position}
+        standby.forward(decode_tensor(rows.payload), want="none", **where)
+    hidden = first.hidden(
+        np.array(tokens[-1:], np.int32), request_id="new", start=0, end=SPLIT, position=n_due
+    )
+    answer = standby.forward(
+        hidden,
+        request_id="new",
+        start=SPLIT,
+        end=12,
+        position=n_due,
+        want="token",
+        sampling=GREEDY,
+        n_prompt_tokens=N_PROMPT,
+        generated=tuple(tokens),
+    )
+    tokens.append(answer.message.token)
+    assert continued(first, standby, "new", tokens, N_TOKENS - 4) == whole
+
+
+def test_what_is_not_held_is_not_resumed(worker: Worker) -> None:
+    worker.open(GUIDE, (0, SPLIT))
+    data = prompt(worker)
+    worker.hidden(data, request_id="running", start=0, end=SPLIT, position=0)
+    nothing = (ipc.KeptRows(),)
+    fields = {"n_rows": 10, "ranges": ((0, SPLIT),)}
+    for resumes in ("running", "unknown"):
+        answer = worker.call(ipc.ResumeRequest, request_id="new", resumes=resumes, **fields)
+        assert answer.message.kept == nothing
+    worker.call(ipc.HoldRequest, request_id="running", hold_s=60.0)
+    error = worker.refused(ipc.ResumeRequest, request_id="running", resumes="running", **fields)
+    assert (error.kind, error.field) == ("bad_message", "request_id")
+    answer = worker.call(ipc.ResumeRequest, request_id="new", resumes="running", **fields)
+    assert answer.message.kept == (ipc.KeptRows(10, 10),)
+    # Cut to ten rows: the eleventh comes next, and the journal goes on there.
+    worker.hidden(data[10:12], request_id="new", start=0, end=SPLIT, position=10)
+    error = worker.refused(ipc.ReadJournal, request_id="new", end=SPLIT, position=10, n_rows=3)
+    assert (error.kind, error.field) == ("position_gap", "position")
+
+
+def test_a_held_request_makes_room_for_others(worker: Worker) -> None:
+    worker.open(GUIDE, (0, SPLIT), n_slots=2, n_ctx=96)
+    data = prompt(worker)
+    fields = {"start": 0, "end": SPLIT, "position": 0}
+    resume = {"n_rows": 4, "ranges": ((0, SPLIT),)}
+
+    # Rows: 70 of 96 are held, and 70 are wanted.
+    worker.hidden(data, request_id="a", **fields)
+    worker.call(ipc.HoldRequest, request_id="a", hold_s=60.0)
+    worker.hidden(data, request_id="b", **fields)
+    answer = worker.call(ipc.ResumeRequest, request_id="new", resumes="a", **resume)
+    assert answer.message.kept == (ipc.KeptRows(),)
+    worker.call(ipc.CancelRequest, request_id="b")
+
+    # Slots: both are taken, one of them is held.
+    for request_id in "cd":
+        worker.hidden(data[:4], request_id=request_id, **fields)
+    worker.call(ipc.HoldRequest, request_id="d", hold_s=60.0)
+    worker.hidden(data[:4], request_id="e", **fields)
+    answer = worker.call(ipc.ResumeRequest, request_id="new", resumes="d", **resume)
+    assert answer.message.kept == (ipc.KeptRows(),)
+
+
+def test_a_state_that_cannot_be_cut_is_not_kept(worker: Worker, tmp_path: Path) -> None:
+    worker.open(write(tmp_path / "mamba.gguf", FAMILIES["mamba"]), (0, 2))
+    data = np.arange(5, dtype=np.int32)
+    for n_rows, kept in ((4, 0), (5, 5)):
+        worker.hidden(data, request_id="old", start=0, end=2, position=0)
+        worker.call(ipc.HoldRequest, request_id="old", hold_s=60.0)
+        answer = worker.call(
+            ipc.ResumeRequest, request_id="new", resumes="old", n_rows=n_rows, ranges=((0, 2),)
+        )
+        assert answer.message.kept == (ipc.KeptRows(kept, n_rows),)
+        worker.call(ipc.CancelRequest, request_id="new")
