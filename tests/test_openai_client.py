@@ -79,6 +79,23 @@ def test_a_text_is_completed_streamed_or_not(ai: openai.OpenAI) -> None:
     )
 
 
+def test_several_prompts_and_token_ids_are_completed_in_one_request(
+    ai: openai.OpenAI, node: DaemonProcess
+) -> None:
+    content = {"content": "A layer range is", "add_special": True}
+    ids = node.http.post("/tokenize", json=content).json()["tokens"]
+    texts = ["A layer range is", "A swarm is"]
+    options: dict[str, Any] = {"model": "guide", "temperature": 0, "max_tokens": 8}
+    alone = [ai.completions.create(prompt=text, **options) for text in texts]
+    both = ai.completions.create(prompt=texts, **options)
+    said = [each.choices[0].text for each in alone]
+    assert [choice.text for choice in both.choices] == said
+    assert both.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in alone)
+    assert ai.completions.create(prompt=ids, **options).choices[0].text == said[0]
+    with pytest.raises(openai.BadRequestError, match="Token ids of guide lie in"):
+        ai.completions.create(prompt=[10**6], **options)
+
+
 def test_several_choices_are_told_apart_and_the_prompt_is_counted_once(ai: openai.OpenAI) -> None:
     alone = ask(ai, max_tokens=12)
     several = ask(ai, max_tokens=12, n=3)

@@ -28,7 +28,7 @@ async def completions() -> Response:
     for index, spoken in enumerate(listeners):
         head = replies[0].head if replies else None
         replies.append(ChatReply(call.model, spoken, call.include_usage, index=index, head=head))
-    return await answer_choices(ask, replies, stream=call.stream)
+    return await answer_choices([ask], replies, stream=call.stream)
 
 
 @chat.get("/models")

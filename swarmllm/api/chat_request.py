@@ -10,6 +10,7 @@ import msgspec
 
 from swarmllm.api import schema
 from swarmllm.api.forced_call import SCHEMA_MAX
+from swarmllm.api.sampling import sampling_of
 from swarmllm.errors import InvalidRequest, VisionEncoderUnavailable
 from swarmllm_proto.ipc import Sampling
 
@@ -29,20 +30,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "function_call": ("none",),
 }
 """Documented by OpenAI, not offered here: the values (besides null) that ask for nothing."""
-
-
-SAMPLED_AS_THEY_ARE = (
-    "typical_p",
-    "xtc_probability",
-    "xtc_threshold",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "mirostat",
-    "mirostat_tau",
-    "mirostat_eta",
-    "grammar",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +70,12 @@ def chat_call(body: schema.ChatRequest) -> ChatCall:
         model=body.model,
         messages=[_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
         tools=tools,
-        sampling=sampling_of(body),
+        sampling=sampling_of(
+            body,
+            logprobs=bool(body.logprobs),
+            top_logprobs=body.top_logprobs or 0,
+            json_schema=json_schema(body.response_format),
+        ),
         max_tokens=body.max_completion_tokens or body.max_tokens,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -149,37 +141,7 @@ def _refuse_unsupported(body: schema.ChatRequest) -> None:
         raise InvalidRequest("max_tokens and max_completion_tokens disagree; send one.", field="max_tokens")
 
 
-def sampling_of(body: schema.ChatRequest) -> Sampling:
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    chosen: dict[str, object] = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "min_p": body.min_p,
-        "repeat_penalty": body.repeat_penalty,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "ignore_eos": body.ignore_eos,
-        # OpenAI's seeds are 64-bit and signed, libllama's 32-bit.
-        "seed": None if body.seed is None else body.seed % 2**32,
-        "stop": stop,
-        "logprobs": body.logprobs,
-        "top_logprobs": body.top_logprobs,
-        "logit_bias": _biases(body.logit_bias or {}),
-        "json_schema": _json_schema(body.response_format),
-    }
-    chosen |= {field: getattr(body, field) for field in SAMPLED_AS_THEY_ARE}
-    return msgspec.structs.replace(Sampling(), **{k: v for k, v in chosen.items() if v is not None})
-
-
-def _biases(by_token: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    for token in by_token:
-        if not (token.isascii() and token.isdigit() and len(token) <= 9):
-            raise InvalidRequest(f"logit_bias: {token[:20]!r} is no token id.", field="logit_bias")
-    return tuple((int(token), bias) for token, bias in by_token.items())
-
-
-def _json_schema(wanted: schema.ResponseFormat | None) -> str:
+def json_schema(wanted: schema.ResponseFormat | None) -> str:
     """What the output has to follow, as JSON text; empty where it may be any text."""
     if isinstance(wanted, schema.JsonObjectFormat):
         return '{"type":"object"}'

@@ -1,8 +1,8 @@
-"""Several answers to one prompt (`n`) as one HTTP response.
+"""Several answers as one HTTP response: to one prompt (`n`), or to several prompts.
 
-Each choice is a generation with a turn of its own, so none holds what another one waits for. The others
-begin when the first has its first token: by then a worker has the prompt's KV and gives it to them, and the
-prompt is computed once. The usage counts it once, too.
+Each choice is a generation with a turn of its own, so none holds what another one waits for. The others of
+a prompt begin when its first one has its first token: by then a worker has the prompt's KV and gives it to
+them, and the prompt is computed once. The usage counts it once, too.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ class ChoiceReply(Reply, Protocol):
         ...
 
 
-def usage(*generations: Generation) -> Json:
-    """Of all choices together; they have one prompt."""
-    first = generations[0]
+def usage(*generations: Generation, n: int = 0) -> Json:
+    """Of all choices together; each `n` of them have one prompt, 0: all."""
+    firsts = generations[:: n or len(generations)]
+    n_prompt_tokens = sum(generation.n_prompt_tokens for generation in firsts)
     n_generated = sum(generation.n_generated for generation in generations)
     n_right = sum(generation.guesses.right for generation in generations)
     n_wrong = sum(generation.guesses.checked for generation in generations) - n_right
     return {
-        "prompt_tokens": first.n_prompt_tokens,
+        "prompt_tokens": n_prompt_tokens,
         "completion_tokens": n_generated,
-        "total_tokens": first.n_prompt_tokens + n_generated,
-        "prompt_tokens_details": {"cached_tokens": first.n_cached_tokens},
+        "total_tokens": n_prompt_tokens + n_generated,
+        "prompt_tokens_details": {"cached_tokens": sum(generation.n_cached_tokens for generation in firsts)},
         "completion_tokens_details": {
             "accepted_prediction_tokens": n_right,
             "rejected_prediction_tokens": n_wrong,
@@ -62,11 +63,13 @@ def usage(*generations: Generation) -> Json:
     }
 
 
-async def answer_choices(ask: Ask, replies: Sequence[ChoiceReply], *, stream: bool) -> Response:
+async def answer_choices(asks: Sequence[Ask], replies: Sequence[ChoiceReply], *, stream: bool) -> Response:
+    """`asks`: one per prompt; `replies`: as many for each, prompt by prompt."""
     if len(replies) == 1:
-        return await answer(ask, replies[0], stream=stream)
-    asks = [_of_choice(ask, index) for index in range(len(replies))]
-    return await (_streamed(asks, replies) if stream else _whole(asks, replies))
+        return await answer(asks[0], replies[0], stream=stream)
+    n = len(replies) // len(asks)
+    choices = [_of_choice(ask, index) for ask in asks for index in range(n)]
+    return await (_streamed if stream else _whole)(choices, replies, n)
 
 
 def _of_choice(ask: Ask, index: int) -> Ask:
@@ -77,16 +80,16 @@ def _of_choice(ask: Ask, index: int) -> Ask:
     return replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=seed))
 
 
-async def _whole(asks: Sequence[Ask], replies: Sequence[ChoiceReply]) -> Response:
+async def _whole(asks: Sequence[Ask], replies: Sequence[ChoiceReply], n: int) -> Response:
     node = current_node()
     done: dict[int, tuple[Passage, Generation]] = {}
-    first_token = trio.Event()
+    first_token = [trio.Event() for _ in asks[::n]]
 
     async def run(index: int) -> None:
-        if index:
-            await first_token.wait()
+        if index % n:
+            await first_token[index // n].wait()
         async with node.generate(*asks[index].terms) as generation:
-            first_token.set()
+            first_token[index // n].set()
             done[index] = (Passage.of([piece async for piece in generation]), generation)
 
     with plain_errors():
@@ -95,23 +98,26 @@ async def _whole(asks: Sequence[Ask], replies: Sequence[ChoiceReply]) -> Respons
                 nursery.start_soon(run, index)
     generations = [done[index][1] for index in range(len(asks))]
     choices = [reply.choice(*done[index]) for index, reply in enumerate(replies)]
-    body = replies[0].body(choices, usage(*generations), generations[0])
+    body = replies[0].body(choices, usage(*generations, n=n), generations[0])
     response = Response(body, content_type="application/json")
     response.headers.update(swarm_headers(generations[0]))
     return response
 
 
-async def _streamed(asks: Sequence[Ask], replies: Sequence[ChoiceReply]) -> Response:
+async def _streamed(asks: Sequence[Ask], replies: Sequence[ChoiceReply], n: int) -> Response:
     node = current_node()
     news = trio.lowlevel.ParkingLot()
-    first = own_feed(Feed(node.generate(*asks[0].terms), news))
-    feeds = [first, *(own_feed(Feed(_behind(first, node, ask), news)) for ask in asks[1:])]
+    feeds: list[Feed] = []
+    for index, ask in enumerate(asks):
+        behind = _behind(feeds[index - index % n], node, ask) if index % n else node.generate(*ask.terms)
+        feeds.append(own_feed(Feed(behind, news)))
+    first = feeds[0]
     await first.wait(HEADERS_AFTER_S)
     if first.error is not None:
         for feed in feeds:
             feed.stop()
         raise first.error
-    return stream_response(_events(feeds, news, replies), replies[0], first)
+    return stream_response(_events(feeds, news, replies, n), replies[0], first)
 
 
 @asynccontextmanager
@@ -122,7 +128,7 @@ async def _behind(first: Feed, node: Node, ask: Ask) -> AsyncIterator[Generation
 
 
 async def _events(
-    feeds: Sequence[Feed], news: trio.lowlevel.ParkingLot, replies: Sequence[ChoiceReply]
+    feeds: Sequence[Feed], news: trio.lowlevel.ParkingLot, replies: Sequence[ChoiceReply], n: int
 ) -> AsyncIterator[bytes]:
     """Nothing here may wait in a `finally`, see `answering`."""
     open_feeds = dict(enumerate(feeds))
@@ -145,7 +151,7 @@ async def _events(
         if open_feeds and not await _wait(open_feeds.values(), news):
             pieces.append(replies[0].waiting())
     generations = [feed.generation for feed in feeds if feed.generation is not None]
-    yield replies[0].end(usage(*generations))
+    yield replies[0].end(usage(*generations, n=n))
 
 
 async def _wait(feeds: Collection[Feed], news: trio.lowlevel.ParkingLot) -> bool:

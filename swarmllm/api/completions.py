@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import replace
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -11,30 +12,26 @@ from quart import Blueprint, Response
 
 from swarmllm.api.answering import EVENT_STREAM, Ask
 from swarmllm.api.chat_reply import DONE, WAITING, encode
-from swarmllm.api.chat_request import refuse_unless_neutral, sampling_of
+from swarmllm.api.chat_request import refuse_unless_neutral
 from swarmllm.api.choices import answer_choices, usage
+from swarmllm.api.context import current_node
 from swarmllm.api.errors import error_object, read_body
 from swarmllm.api.feed import Passage
+from swarmllm.api.sampling import sampling_of
 from swarmllm.api.schema import (
-    Body,
-    ChatRequest,
     Choices,
     Json,
-    LogitBias,
     MaxTokens,
     ModelName,
-    Penalty,
-    Seed,
+    SamplingFields,
     SessionName,
-    Share,
-    Stop,
     StreamOptions,
-    Temperature,
     Text,
     TopLogprobs,
 )
 from swarmllm.api.session import session_of
 from swarmllm.api.swarm_report import swarm_object
+from swarmllm.api.text_inputs import texts_of
 from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.pipeline.generation import Generation
 from swarmllm.pipeline.prompt import Prompt
@@ -46,43 +43,20 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
 }
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repeat_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "logit_bias",
-    "ignore_eos",
-)
+PROMPTS_MAX = 32
+"""Answers to one request: prompts times `n`."""
 
 
-class CompletionRequest(Body, frozen=True, kw_only=True):
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/completions. None everywhere means what absence means."""
 
     model: ModelName
-    prompt: Text | Annotated[list[Any], Meta(max_length=2**20)]
-    """A text, or a list of one text."""
+    prompt: Text | Annotated[list[Any], Meta(min_length=1, max_length=2**20)]
+    """A text, token ids, or a list of texts or of lists of token ids."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: MaxTokens | None = None
     echo: bool | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Seed | None = None
-    stop: Stop | None = None
-    logit_bias: LogitBias | None = None
-    # llama.cpp's extras
-    top_k: Annotated[int, Meta(ge=0, le=2**20)] | None = None
-    min_p: Share | None = None
-    repeat_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
-    ignore_eos: bool | None = None
     n: Choices | None = None
     logprobs: TopLogprobs | None = None
     """How many of the likeliest tokens come with each; 0: the token's own value alone."""
@@ -106,41 +80,38 @@ async def complete() -> Response:
         raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
     if body.echo and body.logprobs is not None:
         raise InvalidRequest("logprobs of the prompt are not supported: leave echo out.", field="echo")
-    prompt = _prompt(body.prompt)
-    settings = ChatRequest(
-        model=body.model,
-        messages=[],
-        logprobs=body.logprobs is not None,
-        top_logprobs=body.logprobs,
-        **{name: getattr(body, name) for name in SAMPLING},
-    )
+    prompts, n = prompts_of(body.prompt), body.n or 1
+    if len(prompts) * n > PROMPTS_MAX:
+        raise InvalidRequest(
+            f"asks for {len(prompts) * n} answers, at most {PROMPTS_MAX} at once.", field="prompt"
+        )
+    sampling = sampling_of(body, logprobs=body.logprobs is not None, top_logprobs=body.logprobs or 0)
     session = session_of(body.session_id, body.prompt_cache_key)
-    ask = Ask(
-        body.model,
-        Prompt(text=prompt, session=session),
-        sampling_of(settings),
-        body.max_tokens or DEFAULT_MAX_TOKENS,
-    )
+    max_tokens = body.max_tokens or DEFAULT_MAX_TOKENS
+    asks = [Ask(body.model, replace(prompt, session=session), sampling, max_tokens) for prompt in prompts]
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
-    echo = prompt if body.echo else ""
-    replies = [CompletionReply(body.model, echo, include_usage)]
-    for index in range(1, body.n or 1):
-        replies.append(CompletionReply(body.model, echo, include_usage, index=index, head=replies[0].head))
-    return await answer_choices(ask, replies, stream=bool(body.stream))
+    replies: list[CompletionReply] = []
+    for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n)):
+        echo = await _text_of(body.model, prompt) if body.echo else ""
+        head = replies[0].head if replies else None
+        replies.append(CompletionReply(body.model, echo, include_usage, index=index, head=head))
+    return await answer_choices(asks, replies, stream=bool(body.stream))
 
 
-def _prompt(prompt: str | list[Any]) -> str:
-    if isinstance(prompt, list):
-        if len(prompt) != 1 or not isinstance(prompt[0], str):
-            raise InvalidRequest(
-                "prompt can be a text or a list of one text; several prompts and token ids are not supported"
-                " here.",
-                field="prompt",
-            )
-        prompt = prompt[0]
-    if not prompt:
-        raise InvalidRequest("prompt is empty.", field="prompt")
-    return prompt
+def prompts_of(value: str | list[Any]) -> list[Prompt]:
+    """Raises InvalidRequest."""
+    prompts = []
+    for text in texts_of(value, "prompt"):
+        if not text:
+            raise InvalidRequest("prompt is empty.", field="prompt")
+        prompts.append(Prompt(text=text) if isinstance(text, str) else Prompt(tokens=text))
+    return prompts
+
+
+async def _text_of(model: str, prompt: Prompt) -> str:
+    if prompt.text is not None:
+        return prompt.text
+    return await current_node().texts.detokenize(model, prompt.tokens or [])
 
 
 class CompletionReply:

@@ -14,11 +14,7 @@ from swarmllm.api.context import current_node
 from swarmllm.api.errors import read_body
 from swarmllm.api.schema import Body, Json, ModelName, Text
 from swarmllm.api.swarm_report import embedding_headers
-from swarmllm.errors import InvalidRequest
-
-TEXTS_MAX = 2048
-"""OpenAI's."""
-TOKEN_MAX = 2**31
+from swarmllm.api.text_inputs import texts_of
 
 
 class EmbeddingRequest(Body, frozen=True, kw_only=True):
@@ -42,7 +38,7 @@ async def embed() -> Response:
     body = await read_body(EmbeddingRequest)
     node = current_node()
     embedded = await node.embeddings.embed(
-        body.model, texts_of(body.input), body.pooling or "mean", n_dimensions=body.dimensions
+        body.model, texts_of(body.input, "input"), body.pooling or "mean", n_dimensions=body.dimensions
     )
     listed = [
         {"object": "embedding", "index": i, "embedding": _encoded(vector, body.encoding_format)}
@@ -53,22 +49,6 @@ async def embed() -> Response:
     response = Response(encode(answer), content_type="application/json")
     response.headers.update(embedding_headers(embedded, node.node_id))
     return response
-
-
-def texts_of(value: str | list[Any], field: str = "input") -> list[str | list[int]]:
-    """What is to be embedded, one by one. Raises InvalidRequest."""
-    if isinstance(value, str) or _is_tokens(value):
-        return [value]
-    if len(value) > TEXTS_MAX:
-        raise InvalidRequest(f"{len(value)} texts, at most {TEXTS_MAX} at once.", field=field)
-    for i, item in enumerate(value):
-        if not isinstance(item, str) and not (isinstance(item, list) and _is_tokens(item)):
-            raise InvalidRequest("can be a text or a list of token ids.", field=f"{field}[{i}]")
-    return value
-
-
-def _is_tokens(value: list[Any]) -> bool:
-    return bool(value) and all(type(item) is int and 0 <= item < TOKEN_MAX for item in value)
 
 
 def _encoded(vector: np.ndarray, form: str | None) -> object:

@@ -18,10 +18,11 @@ from werkzeug.exceptions import HTTPException
 
 from swarmllm.api.answering import Ask, answer
 from swarmllm.api.chat_reply import encode
-from swarmllm.api.chat_request import chat_call, no_eyes, sampling_of
+from swarmllm.api.chat_request import chat_call, json_schema, no_eyes
 from swarmllm.api.context import current_config, current_node
 from swarmllm.api.errors import as_swarmllm_error, read_body
 from swarmllm.api.ollama_reply import ChatWords, GenerateWords, OllamaReply, timestamp
+from swarmllm.api.sampling import SAMPLING_NAMES, sampling_of
 from swarmllm.api.schema import (
     AssistantMessage,
     Body,
@@ -34,12 +35,9 @@ from swarmllm.api.schema import (
     ModelName,
     Name,
     NamedSchema,
-    Penalty,
     ResponseFormat,
-    Share,
-    StopText,
+    SamplingFields,
     SystemMessage,
-    Temperature,
     Text,
     Tool,
     ToolCall,
@@ -57,16 +55,7 @@ API_VERSION = "0.6.4"
 TAG = ":latest"
 
 
-class Options(Body, frozen=True, kw_only=True):
-    temperature: Temperature | None = None
-    top_k: Annotated[int, Meta(ge=0, le=2**20)] | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    repeat_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: int | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+class Options(SamplingFields, frozen=True, kw_only=True):
     num_predict: Annotated[int, Meta(ge=-2, le=2**20)] | None = None
     # how to compute: decided by this node's configuration
     num_ctx: int | None = None
@@ -83,25 +72,8 @@ class Options(Body, frozen=True, kw_only=True):
     vocab_only: bool | None = None
     repeat_last_n: int | None = None
     penalize_newline: bool | None = None
-    # at their neutral value only
-    typical_p: float | None = None
+    # at its neutral value only
     tfs_z: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-
-
-NEUTRAL_OPTIONS: dict[str, object] = {"typical_p": 1.0, "tfs_z": 1.0, "mirostat": 0}
-SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repeat_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "stop",
-)
 
 
 class OllamaFunction(Body, frozen=True):
@@ -206,7 +178,8 @@ async def generate() -> Response:
         opened = opened_thought(await current_node().texts.prompt_ending(name))
         messages = [{"role": "system", "content": body.system}] if body.system else []
         prompt = Prompt(messages=[*messages, {"role": "user", "content": body.prompt}])
-    ask = Ask(name, prompt, sampling_of(settings), _max_tokens(body.options))
+    sampling = sampling_of(settings, json_schema=json_schema(settings.response_format))
+    ask = Ask(name, prompt, sampling, _max_tokens(body.options))
     spoken = Spoken(opened_thought=opened)
     return await answer(ask, OllamaReply(GenerateWords(body.model), spoken), stream=body.stream is not False)
 
@@ -281,16 +254,14 @@ async def catalogue_name(asked: str) -> str:
 
 
 def _settings(name: str, body: OllamaRequest) -> ChatRequest:
-    wanted, options = _response_format(body.format), body.options
-    if options is None:
-        return ChatRequest(model=name, messages=[], response_format=wanted)
-    for field, neutral in NEUTRAL_OPTIONS.items():
-        if getattr(options, field) not in (None, neutral):
-            raise InvalidRequest("is not supported here; leave it out.", field=f"options.{field}")
-    chosen = {field: getattr(options, field) for field in SAMPLING}
-    # Ollama's -1 means: draw one.
-    seed = options.seed if options.seed is not None and options.seed >= 0 else None
-    return ChatRequest(model=name, messages=[], seed=seed, response_format=wanted, **chosen)
+    options = body.options or Options()
+    if options.tfs_z not in (None, 1.0):
+        raise InvalidRequest("is not supported here; leave it out.", field="options.tfs_z")
+    chosen = {field: getattr(options, field) for field in SAMPLING_NAMES}
+    if options.seed is not None and options.seed < 0:
+        # Ollama's -1 means: draw one.
+        chosen["seed"] = None
+    return ChatRequest(model=name, messages=[], response_format=_response_format(body.format), **chosen)
 
 
 def _response_format(wanted: str | Json | None) -> ResponseFormat | None:

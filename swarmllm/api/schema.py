@@ -184,7 +184,35 @@ class JsonSchemaFormat(Body, frozen=True, tag_field="type", tag="json_schema"):
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
-class ChatRequest(Body, frozen=True, kw_only=True):
+class SamplingFields(Body, frozen=True, kw_only=True):
+    """How tokens are chosen; the same words wherever text is generated. None everywhere means what absence
+    means."""
+
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    logit_bias: LogitBias | None = None
+    # llama.cpp's extras
+    top_k: Annotated[int, Meta(ge=0, le=2**20)] | None = None
+    min_p: Share | None = None
+    typical_p: Share | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Share | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    mirostat: Literal[0, 1, 2] | None = None
+    mirostat_tau: Annotated[float, Meta(ge=0, le=100)] | None = None
+    mirostat_eta: Share | None = None
+    grammar: Annotated[str, Meta(max_length=65536)] | None = None
+    ignore_eos: bool | None = None
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions. None everywhere means what absence means."""
 
     model: ModelName
@@ -193,37 +221,15 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Seed | None = None
-    stop: Stop | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
     n: Choices | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     prompt_cache_key: SessionName | None = None
     session_id: SessionName | None = None
-    # llama.cpp's extras
-    typical_p: Share | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Share | None = None
-    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
-    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
-    dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    mirostat: Literal[0, 1, 2] | None = None
-    mirostat_tau: Annotated[float, Meta(ge=0, le=100)] | None = None
-    mirostat_eta: Share | None = None
-    grammar: Annotated[str, Meta(max_length=65536)] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=2**20)] | None = None
-    min_p: Share | None = None
-    repeat_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
-    ignore_eos: bool | None = None
     # accepted and without effect on the answer
     user: str | None = None
     safety_identifier: str | None = None

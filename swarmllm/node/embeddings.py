@@ -20,6 +20,7 @@ from swarmllm.models import CatalogueEntry
 from swarmllm.node.admission import Admission
 from swarmllm.node.requests import Requests
 from swarmllm.pipeline.pipelines import Pipelines
+from swarmllm.pipeline.prompt import token_ids
 from swarmllm.workerpool import ModelFile, WorkerPool
 from swarmllm_proto.swarm import Stage
 
@@ -117,10 +118,7 @@ class Embeddings:
         if isinstance(text, str):
             tokens = await self._pool.tokenize(ModelFile(entry.model_id, entry.path), text=text)
         else:
-            n_vocab = entry.manifest.n_vocab
-            if not all(0 <= token < n_vocab for token in text):
-                raise InvalidRequest(f"Token ids of {entry.name} lie in [0, {n_vocab}).", field=field)
-            tokens = np.array(text, np.int32)
+            tokens = token_ids(entry, text, field)
         if not len(tokens):
             raise InvalidRequest("is empty.", field=field)
         return tokens

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import numpy as np
-
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
-from swarmllm.pipeline.prompt import Prompt
+from swarmllm.pipeline.prompt import Prompt, token_ids
 from swarmllm.workerpool import ModelFile, WorkerPool
 
 Messages = list[dict[str, Any]]
@@ -56,10 +54,7 @@ class Texts:
     async def detokenize(self, model: str, tokens: list[int]) -> str:
         """Raises InvalidRequest for ids outside the vocabulary."""
         entry = await self._find(model)
-        n_vocab = entry.manifest.n_vocab
-        if not all(0 <= token < n_vocab for token in tokens):
-            raise InvalidRequest(f"Token ids of {entry.name} lie in [0, {n_vocab}).", field="tokens")
-        return await self._pool.detokenize(_file(entry), np.array(tokens, np.int32))
+        return await self._pool.detokenize(_file(entry), token_ids(entry, tokens, "tokens"))
 
     async def count_tokens(self, model: str, prompt: Prompt) -> int:
         """How many tokens of context the prompt takes."""

@@ -33,7 +33,7 @@ from swarmllm.pipeline.lasting import Lasting
 from swarmllm.pipeline.links import Links, NoLinks
 from swarmllm.pipeline.observed import ObservedCompute
 from swarmllm.pipeline.occupancy import EXPECTED_OUTPUT_TOKENS, Held, Room, room_left
-from swarmllm.pipeline.prompt import Prompt
+from swarmllm.pipeline.prompt import Prompt, token_ids
 from swarmllm.pipeline.recovery import Recovery
 from swarmllm.pipeline.ring_notices import RingNotices
 from swarmllm.pipeline.routes import DEFAULT_SIZE, RequestSize, Routes
@@ -160,9 +160,12 @@ class Pipelines:
         request_id = request_id or uuid.uuid4().hex
         model = ModelFile(entry.model_id, entry.path)
         started_s = trio.current_time()
-        tokens = await self._pool.tokenize(
-            model, text=prompt.text, messages=prompt.messages, tools=prompt.tools
-        )
+        if prompt.tokens is None:
+            tokens = await self._pool.tokenize(
+                model, text=prompt.text, messages=prompt.messages, tools=prompt.tools
+            )
+        else:
+            tokens = token_ids(entry, prompt.tokens, "prompt")
         tokenize_s = trio.current_time() - started_s
         sampling = self._fit(len(tokens), sampling, entry)
         self._counts.generations += 1

@@ -68,6 +68,39 @@ async def test_a_failure_in_a_stream_is_its_last_event(tmp_path: Path) -> None:
     assert "[DONE]" not in answer.text
 
 
+async def test_several_prompts_are_answered_in_their_order_and_counted_once_each(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        both = ONCE | {"prompt": ["Once", [72, 105]], "n": 2, "echo": True}
+        whole = (await stand.http.post(URL, json=both)).json()
+        streamed = await stand.http.post(URL, json=both | {"stream": True})
+    said = ["OnceHello there."] * 2 + ["HiHello there."] * 2
+    assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == list(enumerate(said))
+    assert whole["usage"]["prompt_tokens"] == 2 * 7
+    assert whole["usage"]["completion_tokens"] == 4 * 3
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 2 * 4}
+    texts = [""] * 4
+    for line in streamed.text.removesuffix("\n\n").split("\n\n")[:-1]:
+        for choice in msgspec.json.decode(line.removeprefix("data: "))["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == said
+    asked = [(call.prompt.text, call.prompt.tokens) for call in stand.pipelines.calls]
+    assert sorted(asked, key=str) == sorted([("Once", None), (None, [72, 105])] * 4, key=str)
+
+
+async def test_a_text_is_sampled_with_the_same_words_as_a_chat(tmp_path: Path) -> None:
+    words = {
+        "typical_p": 0.9,
+        "xtc_probability": 0.5,
+        "dry_multiplier": 0.8,
+        "mirostat": 2,
+        "grammar": "root ::= x",
+    }
+    async with serve_node(tmp_path) as stand:
+        assert (await stand.http.post(URL, json=ONCE | words)).status_code == 200
+    (call,) = stand.pipelines.calls
+    assert {name: getattr(call.sampling, name) for name in words} == words
+
+
 @pytest.mark.slow
 async def test_what_is_not_offered_is_refused_by_name(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
@@ -78,8 +111,12 @@ async def test_what_is_not_offered_is_refused_by_name(tmp_path: Path) -> None:
         ({"suffix": "end"}, "suffix"),
         ({"logit_bias": {"one": 5}}, "logit_bias"),
         ({"prompt": ""}, "prompt"),
-        ({"prompt": [1, 2]}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt[0]"),
+        ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"prompt": ["a"] * 17, "n": 2}, "prompt"),
+        ({"mirostat": 3}, "mirostat"),
         ({"stream_options": {}}, "stream_options"),
         ({"temprature": 1}, "temprature"),
         ({"max_tokens": 0}, "max_tokens"),
