@@ -26,7 +26,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.ipc import FlashAttention, KvType
-from swarmllm_workers import small_batches
+from swarmllm_workers import huge_pages, small_batches
 from swarmllm_workers.errors import CallError
 
 log = logging.getLogger(__name__)
@@ -106,6 +106,8 @@ class Model:
 
             params.progress_callback = lib.llama_progress_callback(progressed)
         _recent_complaints.clear()
+        if use_mmap and not vocab_only:
+            huge_pages.read_in(path)
         handle = lib.llama_model_load_from_file(os.fsencode(path), params)
         if handle is None:
             raise _complaint(f"{path.name} cannot be loaded")

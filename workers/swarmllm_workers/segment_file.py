@@ -6,9 +6,9 @@ head the real output matrix and, where that is not the embedding itself, an embe
 that nobody reads (a hole in the file). The embedding's rows are looked up outside (`embedding.py`), so
 every segment is fed hidden states.
 
-Tensor bytes are copied with `copy_file_range`, by reference on file systems that can.
-`llama_model_init_from_user` would avoid the file, but it invents every optional tensor with uninitialised
-data.
+Tensor bytes are copied by way of a buffer, a whole huge page at a time (`huge_pages.py`); with
+`copy_file_range` the page cache would hold them in small pages. `llama_model_init_from_user` would avoid
+the file, but it invents every optional tensor with uninitialised data.
 
 Bit-exactness rests on each layer seeing the numbers it would see in the uncut model: per-layer metadata is
 sliced, everything else is kept as it is (`swarmllm_proto.architectures` is the table of exceptions).
@@ -41,12 +41,11 @@ from swarmllm_workers.gguf_file import (
     array_value,
     scalar_value,
 )
+from swarmllm_workers.huge_pages import PageWriter
 
 DUMMY_VOCABULARY: Final = 32
 WIDE_WINDOW: Final = 2**24
 """Rows: the largest context that can be asked for."""
-COPY_SIZE: Final = 16 * 2**20
-"""Bytes between two progress reports."""
 
 _BLOCK: Final = re.compile(r"blk\.(\d+)\.(.+)", re.ASCII)
 _KEPT_GENERAL: Final = frozenset(
@@ -234,19 +233,19 @@ def cut(
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with source.path.open("rb") as reader, temporary.open("wb") as writer:
-            writer.write(header)
-            writer.flush()
             os.ftruncate(writer.fileno(), size)
             total = sum(tensor.size_bytes for tensor in tensors if tensor.source is not None)
             done = 0
-            for tensor, offset in zip(tensors, offsets, strict=True):
-                if tensor.source is not None:
-                    for n in _copy(
-                        reader.fileno(), tensor.source.offset, writer.fileno(), offset, tensor.size_bytes
-                    ):
-                        done += n
-                        if progress is not None:
-                            progress(done, total)
+            with PageWriter(writer.fileno()) as pages:
+                pages.write(0, header)
+                for tensor, offset in zip(tensors, offsets, strict=True):
+                    if tensor.source is not None:
+                        for n in _copy(
+                            reader.fileno(), tensor.source.offset, pages, offset, tensor.size_bytes
+                        ):
+                            done += n
+                            if progress is not None:
+                                progress(done, total)
         temporary.rename(target)
     except OSError as error:
         raise CallError(
@@ -276,14 +275,12 @@ def _encode_header(
     return header, [len(header) + position for position in positions], len(header) + relative
 
 
-def _copy(reader: int, read_at: int, writer: int, write_at: int, size: int) -> Iterator[int]:
+def _copy(reader: int, read_at: int, pages: PageWriter, write_at: int, size: int) -> Iterator[int]:
     while size > 0:
-        try:
-            n = os.copy_file_range(reader, writer, min(size, COPY_SIZE), read_at, write_at)
-        except OSError:  # not across these two file systems: through user space
-            n = os.pwrite(writer, os.pread(reader, min(size, COPY_SIZE), read_at), write_at)
+        n = os.preadv(reader, [pages.room(write_at)[:size]], read_at)
         if n == 0:
             raise CallError("bad_model", "the GGUF became shorter while it was being cut", "path")
+        pages.filled(n)
         yield n
         read_at, write_at, size = read_at + n, write_at + n, size - n
 

@@ -1,0 +1,94 @@
+"""Weights in huge pages of the page cache, where the file system can.
+
+A decode step reads every weight once. Mapped in pages of 4 KiB, that is a miss of the address translation
+every 4 KiB: a segment took 5 to 8 % longer than the same layers inside the uncut file, which the kernel had
+in pages of 2 MiB. The page cache takes the size from whoever fills it: a write of whole aligned huge pages
+makes huge pages, and so does a first read through a mapping that asks for them. Nothing brings small ones
+together afterwards (most kernels collapse only those of executables and of shared memory).
+
+Kernels and file systems without large pages for files take all this as ordinary writes and reads.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+HUGE_PAGE: Final = 2 * 2**20
+GAP_MAX: Final = 4096
+"""Bytes not written between two that are: more than that stays a hole."""
+_POPULATE_READ: Final = 22
+"""`MADV_POPULATE_READ`, which Python does not name."""
+
+
+class PageWriter:
+    """Writes a file from front to back in whole aligned pages; what is left out stays a hole."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._page = bytearray(HUGE_PAGE)
+        self._view = memoryview(self._page)
+        self._start = self._end = 0
+        """What is waiting to be written, as offsets in the file: within one page."""
+
+    def __enter__(self) -> PageWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.flush()
+
+    def room(self, offset: int) -> memoryview:
+        """Where the bytes of the file from `offset` on belong, to the end of the page; `filled` follows."""
+        if not self._end <= offset <= self._end + GAP_MAX:
+            self.flush()
+            self._start = self._end = offset
+        while self._end < offset:  # a gap is written too, or the pages beside it were not whole
+            n_zeros = min(offset - self._end, HUGE_PAGE - self._end % HUGE_PAGE)
+            self._free()[:n_zeros] = bytes(n_zeros)
+            self._end += n_zeros
+        return self._free()
+
+    def _free(self) -> memoryview:
+        if self._end > self._start and self._end % HUGE_PAGE == 0:
+            self.flush()
+        return self._view[self._end % HUGE_PAGE :]
+
+    def filled(self, n_bytes: int) -> None:
+        """The first bytes of what `room` gave are there."""
+        self._end += n_bytes
+
+    def write(self, offset: int, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            room = self.room(offset)[: len(left)]
+            n_bytes = len(room)
+            room[:] = left[:n_bytes]
+            self.filled(n_bytes)
+            left, offset = left[n_bytes:], offset + n_bytes
+
+    def flush(self) -> None:
+        first = self._start % HUGE_PAGE
+        left = self._view[first : first + self._end - self._start]
+        while left:
+            n_bytes = os.pwrite(self._file, left, self._start)
+            left, self._start = left[n_bytes:], self._start + n_bytes
+        self._start = self._end
+
+
+def read_in(path: Path) -> None:
+    """Bring a file that is about to be mapped into the page cache, in huge pages where it is not there
+    yet. What goes wrong here, libllama meets again and reports."""
+    with suppress(OSError), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return
+        with mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED) as mapping:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+            mapping.madvise(_POPULATE_READ)
