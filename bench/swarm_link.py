@@ -124,7 +124,9 @@ async def measure_bulk(router: Libp2pRouter, peer: str, there_and_back: RoundTri
     async def transfer() -> None:
         nonlocal n_bytes
         while True:
-            n_bytes += len(await router.fetch(peer, ASK_PIECE, timeout_s=60))
+            # Not `n_bytes += len(await ...)`: that reads n_bytes first, and what other lanes add is lost.
+            piece = await router.fetch(peer, ASK_PIECE, timeout_s=60)
+            n_bytes += len(piece)
 
     await router.fetch(peer, ASK_PIECE, timeout_s=60)
     async with trio.open_nursery() as nursery:

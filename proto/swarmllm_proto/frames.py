@@ -14,6 +14,7 @@ The payload is received into uninitialised memory of its final size (numpy's, be
 write n zeros first: a hostile length of 512 MiB would cost half a gigabyte of resident memory before its
 first byte). Each byte is copied exactly once, also when a whole frame arrives in one piece: a view into the
 caller's receive buffer would pin it, alias it when it is reused, and place the tensor at an odd address.
+Whoever decrypts need not even copy: `room` is where the plaintext can go at once.
 """
 
 from __future__ import annotations
@@ -128,6 +129,21 @@ class FrameDecoder:
             )
         if self._failure is not None:
             raise self._failure
+
+    def room(self, n_bytes: int) -> memoryview | None:
+        """Memory of the payload in progress that the stream's next bytes may be written to instead of being
+        fed, where they all belong there; `filled` must follow."""
+        if self._part != _PAYLOAD or self._failure or not 0 < n_bytes <= self._part_size - self._n_received:
+            return None
+        if self._n_received == 0:
+            self._received = np.empty(self._part_size, np.uint8).data
+        return self._received[self._n_received : self._n_received + n_bytes]
+
+    def filled(self, n_bytes: int) -> list[Frame]:
+        """What `room` gave has been written: the frame that this completes, if it does."""
+        self._n_received += n_bytes
+        frame = self._finish_part(self._received) if self._n_received == self._part_size else None
+        return [] if frame is None else [frame]
 
     def _take(self, view: memoryview, offset: int) -> tuple[int, memoryview | None]:
         """Move bytes into the part in progress: the new offset, and the part where it is complete."""

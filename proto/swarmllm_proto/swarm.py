@@ -262,7 +262,8 @@ class Piece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     v: int = WIRE_VERSION
     status: Literal["ok", "busy", "absent"]
     """busy: ask again later. absent: not here."""
-    data: Annotated[bytes, Meta(max_length=PIECE_MAX)] = b""
+    data: Annotated[memoryview, Meta(max_length=PIECE_MAX)] = memoryview(b"")
+    """Decoded: a view of what was decoded, not a copy."""
 
 
 class Outline(msgspec.Struct, frozen=True, kw_only=True):

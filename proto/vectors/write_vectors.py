@@ -433,7 +433,7 @@ STAGE_STATE = swarm.StageState(request_id=REQUEST_ID, known=True, busy=True)
 FETCH_PIECE = swarm.FetchPiece(
     model_id=MODEL_ID, part="tensor", tensor="blk.4.attn_q.weight", offset=2**20, size_bytes=2**20
 )
-PIECE = swarm.Piece(status="ok", data=bytes(range(256)))
+PIECE = swarm.Piece(status="ok", data=memoryview(bytes(range(256))))
 
 NEIGHBOUR_MESSAGES = [
     ("peer-exchange-request", PeerExchangeRequest(n_max=16)),

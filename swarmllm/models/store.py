@@ -305,7 +305,7 @@ class TensorWriter:
                 self.close()
                 raise
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes | memoryview) -> None:
         """Raises StoreFull; ValueError beyond the tensor's end."""
         if self.n_bytes + len(data) > self.tensor.size_bytes:
             raise ValueError(f"{self.tensor.name} has {self.tensor.size_bytes} bytes")

@@ -47,10 +47,10 @@ class NoDirectWay(NodeUnreachable):
 class _Question:
     def __init__(self) -> None:
         self.done = trio.Event()
-        self.answer = b""
+        self.answer: bytes | memoryview = b""
         self.failure: SwarmLLMError | None = None
 
-    def finish(self, answer: bytes = b"", failure: SwarmLLMError | None = None) -> None:
+    def finish(self, answer: bytes | memoryview = b"", failure: SwarmLLMError | None = None) -> None:
         if not self.done.is_set():
             self.answer, self.failure = answer, failure
             self.done.set()
@@ -81,7 +81,7 @@ class Bulk:
         self._n_answering: dict[Connection, int] = {}
         self._numbers = itertools.count(1)
 
-    async def fetch(self, node_id: str, body: bytes, timeout_s: float) -> bytes:
+    async def fetch(self, node_id: str, body: bytes, timeout_s: float) -> bytes | memoryview:
         """Raises NoDirectWay, NodeUnreachable, DeadlineExceeded, RemoteError."""
         with trio.move_on_after(timeout_s):
             return await self._fetch(node_id, body)
@@ -100,7 +100,7 @@ class Bulk:
             return
         node_id = connection.node_id
         if kind == BulkKind.ANSWER:
-            question.finish(bytes(payload))
+            question.finish(payload)
         elif kind == BulkKind.REFUSED:
             reason = bytes(payload).decode("utf-8", "replace")
             question.finish(failure=RemoteError(f"node {node_id}: {reason}"))
@@ -116,7 +116,7 @@ class Bulk:
         if peer is not None and peer.connection is connection:
             del self._peers[connection.node_id]
 
-    async def _fetch(self, node_id: str, body: bytes) -> bytes:
+    async def _fetch(self, node_id: str, body: bytes) -> bytes | memoryview:
         connection = await self._connection(node_id)
         number, question = next(self._numbers), _Question()
         questions = self._questions.setdefault(connection, {})

@@ -301,11 +301,10 @@ class Connection:
     async def _read(self) -> None:
         n_chunks = 0
         while True:
-            chunk = await self._wire.receive()
+            n_bytes, frames = await self._wire.receive_frames(self._decoder)
             self._heard_at_s = trio.current_time()
-            self.n_bytes_received += len(chunk)
-            self.throughput.arrived(len(chunk), self._heard_at_s)
-            frames = self._decoder.feed(chunk)
+            self.n_bytes_received += n_bytes
+            self.throughput.arrived(n_bytes, self._heard_at_s)
             if frames:
                 self.throughput.message_ended(self._heard_at_s)
             for frame in frames:

@@ -177,7 +177,7 @@ class Libp2pRouter:
             raise NodeUnreachable(f"node {node_id} is not connected")
         return await self._requests.request(node_id, KIND_APPLICATION, bytes(body), timeout_s=timeout_s)
 
-    async def fetch(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
+    async def fetch(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes | memoryview:
         check_request(body)
         if node_id == self.node_id or node_id not in self._liveness.connected_since_s:
             return await self.request(node_id, body, timeout_s=timeout_s)

@@ -25,8 +25,10 @@ from swarmllm.swarm.doorkeeper import Doorkeeper, GuardedNoise
 from swarmllm.swarm.identity import Identity
 from swarmllm.swarm.router import LinkEnd
 from swarmllm.swarm.wire import WireClosed
+from swarmllm_proto.frames import Frame, FrameDecoder
 
-PLAINTEXT_MAX = 65535 - 16
+_TAG_BYTES = 16
+PLAINTEXT_MAX = 65535 - _TAG_BYTES
 """Bytes in one Noise message: 65535 less the authentication tag."""
 NOW_MAX_BYTES = 256 * 1024
 """More than this is not encrypted in one go on the caller's time."""
@@ -76,14 +78,30 @@ class NoiseWire:
         await self._flush()
 
     async def receive(self) -> bytes:
-        while True:
-            n_received = self._end - self._start
-            if n_received >= 2:
-                length = int.from_bytes(self._view[self._start : self._start + 2], "big")
-                if n_received >= 2 + length:
-                    return self._open(length)
-            self._make_room()
-            await self._fill()
+        """The content of one Noise message. Raises WireClosed."""
+        ciphertext = await self._next_ciphertext()
+        try:
+            plaintext: bytes = self._decrypting.decrypt_with_ad(b"", ciphertext)
+        except Exception as error:
+            raise _undecryptable(error) from None
+        return plaintext
+
+    async def receive_frames(self, decoder: FrameDecoder) -> tuple[int, list[Frame]]:
+        ciphertext = await self._next_ciphertext()
+        n_bytes = len(ciphertext) - _TAG_BYTES
+        state = self._decrypting
+        room = decoder.room(n_bytes)
+        try:
+            if room is None:
+                plaintext = state.decrypt_with_ad(b"", ciphertext)
+            else:
+                # As the line above, but to where the bytes will stay.
+                cipher = state.cipher
+                cipher.cipher.decrypt_into(cipher.format_nonce(state.n), ciphertext, b"", room)
+                state.set_nonce(state.n + 1)
+        except Exception as error:
+            raise _undecryptable(error) from None
+        return n_bytes, decoder.feed(plaintext) if room is None else decoder.filled(n_bytes)
 
     def abort(self) -> None:
         if self._closed:
@@ -109,14 +127,18 @@ class NoiseWire:
         self._leftover.append(memoryview(len(ciphertext).to_bytes(2, "big")))
         self._leftover.append(memoryview(ciphertext))
 
-    def _open(self, length: int) -> bytes:
-        start = self._start + 2
-        try:
-            plaintext: bytes = self._decrypting.decrypt_with_ad(b"", self._view[start : start + length])
-        except Exception as error:
-            raise WireClosed(f"the bytes do not decrypt ({type(error).__name__})") from None
-        self._start = start + length
-        return plaintext
+    async def _next_ciphertext(self) -> memoryview:
+        """Valid until the next call."""
+        while True:
+            n_received = self._end - self._start
+            if n_received >= 2:
+                length = int.from_bytes(self._view[self._start : self._start + 2], "big")
+                if n_received >= 2 + length:
+                    start = self._start + 2
+                    self._start = start + length
+                    return self._view[start : start + length]
+            self._make_room()
+            await self._fill()
 
     def _make_room(self) -> None:
         if self._start == self._end:
@@ -171,6 +193,10 @@ class NoiseWire:
             except (trio.ClosedResourceError, OSError, ValueError):
                 raise WireClosed("closed here") from None
             self._send_leftover()
+
+
+def _undecryptable(error: Exception) -> WireClosed:
+    return WireClosed(f"the bytes do not decrypt ({type(error).__name__})")
 
 
 def _plaintexts(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:

@@ -139,9 +139,9 @@ class Router(Protocol):
         """Raises NodeUnreachable, DeadlineExceeded, RemoteError (the handler there failed)."""
         ...
 
-    async def fetch(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
+    async def fetch(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes | memoryview:
         """A request with a large answer: the same handler answers it, on a way of its own where there is
-        one, so that nothing waits behind it. Raises as `request`."""
+        one, so that nothing waits behind it, and not copied on arrival. Raises as `request`."""
         ...
 
     async def send(self, node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:

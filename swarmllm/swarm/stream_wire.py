@@ -13,6 +13,7 @@ import trio
 
 from swarmllm.swarm.host import Stream
 from swarmllm.swarm.wire import WireClosed
+from swarmllm_proto.frames import Frame, FrameDecoder
 
 PROTOCOL = "/swarmllm/tensor/1.0.0"
 
@@ -45,14 +46,14 @@ class StreamWire:
                 raise WireClosed(f"lost ({type(error).__name__})") from None
             position += len(piece)
 
-    async def receive(self) -> bytes:
+    async def receive_frames(self, decoder: FrameDecoder) -> tuple[int, list[Frame]]:
         try:
             received = await self._stream.read(_PIECE_BYTES)
         except Exception as error:
             raise WireClosed(f"ended ({type(error).__name__})") from None
         if not received:
             raise WireClosed("ended by the peer")
-        return received
+        return len(received), decoder.feed(received)
 
     def abort(self) -> None:
         if not self._closed:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+from swarmllm_proto.frames import Frame, FrameDecoder
+
 
 class WireClosed(Exception):
     """The other end is gone, or this one was closed. The text says how it ended."""
@@ -31,8 +33,9 @@ class Wire(Protocol):
         of no more use. Raises WireClosed."""
         ...
 
-    async def receive(self) -> bytes:
-        """Some bytes, never none. Raises WireClosed. Cancelling it is safe."""
+    async def receive_frames(self, decoder: FrameDecoder) -> tuple[int, list[Frame]]:
+        """Give the next bytes to the decoder: how many they were, at least one, and the frames they
+        completed. Raises WireClosed, and what the decoder raises. Cancelling it is safe."""
         ...
 
     def abort(self) -> None:

@@ -56,7 +56,7 @@ class Asking:
         self._model_id = model_id
         self.n_bytes = 0
 
-    async def piece(self, part: str, offset: int, size_bytes: int, tensor: str = "") -> bytes:
+    async def piece(self, part: str, offset: int, size_bytes: int, tensor: str = "") -> memoryview:
         """Raises NotThere, RemoteError (NodeUnreachable, HolderBusy), DeadlineExceeded."""
         settings = self._settings
         request = msgspec.convert(

@@ -88,7 +88,7 @@ class Uploads:
         if data is None:
             return _ABSENT
         self.n_bytes += len(data)
-        return Piece(status="ok", data=data)
+        return Piece(status="ok", data=memoryview(data))
 
     def forget(self, model_id: str) -> None:
         """The model has changed."""

@@ -246,6 +246,15 @@ def test_job_payload_in_one_buffer_is_passed_through() -> None:
     assert joined == b"ab\0\0"
 
 
+def test_bytes_of_a_model_are_not_copied_out_of_the_answer_that_brought_them() -> None:
+    piece = swarm.Piece(status="ok", data=memoryview(bytes(range(256))))
+    answer = memoryview(bytearray(codec.encode_response(piece)))
+    decoded = codec.decode_response(answer)
+    assert isinstance(decoded, swarm.Piece)
+    assert decoded == piece
+    assert decoded.data.obj is answer.obj
+
+
 def test_senders_and_readers_share_the_size_limits() -> None:
     announce = swarm.ShardAnnounce(model_id=MODEL_ID, name="m" * 200, n_layers=9, ranges=((0, 1),) * 256)
     record = swarm.NodeRecord(node_id="n", models=(announce,) * 256)

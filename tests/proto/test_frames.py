@@ -19,13 +19,18 @@ PAYLOAD_MAX = 100
 Events = tuple[list[tuple[bytes, bytes]], tuple[type[ProtocolError], str] | None]
 
 
-def drive(chunks: list[Buffer]) -> Events:
+def drive(chunks: list[Buffer], *, use_room: bool = False) -> Events:
     """Everything a connection that delivers these chunks and ends would be told."""
     decoder = FrameDecoder(HEADER_MAX, PAYLOAD_MAX)
     frames: list[Frame] = []
     try:
         for chunk in chunks:
-            frames += decoder.feed(chunk)
+            room = decoder.room(len(chunk)) if use_room else None
+            if room is None:
+                frames += decoder.feed(chunk)
+            else:
+                room[:] = chunk
+                frames += decoder.filled(len(chunk))
         decoder.eof()
     except ProtocolError as error:
         return [(f.header, bytes(f.payload)) for f in frames], (type(error), str(error))
@@ -65,6 +70,22 @@ def test_any_cut_gives_the_same_frames_and_the_same_error(
     assert (whole[1] is None) == (ending == b"")
     assert drive(cut(stream, cuts)) == whole
     assert drive([stream[i : i + 1] for i in range(len(stream))]) == whole
+    assert drive(cut(stream, cuts), use_room=True) == whole
+    assert drive([stream[i : i + 1] for i in range(len(stream))], use_room=True) == whole
+
+
+def test_there_is_room_for_what_belongs_to_the_payload_in_progress_and_nothing_else() -> None:
+    decoder = FrameDecoder(HEADER_MAX, PAYLOAD_MAX)
+    assert decoder.room(1) is None
+    decoder.feed(wire((b"h", b"pay"))[:-3])
+    assert decoder.room(0) is decoder.room(4) is None
+    room = decoder.room(3)
+    assert room is not None
+    room[:] = b"pay"
+    (frame,) = decoder.filled(3)
+    assert (frame.header, frame.payload) == (b"h", b"pay")
+    assert frame.payload.obj is room.obj
+    assert decoder.room(1) is None
 
 
 @pytest.mark.parametrize(

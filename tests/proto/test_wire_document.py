@@ -82,7 +82,10 @@ def describe(kind: inspect.Type) -> str:
             return f"str, {size} lower-case hex digits"
         case inspect.StrType(min_length=low, max_length=high):
             return "str" + describe_length(low, high, "characters")
-        case inspect.BytesType(min_length=low, max_length=high):
+        case (
+            inspect.BytesType(min_length=low, max_length=high)
+            | inspect.MemoryViewType(min_length=low, max_length=high)
+        ):
             return "bytes" + describe_length(low, high, "bytes")
         case inspect.LiteralType(values=values):
             return " or ".join(json.dumps(value) for value in values)

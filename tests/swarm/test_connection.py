@@ -15,6 +15,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.connection import PING_S, SILENCE_S, Connection
 from swarmllm.swarm.wire import WireClosed
 from swarmllm_proto.errors import FrameTooLarge
+from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.limits import SWARM_HEADER_MAX
 
 PIECES_UNDER_WAY = 4
@@ -46,11 +47,12 @@ class MemoryWire:
         except (trio.ClosedResourceError, trio.BrokenResourceError):
             raise WireClosed("ended by the peer") from None
 
-    async def receive(self) -> bytes:
+    async def receive_frames(self, decoder: FrameDecoder) -> tuple[int, list[Frame]]:
         if self.frozen:
             await trio.sleep_forever()
         try:
-            return await self._into.receive()
+            content = await self._into.receive()
+            return len(content), decoder.feed(content)
         except (trio.ClosedResourceError, trio.EndOfChannel):
             raise WireClosed("ended by the peer") from None
 

@@ -189,7 +189,8 @@ async def test_a_liar_is_found_out_and_the_others_give_what_it_lied_about(tmp_pa
 
         async def lie(request: FetchPiece, piece: Piece) -> Piece:
             if request.part == "tensor":
-                return msgspec.structs.replace(piece, data=piece.data[:-1] + bytes([piece.data[-1] ^ 1]))
+                wrong = bytes((*piece.data[:-1], piece.data[-1] ^ 1))
+                return msgspec.structs.replace(piece, data=memoryview(wrong))
             return piece
 
         liar.twist = lie
@@ -211,8 +212,8 @@ async def test_a_lie_about_the_model_itself_is_found_before_any_tensor(tmp_path:
 
         async def lie(request: FetchPiece, piece: Piece) -> Piece:
             at = len(piece.data) // 2
-            wrong = piece.data[:at] + bytes([piece.data[at] ^ 1]) + piece.data[at + 1 :]
-            return msgspec.structs.replace(piece, data=wrong) if request.part == part else piece
+            wrong = bytes((*piece.data[:at], piece.data[at] ^ 1, *piece.data[at + 1 :]))
+            return msgspec.structs.replace(piece, data=memoryview(wrong)) if request.part == part else piece
 
         liar.twist = lie
         taker = await world.node("taker")
