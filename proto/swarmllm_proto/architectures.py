@@ -5,10 +5,13 @@ the worker's `segment_file`). That is all most architectures need. The others di
 column here: a layer's kind that depends on its absolute index, an input that is transformed before layer 0,
 another name for the last layer's output, or state shared between layers, which no cut can keep.
 
-An architecture that is not in the table runs whole. Rows are checked with llama-cpp-python 0.3.36, by
-`tests/workers/test_families.py` on models with the metadata of published files, the others once on random
-models of 8 layers from llama.cpp's own test program (`tests/test-llama-archs.cpp`): for every cut the row
-allows, prefill and decode gave libllama's own logits bit for bit. Left out, with the reason:
+An architecture that is not in the table is tried as `generic` says, and is cut only where a self-check found
+the parts exact on a node that has the whole file (`swarmllm_workers.cut_check`).
+
+Rows are checked with llama-cpp-python 0.3.36, by `tests/workers/test_families.py` on models with the metadata
+of published files, the others once on random models of 8 layers from llama.cpp's own test program
+(`tests/test-llama-archs.cpp`): for every cut the row allows, prefill and decode gave libllama's own logits
+bit for bit. Left out, with the reason:
 
 - the number of layers is in the arithmetic and in no metadata: minicpm3, and the members that
   `whole_n_layers` names;
@@ -122,6 +125,9 @@ class Architecture:
     1/sqrt(head size): segments have the factor put right in the graph."""
     avoided_n_layers: frozenset[int] = frozenset()
     """No segment has so many layers: libllama would take it for another member of the family."""
+    is_generic: bool = False
+    """Not a row of the table. Segments are units of as many layers as the cut alignment says, because those
+    were checked and no others; every list with an element per block is taken for one per layer."""
 
     def attends_in_window(self, layer: int, period: int) -> bool:
         """Whether a layer (absolute index) attends to a window, by a period. 0: every layer does."""
@@ -129,7 +135,9 @@ class Architecture:
         return period == 0 or (at != 0 if self.sliding_window_dense_first else at < period - 1)
 
     def pieces(self, start: int, end: int, cut_alignment: int) -> tuple[tuple[int, int], ...]:
-        """Layers [start, end) as one segment, or as two where one may not have so many layers."""
+        """Layers [start, end) as one segment, or as several where one may not have so many layers."""
+        if self.is_generic:
+            return tuple((at, min(at + cut_alignment, end)) for at in range(start, end, cut_alignment))
         size = end - start
         if size not in self.avoided_n_layers | self.whole_n_layers:
             return ((start, end),)
@@ -187,6 +195,8 @@ def _minicpm_residual_scale(n_layers: int) -> float:
     """In single precision, step by step, as libllama computes it."""
     return float(np.float32(1.4) / np.sqrt(np.float32(n_layers)))
 
+
+UNITS_MAX: Final = 8
 
 _ZERO_KV_HEADS: Final = ("attention.head_count_kv",)
 _UNSCALED: Final = (("embedding_scale", 1.0),)
@@ -283,15 +293,33 @@ _TABLE: Final = (
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType({row.name: row for row in _TABLE})
 
 
+def generic(architecture: str) -> Architecture:
+    """How to try an architecture that the table does not have: as most of its rows are."""
+    return Architecture(architecture, reset_keys=_UNSCALED, is_generic=True)
+
+
+def units_to_try(n_layers: int) -> tuple[int, ...]:
+    """Numbers of layers to cut an unknown architecture into, the finest first. Every segment has memory of
+    its own to compute in, so there are eight at most; patterns of layers that repeat do so every 2, 3, 4 or
+    6."""
+    finest = -(-n_layers // UNITS_MAX)
+    units = {-(-finest // period) * period for period in (1, 4, 6)}
+    return tuple(sorted(unit for unit in units if unit < n_layers))
+
+
 def cut_rule(
     architecture: str,
     n_layers: int,
     number: Callable[[str], int | None],
     numbers: Callable[[str], Sequence[int] | None],
+    checked_unit: int = 0,
 ) -> CutRule:
     """The rule for a model; `number` and `numbers` look up its metadata, whole numbers and lists of them,
-    by the full key (None: absent, or something else)."""
+    by the full key (None: absent, or something else). `checked_unit`: what a self-check found, which counts
+    where the table knows nothing; 0: nothing."""
     row = ARCHITECTURES.get(architecture)
+    if row is None and 0 < checked_unit < n_layers:
+        return CutRule(checked_unit)
     if row is None:
         return CutRule(0, f"cutting the architecture {architecture} has not been verified")
     if row.whole_reason:

@@ -34,6 +34,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     WorkerMessage,
     require_layer_range,
 )
+from swarmllm_proto.ipc_cuts import CheckCuts, CutsChecked
 from swarmllm_proto.ipc_prefix import (
     ExportPrefixSnapshot,
     ImportPrefixSnapshot,
@@ -98,6 +99,9 @@ class Open(DaemonMessage, frozen=True, tag=True):
     """The share of the layers that it then leaves out."""
     journal_max_bytes: SizeBytes = 2**28
     """Host memory for what running requests have sent on; 0: nothing is kept of it."""
+    checked_unit: LayerIndex = 0
+    """Of an architecture that is not in the table: a self-check, here or elsewhere, found parts of so many
+    layers exact; 0: none did."""
 
 
 class Load(DaemonMessage, frozen=True, tag=True):
@@ -237,7 +241,7 @@ class Opened(WorkerMessage, frozen=True, tag=True):
 
 
 class Progress(WorkerMessage, frozen=True, tag=True):
-    """A Load is under way; zero or more before its Loaded."""
+    """A Load, an Unload or a CheckCuts is under way; zero or more before its answer."""
 
     done_bytes: SizeBytes
     total_bytes: SizeBytes
@@ -342,6 +346,7 @@ AnyDaemonMessage: TypeAlias = (
     Open
     | Load
     | Unload
+    | CheckCuts
     | Tokenize
     | ApplyTemplate
     | Detokenize
@@ -366,6 +371,7 @@ AnyWorkerMessage: TypeAlias = (
     | Opened
     | Progress
     | Loaded
+    | CutsChecked
     | Tokens
     | Text
     | LayerResult

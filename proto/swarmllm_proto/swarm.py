@@ -275,6 +275,9 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
     """Of the holder's file."""
     digests: dict[TensorName, Digest]
     """Tensor name -> BLAKE3 of its data."""
+    checked_unit: LayerIndex = 0
+    """Of an architecture that is not in the table: parts of so many layers compute the same as the whole
+    model, says the giver; 0: it does not know."""
 
 
 class CancelInference(msgspec.Struct, frozen=True, tag=True, kw_only=True):

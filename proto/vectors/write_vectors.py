@@ -127,6 +127,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             swift_gamma=3,
             swift_skip_ratio=0.25,
             journal_max_bytes=2**20,
+            checked_unit=4,
         ),
         b"",
     ),
@@ -222,6 +223,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         ),
         bytes(range(37)),
     ),
+    ("check-cuts", ipc.CheckCuts(id=18), b""),
     ("shutdown", ipc.Shutdown(id=12), b""),
     ("ready", ipc.Ready(pid=4711, version="0.1.0", engine="llama-cpp-python 0.3.36"), b""),
     (
@@ -245,6 +247,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     (
         "loaded",
         ipc.Loaded(id=2, ranges=((0, 2), (6, 12)), weights_bytes=123_456_789, kv_bytes=2**33, work_bytes=77),
+        b"",
+    ),
+    (
+        "cuts-checked",
+        ipc.CutsChecked(id=18, cut_alignment=0, whole_reason="a self-check failed"),
         b"",
     ),
     ("tokens", ipc.Tokens(id=4), tensor_bytes(TOKEN_IDS)),

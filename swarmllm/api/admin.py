@@ -67,7 +67,9 @@ async def add() -> Response:
     node = current_node()
     return _progress(
         Work(
-            lambda report: node.models.add(Path(body.path), body.name, report),
+            lambda report: node.models.add(
+                Path(body.path), body.name, report, partial(report, phase="checking")
+            ),
             kind="add",
             subject=body.name or Path(body.path).name,
             from_thread=True,

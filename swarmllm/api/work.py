@@ -50,8 +50,8 @@ class Work(Generic[T]):
         if self._from_thread:
             token = trio.lowlevel.current_trio_token()
 
-            def report(done_bytes: int, total_bytes: int) -> None:
-                token.run_sync_soon(self._report, done_bytes, total_bytes, idempotent=True)
+            def report(done_bytes: int, total_bytes: int, phase: str = "") -> None:
+                token.run_sync_soon(self._report, done_bytes, total_bytes, phase, idempotent=True)
 
         try:
             with self._scope:

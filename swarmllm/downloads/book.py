@@ -133,12 +133,15 @@ class Downloads:
         settings: DownloadSettings,
         *,
         find: Callable[[str], Awaitable[CatalogueEntry]],
+        examine: Callable[[CatalogueEntry], Awaitable[CatalogueEntry]] | None = None,
     ) -> None:
-        """`find`: a model by its name, here or at a connected node; raises ModelNotFound."""
+        """`find`: a model by its name, here or at a connected node; raises ModelNotFound. `examine`: what is
+        done with a model whose whole file has come, before it counts as done."""
         self._folder = folder
         self._travel = travel
         self._settings = settings
         self._find = find
+        self._examine = examine
         self._downloads: dict[str, Download] = {}
         self._turns = trio.CapacityLimiter(settings.max_downloads)
         self._nursery: trio.Nursery | None = None
@@ -253,7 +256,7 @@ class Downloads:
         entry = await self._travel.take_in(whole.part, name)
         await trio.to_thread.run_sync(whole.forget)
         await trio.to_thread.run_sync(folder.rmdir)
-        return entry
+        return entry if self._examine is None else await self._examine(entry)
 
     async def _parts(
         self, download: Download, remote: Remote, facts: Facts, name: str, settings: DownloadSettings

@@ -192,6 +192,16 @@ class Catalogue:
         entry.check_file()
         return entry
 
+    def revise(self, model_id: str, manifest: Manifest) -> CatalogueEntry:
+        """Replace what was derived of a model, which stays the same. Raises ModelNotFound."""
+        assert manifest.model_id == model_id
+        with self.database() as database:
+            database.execute(
+                "UPDATE models SET manifest = ? WHERE model_id = ?",
+                (msgspec.msgpack.encode(manifest), model_id),
+            )
+        return self.get(model_id)
+
     def remove(self, name_or_id: str) -> CatalogueEntry:
         """Forget a model; its file stays. Raises as `get` does."""
         entry = self.get(name_or_id)

@@ -79,6 +79,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: Count
     shards: tuple[Shard, ...]
     """header, embedding, layers 0 ..., head."""
+    cuts_checked_with: str = ""
+    """The version of the engine with which this node has tried the cuts itself (see `cuts`)."""
 
     @property
     def canonical_bytes(self) -> bytes:

@@ -34,6 +34,7 @@ from blake3 import blake3
 
 from swarmllm.errors import BadModel, Conflict, ModelNotFound, StoreFull
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.models.cuts import with_hearsay
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES, read_header
 from swarmllm.models.hashing import READ_BYTES, FileState, Progress, hash_model, manifest_of
 from swarmllm.models.manifest import TensorEntry
@@ -272,7 +273,7 @@ class Store:
                 raise BadModel("the header does not end where the first tensor begins")
             if outline.size_bytes > n_bytes + tensor_bytes + MAX_GAP_BYTES * (len(parsed.tensors) + 1):
                 raise BadModel("the file is much larger than its tensors")
-            manifest = manifest_of(file, parsed, outline.digests, name)
+            manifest = with_hearsay(manifest_of(file, parsed, outline.digests, name), outline.checked_unit)
             if manifest.model_id != model_id:
                 raise BadModel("the header or the tensors' digests are those of another model")
             state = FileState(outline.size_bytes, time.time_ns() // MTIME_STEP_NS * MTIME_STEP_NS)

@@ -116,7 +116,7 @@ class Embeddings:
         self, entry: CatalogueEntry, text: str | list[int], field: str
     ) -> npt.NDArray[np.int32]:
         if isinstance(text, str):
-            tokens = await self._pool.tokenize(ModelFile(entry.model_id, entry.path), text=text)
+            tokens = await self._pool.tokenize(ModelFile.of(entry), text=text)
         else:
             tokens = token_ids(entry, text, field)
         if not len(tokens):

@@ -13,6 +13,7 @@ import trio
 
 from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
+from swarmllm.node.cut_checks import CutChecks
 from swarmllm.node.model_view import view_model
 from swarmllm.node.request_words import check_layers
 from swarmllm.node.views import ModelView
@@ -42,6 +43,7 @@ class ModelKeeper:
         self._node_id = node_id
         self._nickname_of = nickname_of
         self._publish = publish
+        self._cut_checks = CutChecks(pool, catalogue)
 
     async def list(self) -> tuple[ModelView, ...]:
         entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
@@ -62,14 +64,16 @@ class ModelKeeper:
             raise
         return self._view(entry, swarm.get(entry.model_id))
 
-    async def add(self, path: Path, name: str | None, progress: Progress) -> ModelView:
-        """Hashes the file; `progress` is called in a thread. Raises BadModel, InvalidRequest, Conflict."""
+    async def add(self, path: Path, name: str | None, progress: Progress, checking: Progress) -> ModelView:
+        """Hashes the file, and tries its cuts where nobody knows them, which `checking` tells of; `progress`
+        is called in a thread. Raises BadModel, InvalidRequest, Conflict."""
 
         def report(done_bytes: int, total_bytes: int) -> None:
             trio.from_thread.check_cancelled()
             progress(done_bytes, total_bytes)
 
         entry = await trio.to_thread.run_sync(self._catalogue.add, path, name, report)
+        entry = await self._cut_checks.ensure(entry, checking)
         await self._publish()
         return self._view(entry, self._registry.models().get(entry.model_id))
 
@@ -80,7 +84,7 @@ class ModelKeeper:
         """
         entry = await self.find(name_or_id)
         wanted = entry.manifest.whole if layers is None else LayerRange.parse(layers)
-        check_layers(entry, wanted)
+        check_layers(entry, wanted, may_cut=self._cut_checks.is_due(entry))
         return entry, wanted
 
     async def load(
@@ -141,9 +145,16 @@ class ModelKeeper:
     ) -> CatalogueEntry:
         """`load` without the view."""
         entry = await self._travel.ensure(entry, layers, fetching)
-        await self._pool.load(ModelFile(entry.model_id, entry.path), layers, progress)
+        if layers != entry.manifest.whole:
+            entry = await self._cut_checks.ensure(entry, progress)
+            check_layers(entry, layers)
+        await self._pool.load(ModelFile.of(entry), layers, progress)
         await self._publish()
         return entry
+
+    async def try_cuts(self, entry: CatalogueEntry) -> CatalogueEntry:
+        """With what this node can find out about where the model may be cut."""
+        return await self._cut_checks.ensure(entry, lambda done_bytes, total_bytes: None)
 
     async def drop(self, entry: CatalogueEntry, layers: LayerRange) -> None:
         await self._pool.unload(entry.model_id, layers)

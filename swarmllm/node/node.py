@@ -135,6 +135,7 @@ class Node:
             travel,
             from_environment(os.environ, config.downloads),
             find=self.models.find,
+            examine=self.models.try_cuts,
         )
 
     def configure(self, config: Config) -> None:

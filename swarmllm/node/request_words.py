@@ -18,10 +18,11 @@ def account(generation: Generation) -> str:
     )
 
 
-def check_layers(entry: CatalogueEntry, layers: LayerRange) -> None:
+def check_layers(entry: CatalogueEntry, layers: LayerRange, *, may_cut: bool = False) -> None:
+    """Raises InvalidRequest, BadModel. `may_cut`: whether it may be cut so is found out later."""
     manifest = entry.manifest
     if layers not in manifest.whole:
         raise InvalidRequest(f"{entry.name} has layers {manifest.whole}, not {layers}.", field="layers")
-    if not (manifest.can_cut_at(layers.start) and manifest.can_cut_at(layers.end)):
+    if not may_cut and not (manifest.can_cut_at(layers.start) and manifest.can_cut_at(layers.end)):
         why = manifest.whole_reason or f"cuts are possible at multiples of {manifest.cut_alignment}"
         raise BadModel(f"{entry.name} cannot be cut at {layers}: {why}.", field="layers")

@@ -92,4 +92,4 @@ class Texts:
 
 
 def _file(entry: CatalogueEntry) -> ModelFile:
-    return ModelFile(entry.model_id, entry.path)
+    return ModelFile.of(entry)

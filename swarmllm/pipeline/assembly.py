@@ -45,6 +45,8 @@ class Question:
     constraints: Constraints = field(default_factory=Constraints)
     previous: Sequence[Stage] = ()
     """The pipeline of this conversation's last turn."""
+    whole_reason: str = ""
+    """Why the model cannot be cut, where cut_alignment is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ def _no_pipeline(
     question: Question, holders: Holders, allowed: Holders, refused: Sequence[Refusal]
 ) -> NoPipeline:
     n_layers, cut_alignment = question.n_layers, question.cut_alignment
-    why = _why_not(n_layers, cut_alignment, allowed)
+    why = _why_not(question, allowed)
     known = question.circumstances
     if refused and cheapest_route(n_layers, cut_alignment, holders, known) is not None:
         reasons = ", ".join(sorted({refusal.reason for refusal in refused}))
@@ -141,13 +143,15 @@ def _no_pipeline(
     return NoPipeline(f"{question.model_name} cannot run now: {why}")
 
 
-def _why_not(n_layers: int, cut_alignment: int, holders: Holders) -> str:
+def _why_not(question: Question, holders: Holders) -> str:
+    n_layers, cut_alignment = question.n_layers, question.cut_alignment
     held = [layers for ranges in holders.values() for layers in ranges]
     missing = missing_layers(n_layers, usable(held, n_layers, cut_alignment))
     if not missing:
         return f"the held ranges {_listed(held)} share no boundaries that lead from 0 to {n_layers}"
     if cut_alignment == 0:
-        return f"no connected node holds all its layers (0:{n_layers}), and it cannot be cut"
+        reason = f": {question.whole_reason}" if question.whole_reason else ""
+        return f"no connected node holds all its layers (0:{n_layers}), and it cannot be cut{reason}"
     if not missing_layers(n_layers, held):
         return f"the held ranges {_listed(held)} do not respect its cuts (every {cut_alignment} layers)"
     return f"no connected node holds layers {_listed(missing)} of 0:{n_layers}"

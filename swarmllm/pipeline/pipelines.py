@@ -158,7 +158,7 @@ class Pipelines:
         RemoteError, WorkerError, DeadlineExceeded.
         """
         request_id = request_id or uuid.uuid4().hex
-        model = ModelFile(entry.model_id, entry.path)
+        model = ModelFile.of(entry)
         started_s = trio.current_time()
         if prompt.tokens is None:
             tokens = await self._pool.tokenize(

@@ -76,6 +76,7 @@ class Routes:
             self._circumstances(entry, holders, size, load),
             model_name=entry.name,
             constraints=self._constraints,
+            whole_reason=entry.manifest.whole_reason,
         )
 
     def _holders(self, entry: CatalogueEntry) -> dict[str, list[LayerRange]]:

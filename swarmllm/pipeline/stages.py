@@ -39,7 +39,7 @@ REMEMBERED_CANCELS = 1024
 def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_id: str) -> RequestContext:
     return RequestContext(
         request_id=assignment.request_id,
-        model=ModelFile(entry.model_id, entry.path),
+        model=ModelFile.of(entry),
         n_embd=entry.manifest.n_embd,
         n_prompt_tokens=assignment.n_prompt_tokens,
         sampling=assignment.sampling,

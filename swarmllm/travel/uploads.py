@@ -18,6 +18,7 @@ import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models import Catalogue, CatalogueEntry, TensorEntry
+from swarmllm.models.cuts import checked_unit
 from swarmllm.models.hashing import FileState
 from swarmllm.travel.settings import TravelSettings
 from swarmllm_proto.limits import PIECE_MAX
@@ -50,6 +51,7 @@ class _Source:
             header_bytes=header_bytes,
             size_bytes=entry.state.size_bytes,
             digests={tensor.name: tensor.blake3 for tensor in tensors},
+            checked_unit=checked_unit(entry.manifest),
         )
         return cls(entry, there, header_bytes, msgspec.msgpack.encode(outline), until_s)
 

@@ -48,6 +48,7 @@ class HostedModel:
         self._nursery = nursery
         self._on_notice = on_notice
         self._worker: Worker | None = None
+        self._opened_as = model
         self._starting: Background[Worker] | None = None
         self._changing = trio.Lock()
 
@@ -98,6 +99,8 @@ class HostedModel:
 
     async def load(self, layers: LayerRange, on_progress: OnProgress | None) -> tuple[LayerRange, ...]:
         async with self._changing:
+            if not self.wanted and self._opened_as != self.model:
+                await self.stop("was stopped because the model is to be opened anew")
             worker = await self.ready()
             message = Load(id=worker.new_id(), start=layers.start, end=layers.end)
             loaded, _ = await worker.call(
@@ -153,6 +156,7 @@ class HostedModel:
         self._nursery.start_soon(self._run, worker)
         try:
             await worker.ready()
+            self._opened_as = self.model
             message = Open(
                 id=worker.new_id(),
                 path=str(self.model.path),
@@ -180,6 +184,7 @@ class HostedModel:
                 swift_gamma=settings.swift_gamma,
                 swift_skip_ratio=settings.swift_skip_ratio,
                 journal_max_bytes=settings.journal_max_bytes,
+                checked_unit=self.model.checked_unit,
             )
             self.opened, _ = await worker.call(message, Opened, timeout_s=settings.load_timeout_s)
             for layers in self.wanted:

@@ -26,6 +26,7 @@ from swarmllm.errors import Conflict, SwarmLLMError, WorkerError
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.background import Background
 from swarmllm.workerpool.calls import OnProgress, TokenStream
+from swarmllm.workerpool.cut_check import CutCheckCalls
 from swarmllm.workerpool.forward_result import ForwardResult, Hidden, checked_tensor, forward_result
 from swarmllm.workerpool.hosted import HostedModel
 from swarmllm.workerpool.prefix_calls import PrefixCalls
@@ -67,7 +68,7 @@ T = TypeVar("T")
 TokenIds = npt.NDArray[np.int32]
 
 
-class WorkerPool(PrefixCalls):
+class WorkerPool(PrefixCalls, CutCheckCalls):
     def __init__(
         self,
         settings: WorkerSettings,
@@ -344,8 +345,8 @@ class WorkerPool(PrefixCalls):
                 partial(self._notice, model.model_id),
             )
             self._hosted[model.model_id] = hosted
-        elif hosted.model != model and hosted.worker is None:
-            # The same content, added again from another place.
+        else:
+            # The same content, perhaps added again from another place, or more is known of its cuts.
             hosted.model = model
         return hosted
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarmllm.models import CatalogueEntry
+from swarmllm.models.cuts import checked_unit
 from swarmllm_proto.ipc import FlashAttention, KvType
 
 
@@ -15,6 +17,12 @@ class ModelFile:
     model_id: str
     path: Path
     """Absolute; opened by the worker, never by the pool."""
+    checked_unit: int = 0
+    """Of an architecture that is not in the table: as many layers a self-check found exact; 0: none."""
+
+    @classmethod
+    def of(cls, entry: CatalogueEntry) -> ModelFile:
+        return cls(entry.model_id, entry.path, checked_unit(entry.manifest))
 
 
 @dataclass(frozen=True, slots=True)

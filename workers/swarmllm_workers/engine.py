@@ -11,7 +11,7 @@ has its own KV, and a slot is the same sequence number in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,14 +19,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-from swarmllm_proto.architectures import ARCHITECTURES, cut_rule
 from swarmllm_proto.blocks import root_hash
+from swarmllm_workers.cutting import Cuts
 from swarmllm_workers.embedding import Embedding
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.held import HeldRequests
 from swarmllm_workers.journal import Journals
-from swarmllm_workers.layer_skipping import plan
 from swarmllm_workers.libllama import Model
 from swarmllm_workers.memory import ALLOWED, Memory, available_bytes, predict, refuse_what_does_not_fit
 from swarmllm_workers.prefix_cache import PrefixCache
@@ -54,8 +53,8 @@ class Engine:
         self.architecture_name = self.source.text("general.architecture")
         self.name = self.source.text("general.name", path.stem)
         self.n_layers = n_layers_of(self.source)
-        self.architecture = ARCHITECTURES.get(self.architecture_name)
-        self.rule = cut_rule(self.architecture_name, self.n_layers, self.source.number, self.source.numbers)
+        self.cuts = Cuts(self.source, self.name, self.n_layers, settings)
+        self.rule, self.architecture = self.cuts.rule, self.cuts.architecture
         refuse_impossible_rotation(self.source)
         refuse_what_aborts(path)
         self._vocabulary_model = Model(path, vocab_only=True)
@@ -65,13 +64,12 @@ class Engine:
         self.n_embd, self.n_vocab = self.embedding.n_embd, self.embedding.n_vocab
         self.template_source = self.source.text("tokenizer.chat_template")
         self._template: ChatTemplate | None = None
+        self.cache_dir = cache_dir
         self._cache = SegmentCache(cache_dir, self.source)
         self.slots = Slots(settings.n_slots)
         self.prefixes = PrefixCache(settings, self.slots)
         self.journals = Journals(settings.journal_max_bytes)
         self.held = HeldRequests(self.release)
-        self.skipped: frozenset[Range] = frozenset()
-        """Segments of the whole model that guesses leave out (`swift.py`)."""
         self._root = root_hash(settings.model_id, 0, self.n_layers)
         self._held: list[Range] = []
         self._segments: list[Segment] = []
@@ -101,12 +99,12 @@ class Engine:
     def load(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
         """Hold [start, end) too. Raises CallError cannot_cut, bad_model, out_of_memory; holds what it held
         then."""
-        self._check_cut(start, end)
+        self.cuts.check(start, end)
         missing = subtract([(start, end)], self._held)
         self._refuse_what_does_not_fit(missing)
         loaded: list[Segment] = []
         try:
-            for piece in self._pieces(missing):
+            for piece in self.cuts.pieces(missing):
                 segment = self._open_segment(*piece, progress)
                 loaded.append(segment)
         except CallError:
@@ -117,7 +115,7 @@ class Engine:
         self._held = merge([*self._held, *missing])
 
     def _refuse_what_does_not_fit(self, missing: list[Range]) -> None:
-        needed = predict(self.source, self.n_layers, self._pieces(missing), self.settings)
+        needed = predict(self.source, self.n_layers, self.cuts.pieces(missing), self.settings)
         what = f"layers {join(missing)} of {self.name}"
         refuse_what_does_not_fit(needed, what, available_bytes())
         if self.settings.max_bytes:
@@ -129,22 +127,30 @@ class Engine:
         pieces = [(segment.start, segment.end) for segment in (*self._segments, *self._retired)]
         return predict(self.source, self.n_layers, pieces, self.settings)
 
-    def unload(self, start: int, end: int) -> None:
+    def unload(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
         """Hold [start, end) no longer. Rows of running requests in affected segments are lost. What remains
         of a segment is cut anew; the rest of it stays held when that fails and is loaded at its next
-        use."""
+        use. `progress`: bytes given back and read anew."""
         if not any(s < end and start < e for s, e in self._held):
             raise CallError("not_loaded", f"layers {start}:{end} are not held", "start")
         self.prefixes.clear()
         remaining = subtract(self._held, [(start, end)])
         for piece in remaining:
-            self._check_cut(*piece)
+            self.cuts.check(*piece)
         affected = [s for s in (*self._segments, *self._retired) if s.start < end and start < s.end]
         pieces = subtract([(s.start, s.end) for s in affected if s in self._segments], [(start, end)])
+        done_bytes = sum(segment.weights_bytes for segment in affected)
+        again = self.cuts.pieces(pieces)
+        total_bytes = done_bytes + predict(self.source, self.n_layers, again, self.settings).weights_bytes
+        tell = progress or (lambda done, total: None)
         self._close(affected)
         self._held = remaining
-        for piece in self._pieces(pieces):
-            self._segments.append(self._open_segment(*piece, None))
+        tell(done_bytes, total_bytes)
+        for piece in again:
+            segment = self._open_segment(*piece, None)
+            self._segments.append(segment)
+            done_bytes += segment.weights_bytes
+            tell(min(done_bytes, total_bytes), total_bytes)
 
     def route(self, request_id: str, start: int, end: int) -> Route:
         """The request's segments for exactly [start, end), cut where necessary. Raises CallError not_loaded,
@@ -157,7 +163,7 @@ class Engine:
         return route
 
     def _new_route(self, start: int, end: int) -> Route:
-        self._check_cut(start, end)
+        self.cuts.check(start, end)
         missing = subtract([(start, end)], self._held)
         if missing:
             held = ", ".join(f"{s}:{e}" for s, e in self._held) or "nothing"
@@ -302,48 +308,6 @@ class Engine:
             data = data * np.sqrt(np.float32(self.n_embd))
         return data
 
-    def _check_cut(self, start: int, end: int) -> None:
-        if not 0 <= start < end <= self.n_layers:
-            field = "start" if start >= min(end, self.n_layers) else "end"
-            raise CallError("cannot_cut", f"layers {start}:{end} of a model of {self.n_layers} layers", field)
-        if (start, end) == (0, self.n_layers):
-            return
-        alignment = self.rule.cut_alignment
-        if alignment == 0:
-            raise CallError("cannot_cut", f"{self.name} runs whole only: {self.rule.whole_reason}", "start")
-        for field, boundary in (("start", start), ("end", end)):
-            if boundary % alignment and boundary != self.n_layers:
-                raise CallError(
-                    "cannot_cut", f"{self.name} can be cut at multiples of {alignment} only", field
-                )
-
-    @property
-    def _is_fed_tokens(self) -> bool:
-        return self.architecture is not None and self.architecture.feeds_tokens
-
-    def _pieces(self, ranges: Iterable[Range]) -> list[Range]:
-        """The ranges, those in several pieces that no single segment may hold."""
-        if self.architecture is None or self.rule.cut_alignment == 0:
-            return list(ranges)
-        return [
-            piece
-            for start, end in ranges
-            for piece in (
-                self._whole_pieces()
-                if (start, end) == (0, self.n_layers)
-                else self.architecture.pieces(start, end, self.rule.cut_alignment)
-            )
-        ]
-
-    def _whole_pieces(self) -> Sequence[Range]:
-        alignment = self.rule.cut_alignment
-        pieces, skipped = plan(self.n_layers, alignment, self.settings.skip_ratio)
-        assert self.architecture is not None
-        if any(self.architecture.pieces(*piece, alignment) != (piece,) for piece in pieces):
-            return ((0, self.n_layers),)
-        self.skipped = skipped
-        return pieces
-
     def _open_segment(self, start: int, end: int, progress: LoadProgress | None) -> Segment:
         is_whole = (start, end) == (0, self.n_layers)
         if is_whole:
@@ -362,7 +326,7 @@ class Engine:
             start,
             end,
             n_layers=self.n_layers,
-            architecture=None if is_whole and not self._is_fed_tokens else self.architecture,
+            architecture=None if is_whole and not self.cuts.is_fed_tokens else self.architecture,
             settings=self.settings,
             on_progress=on_progress if progress is not None else None,
         )
@@ -380,7 +344,7 @@ class Engine:
                 self._retired.append(segment)
             else:
                 segment.close()
-            for piece in self._pieces(pairwise(bounds)):
+            for piece in self.cuts.pieces(pairwise(bounds)):
                 if find_path(self._segments, *piece) is None:
                     self._segments.append(self._open_segment(*piece, None))
 

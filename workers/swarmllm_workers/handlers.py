@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import socket
@@ -21,6 +20,7 @@ from swarmllm_workers.decoding import Decoding
 from swarmllm_workers.ending_handlers import EndingHandlers
 from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.load_handlers import LoadHandlers
 from swarmllm_workers.opening import engine_settings, speculation_settings
 from swarmllm_workers.planner import Planner
 from swarmllm_workers.prefix_handlers import PrefixHandlers
@@ -32,7 +32,6 @@ from swarmllm_workers.work import ForwardWork, GenerateWork, Send, Work
 
 log = logging.getLogger(__name__)
 
-PROGRESS_INTERVAL_S: Final = 0.05
 EMBED_ROWS_MAX: Final = 65536
 SLEEP_MAX_MS: Final = 2**30
 STARVED_MS: Final = 5
@@ -54,8 +53,6 @@ class Handlers:
         self.is_finished = False
         self._handlers: dict[type, Callable[[Any, memoryview], None]] = {
             ipc.Open: self._open,
-            ipc.Load: self._load,
-            ipc.Unload: self._unload,
             ipc.Tokenize: self._tokenize,
             ipc.ApplyTemplate: self._apply_template,
             ipc.Detokenize: self._detokenize,
@@ -68,6 +65,7 @@ class Handlers:
             ipc.Shutdown: self._shutdown,
             **PrefixHandlers(self._opened, send).by_type,
             **EndingHandlers(lambda: self._engine, send, self._works_of, self._stop).by_type,
+            **LoadHandlers(self._opened, lambda: self._speculation, send, self._finish).by_type,
         }
 
     @property
@@ -154,48 +152,6 @@ class Handlers:
                 whole_reason=engine.rule.whole_reason,
                 eos_tokens=tuple(sorted(engine.vocabulary.end_tokens)),
                 has_chat_template=bool(engine.template_source),
-            )
-        )
-
-    def _load(self, message: ipc.Load, _payload: memoryview) -> None:
-        engine = self._opened()
-        told_at = 0.0
-
-        def progress(done: int, total: int) -> None:
-            nonlocal told_at
-            now = time.monotonic()
-            if now - told_at >= PROGRESS_INTERVAL_S or done >= total:
-                told_at = now
-                self._send(ipc.Progress(id=message.id, done_bytes=done, total_bytes=total))
-
-        if (message.start, message.end) == (0, engine.n_layers) and self._speculation is not None:
-            self._speculation.load()
-        engine.load(message.start, message.end, progress)
-        # What lives as long as the worker need not be looked through between two tokens.
-        gc.collect()
-        gc.freeze()
-        self._answer_loaded(message.id)
-
-    def _unload(self, message: ipc.Unload, _payload: memoryview) -> None:
-        engine = self._opened()
-        engine.unload(message.start, message.end)
-        self._answer_loaded(message.id)
-        if not engine.ranges:
-            self._send(ipc.Bye(id=message.id))
-            self.is_finished = True
-
-    def _answer_loaded(self, call_id: int) -> None:
-        engine = self._opened()
-        memory = engine.memory
-        if self._speculation is not None:
-            memory += self._speculation.memory
-        self._send(
-            ipc.Loaded(
-                id=call_id,
-                ranges=engine.ranges,
-                weights_bytes=memory.weights_bytes,
-                kv_bytes=memory.kv_bytes,
-                work_bytes=memory.work_bytes,
             )
         )
 
@@ -351,7 +307,10 @@ class Handlers:
         self.ring.leave(request_id)
 
     def _shutdown(self, message: ipc.Shutdown, _payload: memoryview) -> None:
-        self._send(ipc.Bye(id=message.id))
+        self._finish(message.id)
+
+    def _finish(self, call_id: int) -> None:
+        self._send(ipc.Bye(id=call_id))
         self.is_finished = True
 
     def _tensor(self, payload: memoryview) -> np.ndarray:

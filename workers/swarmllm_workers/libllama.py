@@ -16,7 +16,7 @@ import ctypes
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -92,7 +92,9 @@ class Model:
         n_gpu_layers: int = 0,
         vocab_only: bool = False,
         on_progress: Callable[[float], None] | None = None,
+        numbers: Mapping[str, int] | None = None,
     ) -> None:
+        """`numbers`: metadata that counts instead of the file's."""
         params = lib.llama_model_default_params()
         params.load_mode = _LOAD_MODES[use_mmap, use_mlock]
         params.n_gpu_layers = n_gpu_layers
@@ -105,6 +107,8 @@ class Model:
                 return True
 
             params.progress_callback = lib.llama_progress_callback(progressed)
+        if numbers:
+            params.kv_overrides = _overrides(numbers)
         _recent_complaints.clear()
         if use_mmap and not vocab_only:
             huge_pages.read_in(path)
@@ -120,6 +124,7 @@ class Model:
         self.context_length = int(lib.llama_model_n_ctx_train(handle))
         self.has_encoder = bool(lib.llama_model_has_encoder(handle))
         self.has_decoder = bool(lib.llama_model_has_decoder(handle))
+        self.n_window = int(lib.llama_model_n_swa(handle))
         self.is_hybrid = bool(lib.llama_model_is_hybrid(handle))
         self.is_recurrent = self.is_hybrid or bool(lib.llama_model_is_recurrent(handle))
         self.size_bytes = int(lib.llama_model_size(handle))
@@ -139,6 +144,16 @@ class Model:
         if self.handle is not None:
             lib.llama_model_free(self.handle)
             self.handle = None
+
+
+def _overrides(numbers: Mapping[str, int]) -> Any:
+    """A list that ends with an empty key."""
+    overrides = (lib.llama_model_kv_override * (len(numbers) + 1))()
+    for override, (key, number) in zip(overrides, numbers.items(), strict=False):
+        override.tag = lib.LLAMA_KV_OVERRIDE_TYPE_INT
+        override.key = key.encode()
+        override.value.val_i64 = number
+    return overrides
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ def engine_settings(message: ipc.Open) -> EngineSettings:
         prefixes=_prefix_settings(message),
         journal_max_bytes=message.journal_max_bytes,
         skip_ratio=message.swift_skip_ratio if message.swift_gamma else 0.0,
+        checked_unit=message.checked_unit,
     )
 
 

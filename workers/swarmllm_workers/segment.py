@@ -8,7 +8,7 @@ happens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -48,6 +48,8 @@ class EngineSettings:
     native_tap: bool = True
     skip_ratio: float = 0.0
     """Load the whole model in pieces, so that guesses can leave out this share of its layers."""
+    checked_unit: int = 0
+    """Of a model whose architecture is not in the table: as many layers a self-check found exact; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ class Segment:
         architecture: Architecture | None,
         settings: EngineSettings,
         on_progress: Callable[[float], None] | None = None,
+        numbers: Mapping[str, int] | None = None,
     ) -> None:
+        """`numbers`: metadata that counts instead of the file's."""
         self.start, self.end = start, end
         self.is_whole = start == 0 and end == n_layers
         self.has_head = end == n_layers
@@ -89,6 +93,7 @@ class Segment:
             use_mlock=settings.use_mlock,
             n_gpu_layers=settings.n_gpu_layers,
             on_progress=on_progress,
+            numbers=numbers,
         )
         self.weights_bytes = self._model.size_bytes
         self.is_recurrent = self._model.is_recurrent
@@ -152,6 +157,11 @@ class Segment:
         head_size = self._model.number(f"{architecture.name}.attention.key_length") or width
         wrong, right = (float(np.float32(1) / np.sqrt(np.float32(size))) for size in (head_size, width))
         return Rescaling(wrong, right, self.end - self.start)
+
+    @property
+    def n_window(self) -> int:
+        """Rows that the layers with a window see; 0: there are none."""
+        return self._model.n_window
 
     @property
     def takes_rows(self) -> bool:

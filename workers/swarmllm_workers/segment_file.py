@@ -101,7 +101,10 @@ def plan_values(
             continue
         if value.type == ARRAY and value.n_elements == 0:
             continue  # gguf.cpp takes an array of length zero for a broken file
-        if value.type == ARRAY and key.removeprefix(f"{prefix}.") in PER_LAYER_KEYS:
+        is_per_layer = key.removeprefix(f"{prefix}.") in PER_LAYER_KEYS or (
+            architecture.is_generic and key.startswith(f"{prefix}.") and value.n_elements == n_blocks
+        )
+        if value.type == ARRAY and is_per_layer:
             if value.n_elements < end:
                 raise CallError(
                     "bad_model", f"{key} has {value.n_elements} elements for {n_blocks} layers", "path"

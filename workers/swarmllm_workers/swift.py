@@ -25,7 +25,7 @@ class SwiftDrafter:
     """Of one request. Its guesses' rows are taken back by the check, which begins where they began."""
 
     def __init__(self, engine: Engine, route: Route, slot: int, n_tokens_max: int) -> None:
-        skipped = engine.skipped
+        skipped = engine.cuts.skipped
         kept = tuple(s for s in route.segments if (s.start, s.end) not in skipped)
         self._engine = engine
         self._slot = slot

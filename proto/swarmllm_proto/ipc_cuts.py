@@ -1,0 +1,23 @@
+"""Messages about where a model may be cut whose architecture is not in the table (`architectures`)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from swarmllm_proto.ipc_base import DaemonMessage, LayerIndex, WorkerMessage
+
+
+class CheckCuts(DaemonMessage, frozen=True, tag=True):
+    """Try which cuts of the open model, of which the whole file must be there, compute the same as the uncut
+    model. Answered by Progress ... CutsChecked."""
+
+
+class CutsChecked(WorkerMessage, frozen=True, tag=True):
+    """Answers CheckCuts."""
+
+    cut_alignment: LayerIndex
+    """Layers may be cut at multiples of this; 0: the model runs whole only."""
+    whole_reason: Annotated[str, Meta(max_length=2000)] = ""
+    """Why, where cut_alignment is 0."""

@@ -1,0 +1,128 @@
+"""Models of architectures that the table does not have: cut where a self-check found the parts exact, and
+nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swarmllm.models.hashing import build_manifest
+from swarmllm_proto import ipc
+from swarmllm_proto.architectures import ARCHITECTURES, generic, units_to_try
+from swarmllm_workers.cut_check import check_cuts
+from swarmllm_workers.engine import Engine
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.segment import EngineSettings
+
+from .blueprint import Family, write
+from .conftest import StartWorker
+from .factory import Spec, build
+from .families import FAMILIES
+from .generic_families import CUT_EXACTLY, RUN_WHOLE
+from .test_exactness import N_CTX, chain_logits, cuts, tokens_for, uncut_logits
+
+SETTINGS = EngineSettings(n_ctx=N_CTX, n_slots=2, n_threads=1)
+CHUNKING = [1, 7, 32]
+ALL = {**CUT_EXACTLY, **RUN_WHOLE}
+
+
+def family(name: str) -> Family:
+    return ALL[name][0]
+
+
+def ignore(done_bytes: int, total_bytes: int) -> None:
+    pass
+
+
+def test_none_of_them_is_in_the_table() -> None:
+    assert not {each.architecture for each, _ in ALL.values()} & set(ARCHITECTURES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CUT_EXACTLY)
+def test_parts_that_pass_give_the_uncut_models_logits_under_every_cut(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", family(name))
+    expected_unit = CUT_EXACTLY[name][1]
+    progress: list[tuple[int, int]] = []
+    verdict = check_cuts(path, tmp_path, SETTINGS, lambda done, total: progress.append((done, total)))
+    assert (verdict.unit, verdict.reason) == (expected_unit, "")
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+    assert 0 < progress[-1][0] <= progress[-1][1]
+    assert [each.name for each in tmp_path.iterdir()] == ["model.gguf"]  # nothing of it is left on the disk
+
+    engine = Engine(path, tmp_path / "segments", replace(SETTINGS, checked_unit=verdict.unit))
+    tokens = tokens_for(engine.n_vocab)
+    expected = uncut_logits(path, tokens, CHUNKING)
+    assert expected.std() > 0.05
+    for bounds in ([0, engine.n_layers], *cuts(engine.n_layers, verdict.unit)):
+        engine.load(0, engine.n_layers)
+        np.testing.assert_array_equal(chain_logits(engine, bounds, tokens, CHUNKING), expected)
+        if len(bounds) > 2:
+            assert {segment.end - segment.start for segment in engine.segments} == {verdict.unit}
+        engine.unload(0, engine.n_layers)
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUN_WHOLE)
+def test_parts_that_fail_are_never_run(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", family(name))
+    verdict = check_cuts(path, tmp_path, SETTINGS, ignore)
+    assert verdict.unit == 0
+    assert RUN_WHOLE[name][1] in verdict.reason
+    engine = Engine(path, tmp_path / "segments", replace(SETTINGS, checked_unit=verdict.unit))
+    with pytest.raises(CallError, match="has not been verified") as caught:
+        engine.load(0, 4)
+    assert caught.value.kind == "cannot_cut"
+    engine.load(0, 8)  # whole it runs, and computes what libllama does
+    tokens = tokens_for(engine.n_vocab)
+    got = chain_logits(engine, [0, 8], tokens, CHUNKING)
+    np.testing.assert_array_equal(got, uncut_logits(path, tokens, CHUNKING))
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_cut_that_only_a_long_prompt_would_show_is_found_by_shortening_the_window(tmp_path: Path) -> None:
+    """Every second layer of gpt-oss attends to a window, which only its number says; taken for unknown,
+    with a window longer than any prompt that a check would run."""
+    known = FAMILIES["gpt-oss"]
+    keys = {**known.keys, "attention.sliding_window": 1024}
+    path = write(tmp_path / "model.gguf", replace(known, keys=keys, n_layers=8))
+    assert check_cuts(path, tmp_path, SETTINGS, ignore).unit == 4
+
+
+def test_the_verdict_counts_only_where_the_table_says_nothing(tmp_path: Path) -> None:
+    path = build(tmp_path / "model.gguf", Spec("smollm3", n_layers=8))
+    engine = Engine(path, tmp_path / "segments", replace(SETTINGS, checked_unit=1))
+    assert engine.rule.cut_alignment == 4
+    engine.close()
+
+
+def test_units_are_few_and_of_every_period() -> None:
+    assert units_to_try(1) == ()
+    assert units_to_try(2) == (1,)
+    assert units_to_try(8) == (1, 4, 6)
+    assert units_to_try(32) == (4, 6)
+    assert units_to_try(61) == (8, 12)
+    for n_layers in range(2, 200):
+        for unit in units_to_try(n_layers):
+            pieces = generic("any").pieces(0, n_layers, unit)
+            assert len(pieces) <= 8
+            assert [start for start, _ in pieces] == list(range(0, n_layers, unit))
+            assert pieces[-1][1] == n_layers
+
+
+@pytest.mark.slow
+def test_worker_checks_on_demand_and_cuts_from_then_on(start_worker: StartWorker, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", family("bitnet"))
+    assert build_manifest(path).cut_alignment == 0
+    asked = start_worker()
+    asked.open(path)
+    answer = asked.call(ipc.CheckCuts).message
+    assert isinstance(answer, ipc.CutsChecked)
+    assert (answer.cut_alignment, answer.whole_reason) == (1, "")
+    told = start_worker()
+    assert told.open(path, (0, 3), (3, 8), checked_unit=1).cut_alignment == 1
