@@ -1,11 +1,11 @@
-"""A batch of a few rows, row by row and in ggml's tiles: processor time; the rival is ggml as it comes.
+"""A batch of a few rows in the worker and in ggml's tiles: processor time; the rival is ggml as it comes.
 
     python -m bench.small_batches --rounds 5
 
-A batch is one step of so many streams. Both sides are processes with the same model, a random one of 0.5B
-shape and one thread, and take turns; a figure of a round is the best of 4 batches, in milliseconds that the
-processor worked for it, which others on the machine disturb least. The worker's way is that of
-`workers/swarmllm_workers/small_batches.py`.
+A batch is one step of so many streams, or, of more than 8 rows, a prompt. Both sides are processes with the
+same model, a random one of 0.5B shape and one thread, and take turns; a figure of a round is the best of 4
+batches, in milliseconds that the processor worked for it, which others on the machine disturb least. The
+worker's way is that of `workers/swarmllm_workers/small_batches.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import numpy as np
 from bench.figures import Figure, ratios, table, write
 from bench.shapes import HALF_BILLION, build
 
-ROWS = (1, 2, 3, 4, 6, 7, 8)
+ROWS = (1, 2, 3, 4, 5, 7, 8)
+PROMPTS = (64, 512)
 N_PROMPT = 64
 N_REPEATS = 4
 
@@ -36,7 +37,7 @@ def serve(gguf: str, n_threads: int, *, tiles: bool) -> None:
     from swarmllm_workers.libllama import Context, ContextSettings, Model
 
     model = Model(Path(gguf))
-    settings = ContextSettings(n_ctx=1024, n_slots=max(ROWS), n_threads=n_threads, n_outputs_max=max(ROWS))
+    settings = ContextSettings(n_ctx=2048, n_slots=max(ROWS), n_threads=n_threads, n_outputs_max=max(ROWS))
     context = Context(model, settings)
     tokens = (np.arange(N_PROMPT) % 250).astype(np.int32)
     for slot in range(max(ROWS)):
@@ -46,10 +47,15 @@ def serve(gguf: str, n_threads: int, *, tiles: bool) -> None:
         n = int(line)
         best_s = float("inf")
         for _ in range(N_REPEATS):
-            for slot in range(n):
-                context.truncate(slot, N_PROMPT)
-            started_s = time.process_time()
-            context.decode(tokens[:n], np.full(n, N_PROMPT), np.arange(n), True)
+            if n in PROMPTS:
+                context.truncate(0, 0)
+                started_s = time.process_time()
+                context.decode(np.resize(tokens, n), np.arange(n), 0, np.zeros(n, np.int8))
+            else:
+                for slot in range(n):
+                    context.truncate(slot, N_PROMPT)
+                started_s = time.process_time()
+                context.decode(tokens[:n], np.full(n, N_PROMPT), np.arange(n), True)
             best_s = min(best_s, time.process_time() - started_s)
         print(json.dumps(best_s * 1000), flush=True)
 
@@ -74,16 +80,16 @@ class Side:
 
 
 def measure(arguments: argparse.Namespace, gguf: Path) -> None:
-    sides = {name: Side(gguf, arguments.threads, tiles=name == "tiles") for name in ("tiles", "rows")}
-    figures = {(name, n): Figure(f"{n} rows, {name}", "ms") for n in ROWS for name in sides}
+    sides = {name: Side(gguf, arguments.threads, tiles=name == "tiles") for name in ("tiles", "worker")}
+    figures = {(name, n): Figure(f"{n} rows, {name}", "ms") for n in (*ROWS, *PROMPTS) for name in sides}
     for _ in range(arguments.rounds):
         for (name, n), figure in figures.items():
             figure.values.append(sides[name].milliseconds(n))
     for side in sides.values():
         side.close()
     rows: list[tuple[Figure, Figure | None]] = []
-    for n in ROWS:
-        theirs, ours = figures["tiles", n], figures["rows", n]
+    for n in (*ROWS, *PROMPTS):
+        theirs, ours = figures["tiles", n], figures["worker", n]
         rows += [(theirs, None), (ours, ratios(ours, theirs))]
     for name in sides:
         for n in ROWS[1:]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -57,14 +59,80 @@ def test_rows_of_a_small_batch_are_those_of_single_rows(make_model: MakeModel, t
         assert np.array_equal(logits(path, n_rows), alone), n_rows
 
 
-@pytest.mark.parametrize("n_rows", [4, 5, 6, small_batches.ROWS_MAX])
-@pytest.mark.parametrize("n_ff", [8192, 8192 + 32])
-def test_large_matrices_of_q8_0_are_computed_in_strips_to_the_bit(
-    make_model: MakeModel, n_rows: int, n_ff: int
-) -> None:
-    path = make_model(Spec("llama", n_layers=2, n_embd=256, n_ff=n_ff, head_size=64, types=(Type.Q8_0,)))
-    assert n_ff * 256 > small_batches.CACHED_BYTES_MAX
-    assert np.array_equal(logits(path, n_rows), logits(path, 1))
+@pytest.fixture
+def kernels() -> Iterator[range]:
+    """Of this processor; 0 is ggml's own."""
+    best = small_batches.best_kernel()
+    yield range(best + 1)
+    small_batches.use_kernel(best)
+
+
+def test_products_of_q8_0_are_ggmls_to_the_bit(make_model: MakeModel, kernels: range) -> None:
+    """In a batch of any size: up to 7 rows ggml takes dot products, above tiles."""
+    path = make_model(Spec("llama", n_layers=2, n_embd=256, n_ff=8192 + 32, head_size=64, types=(Type.Q8_0,)))
+    for n_rows in (1, 2, 3, 4, 5, 6, small_batches.ROWS_MAX, 9, N_STEPS):
+        found = []
+        for kernel in kernels:
+            small_batches.use_kernel(kernel)
+            found.append(logits(path, n_rows))
+        assert all(np.array_equal(each, found[0]) for each in found), n_rows
+        if n_rows == 1:
+            alone = found[0]
+        assert n_rows > small_batches.ROWS_MAX or np.array_equal(found[0], alone)
+
+
+BLOCK = np.dtype([("scale", "<f2"), ("values", "i1", 32)])
+
+
+def blocks(rng: np.random.Generator, n: int, k: int, lowest: int) -> np.ndarray:
+    made = np.empty((n, k), BLOCK)
+    made["scale"] = rng.normal(0, 0.05, (n, k))
+    made["values"] = rng.integers(lowest, 128, (n, k, 32))
+    return made
+
+
+def dot_products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """f32 [n, m], operation by operation as ggml_vec_dot_q8_0_q8_0 on AVX2. (Rounding a sum in f64 to f32 is
+    a fused multiply-add in all but one of some hundred million cases.)"""
+    sums = np.zeros((len(b), len(a), 8), np.float32)
+    for block in range(a.shape[1]):
+        x, y = a[:, block], b[:, block]
+        fours = x["values"].reshape(-1, 8, 4).astype(np.int64), y["values"].reshape(-1, 8, 4).astype(np.int64)
+        products = np.einsum("mef,nef->nme", *fours)
+        scales = y["scale"].astype(np.float32)[:, None] * x["scale"].astype(np.float32)
+        sums = (sums + scales[:, :, None].astype(np.float64) * products).astype(np.float32)
+    halves = sums[..., 4:] + sums[..., :4]
+    pairs = halves[..., :2] + halves[..., 2:]
+    return pairs[..., 0] + pairs[..., 1]
+
+
+def product(a: np.ndarray, b: np.ndarray, n_threads: int) -> np.ndarray:
+    """f32 [n, m], what ggml gets for such blocks, from the threads one after the other."""
+    assert small_batches._library is not None
+    (m, k), n = a.shape, len(b)
+    out = np.empty((n, m), np.float32)
+    for index in range(n_threads):
+        params = (ctypes.c_int * 2)(index, n_threads)
+        sizes = [ctypes.c_int64(x) for x in (m, n, k)]
+        pointers = [(ctypes.c_void_p(x.ctypes.data), ctypes.c_int64(k)) for x in (a, b)]
+        result = ctypes.c_void_p(out.ctypes.data), ctypes.c_int64(m)
+        small_batches._library.llamafile_sgemm(
+            params, *sizes, *pointers[0], *pointers[1], *result, *(Type.Q8_0, Type.Q8_0, Type.F32)
+        )
+    return out
+
+
+@pytest.mark.parametrize("n_columns", range(1, 12))
+@pytest.mark.parametrize(("m", "k", "n_threads"), [(1, 1, 1), (37, 3, 1), (53, 28, 3), (8, 5, 2)])
+def test_kernels_compute_every_shape(m: int, k: int, n_threads: int, n_columns: int, kernels: range) -> None:
+    """Also matrices of an odd number of rows, and shares of threads that are empty."""
+    rng = np.random.default_rng(m * 100 + n_columns)
+    a, b = blocks(rng, m, k, -128), blocks(rng, n_columns, k, -127)
+    expected = dot_products(a, b)
+    for kernel in kernels[1:]:
+        small_batches.use_kernel(kernel)
+        found = product(a, b, n_threads)
+        assert np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("n_rows", [2, 4, small_batches.ROWS_MAX])

@@ -1,8 +1,14 @@
-/* Stands before ggml's tiled matrix product and keeps it for batches that are worth it.
+/* Stands before ggml's tiled matrix product: that of Q8_0 it computes itself, of other types it keeps small batches from
+ * the tiles.
  *
  * libggml-cpu calls `llamafile_sgemm` through its symbol table, so a library that was made global before it was
  * loaded answers instead. "false" means "not mine": ggml then takes the product of each row as it takes that of a
  * single one. Why, and what was measured: small_batches.py. It includes no header of ggml and links to nothing.
+ *
+ * The product of Q8_0 here reads the matrix once for all columns and asks memory for the rows after the next ones
+ * meanwhile. Each sum is made of the same operations in the same order as `ggml_vec_dot_q8_0_q8_0` makes it on AVX2,
+ * so it has the same bits: integer products of a block in eight sums of four, each times the product of both scales,
+ * added up by fused multiply-adds, and the eight sums at last.
  */
 #include <stdbool.h>
 #include <stddef.h>
@@ -13,55 +19,234 @@ typedef bool (*product)(const void *params, int64_t m, int64_t n, int64_t k, con
 
 product swarmllm_tiled;       /* ggml's own; NULL: there is none to be had */
 int64_t swarmllm_rows_max;    /* rows up to which each is computed alone */
-int64_t swarmllm_cached_max;  /* bytes of a Q8_0 matrix up to which the tiles are quicker all the same */
 int64_t swarmllm_n_asked;     /* that ggml asks here; a count that races, to be compared with 0 */
+int64_t swarmllm_kernel;      /* 0: no product of Q8_0 here, 1: of 256 bits, 2: of 512 bits */
 
-enum { Q8_0 = 8, Q8_0_BLOCK_BYTES = 34, TILE = 4, STRIP = 8, STRIPS_FROM = 5, STRIPS_TO = 12, CACHE_LINE = 64 };
+enum { F32 = 0, Q8_0 = 8, BLOCK = 32, BLOCKS_MAX = 1024, COLUMNS = 8, ROWS_MAX = 8, FAR_ENOUGH = 1 << 14 };
 
-/* The head of ggml's `struct ggml_compute_params`, which is all that the tiles of Q8_0 look at. */
+/* The head of ggml's `struct ggml_compute_params`, which is all that is looked at. */
 struct thread {
     int index;
     int count;
 };
 
-static void fetch(const char *data, int64_t size) {
-    for (int64_t at = 0; at < size; at += CACHE_LINE) {
-        __builtin_prefetch(data + at, 0, 2);
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+struct __attribute__((packed)) block {
+    uint16_t scale;
+    int8_t values[BLOCK];
+};
+
+/* What one call of a kernel computes: some rows of the matrix times up to COLUMNS columns. */
+struct task {
+    int64_t k;              /* blocks of a row */
+    const struct block *a;  /* rows of the matrix, `lda` blocks from one to the next */
+    int64_t lda;
+    const struct block *b;  /* columns, each `ldb` blocks from the one before */
+    int64_t ldb;
+    const float *scales;    /* of the columns: [k][columns] */
+    float *c;               /* [columns][ldc] */
+    int64_t ldc;
+    int64_t ahead;          /* bytes from here to what is asked of memory */
+};
+
+typedef void (*kernel)(const struct task *task);
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
+#define AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+
+AVX2 INLINE float sum_of_eight(__m256 x) {
+    __m128 sum = _mm_add_ps(_mm256_extractf128_ps(x, 1), _mm256_castps256_ps128(x));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
+
+AVX2 INLINE __m256i values_of(const struct block *block) {
+    return _mm256_loadu_si256((const __m256i *)(const void *)block->values);
+}
+
+AVX2 INLINE void rows_256(const struct task *t, const int n_rows, const int n_columns) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256 sums[4][COLUMNS];
+    UNROLL for (int r = 0; r < n_rows; r++) {
+        UNROLL for (int j = 0; j < n_columns; j++) sums[r][j] = _mm256_setzero_ps();
+    }
+    for (int64_t l = 0; l < t->k; l++) {
+        UNROLL for (int r = 0; r < n_rows; r++) {
+            const struct block *x = t->a + r * t->lda + l;
+            _mm_prefetch((const char *)x + t->ahead, _MM_HINT_T0);
+            const __m256i signs = values_of(x), size = _mm256_sign_epi8(signs, signs);
+            const float scale = _cvtsh_ss(x->scale);
+            UNROLL for (int j = 0; j < n_columns; j++) {
+                const __m256i y = _mm256_sign_epi8(values_of(t->b + j * t->ldb + l), signs);
+                const __m256i fours = _mm256_madd_epi16(ones, _mm256_maddubs_epi16(size, y));
+                const __m256 both = _mm256_set1_ps(scale * t->scales[l * n_columns + j]);
+                sums[r][j] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(fours), sums[r][j]);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < n_rows; r++) {
+        UNROLL for (int j = 0; j < n_columns; j++) t->c[j * t->ldc + r] = sum_of_eight(sums[r][j]);
     }
 }
 
-/* The same tiles over this thread's share of the matrix, eight rows of it at a time, the next eight on their way from
- * memory meanwhile: four rows that are read side by side are more than the processor foresees. */
-static void strips(const struct thread *thread, int64_t m, int64_t n, int64_t k, const char *a, int64_t lda, const void *b,
-                   int64_t ldb, float *c, int64_t ldc) {
-    const struct thread alone = {0, 1};
-    const int64_t row = lda * Q8_0_BLOCK_BYTES;
-    const int64_t share = ((m + TILE - 1) / TILE + thread->count - 1) / thread->count * TILE;
-    const int64_t first = share * thread->index;
-    const int64_t end = first + share < m ? first + share : m;
-    for (int64_t i = first; i < end; i += STRIP) {
-        const int64_t size = end - i < STRIP ? end - i : STRIP;
-        const int64_t left = end - i - size;
-        fetch(a + (i + size) * row, (left < STRIP ? left : STRIP) * row);
-        swarmllm_tiled(&alone, size, n, k, a + i * row, lda, b, ldb, c + i, ldc, Q8_0, Q8_0, 0);
+/* Two rows of the matrix side by side in one register. */
+AVX512 INLINE void rows_512(const struct task *t, const int n_pairs, const int n_columns) {
+    const __m512i zero = _mm512_setzero_si512();
+    __m512 sums[ROWS_MAX / 2][COLUMNS];
+    UNROLL for (int p = 0; p < n_pairs; p++) {
+        UNROLL for (int j = 0; j < n_columns; j++) sums[p][j] = _mm512_setzero_ps();
+    }
+    for (int64_t l = 0; l < t->k; l++) {
+        UNROLL for (int p = 0; p < n_pairs; p++) {
+            const struct block *x = t->a + 2 * p * t->lda + l, *z = x + t->lda;
+            _mm_prefetch((const char *)x + t->ahead, _MM_HINT_T0);
+            _mm_prefetch((const char *)z + t->ahead, _MM_HINT_T0);
+            const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(values_of(x)), values_of(z), 1);
+            const __mmask64 negative = _mm512_movepi8_mask(both);
+            const __m512i size = _mm512_abs_epi8(both);
+            const __m512 scale = _mm512_cvtph_ps(_mm256_inserti128_si256(
+                _mm256_castsi128_si256(_mm_set1_epi16((short)x->scale)), _mm_set1_epi16((short)z->scale), 1));
+            UNROLL for (int j = 0; j < n_columns; j++) {
+                __m512i y = _mm512_broadcast_i64x4(values_of(t->b + j * t->ldb + l));
+                y = _mm512_mask_sub_epi8(y, negative, zero, y);
+                const __m512 fours = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(zero, size, y));
+                const __m512 scales = _mm512_mul_ps(scale, _mm512_set1_ps(t->scales[l * n_columns + j]));
+                sums[p][j] = _mm512_fmadd_ps(scales, fours, sums[p][j]);
+            }
+        }
+    }
+    UNROLL for (int p = 0; p < n_pairs; p++) {
+        UNROLL for (int j = 0; j < n_columns; j++) {
+            t->c[j * t->ldc + 2 * p] = sum_of_eight(_mm512_castps512_ps256(sums[p][j]));
+            t->c[j * t->ldc + 2 * p + 1] = sum_of_eight(_mm512_extractf32x8_ps(sums[p][j], 1));
+        }
     }
 }
+
+/* Of each number of columns the kernel for as many rows as leave its sums in registers, and that for the rows that
+ * remain. */
+#define OF(columns, many)                                                                            \
+    AVX2 static void many_256_##columns(const struct task *t) { rows_256(t, many > 4 ? 2 : 1, columns); } \
+    AVX2 static void few_256_##columns(const struct task *t) { rows_256(t, 1, columns); }            \
+    AVX512 static void many_512_##columns(const struct task *t) { rows_512(t, many / 2, columns); }  \
+    AVX512 static void few_512_##columns(const struct task *t) { rows_512(t, 1, columns); }
+OF(1, 8) OF(2, 8) OF(3, 8) OF(4, 8) OF(5, 6) OF(6, 6) OF(7, 6) OF(8, 4)
+#define EACH(name) name##1, name##2, name##3, name##4, name##5, name##6, name##7, name##8
+
+static const struct {
+    kernel many[COLUMNS];
+    kernel few[COLUMNS];
+    int n_many[COLUMNS];
+    int n_few;
+} kernels[] = {
+    {{EACH(many_256_)}, {EACH(few_256_)}, {2, 2, 2, 2, 2, 2, 2, 1}, 1},
+    {{EACH(many_512_)}, {EACH(few_512_)}, {8, 8, 8, 8, 6, 6, 6, 4}, 2},
+};
+
+AVX2 static void scales_of(const struct task *t, int n, float *scales) {
+    for (int64_t l = 0; l < t->k; l++) {
+        for (int j = 0; j < n; j++) {
+            scales[l * n + j] = _cvtsh_ss(t->b[j * t->ldb + l].scale);
+        }
+    }
+}
+
+/* `n` columns, at most COLUMNS, times rows [first, end) of the matrix. */
+static void product_of_rows(struct task task, int n, int64_t first, int64_t end) {
+    float scales[BLOCKS_MAX * COLUMNS];
+    const int which = (int)swarmllm_kernel - 1, n_few = kernels[which].n_few;
+    const int64_t n_many = kernels[which].n_many[n - 1];
+    const int64_t group = n_many * task.lda * (int64_t)sizeof(struct block);
+    struct task here = task;
+    here.ahead = group < FAR_ENOUGH ? 2 * group : group;
+    here.scales = scales;
+    scales_of(&task, n, scales);
+    int64_t i = first;
+    for (; i + n_many <= end; i += n_many) {
+        here.a = task.a + i * task.lda;
+        here.c = task.c + i;
+        kernels[which].many[n - 1](&here);
+    }
+    for (; i + n_few <= end; i += n_few) {
+        here.a = task.a + i * task.lda;
+        here.c = task.c + i;
+        kernels[which].few[n - 1](&here);
+    }
+    if (i < end) { /* the last of an odd number: as its own neighbour */
+        float both[COLUMNS * 2];
+        here.a = task.a + i * task.lda;
+        here.lda = 0;
+        here.c = both;
+        here.ldc = 2;
+        kernels[which].few[n - 1](&here);
+        for (int j = 0; j < n; j++) {
+            task.c[j * task.ldc + i] = both[2 * j];
+        }
+    }
+}
+
+static bool compute(const struct thread *thread, int64_t m, int64_t n, struct task task) {
+    if (task.k > BLOCKS_MAX) {
+        return false;
+    }
+    const int64_t groups = (m + ROWS_MAX - 1) / ROWS_MAX;
+    const int64_t first = groups * thread->index / thread->count * ROWS_MAX;
+    const int64_t next = groups * (thread->index + 1) / thread->count * ROWS_MAX;
+    if (n == 1) { /* the same column twice, to the same place: with only one, a fifth slower (measured on Zen 5) */
+        task.ldb = task.ldc = 0;
+        n = 2;
+    }
+    for (int64_t j = 0; j < n; j += COLUMNS) {
+        struct task part = task;
+        part.b += j * task.ldb;
+        part.c += j * task.ldc;
+        product_of_rows(part, (int)(n - j < COLUMNS ? n - j : COLUMNS), first, next < m ? next : m);
+    }
+    return true;
+}
+
+__attribute__((visibility("default"))) int64_t swarmllm_best_kernel(void) {
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) {
+        return 0;
+    }
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")
+               ? 2
+               : 1;
+}
+#else
+struct task {
+    int64_t k;
+    const void *a;
+    int64_t lda;
+    const void *b;
+    int64_t ldb;
+    const float *scales;
+    float *c;
+    int64_t ldc;
+    int64_t ahead;
+};
+
+static bool compute(const struct thread *thread, int64_t m, int64_t n, struct task task) {
+    (void)thread, (void)m, (void)n, (void)task;
+    return false;
+}
+
+int64_t swarmllm_best_kernel(void) { return 0; }
+#endif
 
 __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, int64_t m, int64_t n, int64_t k,
                                                             const void *a, int64_t lda, const void *b, int64_t ldb,
                                                             void *c, int64_t ldc, int a_type, int b_type, int c_type) {
-    const bool is_q8_0 = a_type == Q8_0 && b_type == Q8_0 && c_type == 0;
-    const bool is_cached = m * lda * Q8_0_BLOCK_BYTES <= swarmllm_cached_max;
     swarmllm_n_asked = 1;
-    if (swarmllm_tiled == NULL) {
-        return false;
-    }
-    if (is_q8_0 && !is_cached && n >= STRIPS_FROM && n <= STRIPS_TO) {
-        strips(params, m, n, k, a, lda, b, ldb, c, ldc);
+    if (swarmllm_kernel && a_type == Q8_0 && b_type == Q8_0 && c_type == F32 &&
+        compute(params, m, n, (struct task){k, a, lda, b, ldb, NULL, c, ldc, 0})) {
         return true;
     }
-    if (n <= swarmllm_rows_max && !(is_q8_0 && is_cached)) {
-        return false;
-    }
-    return swarmllm_tiled(params, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type);
+    return n > swarmllm_rows_max && swarmllm_tiled != NULL &&
+           swarmllm_tiled(params, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type);
 }
