@@ -1,10 +1,12 @@
-"""One stream through one worker, and what a loaded model takes; the rival is llama-cpp-python's `Llama`.
+"""One stream through one worker and through a daemon, and what a loaded model takes; the rivals are
+llama-cpp-python's `Llama` and llama.cpp's own server.
 
-    python -m bench.engine --rounds 5
+    python -m bench.engine --rounds 5 --llama-server PATH
 
-Both sides get the same prompt of `--prompt` tokens, another one in each round, and go on greedily. The
-worker runs as the daemon starts it, with its defaults (speculation included), and its clock is that of the
-process it answers to. Memory is what the kernel counts for the worker process (PSS: shared pages in parts)
+All get the same prompt of about `--prompt` tokens, another one in each round, and go on greedily. The worker
+runs as the daemon starts it, with its defaults (speculation included), and its clock is that of the process
+it answers to. What goes through HTTP is timed by the client: from sending the request to the first text, and
+from there to the end. Memory is what the kernel counts for the worker process (PSS: shared pages in parts)
 before and after loading, against the file and against what was predicted.
 """
 
@@ -13,13 +15,19 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import trio
 
+from bench.decode import half_billion
 from bench.figures import Figure, ratios, table, write
-from bench.shapes import HALF_BILLION, build
+from bench.llama_server import NAME, add_option, llama_server
+from bench.shapes import HALF_BILLION
+from bench.streamed import Endpoint, ask_all, letters
+from bench.swarm_nodes import swarm_of
 from bench.uncut import Uncut
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.layers import LayerRange
@@ -28,6 +36,10 @@ from swarmllm.workerpool.settings import ModelFile, WorkerSettings
 from swarmllm_proto.ipc import Sampling
 
 MIB = 2**20
+N_CTX = 2048
+RIVAL = "llama-cpp-python"
+WORKER = "worker"
+DAEMON = "daemon, HTTP"
 
 
 async def run(pool: WorkerPool, model: ModelFile, prompt: np.ndarray, n_tokens: int) -> tuple[float, float]:
@@ -48,58 +60,79 @@ def held_bytes(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
+def over_http(endpoint: Endpoint, prompt: str, n_tokens: int) -> tuple[float, float]:
+    start_s = time.perf_counter()
+    (reading,) = ask_all(endpoint, [prompt], n_tokens)
+    return reading.first_s - start_s, reading.end_s - reading.first_s
+
+
+def start_servers(
+    arguments: argparse.Namespace, gguf: Path, n_layers: int, stack: ExitStack
+) -> list[Endpoint]:
+    common = {"n_threads": arguments.threads, "n_ctx": N_CTX}
+    swarm = stack.enter_context(swarm_of(1, gguf, n_layers, **common))
+    endpoints = [Endpoint(DAEMON, swarm.client.api_url, swarm.model)]
+    if arguments.llama_server is not None:
+        url = stack.enter_context(llama_server(arguments.llama_server, gguf, n_slots=1, **common))
+        endpoints.append(Endpoint(f"{NAME}, HTTP", url, "any"))
+    return endpoints
+
+
 async def measure(
-    arguments: argparse.Namespace, gguf: Path, size_bytes: int, n_layers: int, folder: Path
-) -> None:
-    n_prompt, n_tokens = arguments.prompt, arguments.tokens
+    arguments: argparse.Namespace, gguf: Path, n_layers: int, endpoints: list[Endpoint], folder: Path
+) -> list[tuple[Figure, Figure | None]]:
+    n_tokens = arguments.tokens
     settings = WorkerSettings(
-        cache_dir=folder / "segments", n_ctx=2048, n_threads=arguments.threads, n_prefixes=0
+        cache_dir=folder / "segments", n_ctx=N_CTX, n_threads=arguments.threads, n_prefixes=0
     )
     model = ModelFile("0" * 64, gguf)
     pool = WorkerPool(settings, folder / "run")
-    rival = Uncut(gguf, 2048, arguments.threads)
-    figures = {
-        (side, phase): Figure(f"{phase}, {side}", "tokens/s")
-        for phase in ("prefill", "decode")
-        for side in ("llama-cpp-python", "worker")
-    }
+    rival = Uncut(gguf, N_CTX, arguments.threads)
+    figures: dict[tuple[str, str], Figure] = {}
     async with pool.running():
         await pool.tokenize(model, text="x")
         pid = next(s.pid for s in pool.statistics() if s.pid is not None)
         before = held_bytes(pid)
         await pool.load(model, LayerRange(0, n_layers), None)
-        rng = np.random.default_rng(0)
         for i in range(arguments.rounds + 1):
-            prompt = rng.integers(0, 250, n_prompt).astype(np.int32)
+            text = letters(arguments.prompt, seed=i)
+            prompt = np.asarray(await pool.tokenize(model, text=text), np.int32)
             theirs = rival.generate(prompt.tolist(), n_tokens)
-            ours = await run(pool, model, prompt, n_tokens)
+            passed = {
+                RIVAL: (theirs["prefill_s"], theirs["decode_s"]),
+                WORKER: await run(pool, model, prompt, n_tokens),
+            }
+            for endpoint in endpoints:
+                passed[endpoint.name] = over_http(endpoint, text, n_tokens)
             if i == 0:
                 continue  # warm-up: page cache, graphs
-            for side, (prefill_s, decode_s) in (
-                ("llama-cpp-python", (theirs["prefill_s"], theirs["decode_s"])),
-                ("worker", ours),
-            ):
-                figures[side, "prefill"].values.append(n_prompt / prefill_s)
-                figures[side, "decode"].values.append((n_tokens - 1) / decode_s)
+            for side, (prefill_s, decode_s) in passed.items():
+                for phase, speed in (
+                    ("prefill", len(prompt) / prefill_s),
+                    ("decode", (n_tokens - 1) / decode_s),
+                ):
+                    figure = figures.setdefault((side, phase), Figure(f"{phase}, {side}", "tokens/s"))
+                    figure.values.append(speed)
         memory = pool.memory(model.model_id)
         taken = held_bytes(pid) - before
     rival.close()
-    predicted = memory.weights_bytes + memory.kv_bytes + memory.work_bytes
-    file_size = Figure("file", "MiB", [size_bytes / MIB])
-    loaded = Figure("worker, more than before loading", "MiB", [taken / MIB])
-    foretold = Figure("predicted", "MiB", [predicted / MIB])
     rows: list[tuple[Figure, Figure | None]] = []
     for phase in ("prefill", "decode"):
-        theirs_, ours_ = figures["llama-cpp-python", phase], figures["worker", phase]
-        rows += [(theirs_, None), (ours_, ratios(ours_, theirs_))]
+        theirs_ = figures[RIVAL, phase]
+        rows.append((theirs_, None))
+        rows += [
+            (figure, ratios(figure, theirs_))
+            for (side, its_phase), figure in figures.items()
+            if its_phase == phase and side != RIVAL
+        ]
+        if len(endpoints) > 1:
+            rows.append((ratios(*(figures[endpoint.name, phase] for endpoint in endpoints)), None))
+    predicted = memory.weights_bytes + memory.kv_bytes + memory.work_bytes
+    file_size = Figure("file", "MiB", [arguments.size_bytes / MIB])
+    loaded = Figure("worker, more than before loading", "MiB", [taken / MIB])
+    foretold = Figure("predicted", "MiB", [predicted / MIB])
     rows += [(file_size, None), (loaded, ratios(loaded, file_size)), (foretold, ratios(foretold, file_size))]
-    text = table(rows)
-    print(text)
-    command = (
-        f"python -m bench.engine --model {arguments.model} --rounds {arguments.rounds} "
-        f"--prompt {n_prompt} --tokens {n_tokens} --threads {arguments.threads}"
-    )
-    write(f"engine-{arguments.model}", command, rows, text)
+    return rows
 
 
 def main() -> None:
@@ -111,13 +144,23 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=513)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add_option(parser)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.model == "guide":
-            gguf, n_layers = GUIDE_PATH, 12
-        else:
-            gguf, n_layers = build(HALF_BILLION, Path(folder) / "half-billion.gguf"), HALF_BILLION.n_layers
-        trio.run(measure, arguments, gguf, gguf.stat().st_size, n_layers, Path(folder))
+    gguf, n_layers = (
+        (GUIDE_PATH, 12) if arguments.model == "guide" else (half_billion(), HALF_BILLION.n_layers)
+    )
+    arguments.size_bytes = gguf.stat().st_size
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        endpoints = start_servers(arguments, gguf, n_layers, stack)
+        rows = trio.run(measure, arguments, gguf, n_layers, endpoints, folder)
+    text = table(rows)
+    print(text)
+    command = (
+        f"python -m bench.engine --model {arguments.model} --rounds {arguments.rounds} "
+        f"--prompt {arguments.prompt} --tokens {arguments.tokens} --threads {arguments.threads}"
+    )
+    write(f"engine-{arguments.model}", command, rows, text)
 
 
 if __name__ == "__main__":

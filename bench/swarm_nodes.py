@@ -79,12 +79,15 @@ class Swarm:
 
 
 @contextmanager
-def swarm_of(n_nodes: int, gguf: Path, n_layers: int, *, n_threads: int, n_ctx: int) -> Iterator[Swarm]:
-    """`n_nodes` daemons, the layers of `gguf` shared out evenly and in order."""
+def swarm_of(
+    n_nodes: int, gguf: Path, n_layers: int, *, n_threads: int, n_ctx: int, **inference: object
+) -> Iterator[Swarm]:
+    """`n_nodes` daemons, the layers of `gguf` shared out evenly and in order. `inference`: more keys of that
+    table."""
     bounds = [round(i * n_layers / n_nodes) for i in range(n_nodes + 1)]
     nodes = DemoNodes()
     clients: list[Client] = []
-    inference = {"n_threads": n_threads, "n_ctx": n_ctx}
+    inference |= {"n_threads": n_threads, "n_ctx": n_ctx}
     try:
         bootstrap: list[str] = []
         for i in range(n_nodes):

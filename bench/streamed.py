@@ -1,0 +1,109 @@
+"""Streamed completions as their readers see them, from ours and from llama.cpp's server alike.
+
+Both are asked at `/v1/completions` with the same text. One event is about one token: whoever puts several
+tokens into one event, as we do for those that come within 10 ms, has its events counted as many tokens as
+the answer had per event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+from bench.raw_stream import Event, Question, stream_all
+
+PATH = "/v1/completions"
+
+
+def letters(n: int, seed: int) -> str:
+    """A text of n tokens for the models of `shapes`, and about as many for others."""
+    return "".join(Random(seed).choices("abcdefghijklmnopqrstuvwxyz", k=n))
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    name: str
+    api_url: str
+    model: str
+
+    def question(self, prompt: str, n_tokens: int) -> Question:
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": n_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return Question(self.api_url, PATH, body)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One answer: when its text came, by `time.perf_counter`."""
+
+    times_s: tuple[float, ...]
+    """Of each event that brought text."""
+    end_s: float
+    n_tokens: int
+    n_prompt_tokens: int
+
+    @staticmethod
+    def of(events: Sequence[Event]) -> Reading:
+        times_s: list[float] = []
+        end_s = 0.0
+        usage: dict[str, int] = {}
+        for event in events:
+            if "error" in event.content:
+                raise RuntimeError(event.content["error"])
+            usage = event.content.get("usage") or usage
+            for choice in event.content.get("choices", ()):
+                if choice.get("text"):
+                    times_s.append(event.at_s)
+                if choice.get("finish_reason"):
+                    end_s = event.at_s
+        if not end_s or not times_s:
+            raise RuntimeError("the answer had no text or no end")
+        return Reading(tuple(times_s), end_s, usage["completion_tokens"], usage["prompt_tokens"])
+
+    @property
+    def first_s(self) -> float:
+        return self.times_s[0]
+
+    def gaps_s(self, start_s: float, end_s: float) -> list[float]:
+        """Between two pieces of text, of those in that time."""
+        inside = [at_s for at_s in self.times_s if start_s <= at_s <= end_s]
+        return [b - a for a, b in pairwise(inside)]
+
+    def n_between(self, start_s: float, end_s: float) -> float:
+        """Tokens that came in (start, end]."""
+        n_events = sum(start_s < at_s <= end_s for at_s in self.times_s)
+        return n_events * self.n_tokens / len(self.times_s)
+
+
+@dataclass(frozen=True)
+class Together:
+    """What streams that ran at the same time did while all of them ran."""
+
+    tokens_per_s: float
+    gaps_s: list[float]
+
+    @staticmethod
+    def of(readings: Sequence[Reading]) -> Together:
+        """From the moment that each has its first token until the first of them ends."""
+        start_s = max(reading.first_s for reading in readings)
+        end_s = min(reading.end_s for reading in readings)
+        if end_s <= start_s:
+            raise RuntimeError("the streams did not run at the same time: more tokens, or a shorter prompt")
+        return Together(
+            sum(reading.n_between(start_s, end_s) for reading in readings) / (end_s - start_s),
+            [gap_s for reading in readings for gap_s in reading.gaps_s(start_s, end_s)],
+        )
+
+
+def ask_all(endpoint: Endpoint, prompts: Sequence[str], n_tokens: int) -> list[Reading]:
+    """All at the same time."""
+    return [Reading.of(e) for e in stream_all([endpoint.question(prompt, n_tokens) for prompt in prompts])]
