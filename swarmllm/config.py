@@ -61,6 +61,11 @@ class NetworkTable:
         (), "Multiaddrs, each with /p2p/ID, of nodes that are dialled at start and again while not connected."
     )
     mdns: bool = _setting(True, "Find nodes on the local network by mDNS, and be found.")
+    dht: Literal["on", "client", "off"] = _setting(
+        "on",
+        "Look for models that no connected node has in the swarm's DHT, and announce this node's; client: "
+        "answer nobody there.",
+    )
     direct_links: bool = _setting(
         True,
         "Workers of neighbouring stages send each other decode jobs directly, where the data port can be "

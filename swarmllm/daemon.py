@@ -143,6 +143,7 @@ async def _open_rooms(
             in_use=lambda: pool.models().keys(),
             on_change=lambda: node.holdings_changed(),
             note=trust.note,
+            seeker=router.outreach,
         )
         links = Links(router.node_id, router, pool.ring) if config.network.direct_links else None
         pipelines = Pipelines(
@@ -278,6 +279,7 @@ def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
         bootstrap=network.bootstrap,
         mdns=network.mdns,
         announce=network.announce,
+        dht=network.dht,
         lists=PeerLists.of(network.allow, network.deny, only_allowed=network.only_allowed),
     )
 

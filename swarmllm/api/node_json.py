@@ -40,6 +40,7 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         "addresses": node.addresses,
         "peers_connected": len(node.peers()),
         "reachability": _reachability(node.reachability),
+        "dht": node.dht_statistics(),
         "requests": {
             "active": admission.n_active,
             "queued": admission.n_queued,

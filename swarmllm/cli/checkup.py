@@ -213,6 +213,14 @@ def _reachability(stats: dict[str, Any]) -> Iterator[Finding]:
             "no other node is connected",
             "give network.bootstrap an address that `swarmllm status` shows on another node",
         )
+    dht = stats.get("dht")
+    if dht and dht["mode"] != "off" and stats["peers_connected"] and not dht["n_nodes"]:
+        yield Finding(
+            "reachability",
+            "warning",
+            "none of the connected nodes answers in the DHT: a model that none of them has is not found",
+            "set network.dht to on at a node that others can dial",
+        )
     found = stats.get("reachability")
     if not found:
         return

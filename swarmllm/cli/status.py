@@ -47,6 +47,8 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
     yield from lines("addresses", stats["addresses"] or ["none: other nodes cannot dial this one"])
     yield "peers", f"{stats['peers_connected']} connected"
     yield "reachable", _reachable(stats.get("reachability"))
+    if dht := stats.get("dht"):
+        yield "dht", _dht(dht)
     yield from lines("loaded", models or ["nothing: swarmllm models load NAME"])
     placed = [
         f"{model['name']}  layers {', '.join(model['target']) or 'none'} here, {model['state']}"
@@ -60,6 +62,13 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
         f"{requests['completed']} completed, {requests['failed']} failed, {requests['cancelled']} cancelled",
     )
     yield "generated", f"{stats['generated_tokens']} tokens"
+
+
+def _dht(dht: dict[str, Any]) -> str:
+    if dht["mode"] == "off":
+        return "off: only models of connected nodes are found"
+    client = " (client: it answers nobody)" if dht["mode"] == "client" else ""
+    return f"{dht['n_nodes']} nodes answer, {dht['n_announced'] // 2} models announced{client}"
 
 
 def _reachable(found: dict[str, Any] | None) -> str:

@@ -107,6 +107,9 @@ class Herald:
             if holdings != self._published or is_news(self._capability, capability):
                 self._sequence += 1
                 await self._router.publish(encode_record(self._record(holdings, capability)))
+                ready, files = holdings
+                names = {each.model_id: each.name for each in ready} | {f.model_id: f.name for f in files}
+                self._travel.announce_far(names.items())
                 self._published, self._capability = holdings, capability
 
     async def _holdings(self) -> Holdings:

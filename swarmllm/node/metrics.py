@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from swarmllm.node.views import PeerView, Readiness
     from swarmllm.pipeline.generation import Generation
     from swarmllm.pipeline.statistics import PipelineStatistics
+    from swarmllm.swarm.router import DhtStatistics
     from swarmllm.workerpool import WorkerStatistics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -116,6 +117,12 @@ DAMAGED = Definition(
     "swarmllm_peer_damaged_jobs_total", "counter", "Jobs that arrived damaged and were repeated.", ("peer",)
 )
 PEERS = Definition("swarmllm_peers_connected", "gauge", "Nodes this one is connected to.")
+DHT_NODES = Definition(
+    "swarmllm_dht_nodes", "gauge", "Nodes that answer in the DHT, as far as this one knows them."
+)
+DHT_RECORDS = Definition(
+    "swarmllm_dht_records", "gauge", "What other nodes announced in the DHT, kept here for whoever asks."
+)
 SENT = Definition("swarmllm_peer_sent_bytes_total", "counter", "Bytes sent to a connected node.", ("peer",))
 RECEIVED = Definition(
     "swarmllm_peer_received_bytes_total", "counter", "Bytes received from a connected node.", ("peer",)
@@ -189,6 +196,7 @@ class Observed(Protocol):
     def peers(self) -> tuple[PeerView, ...]: ...
     def pipeline_statistics(self) -> PipelineStatistics: ...
     def worker_statistics(self) -> tuple[WorkerStatistics, ...]: ...
+    def dht_statistics(self) -> DhtStatistics | None: ...
 
 
 class Metrics:
@@ -272,6 +280,9 @@ class _NodeState(Collector):
             (BAD, pipelines.messages_bad),
         ):
             yield _family(definition, [((), value)])
+        if (dht := node.dht_statistics()) is not None:
+            yield _family(DHT_NODES, [((), dht.n_nodes)])
+            yield _family(DHT_RECORDS, [((), dht.n_records)])
         yield _family(TIER_ACTIVE, [((tier,), admission.n_active_of(tier)) for tier in TIERS])
         yield _family(TIER_QUEUED, [((tier,), admission.n_queued_of(tier)) for tier in TIERS])
         yield _family(TIER_TURNS, [((tier,), n) for tier, n in admission.caps.items()])

@@ -82,7 +82,7 @@ class ModelKeeper:
 
         Raises ModelNotFound, BadModel, InvalidRequest naming the field, and what `Travel.find` raises.
         """
-        entry = await self.find(name_or_id)
+        entry = await self.find(name_or_id, far=True)
         wanted = entry.manifest.whole if layers is None else LayerRange.parse(layers)
         check_layers(entry, wanted, may_cut=self._cut_checks.is_due(entry))
         return entry, wanted
@@ -128,14 +128,14 @@ class ModelKeeper:
         await self.drop(entry, gone)
         return self._view(entry, self._registry.models().get(entry.model_id))
 
-    async def find(self, name_or_id: str) -> CatalogueEntry:
+    async def find(self, name_or_id: str, *, far: bool = False) -> CatalogueEntry:
         """The model that is meant; one that only other nodes have becomes known. Raises ModelNotFound,
         BadModel, InvalidRequest (ambiguous), and what `Travel.find` raises."""
         try:
             return await trio.to_thread.run_sync(self._catalogue.resolve, name_or_id)
         except ModelNotFound as unknown:
             try:
-                return await self._travel.find(name_or_id)
+                return await self._travel.find(name_or_id, far=far)
             except ModelNotFound:
                 # The catalogue's words: it also knows what was meant, perhaps.
                 raise unknown from None

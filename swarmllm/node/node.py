@@ -44,7 +44,7 @@ from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.tiers import LOCAL, Caller, tier_caps
 from swarmllm.swarm.registry import Registry
-from swarmllm.swarm.router import Reachability, Router
+from swarmllm.swarm.router import DhtStatistics, Reachability, Router
 from swarmllm.swarm.trust_keeper import Trust
 from swarmllm.travel import Travel, TravelStatistics
 from swarmllm.workerpool import WorkerPool, WorkerStatistics
@@ -174,6 +174,9 @@ class Node:
 
     def travel_statistics(self) -> TravelStatistics:
         return self._travel.statistics()
+
+    def dht_statistics(self) -> DhtStatistics | None:
+        return self._travel.seeking()
 
     async def start(self) -> None:
         """Load what the configuration names.

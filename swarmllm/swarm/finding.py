@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 import trio
 
 from swarmllm.errors import DeadlineExceeded, InvalidRequest, NodeUnreachable
 from swarmllm.swarm.addresses import Address, NodeAddress
 from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.dialler import Dialler
+from swarmllm.swarm.dialler import ADDRESSES_PER_NODE, Dialler
 from swarmllm.swarm.envelope import Envelope
 from swarmllm.swarm.host import Host
 
@@ -76,12 +76,39 @@ class Finding:
         """Dial now; the node's id once it counts as connected. Raises InvalidRequest, NodeUnreachable,
         DeadlineExceeded."""
         where = NodeAddress.parse(address, field="address")
-        node_id = where.node_id
+        return await self._connect(where.node_id, where.resolve, feed, connected, timeout_s)
+
+    async def meet(
+        self,
+        feed: ChangeFeed,
+        connected: Callable[[], Collection[str]],
+        node_id: str,
+        addresses: list[Address],
+        timeout_s: float,
+    ) -> str:
+        """The same, with a node that another one named. Raises NodeUnreachable, DeadlineExceeded."""
+        if not self._lets_in(node_id):
+            raise NodeUnreachable(f"node {node_id} is not let in")
+
+        async def where() -> list[Address]:
+            return addresses[:ADDRESSES_PER_NODE]
+
+        self.hearsay(node_id, addresses)
+        return await self._connect(node_id, where, feed, connected, timeout_s)
+
+    async def _connect(
+        self,
+        node_id: str,
+        where: Callable[[], Awaitable[list[Address]]],
+        feed: ChangeFeed,
+        connected: Callable[[], Collection[str]],
+        timeout_s: float,
+    ) -> str:
         if node_id == self._host.node_id:
             return node_id
         async with feed.subscribe() as changes:
             dialling = _Dialling()
-            self._nursery.start_soon(self._dial_for_caller, where, dialling)
+            self._nursery.start_soon(self._dial_for_caller, node_id, where, dialling)
             with trio.move_on_after(timeout_s):
                 await dialling.over.wait()
                 if dialling.failure is not None:
@@ -114,9 +141,11 @@ class Finding:
                 log.warning("the bootstrap address %s does not resolve", where.host)
             await trio.sleep(_RESOLVE_AGAIN_S if addresses else _RESOLVE_RETRY_S)
 
-    async def _dial_for_caller(self, where: NodeAddress, dialling: _Dialling) -> None:
+    async def _dial_for_caller(
+        self, node_id: str, where: Callable[[], Awaitable[list[Address]]], dialling: _Dialling
+    ) -> None:
         try:
-            await self._host.dial(where.node_id, await where.resolve())
+            await self._host.dial(node_id, await where())
         except NodeUnreachable as error:
             dialling.failure = error
         dialling.over.set()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.swarm.addresses import Address, NodeAddress, announced_ips, is_loopback
 from swarmllm.swarm.answering import (
     RequestRefused,
@@ -40,6 +40,7 @@ from swarmllm.swarm.lock import locked_data_dir
 from swarmllm.swarm.mdns import run_mdns
 from swarmllm.swarm.memory_link import LinkQuality, MemoryLink
 from swarmllm.swarm.network_key import NetworkFile
+from swarmllm.swarm.outreach import open_outreach
 from swarmllm.swarm.peer_exchange import PeerExchange
 from swarmllm.swarm.peer_memory import PeerMemory, open_peer_memory
 from swarmllm.swarm.reachability import DialBacks, ReachabilityChecks
@@ -48,6 +49,7 @@ from swarmllm.swarm.record_spread import TOPIC_SIZES_BYTES, RecordSpread, next_i
 from swarmllm.swarm.requests import Requests
 from swarmllm.swarm.router import (
     Change,
+    DhtMode,
     LinkEnd,
     LinkHandler,
     MessageHandler,
@@ -58,6 +60,7 @@ from swarmllm.swarm.router import (
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm.swarm.supervisor import Supervisor
 from swarmllm.swarm.trust import Note, unnoted
+from swarmllm.swarm.unwrapping import unwrapped
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ class Libp2pRouter:
         started_at_ms: int,
         memory: PeerMemory,
         note: Note = unnoted,
+        dht_mode: DhtMode = "on",
     ) -> None:
         self._identity = identity
         self._doorkeeper = doorkeeper
@@ -122,6 +126,17 @@ class Libp2pRouter:
             self._where_peers_are,
             lambda: memory.known,
             self.finding.hearsay,
+        )
+        self.outreach = open_outreach(
+            host,
+            nursery,
+            doorkeeper,
+            dht_mode,
+            whereabouts=self._control_addresses,
+            reachability=lambda: self._checks.result,
+            meet=partial(self.finding.meet, self._feed, self.connected),
+            connected=self.connected,
+            let_go=lambda node_id: self._liveness.drop(node_id, "goodbye"),
         )
         self._memory = memory
         self._to_self = MemoryLink(identity.node_id, self._deliver, LinkQuality())
@@ -226,6 +241,7 @@ class Libp2pRouter:
         self._nursery.start_soon(self._memory.run, self._where_peers_are)
         self._nursery.start_soon(self._checks.run)
         self._nursery.start_soon(self._keep_members_only)
+        self._nursery.start_soon(self.outreach.dht.run)
 
     async def stop(self) -> None:
         """Leave: tell the neighbours, and take nothing more to heart."""
@@ -241,8 +257,13 @@ class Libp2pRouter:
         envelope = self.spread.envelope(node_id)
         return usable(envelope.data_addresses) if envelope else []
 
+    def _control_addresses(self, node_id: str) -> tuple[Address, ...]:
+        envelope = self.spread.own if node_id == self.node_id else self.spread.envelope(node_id)
+        return tuple(usable(envelope.addresses)) if envelope else ()
+
     async def _greet(self, node_id: str) -> None:
         await self.spread.exchange.synchronise(node_id)
+        self.outreach.dht.met(node_id)
         self._nursery.start_soon(self._peer_exchange.learn_from, node_id)
 
     def _where_peers_are(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -301,28 +322,16 @@ class Libp2pRouter:
         )
 
 
-@asynccontextmanager
-async def open_libp2p_router(settings: SwarmSettings, note: Note = unnoted) -> AsyncIterator[Libp2pRouter]:
+def open_libp2p_router(
+    settings: SwarmSettings, note: Note = unnoted
+) -> AbstractAsyncContextManager[Libp2pRouter]:
     """Join the swarm until the context is left; leaving says goodbye.
 
     Raises ConfigError (folder in use, unreadable identity, port taken) and InvalidRequest (an address in the
     settings). What is raised inside the context comes out as it is, unless something else fails at the same
     time.
     """
-    inside: list[BaseException] = []
-    try:
-        async with _running_router(settings, note) as router:
-            try:
-                yield router
-            except BaseException as error:
-                inside.append(error)
-                raise
-    except BaseExceptionGroup as group:
-        # A dozen nurseries of ours and the library's each put a wrapping around it.
-        leaves = list(_leaves(group))
-        if (inside and leaves == inside) or (len(leaves) == 1 and isinstance(leaves[0], SwarmLLMError)):
-            raise leaves[0] from None
-        raise
+    return unwrapped(_running_router(settings, note))
 
 
 @asynccontextmanager
@@ -349,7 +358,9 @@ async def _running_router(settings: SwarmSettings, note: Note) -> AsyncIterator[
             # it.
             stack.callback(nursery.cancel_scope.cancel)
             host = Host(identity, doorkeeper)
-            router = Libp2pRouter(identity, doorkeeper, host, nursery, started_at_ms, memory, note)
+            router = Libp2pRouter(
+                identity, doorkeeper, host, nursery, started_at_ms, memory, note, settings.dht
+            )
             gossip = Gossip(
                 network.network_id, router.spread.validate, router.spread.receive, TOPIC_SIZES_BYTES
             )
@@ -377,11 +388,3 @@ async def _running_router(settings: SwarmSettings, note: Note) -> AsyncIterator[
             finally:
                 with trio.CancelScope(shield=True):
                     await router.stop()
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error

@@ -9,7 +9,7 @@ business.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from socket import socket
@@ -92,6 +92,40 @@ class LinkMaker(Protocol):
     def serve_links(self, on_link: LinkHandler) -> None:
         """Set the handler; before that, links are refused."""
         ...
+
+
+DhtMode = Literal["on", "client", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class DhtStatistics:
+    """Since the start."""
+
+    mode: DhtMode
+    n_nodes: int
+    """That answer in the DHT, as far as this node knows them."""
+    n_records: int
+    """What others announced, kept here for whoever asks."""
+    n_announced: int
+    """Keys of this node: two for each of its models."""
+    n_answered: int
+    n_refused: int
+    n_lookups: int
+
+
+class Seeker(Protocol):
+    """What a router can do that looks beyond the connected nodes."""
+
+    def announce(self, models: Iterable[tuple[str, str]]) -> None:
+        """(ModelId, name) of everything that this node has; replaces what was announced before."""
+        ...
+
+    async def seek(self, name_or_id: str) -> bool:
+        """Look for nodes that have a model. True: this node is connected with some now that it was not
+        connected with. Never raises for the network's sake."""
+        ...
+
+    def statistics(self) -> DhtStatistics: ...
 
 
 class Router(Protocol):

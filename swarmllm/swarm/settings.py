@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmllm.swarm.peer_lists import NO_LISTS, PeerLists
+from swarmllm.swarm.router import DhtMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,5 +26,7 @@ class SwarmSettings:
     announce: tuple[str, ...] = ()
     """IP addresses to tell other nodes instead of this machine's own, for example behind a port
     forwarding."""
+    dht: DhtMode = "on"
+    """Whether to look for models beyond the connected nodes, and to answer others that do."""
     lists: PeerLists = NO_LISTS
     """Who is let in, whatever they have earned."""

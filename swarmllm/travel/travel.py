@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import trio
 
@@ -30,7 +31,7 @@ from swarmllm.models import CatalogueEntry, LayerRange, Store, TensorEntry, merg
 from swarmllm.models.catalogue import MIN_ID_PREFIX
 from swarmllm.models.hashing import Progress
 from swarmllm.swarm.registry import Registry
-from swarmllm.swarm.router import Router
+from swarmllm.swarm.router import DhtStatistics, Router, Seeker
 from swarmllm.swarm.trust import Deed, Note, unnoted
 from swarmllm.travel.fetch import Asking, Fetch, fetch_container
 from swarmllm.travel.settings import TravelSettings
@@ -41,7 +42,9 @@ log = logging.getLogger(__name__)
 
 MAX_ANNOUNCED = 256
 """Models, and ranges of each, that a record has room for."""
-
+_REGISTERED_S = 3.0
+_LOOK_AGAIN_S = 0.05
+T = TypeVar("T")
 
 Fetching = Callable[[CatalogueEntry, tuple[TensorEntry, ...], Progress], Awaitable[None]]
 """Brings tensors into a container of the store."""
@@ -68,6 +71,7 @@ class Travel:
         in_use: Callable[[], Collection[str]],
         on_change: Callable[[], None],
         note: Note = unnoted,
+        seeker: Seeker | None = None,
     ) -> None:
         """`in_use`: ids of the models that must stay; `on_change` is called when there is more or less to
         give."""
@@ -78,6 +82,7 @@ class Travel:
         self._in_use = in_use
         self._on_change = on_change
         self._note = note
+        self._seeker = seeker
         self._uploads = Uploads(store.catalogue, settings)
         self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
         self._statistics = TravelStatistics()
@@ -110,17 +115,24 @@ class Travel:
         """The connected nodes that have files of a model."""
         return tuple(sorted(self._registry.files().get(model_id, ())))
 
-    async def find(self, name_or_id: str) -> CatalogueEntry:
-        """Make a model known that only other nodes have; none of its tensors is fetched yet.
+    def announce_far(self, models: Iterable[tuple[str, str]]) -> None:
+        """(ModelId, name) of what this node has for others, whoever and wherever they are."""
+        if self._seeker is not None:
+            self._seeker.announce(models)
+
+    def seeking(self) -> DhtStatistics | None:
+        """None: nothing looks beyond the connected nodes."""
+        return self._seeker.statistics() if self._seeker else None
+
+    async def find(self, name_or_id: str, *, far: bool = False) -> CatalogueEntry:
+        """Make a model known that only other nodes have; none of its tensors is fetched yet. `far`: take the
+        time to look beyond the connected ones.
 
         Raises ModelNotFound, InvalidRequest where the name means several, BadModel, RemoteError, StoreFull.
         """
-        found = {
-            model_id: files
-            for model_id, files in self._registry.files().items()
-            if (len(name_or_id) >= MIN_ID_PREFIX and model_id.startswith(name_or_id))
-            or any(announced.name == name_or_id for announced in files.values())
-        }
+        found = self._announced(name_or_id)
+        if not found and far:
+            found = await self._look_far(name_or_id, lambda: self._announced(name_or_id))
         if not found:
             raise ModelNotFound(
                 f"model {name_or_id[:80]!r} is known neither here nor to a connected node; add its file with:"
@@ -221,6 +233,26 @@ class Travel:
             await trio.to_thread.run_sync(self._store.remove, entry)
             self._changed(entry)
 
+    def _announced(self, name_or_id: str) -> dict[str, dict[str, FileAnnounce]]:
+        return {
+            model_id: files
+            for model_id, files in self._registry.files().items()
+            if (len(name_or_id) >= MIN_ID_PREFIX and model_id.startswith(name_or_id))
+            or any(announced.name == name_or_id for announced in files.values())
+        }
+
+    async def _look_far(self, name_or_id: str, look: Callable[[], T]) -> T:
+        """`look` once nodes have been met that may have it."""
+        if self._seeker is None or not await self._seeker.seek(name_or_id):
+            return look()
+        found = look()
+        with trio.move_on_after(_REGISTERED_S):
+            # The registry follows the router by a task of its own.
+            while not found:
+                await trio.sleep(_LOOK_AGAIN_S)
+                found = look()
+        return found
+
     async def _adopt(self, model_id: str, files: dict[str, FileAnnounce]) -> CatalogueEntry:
         failure: SwarmLLMError = ModelNotFound("nobody has it any more", field="model")
         for node_id, announced in sorted(files.items()):
@@ -246,8 +278,7 @@ class Travel:
     async def _fetch(
         self, entry: CatalogueEntry, tensors: tuple[TensorEntry, ...], progress: Progress
     ) -> None:
-        files = self._registry.files().get(entry.model_id, {})
-        holders = [node_id for node_id in sorted(files) if node_id not in self._statistics.liars]
+        holders = self._givers(entry) or await self._look_far(entry.model_id, lambda: self._givers(entry))
         if not holders:
             raise NodeUnreachable(
                 f"{sum(tensor.size_bytes for tensor in tensors)} bytes of {entry.name} are not here, and no "
@@ -262,6 +293,10 @@ class Travel:
         finally:
             self._statistics.fetched_bytes += fetch.n_bytes
             self._blame(fetch.plan.liars)
+
+    def _givers(self, entry: CatalogueEntry) -> list[str]:
+        files = self._registry.files().get(entry.model_id, {})
+        return [node_id for node_id in sorted(files) if node_id not in self._statistics.liars]
 
     def _blame(self, node_ids: Collection[str]) -> None:
         for node_id in node_ids:

@@ -147,6 +147,9 @@ def test_a_bootstrap_node_that_does_not_answer_is_a_problem(listening: int) -> N
         ({"ready": False}, [("daemon", "warning")]),
         ({"addresses": []}, [("reachability", "problem")]),
         ({"peers_connected": 0}, [("reachability", "warning")]),
+        ({"dht": {"mode": "on", "n_nodes": 0}}, [("reachability", "warning")]),
+        ({"dht": {"mode": "on", "n_nodes": 1}}, []),
+        ({"dht": {"mode": "off", "n_nodes": 0}}, []),
         ({"workers": [{"n_starts": 3, "last_end": "killed by signal 9"}]}, [("daemon", "warning")]),
         (
             {

@@ -136,6 +136,20 @@ def test_status_says_whether_others_can_reach_the_node(
     assert said.replace("…WPeer", "…LongPeer") in run("status").output
 
 
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("on", "3 nodes answer, 2 models announced\n"),
+        ("client", "3 nodes answer, 2 models announced (client: it answers nobody)"),
+        ("off", "off: only models of connected nodes are found"),
+    ],
+)
+def test_status_says_how_the_dht_fares(run: Run, node: FakeNode, mode: str, said: str) -> None:
+    dht = {"mode": mode, "n_nodes": 3, "n_announced": 4}
+    node.on("GET", "/api/admin/stats", STATS | {"dht": dht})
+    assert said in run("status").output
+
+
 def test_status_of_a_node_that_is_not_ready_says_so(run: Run, node: FakeNode) -> None:
     node.on("GET", "/api/admin/stats", STATS | {"ready": False, "models": [], "addresses": []})
     shown = run("status").output

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import trio
 
 from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.dht.dht import Dht
+from swarmllm.swarm.dht.keys import model_key, name_key
 from swarmllm.swarm.doorkeeper import Doorkeeper
 from swarmllm.swarm.gossip import HEALTH, MODELS, Gossip, run_gossip
 from swarmllm.swarm.host import Host, run_libp2p
@@ -158,6 +161,73 @@ async def _meshed(foreign: ForeignPeer, host: Host, gossip: Gossip, topic: str) 
                 assert heard["text"].startswith("valid, from here")
                 return
             n += 1
+
+
+@asynccontextmanager
+async def our_node(folder: Path, known: dict[str, Address]) -> AsyncIterator[tuple[Host, Dht]]:
+    """A host with its DHT, as a node has it; `known`: where nodes of a swarm know each other to be."""
+    folder.mkdir()  # noqa: ASYNC240 (a moment)
+    host = Host(load_or_create_identity(folder), Doorkeeper())
+
+    def whereabouts(node_id: str) -> tuple[Address, ...]:
+        return (known[node_id],) if node_id in known else ()
+
+    async with run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]), trio.open_nursery() as nursery:
+        known[host.node_id] = Address("127.0.0.1", host.port)
+        dht = Dht(host, nursery, whereabouts=whereabouts)
+        nursery.start_soon(dht.run)
+        yield host, dht
+        nursery.cancel_scope.cancel()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(DEADLINE_S):
+        # The state of several tasks, without an event.
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.05)
+
+
+async def _joined(foreign: ForeignPeer, host: Host, dht: Dht) -> None:
+    """Each has the other in its routing table."""
+    await foreign.do("dial", address=address(host))
+    dht.met(foreign.id)
+    await _until(lambda: foreign.id in dht.core.table)
+    with trio.fail_after(DEADLINE_S):
+        # It is another process's state.
+        while not (await foreign.do("neighbours"))["n"]:  # noqa: ASYNC110
+            await trio.sleep(0.05)
+
+
+async def test_what_it_provides_our_dht_finds(tmp_path: Path, foreign: ForeignPeer) -> None:
+    """By way of a node of ours that it told, at one that it never met."""
+    known: dict[str, Address] = {}
+    key = model_key("5e" * 32)
+    async with our_node(tmp_path / "a", known) as (a, dht_a), our_node(tmp_path / "b", known) as (b, dht_b):
+        await _joined(foreign, a, dht_a)
+        await foreign.do("provide", key=key.hex())
+        await _until(lambda: len(dht_a.core.providers) == 1)
+        await b.dial(a.node_id, [known[a.node_id]])
+        dht_b.met(a.node_id)
+        await _until(lambda: a.node_id in dht_b.core.table)
+        with trio.fail_after(DEADLINE_S):
+            (found,) = await dht_b.find_providers(key)
+        assert found.node_id == foreign.id
+        assert found.addresses == (Address("127.0.0.1", int(foreign.address.split("/")[4])),)
+
+
+async def test_what_our_dht_provides_it_finds(tmp_path: Path, foreign: ForeignPeer) -> None:
+    """At a node that it never met, by way of one that it did."""
+    known: dict[str, Address] = {}
+    key = name_key("a model")
+    async with our_node(tmp_path / "a", known) as (a, dht_a), our_node(tmp_path / "b", known) as (b, dht_b):
+        await b.dial(a.node_id, [known[a.node_id]])
+        dht_b.met(a.node_id)
+        dht_b.provide([key])
+        await _until(lambda: len(dht_a.core.providers) == 1)
+        await _joined(foreign, a, dht_a)
+        found = await foreign.do("providers", key=key.hex())
+        assert [each["peer"] for each in found] == [b.node_id]
+        assert str(known[b.node_id]) in found[0]["addresses"]
 
 
 async def test_a_private_swarm_shows_it_a_closed_connection(tmp_path: Path, foreign: ForeignPeer) -> None:

@@ -7,9 +7,12 @@ import { noise } from '@chainsafe/libp2p-noise'
 import { yamux } from '@chainsafe/libp2p-yamux'
 import { identify } from '@libp2p/identify'
 import { ping } from '@libp2p/ping'
+import { kadDHT, passthroughMapper } from '@libp2p/kad-dht'
 import { gossipsub } from '@chainsafe/libp2p-gossipsub'
 import { multiaddr } from '@multiformats/multiaddr'
 import { TopicValidatorResult } from '@libp2p/interface'
+import { CID } from 'multiformats/cid'
+import * as Digest from 'multiformats/hashes/digest'
 
 // Node.js before 22 lacks it, and libp2p's dependencies rely on it.
 Promise.withResolvers ??= function () {
@@ -28,6 +31,7 @@ const node = await createLibp2p({
   services: {
     identify: identify(),
     ping: ping(),
+    dht: kadDHT({ protocol: '/swarmllm/kad/1.0.0', clientMode: false, peerInfoMapper: passthroughMapper }),
     pubsub: gossipsub({
       globalSignaturePolicy: 'StrictNoSign',
       allowPublishToZeroTopicPeers: true,
@@ -44,6 +48,8 @@ node.services.pubsub.addEventListener('message', ({ detail }) => {
   heard.push({ topic: detail.topic, text: Buffer.from(detail.data).toString() })
   waiting.splice(0).forEach((wake) => wake())
 })
+
+const cidOf = (key) => CID.createV1(0x55, Digest.decode(Buffer.from(key, 'hex')))
 
 const deeds = {
   where: () => ({ id: node.peerId.toString(), addresses: node.getMultiaddrs().map(String) }),
@@ -67,6 +73,19 @@ const deeds = {
     const { recipients } = await node.services.pubsub.publish(topic, Buffer.from(text))
     return { recipients: recipients.map(String) }
   },
+  // Keys are multihashes in hexadecimal digits.
+  provide: async ({ key }) => {
+    await node.contentRouting.provide(cidOf(key))
+    return {}
+  },
+  providers: async ({ key }) => {
+    const found = []
+    for await (const peer of node.contentRouting.findProviders(cidOf(key))) {
+      found.push({ peer: peer.id.toString(), addresses: peer.multiaddrs.map(String) })
+    }
+    return found
+  },
+  neighbours: () => ({ n: node.services.dht.routingTable.size }),
   // The next message, or null where none comes within a second.
   hear: async () => {
     if (heard.length === 0) {

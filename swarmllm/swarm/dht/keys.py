@@ -1,0 +1,50 @@
+"""What is looked for in the DHT, and how near two things are.
+
+A key is a multihash, as other implementations take it from a CID: that of a model is its ModelId, which is a
+BLAKE3 hash already; that of a name is a hash with a context of its own, so that no name is another's ModelId.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import lru_cache
+
+from blake3 import blake3
+from libp2p.peer.id import ID
+
+KEY_MAX_BYTES = 64
+"""The longest multihash that is looked at; ours have 34."""
+_BLAKE3 = bytes((0x1E, 0x20))
+_NAME_CONTEXT = "swarmllm 2026 model name in the DHT"
+_MODEL_ID = re.compile("[0-9a-f]{64}")
+
+
+def model_key(model_id: str) -> bytes:
+    """`model_id`: 64 hexadecimal digits."""
+    return _BLAKE3 + bytes.fromhex(model_id)
+
+
+def name_key(name: str) -> bytes:
+    return _BLAKE3 + blake3(name.encode(), derive_key_context=_NAME_CONTEXT).digest()
+
+
+def keys_of(name_or_id: str) -> tuple[bytes, ...]:
+    """The beginning of an id leads nowhere: a hash has no near misses."""
+    is_id = _MODEL_ID.fullmatch(name_or_id) is not None
+    return (*([model_key(name_or_id)] if is_id else []), name_key(name_or_id))
+
+
+def place(content: bytes) -> int:
+    """Where a key, or a node by the bytes of its id, is in the space of distances."""
+    return int.from_bytes(hashlib.sha256(content).digest(), "big")
+
+
+@lru_cache(4096)
+def node_key(node_id: str) -> bytes:
+    """What FIND_NODE asks for."""
+    return bytes(ID.from_base58(node_id).to_bytes())
+
+
+def node_place(node_id: str) -> int:
+    return place(node_key(node_id))

@@ -1,0 +1,124 @@
+"""What reaches beyond the nodes that this one is connected to: who else has a model.
+
+The DHT names candidates; only those that can be connected with count, and what they have they say themselves.
+What was sought in vain a moment ago is not sought again: a mistyped name would have the whole swarm asked
+each time it is repeated.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import trio
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.dht.core import Whereabouts
+from swarmllm.swarm.dht.dht import Dht
+from swarmllm.swarm.dht.keys import keys_of, model_key, name_key
+from swarmllm.swarm.dht.messages import Contact
+from swarmllm.swarm.dht.providers import KEYS_PER_NODE
+from swarmllm.swarm.doorkeeper import Doorkeeper
+from swarmllm.swarm.host import Host
+from swarmllm.swarm.router import DhtMode, DhtStatistics, Reachability
+
+log = logging.getLogger(__name__)
+
+SEEK_S = 20.0
+SEEK_AGAIN_S = 20.0
+_SEEKING_MAX = 4
+_REMEMBERED_MAX = 256
+_MEET_S = 8.0
+
+
+class Meet(Protocol):
+    async def __call__(self, node_id: str, addresses: list[Address], timeout_s: float) -> str:
+        """Connect with a node, if it is not connected. Raises an error of our tree."""
+        ...
+
+
+class Outreach:
+    """A Seeker."""
+
+    def __init__(self, dht: Dht, meet: Meet, connected: Callable[[], Iterable[str]]) -> None:
+        self.dht = dht
+        self._meet = meet
+        self._connected = connected
+        self._turns = trio.Semaphore(_SEEKING_MAX)
+        self._in_vain_at_s: dict[str, float] = {}
+
+    def announce(self, models: Iterable[tuple[str, str]]) -> None:
+        """See Seeker."""
+        keys = dict.fromkeys(
+            key for model_id, name in models for key in (model_key(model_id), name_key(name))
+        )
+        self.dht.provide(list(keys)[:KEYS_PER_NODE])
+
+    async def seek(self, name_or_id: str) -> bool:
+        """See Seeker."""
+        now = trio.current_time()
+        if now - self._in_vain_at_s.get(name_or_id, -math.inf) < SEEK_AGAIN_S:
+            return False
+        async with self._turns:
+            with trio.move_on_after(SEEK_S):
+                for key in keys_of(name_or_id):
+                    if await self._meet_all(await self.dht.find_providers(key)):
+                        return True
+        if len(self._in_vain_at_s) >= _REMEMBERED_MAX:
+            del self._in_vain_at_s[next(iter(self._in_vain_at_s))]
+        self._in_vain_at_s[name_or_id] = trio.current_time()
+        return False
+
+    def statistics(self) -> DhtStatistics:
+        return self.dht.statistics()
+
+    async def _meet_all(self, contacts: Iterable[Contact]) -> bool:
+        strangers = [contact for contact in contacts if contact.node_id not in self._connected()]
+        n_met = 0
+
+        async def meet(contact: Contact) -> None:
+            nonlocal n_met
+            try:
+                await self._meet(contact.node_id, list(contact.addresses), _MEET_S)
+            except SwarmLLMError as error:
+                log.info("node %s, named by the DHT: %s", contact.node_id, error.message)
+            else:
+                n_met += 1
+
+        async with trio.open_nursery() as nursery:
+            for contact in strangers:
+                nursery.start_soon(meet, contact)
+        return n_met > 0
+
+
+def open_outreach(
+    host: Host,
+    nursery: trio.Nursery,
+    doorkeeper: Doorkeeper,
+    mode: DhtMode,
+    *,
+    whereabouts: Whereabouts,
+    reachability: Callable[[], Reachability | None],
+    meet: Meet,
+    connected: Callable[[], Iterable[str]],
+    let_go: Callable[[str], None],
+) -> Outreach:
+    def may_be_dialled() -> bool:
+        """Until a peer has tried in vain."""
+        found = reachability()
+        return found is None or any(reached for _, reached in found.control)
+
+    dht = Dht(
+        host,
+        nursery,
+        network_id=doorkeeper.network_id,
+        mode=mode,
+        whereabouts=whereabouts,
+        lets_in=doorkeeper.lets_in,
+        serves=may_be_dialled,
+        let_go=let_go,
+    )
+    return Outreach(dht, meet, connected)
