@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from swarmllm.api.errors import error_object, read_body
 from swarmllm.api.node_json import Json, model_json, peer_json, stats_json
 from swarmllm.api.peer_report import details_report
 from swarmllm.api.plan_report import plan_report, read_size
-from swarmllm.api.schema import AddModel, ModelLayers, PinModel
+from swarmllm.api.schema import AddModel, LoadModel, PinModel, UnloadModel
 from swarmllm.api.work import Work
 from swarmllm.config import as_dict
 from swarmllm.errors import InvalidRequest
 from swarmllm.node import ModelView
+from swarmllm.workerpool import LoadOptions
 
 admin = Blueprint("admin", __name__, url_prefix="/api/admin")
 
@@ -84,13 +86,14 @@ async def status(name: str) -> Response:
 
 @admin.post("/models/<name>/load")
 async def load(name: str) -> Response:
-    body = await read_body(ModelLayers, optional=True)
+    body = await read_body(LoadModel, optional=True)
     node = current_node()
     entry, layers = await node.models.resolve(name, body.layers)
+    options = LoadOptions(**{field.name: getattr(body, field.name) for field in fields(LoadOptions)})
     return _progress(
         Work(
             lambda report: node.models.load(
-                entry, layers, partial(report, phase="loading"), partial(report, phase="fetching")
+                entry, layers, partial(report, phase="loading"), partial(report, phase="fetching"), options
             ),
             kind="load",
             subject=entry.name,
@@ -100,8 +103,14 @@ async def load(name: str) -> Response:
 
 @admin.post("/models/<name>/unload")
 async def unload(name: str) -> Response:
-    body = await read_body(ModelLayers, optional=True)
-    return _json(model_json(await current_node().models.unload(name, body.layers)))
+    body = await read_body(UnloadModel, optional=True)
+    models = current_node().models
+    entry, layers = await models.loaded(name, body.layers)
+    if not body.progress:
+        return _json(model_json(await models.unload(entry, layers)))
+    return _progress(
+        Work(lambda report: models.unload(entry, layers, report), kind="unload", subject=entry.name)
+    )
 
 
 @admin.post("/models/<name>/verify")

@@ -106,6 +106,7 @@ def model_json(view: ModelView) -> Json:
         "sources": view.sources,
         "loaded": range_texts(view.loaded),
         "memory": dataclasses.asdict(view.memory),
+        "settings": dataclasses.asdict(view.settings) if view.settings else None,
         "holders": holders,
         "complete": view.complete,
         "missing": range_texts(view.missing),

@@ -198,8 +198,10 @@ async def tags() -> Response:
 @ollama.get("/ps")
 async def running() -> Response:
     views = [view for view in await current_node().models.list() if view.entry and view.complete]
-    n_ctx = current_config().inference.n_ctx
-    return _json({"models": [_listed(view) | {"context_length": n_ctx} for view in views]})
+    default = current_config().inference.n_ctx
+    sizes = [view.settings.n_ctx if view.settings else default for view in views]
+    listed = [_listed(view) | {"context_length": n_ctx} for view, n_ctx in zip(views, sizes, strict=True)]
+    return _json({"models": listed})
 
 
 @ollama.post("/show")

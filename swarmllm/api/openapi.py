@@ -23,7 +23,7 @@ from swarmllm.api.embeddings import EmbeddingRequest
 from swarmllm.api.ollama import OllamaChat, OllamaGenerate, OllamaShow
 from swarmllm.api.ollama_embed import OllamaEmbed, OllamaEmbeddings
 from swarmllm.api.responses_request import ResponsesRequest
-from swarmllm.api.schema import AddModel, ChatRequest, Json, ModelLayers, PinModel, StartDownload
+from swarmllm.api.schema import AddModel, ChatRequest, Json, LoadModel, PinModel, StartDownload, UnloadModel
 from swarmllm.api.text_tools import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
 JSON, EVENTS, LINES, TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
@@ -100,11 +100,11 @@ OPERATIONS = (
         "post",
         "/api/admin/models/{name}/load",
         "Make layers ready",
-        ModelLayers,
+        LoadModel,
         (LINES,),
         is_body_optional=True,
     ),
-    Operation("post", "/api/admin/models/{name}/unload", "Drop layers", ModelLayers, is_body_optional=True),
+    Operation("post", "/api/admin/models/{name}/unload", "Drop layers", UnloadModel, is_body_optional=True),
     Operation("post", "/api/admin/models/{name}/verify", "Check every byte that is here", answers=(LINES,)),
     Operation(
         "post", "/api/admin/models/{name}/pin", "Keep what was fetched", PinModel, is_body_optional=True

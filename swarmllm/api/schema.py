@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from swarmllm_proto.ipc import FlashAttention, KvType
+
 Text = Annotated[str, Meta(max_length=4 * 2**20)]
 Json = dict[str, object]
 
@@ -250,6 +252,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     function_call: str | Json | None = None
 
 
+LayersText = Annotated[str, Meta(min_length=1, max_length=32)]
+
+
 class AddModel(Body, frozen=True):
     """POST /api/admin/models."""
 
@@ -263,10 +268,26 @@ class PinModel(Body, frozen=True):
     pinned: bool = True
 
 
-class ModelLayers(Body, frozen=True):
-    """POST /api/admin/models/{model}/load and /unload; None is all of them."""
+class LoadModel(Body, frozen=True):
+    """POST /api/admin/models/{model}/load. Without `layers` all of them, without anything else as the
+    configuration has it."""
 
-    layers: Annotated[str, Meta(min_length=1, max_length=32)] | None = None
+    layers: LayersText | None = None
+    n_ctx: Annotated[int, Meta(ge=16, le=2**24)] | None = None
+    n_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    n_gpu_layers: Annotated[int, Meta(ge=0, le=65535)] | None = None
+    kv_type: KvType | None = None
+    flash_attention: FlashAttention | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+
+
+class UnloadModel(Body, frozen=True):
+    """POST /api/admin/models/{model}/unload. Without `layers` all of them."""
+
+    layers: LayersText | None = None
+    progress: bool = False
+    """Whether to answer with lines of progress, like a load."""
 
 
 class StartDownload(Body, frozen=True):

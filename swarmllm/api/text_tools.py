@@ -85,7 +85,8 @@ async def props() -> Response:
     if view.entry is None:
         raise ModelNotFound(f"model {name!r} is only on other nodes.", field="model")
     default = Sampling()
-    n_ctx = min(inference.n_ctx, view.entry.manifest.context_length or inference.n_ctx)
+    n_ctx = view.settings.n_ctx if view.settings and view.settings.n_ctx else inference.n_ctx
+    n_ctx = min(n_ctx, view.entry.manifest.context_length or n_ctx)
     parameters = {
         field: getattr(default, field)
         for field in (

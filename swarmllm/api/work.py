@@ -15,7 +15,7 @@ from swarmllm.api.errors import as_swarmllm_error
 from swarmllm.errors import SwarmLLMError
 
 T = TypeVar("T")
-WorkKind = Literal["add", "load", "verify"]
+WorkKind = Literal["add", "load", "unload", "verify"]
 Report = Callable[..., None]
 """(done_bytes, total_bytes, phase=""), where the work has several."""
 

@@ -91,16 +91,31 @@ def add(path: Path, name: str | None, as_json: bool, api_url: str) -> None:
 @models.command(short_help="Make layers ready to run on this node.")
 @click.argument("name")
 @click.option("--layers", metavar="START:END", help="Only layers START to END-1.  [default: all]")
+@click.option("--ctx", "n_ctx", type=click.IntRange(16, 2**24), help="KV cells, shared by its requests.")
+@click.option("--threads", "n_threads", type=click.IntRange(1, 1024), help="Compute threads.")
+@click.option(
+    "--gpu-layers", "n_gpu_layers", type=click.IntRange(0, 65535), help="Layers of each segment on the GPU."
+)
+@click.option("--kv-type", type=click.Choice(["f16", "q8_0"]), help="What keys and values are stored as.")
+@click.option(
+    "--flash-attention", type=click.Choice(["auto", "on", "off"]), help="libllama's fused attention."
+)
+@click.option("--mmap/--no-mmap", "use_mmap", default=None, help="Map the file, or read it.")
+@click.option("--mlock/--no-mlock", "use_mlock", default=None, help="Never page the weights out, or do.")
 @json_option
 @api_option
-def load(name: str, layers: str | None, as_json: bool, api_url: str) -> None:
+def load(name: str, layers: str | None, as_json: bool, api_url: str, **options: object) -> None:
     """Make layers of a model ready to run on this node, and tell the swarm.
 
     A model that only other nodes have is fetched from them: just what the layers need, checked against the
     model's id before it counts. An interrupted load continues where it was when it is repeated.
+
+    What the options do not say is as the configuration has it; they count until the model's last layer is
+    unloaded here, and memory is predicted with them.
     """
+    said = {key: value for key, value in options.items() if value is not None}
     with Client(api_url) as client:
-        events = client.post_progress(_path(name, "load"), {"layers": layers})
+        events = client.post_progress(_path(name, "load"), {"layers": layers, **said})
         model = _follow(events, f"loading {name} {layers or ''}".strip(), show=not as_json)["model"]
     if as_json:
         print_json(model)
@@ -118,7 +133,8 @@ def load(name: str, layers: str | None, as_json: bool, api_url: str) -> None:
 def unload(name: str, layers: str | None, as_json: bool, api_url: str) -> None:
     """Drop layers from this node and give their memory back."""
     with Client(api_url) as client:
-        model = client.post(_path(name, "unload"), {"layers": layers})
+        events = client.post_progress(_path(name, "unload"), {"layers": layers, "progress": True})
+        model = _follow(events, f"unloading {name} {layers or ''}".strip(), show=not as_json)["model"]
     if as_json:
         print_json(model)
         return
@@ -233,12 +249,18 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "in the file", ", ".join([*files["layers"], *ends]) or "only the header"
     yield "loaded here", ", ".join(model["loaded"]) or "-"
     yield "memory", _memory(model) if model["loaded"] else "-"
+    if model["settings"]:
+        yield "loaded with", ", ".join(f"{key} {_option(value)}" for key, value in model["settings"].items())
     yield "in the swarm", _coverage(model)
     for holder in model["holders"]:
         name = holder["nickname"] or holder["node_id"]
         yield "held by", f"{name}: {', '.join(holder['layers'])}"
     for node_id in model["sources"]:
         yield "given by", node_id
+
+
+def _option(value: object) -> object:
+    return ("on" if value else "off") if isinstance(value, bool) else value
 
 
 def _memory(model: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from swarmllm.node.request_words import check_layers
 from swarmllm.node.views import ModelView
 from swarmllm.swarm.registry import Registry, SwarmModel
 from swarmllm.travel import Travel
-from swarmllm.workerpool import ModelFile, WorkerPool
+from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, ModelFile, WorkerPool
 
 Progress = Callable[[int, int], None]
 
@@ -88,11 +88,17 @@ class ModelKeeper:
         return entry, wanted
 
     async def load(
-        self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, fetching: Progress
+        self,
+        entry: CatalogueEntry,
+        layers: LayerRange,
+        progress: Progress,
+        fetching: Progress,
+        options: LoadOptions = AS_CONFIGURED,
     ) -> ModelView:
         """Make layers ready and tell the swarm; what is not here is fetched from other nodes first, which
-        `fetching` tells of. Raises BadModel, WorkerError, and what `Travel.ensure` raises."""
-        entry = await self.hold(entry, layers, progress, fetching)
+        `fetching` tells of. Raises BadModel, WorkerError, Conflict (layers of it are loaded with other
+        options), and what `Travel.ensure` raises."""
+        entry = await self.hold(entry, layers, progress, fetching, options)
         return self._view(entry, self._registry.models().get(entry.model_id))
 
     async def verify(self, name_or_id: str, progress: Progress) -> tuple[ModelView, tuple[str, ...]]:
@@ -120,12 +126,19 @@ class ModelKeeper:
         await self._publish()
         return view
 
-    async def unload(self, name_or_id: str, layers: str | None) -> ModelView:
-        """Drop layers; None: all. Raises ModelNotFound, InvalidRequest, Conflict (none is loaded)."""
+    async def loaded(self, name_or_id: str, layers: str | None) -> tuple[CatalogueEntry, LayerRange]:
+        """What an unload means; None: all. Raises ModelNotFound, InvalidRequest."""
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         gone = entry.manifest.whole if layers is None else LayerRange.parse(layers)
         check_layers(entry, gone)
-        await self.drop(entry, gone)
+        return entry, gone
+
+    async def unload(
+        self, entry: CatalogueEntry, layers: LayerRange, progress: Progress | None = None
+    ) -> ModelView:
+        """Drop layers. `progress`: (bytes given back and read anew, bytes in all). Raises Conflict (none is
+        loaded)."""
+        await self.drop(entry, layers, progress)
         return self._view(entry, self._registry.models().get(entry.model_id))
 
     async def find(self, name_or_id: str, *, far: bool = False) -> CatalogueEntry:
@@ -141,14 +154,19 @@ class ModelKeeper:
                 raise unknown from None
 
     async def hold(
-        self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, fetching: Progress
+        self,
+        entry: CatalogueEntry,
+        layers: LayerRange,
+        progress: Progress,
+        fetching: Progress,
+        options: LoadOptions = AS_CONFIGURED,
     ) -> CatalogueEntry:
         """`load` without the view."""
         entry = await self._travel.ensure(entry, layers, fetching)
         if layers != entry.manifest.whole:
             entry = await self._cut_checks.ensure(entry, progress)
             check_layers(entry, layers)
-        await self._pool.load(ModelFile.of(entry), layers, progress)
+        await self._pool.load(ModelFile.of(entry), layers, progress, options)
         await self._publish()
         return entry
 
@@ -156,8 +174,8 @@ class ModelKeeper:
         """With what this node can find out about where the model may be cut."""
         return await self._cut_checks.ensure(entry, lambda done_bytes, total_bytes: None)
 
-    async def drop(self, entry: CatalogueEntry, layers: LayerRange) -> None:
-        await self._pool.unload(entry.model_id, layers)
+    async def drop(self, entry: CatalogueEntry, layers: LayerRange, progress: Progress | None = None) -> None:
+        await self._pool.unload(entry.model_id, layers, progress)
         await self._publish()
 
     def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None) -> ModelView:
@@ -169,5 +187,6 @@ class ModelKeeper:
             loaded=self._pool.loaded(model_id),
             sources=self._travel.sources(model_id),
             memory=self._pool.memory(model_id),
+            settings=self._pool.loaded_with(model_id),
             nickname_of=self._nickname_of,
         )

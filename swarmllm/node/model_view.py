@@ -9,7 +9,7 @@ from swarmllm.node.views import HolderView, ModelView
 from swarmllm.scheduling.route import choose_route, missing_layers
 from swarmllm.swarm.registry import SwarmModel
 from swarmllm.travel.travel import announcement
-from swarmllm.workerpool.settings import ModelMemory
+from swarmllm.workerpool.settings import LoadOptions, ModelMemory
 
 
 def view_model(
@@ -19,6 +19,7 @@ def view_model(
     *,
     loaded: tuple[LayerRange, ...],
     memory: ModelMemory,
+    settings: LoadOptions | None,
     sources: tuple[str, ...],
     nickname_of: Callable[[str], str],
 ) -> ModelView:
@@ -40,6 +41,7 @@ def view_model(
         sources=sources,
         loaded=loaded,
         memory=memory,
+        settings=settings,
         holders=tuple(
             HolderView(holder, nickname_of(holder), merge(layers), holder == node_id)
             for holder, layers in held.items()

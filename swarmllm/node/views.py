@@ -8,7 +8,7 @@ from typing import Literal
 from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.swarm.router import PeerInfo
 from swarmllm.swarm.trust import Explanation
-from swarmllm.workerpool.settings import ModelMemory
+from swarmllm.workerpool.settings import LoadOptions, ModelMemory
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord
 
 
@@ -40,6 +40,8 @@ class ModelView:
     """Other connected nodes that give its files."""
     loaded: tuple[LayerRange, ...]
     memory: ModelMemory
+    settings: LoadOptions | None
+    """With which it is loaded here."""
     holders: tuple[HolderView, ...]
     missing: tuple[LayerRange, ...]
     """Layers that no connected node holds."""

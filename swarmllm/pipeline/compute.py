@@ -56,6 +56,8 @@ class Compute(Protocol):
 
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]: ...
 
+    def context_sizes(self) -> dict[str, int]: ...
+
     async def tokenize(
         self,
         model: ModelFile,

@@ -28,6 +28,9 @@ class ObservedCompute:
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
         return self._compute.loaded(model_id)
 
+    def context_sizes(self) -> dict[str, int]:
+        return self._compute.context_sizes()
+
     async def tokenize(
         self,
         model: ModelFile,

@@ -8,8 +8,9 @@ in this node's record; the worker itself remains the one that refuses.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from swarmllm.pipeline.settings import PipelineSettings
 
@@ -39,16 +40,21 @@ class Room:
     free_kv_tokens: int = 0
 
 
-def room_left(held: Iterable[Held], settings: PipelineSettings) -> Room:
-    """What is left beside the requests that run."""
+def room_left(
+    held: Iterable[Held], settings: PipelineSettings, context_sizes: Mapping[str, int] = MappingProxyType({})
+) -> Room:
+    """What is left beside the requests that run. `context_sizes`: KV cells of the models that are loaded
+    here, by their ids."""
     slots: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for request in held:
         slots[request.model_id] += 1
         tokens[request.model_id] += request.n_kv_tokens
     n_slots = settings.max_requests_per_model
+    n_cells = {**dict.fromkeys(tokens, settings.n_ctx), **context_sizes}
+    free_cells = [n_ctx - tokens[model_id] for model_id, n_ctx in n_cells.items()]
     return Room(
         slots=n_slots,
         free_slots=max(0, n_slots - max(slots.values(), default=0)),
-        free_kv_tokens=max(0, settings.n_ctx - max(tokens.values(), default=0)),
+        free_kv_tokens=max(0, min(free_cells, default=settings.n_ctx)),
     )

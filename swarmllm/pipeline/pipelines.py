@@ -119,7 +119,8 @@ class Pipelines:
 
     def room(self) -> Room:
         """For one more request, of the model with least of it."""
-        return room_left([*self._own.values(), *self._sessions.held_for_others()], self._settings)
+        held = [*self._own.values(), *self._sessions.held_for_others()]
+        return room_left(held, self._settings, self._pool.context_sizes())
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; started once assignments and jobs are accepted."""
@@ -246,7 +247,8 @@ class Pipelines:
     def _fit(self, n_prompt_tokens: int, sampling: Sampling, entry: CatalogueEntry) -> Sampling:
         if not n_prompt_tokens:
             raise InvalidRequest("the prompt has no tokens", field="messages")
-        limit = min(self._settings.n_ctx, entry.manifest.context_length or self._settings.n_ctx)
+        n_ctx = self._pool.context_sizes().get(entry.model_id, self._settings.n_ctx)
+        limit = min(n_ctx, entry.manifest.context_length or n_ctx)
         if n_prompt_tokens >= limit:
             raise ContextFull(
                 f"the prompt has {n_prompt_tokens} tokens; {entry.name} has room for {limit} here,"

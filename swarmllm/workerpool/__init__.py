@@ -5,7 +5,16 @@ from __future__ import annotations
 from swarmllm.workerpool.calls import TokenStream
 from swarmllm.workerpool.forward_result import ForwardResult
 from swarmllm.workerpool.pool import WorkerPool
-from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm.workerpool.settings import AS_CONFIGURED, LoadOptions, ModelFile, WorkerSettings
 from swarmllm.workerpool.statistics import WorkerStatistics
 
-__all__ = ["ForwardResult", "ModelFile", "TokenStream", "WorkerPool", "WorkerSettings", "WorkerStatistics"]
+__all__ = [
+    "AS_CONFIGURED",
+    "ForwardResult",
+    "LoadOptions",
+    "ModelFile",
+    "TokenStream",
+    "WorkerPool",
+    "WorkerSettings",
+    "WorkerStatistics",
+]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import trio
@@ -16,7 +17,13 @@ from swarmllm.errors import Conflict, WorkerDied
 from swarmllm.models.layers import LayerRange, subtract
 from swarmllm.workerpool.background import Background
 from swarmllm.workerpool.calls import OnProgress
-from swarmllm.workerpool.settings import ModelFile, ModelMemory, WorkerSettings
+from swarmllm.workerpool.settings import (
+    AS_CONFIGURED,
+    LoadOptions,
+    ModelFile,
+    ModelMemory,
+    WorkerSettings,
+)
 from swarmllm.workerpool.worker import OnNotice, Worker
 from swarmllm_proto.ipc import Load, Loaded, Open, Opened, Unload
 
@@ -42,13 +49,14 @@ class HostedModel:
         self._homes: dict[str, Worker] = {}
         self.last_end = ""
         """How the last worker ended; empty while none has."""
-        self._settings = settings
+        self.settings = settings
+        self._configured = settings
         self._command = command
         self._socket_dir = socket_dir
         self._nursery = nursery
         self._on_notice = on_notice
         self._worker: Worker | None = None
-        self._opened_as = model
+        self._opened_as: tuple[ModelFile, WorkerSettings] | None = None
         self._starting: Background[Worker] | None = None
         self._changing = trio.Lock()
 
@@ -97,19 +105,43 @@ class HostedModel:
         """The request is over."""
         self._homes.pop(request_id, None)
 
-    async def load(self, layers: LayerRange, on_progress: OnProgress | None) -> tuple[LayerRange, ...]:
+    async def load(
+        self, layers: LayerRange, on_progress: OnProgress | None, options: LoadOptions = AS_CONFIGURED
+    ) -> tuple[LayerRange, ...]:
         async with self._changing:
-            if not self.wanted and self._opened_as != self.model:
-                await self.stop("was stopped because the model is to be opened anew")
+            await self._adopt(options)
             worker = await self.ready()
             message = Load(id=worker.new_id(), start=layers.start, end=layers.end)
             loaded, _ = await worker.call(
-                message, Loaded, timeout_s=self._settings.load_timeout_s, on_progress=on_progress
+                message, Loaded, timeout_s=self.settings.load_timeout_s, on_progress=on_progress
             )
             self._hold(loaded)
             return self.wanted
 
-    async def unload(self, layers: LayerRange | None) -> tuple[LayerRange, ...]:
+    async def _adopt(self, options: LoadOptions) -> None:
+        """Settings last as long as layers are held; a worker without layers is replaced by one that has
+        them."""
+        if self._starting is not None:
+            await self._starting.finish()
+        chosen = options.applied_to(self.settings if self.wanted else self._configured)
+        if self.wanted and chosen != self.settings:
+            name = next(
+                each.name
+                for each in fields(options)
+                if getattr(chosen, each.name) != getattr(self.settings, each.name)
+            )
+            raise Conflict(
+                f"layers of this model are loaded with {name} = {getattr(self.settings, name)}: unload it"
+                " first, or load with the same",
+                field=name,
+            )
+        self.settings = chosen
+        if not self.wanted and self._opened_as != (self.model, chosen):
+            await self.stop("was stopped because the model is to be opened anew")
+
+    async def unload(
+        self, layers: LayerRange | None, on_progress: OnProgress | None = None
+    ) -> tuple[LayerRange, ...]:
         """Drop `layers`, or all. The process leaves with its last range, and its memory with it."""
         async with self._changing:
             if self._starting is not None:
@@ -119,15 +151,21 @@ class HostedModel:
                 raise Conflict(f"layers {layers if layers else '(any)'} are not loaded here", field="layers")
             if not subtract(self.wanted, dropped):
                 # Possible without a worker, too: this is the way out for a model that kills its workers.
+                given_back = self.memory.weights_bytes
                 self.wanted = ()
                 self.memory = ModelMemory()
+                self.settings = self._configured
                 await self.stop("was stopped because its last layers were unloaded")
+                if on_progress is not None:
+                    on_progress(given_back, given_back)
                 return self.wanted
             # The worker knows where the model may be cut, so it has to be there to say no.
             worker = await self.ready()
             for part in dropped:
                 message = Unload(id=worker.new_id(), start=part.start, end=part.end)
-                loaded, _ = await worker.call(message, Loaded, timeout_s=self._settings.load_timeout_s)
+                loaded, _ = await worker.call(
+                    message, Loaded, timeout_s=self.settings.load_timeout_s, on_progress=on_progress
+                )
                 self._hold(loaded)
             return self.wanted
 
@@ -141,7 +179,7 @@ class HostedModel:
         self.memory = memory_of(loaded)
 
     async def _start(self) -> Worker:
-        settings = self._settings
+        settings = self.settings
         if self._worker is not None:
             # Two copies of a model might not fit.
             await self._worker.ended.wait()
@@ -156,7 +194,7 @@ class HostedModel:
         self._nursery.start_soon(self._run, worker)
         try:
             await worker.ready()
-            self._opened_as = self.model
+            self._opened_as = self.model, settings
             message = Open(
                 id=worker.new_id(),
                 path=str(self.model.path),

@@ -22,17 +22,18 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from swarmllm.errors import Conflict, SwarmLLMError, WorkerError
+from swarmllm.errors import SwarmLLMError, WorkerError
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.background import Background
-from swarmllm.workerpool.calls import OnProgress, TokenStream
+from swarmllm.workerpool.calls import TokenStream
 from swarmllm.workerpool.cut_check import CutCheckCalls
 from swarmllm.workerpool.forward_result import ForwardResult, Hidden, checked_tensor, forward_result
+from swarmllm.workerpool.holding_calls import HoldingCalls
 from swarmllm.workerpool.hosted import HostedModel
 from swarmllm.workerpool.prefix_calls import PrefixCalls
 from swarmllm.workerpool.process import SOCKET_PATH_MAX
 from swarmllm.workerpool.ring import NO_RING, RingCalls, RingHint
-from swarmllm.workerpool.settings import ModelFile, ModelMemory, WorkerSettings
+from swarmllm.workerpool.settings import ModelFile, WorkerSettings
 from swarmllm.workerpool.statistics import WorkerStatistics, statistics_of
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.frames import Payload
@@ -68,7 +69,7 @@ T = TypeVar("T")
 TokenIds = npt.NDArray[np.int32]
 
 
-class WorkerPool(PrefixCalls, CutCheckCalls):
+class WorkerPool(HoldingCalls, PrefixCalls, CutCheckCalls):
     def __init__(
         self,
         settings: WorkerSettings,
@@ -82,7 +83,7 @@ class WorkerPool(PrefixCalls, CutCheckCalls):
         self._runtime_dir = runtime_dir
         self._command = command
         self._on_change = on_change or (lambda: None)
-        self._hosted: dict[str, HostedModel] = {}
+        self._hosted = {}
         self._nursery: trio.Nursery | None = None
         self._socket_dir = runtime_dir
         self.ring = RingCalls(self._worker)
@@ -109,56 +110,6 @@ class WorkerPool(PrefixCalls, CutCheckCalls):
             self._hosted.clear()
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
-
-    async def load(
-        self, model: ModelFile, layers: LayerRange, progress: OnProgress | None = None
-    ) -> tuple[LayerRange, ...]:
-        """Make `layers` runnable; returns all ranges held now. Goes on when the caller leaves.
-
-        `progress`: (bytes done, bytes in all), called on the trio thread. Raises BadModel, WorkerError,
-        WorkerDied.
-        """
-        hosted = self._host(model)
-
-        async def work() -> tuple[LayerRange, ...]:
-            try:
-                return await hosted.load(layers, progress)
-            finally:
-                self._on_change()
-
-        return await self._background(work).wait()
-
-    async def unload(self, model_id: str, layers: LayerRange | None = None) -> tuple[LayerRange, ...]:
-        """Drop `layers` (None: all); returns the ranges still held. The process leaves with its last range.
-
-        Raises Conflict where none of them is loaded, WorkerError, WorkerDied.
-        """
-        hosted = self._hosted.get(model_id)
-        if hosted is None:
-            raise Conflict("no layers of this model are loaded here", field="layers")
-
-        async def work() -> tuple[LayerRange, ...]:
-            try:
-                return await hosted.unload(layers)
-            finally:
-                self._on_change()
-
-        return await self._background(work).wait()
-
-    def memory(self, model_id: str) -> ModelMemory:
-        hosted = self._hosted.get(model_id)
-        return hosted.memory if hosted else ModelMemory()
-
-    def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
-        """The model's layers here, in order; a stage may be any part of one range that respects the cut
-        alignment."""
-        hosted = self._hosted.get(model_id)
-        return hosted.wanted if hosted is not None else ()
-
-    def models(self) -> dict[str, tuple[LayerRange, ...]]:
-        """Every model of which layers are to be served here, whether or not its worker is up at this
-        moment."""
-        return {model_id: hosted.wanted for model_id, hosted in self._hosted.items() if hosted.wanted}
 
     async def info(self, model: ModelFile) -> Opened:
         """What the worker found in the file."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
 from swarmllm.models.cuts import checked_unit
 from swarmllm_proto.ipc import FlashAttention, KvType
@@ -32,6 +33,37 @@ class ModelMemory:
     weights_bytes: int = 0
     kv_bytes: int = 0
     work_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What may be other for one model than for all. None: as configured."""
+
+    n_ctx: int | None = None
+    n_threads: int | None = None
+    n_gpu_layers: int | None = None
+    kv_type: KvType | None = None
+    flash_attention: FlashAttention | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+
+    @classmethod
+    def of(cls, settings: WorkerSettings) -> LoadOptions:
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
+
+    def applied_to(self, settings: WorkerSettings) -> WorkerSettings:
+        """Raises InvalidRequest where they cannot be met together."""
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        applied = replace(settings, **{name: value for name, value in chosen.items() if value is not None})
+        if applied.kv_type != "f16" and applied.flash_attention == "off":
+            raise InvalidRequest(
+                f"keys and values as {applied.kv_type} need flash attention (flash_attention on or auto)",
+                field="kv_type",
+            )
+        return applied
+
+
+AS_CONFIGURED = LoadOptions()
 
 
 @dataclass(frozen=True, slots=True)

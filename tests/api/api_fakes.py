@@ -33,7 +33,7 @@ from swarmllm.swarm.memory import InMemoryNetwork, InMemoryRouter
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.travel import Travel, TravelSettings
-from swarmllm.workerpool import WorkerStatistics
+from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerStatistics
 from swarmllm.workerpool.settings import ModelMemory
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.ipc import Sampling, TokenLogprob
@@ -143,17 +143,23 @@ class FakePool:
     def __init__(self) -> None:
         self.held: dict[str, tuple[LayerRange, ...]] = {}
         self.failure: SwarmLLMError | None = None
+        self.options: dict[str, LoadOptions] = {}
 
-    async def load(self, model: Any, layers: LayerRange, progress: Any) -> tuple[LayerRange, ...]:
+    async def load(
+        self, model: Any, layers: LayerRange, progress: Any, options: LoadOptions = AS_CONFIGURED
+    ) -> tuple[LayerRange, ...]:
         if progress is not None:
             progress(50, 100)
         await trio.lowlevel.checkpoint()
         if self.failure is not None:
             raise self.failure
         self.held[model.model_id] = merge([*self.loaded(model.model_id), layers])
+        self.options[model.model_id] = options
         return self.held[model.model_id]
 
-    async def unload(self, model_id: str, layers: LayerRange) -> tuple[LayerRange, ...]:
+    async def unload(self, model_id: str, layers: LayerRange, progress: Any) -> tuple[LayerRange, ...]:
+        if progress is not None:
+            progress(70, 70)
         await trio.lowlevel.checkpoint()
         self.held[model_id] = subtract(self.loaded(model_id), [layers])
         return self.held[model_id]
@@ -173,6 +179,9 @@ class FakePool:
     async def apply_template(self, model: Any, messages: Any, tools: Any) -> str:
         await trio.lowlevel.checkpoint()
         return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+    def loaded_with(self, model_id: str) -> LoadOptions | None:
+        return self.options.get(model_id) if self.loaded(model_id) else None
 
     def memory(self, model_id: str) -> ModelMemory:
         return ModelMemory()

@@ -51,6 +51,30 @@ async def test_without_layers_the_whole_model_is_loaded_and_unloaded(tmp_path: P
     assert (unloaded["loaded"], unloaded["holders"]) == ([], [])
 
 
+async def test_a_load_takes_settings_of_its_own_and_shows_them(tmp_path: Path) -> None:
+    chosen = {"n_ctx": 512, "n_threads": 1, "n_gpu_layers": 0, "kv_type": "q8_0", "flash_attention": "on"}
+    chosen |= {"use_mmap": False, "use_mlock": True}
+    async with serve_node(tmp_path) as stand:
+        answer = await stand.http.post(f"{MODELS}/guide/load", json=chosen)
+        assert lines(answer.text)[-1]["model"]["settings"] == chosen
+        shown = (await stand.http.get(f"{MODELS}/guide/status")).json()
+        props = (await stand.http.get("/props?model=guide")).json()
+        for field, value in {"n_ctx": 8, "kv_type": "q4", "n_threads": 0, "use_mmap": "no", "ctx": 1}.items():
+            wrong = await stand.http.post(f"{MODELS}/guide/load", json={field: value})
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, field)
+    assert shown["settings"] == chosen
+    assert props["default_generation_settings"]["n_ctx"] == 512
+
+
+async def test_an_unload_tells_its_progress_where_that_is_wanted(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        await load(stand)
+        answer = await stand.http.post(f"{MODELS}/guide/unload", json={"layers": "0:4", "progress": True})
+    progress, result = lines(answer.text)
+    assert progress == {"type": "progress", "done_bytes": 70, "total_bytes": 70}
+    assert result["model"]["loaded"] == ["4:12"]
+
+
 async def test_the_swarm_is_told_what_is_held(tmp_path: Path) -> None:
     async with open_node(tmp_path) as stand:
         entry, layers = await stand.node.models.resolve("guide", "4:8")

@@ -41,6 +41,7 @@ MODEL: dict[str, Any] = {
     "whole_reason": "",
     "loaded": ["0:4"],
     "memory": {"weights_bytes": 9_000_000, "kv_bytes": 24_000_000, "work_bytes": 31_000_000},
+    "settings": {"n_ctx": 2048, "n_threads": 1, "kv_type": "f16", "use_mmap": True, "use_mlock": False},
     "stored": True,
     "pinned": True,
     "files": {"layers": ["0:4", "6:8"], "embedding": True, "head": False},
@@ -306,6 +307,25 @@ def test_load_without_layers_asks_for_all(run: Run, node: FakeNode) -> None:
     assert node.bodies("/api/admin/models/a%2Fb/load") == [{"layers": None}]
 
 
+def test_load_sends_the_options_that_were_given(run: Run, node: FakeNode) -> None:
+    node.on("POST", "/api/admin/models/guide/load", ndjson({"type": "result", "model": MODEL}))
+    options = "--ctx 8192 --threads 3 --gpu-layers 4 --kv-type q8_0 --flash-attention auto --no-mmap --mlock"
+    assert run("models", "load", "guide", *options.split()).exit_code == 0
+    assert node.bodies("/api/admin/models/guide/load") == [
+        {
+            "layers": None,
+            "n_ctx": 8192,
+            "n_threads": 3,
+            "n_gpu_layers": 4,
+            "kv_type": "q8_0",
+            "flash_attention": "auto",
+            "use_mmap": False,
+            "use_mlock": True,
+        }
+    ]
+    assert run("models", "load", "guide", "--ctx", "8").exit_code == EXIT_USAGE
+
+
 @pytest.mark.parametrize(
     ("kind", "code"), [("invalid_request_error", EXIT_REFUSED), ("server_error", EXIT_FAILED)]
 )
@@ -344,10 +364,11 @@ def test_add_of_a_file_that_is_not_there_is_a_usage_error(run: Run, node: FakeNo
     ("loaded", "words"), [([], "holds no layers now"), (["0:2"], "still holds layers 0:2")]
 )
 def test_unload_says_what_is_left(run: Run, node: FakeNode, loaded: list[str], words: str) -> None:
-    node.on("POST", "/api/admin/models/guide/unload", MODEL | {"loaded": loaded})
+    left = {"type": "result", "model": MODEL | {"loaded": loaded}}
+    node.on("POST", "/api/admin/models/guide/unload", ndjson(PROGRESS, left))
     result = run("models", "unload", "guide", "--layers", "2:4")
     assert words in result.stdout
-    assert node.bodies("/api/admin/models/guide/unload") == [{"layers": "2:4"}]
+    assert node.bodies("/api/admin/models/guide/unload") == [{"layers": "2:4", "progress": True}]
 
 
 def test_show_tells_what_is_here_and_who_has_the_rest(run: Run, node: FakeNode) -> None:
@@ -356,6 +377,7 @@ def test_show_tells_what_is_here_and_who_has_the_rest(run: Run, node: FakeNode) 
     for expected in (
         "ab" * 32, "9.3 MB", "2048", "at multiples of 1", "/models/guide.gguf", "other nodes (pinned)",
         "0:4, 6:8, embedding", "layers 4:12 missing", "kitchen: 0:4", "12D3KooWPeer",
+        "n_threads 1", "use_mlock off",
     ):  # fmt: skip
         assert expected in shown
     assert json.loads(run("models", "show", "guide", "--json").output) == MODEL

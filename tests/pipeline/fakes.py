@@ -95,6 +95,9 @@ class FakePool:
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
         return self.ranges
 
+    def context_sizes(self) -> dict[str, int]:
+        return {}
+
     async def tokenize(
         self,
         model: ModelFile,

@@ -204,6 +204,8 @@ def test_what_runs_here_takes_slots_and_the_kv_it_may_need() -> None:
     assert room_left(held, settings) == Room(4, 2, 4096 - 2020)
     assert room_left([], settings) == Room(4, 4, 4096)
     assert room_left([Held("x", 4000, 200)] * 5, settings) == Room(4, 0, 0)
+    assert room_left([Held("x", 100, 20)], settings, {"x": 512, "y": 8192}) == Room(4, 3, 512 - 120)
+    assert room_left([], settings, {"y": 256}) == Room(4, 4, 256)
 
 
 def test_coordinates_and_bandwidth_reach_the_route() -> None:

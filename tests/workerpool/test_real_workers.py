@@ -16,9 +16,9 @@ import trio
 from pool_parts import pids, process_exists
 
 import swarmllm.guide
-from swarmllm.errors import BadModel, InvalidRequest, WorkerDied, WorkerError
+from swarmllm.errors import BadModel, Conflict, InvalidRequest, WorkerDied, WorkerError
 from swarmllm.models.layers import LayerRange
-from swarmllm.workerpool import ForwardResult, ModelFile, WorkerPool, WorkerSettings
+from swarmllm.workerpool import ForwardResult, LoadOptions, ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.ipc import Sampling
 
 pytestmark = pytest.mark.slow
@@ -80,6 +80,52 @@ async def test_a_walk_over_three_stages_gives_the_tokens_of_a_whole_generation(t
             walked.append(last.token.token)
             tokens = np.array([last.token.token], np.int32)
         assert walked == whole
+
+
+async def test_options_of_a_load_count_until_the_last_layer_goes(tmp_path: Path) -> None:
+    async with real_pool(tmp_path, n_ctx=256) as pool:
+        await pool.load(GUIDE, LayerRange(0, 6))
+        configured = pool.memory(GUIDE.model_id).kv_bytes
+        await pool.unload(GUIDE.model_id)
+        await pool.tokenize(GUIDE, text="a")  # a worker is up, with the configured settings
+        options = LoadOptions(n_ctx=512, kv_type="q8_0", flash_attention="on", use_mmap=False)
+        await pool.load(GUIDE, LayerRange(0, 6), options=options)
+        assert pool.memory(GUIDE.model_id).kv_bytes == configured * 2 * 17 // 32
+        assert pool.context_sizes() == {GUIDE.model_id: 512}
+        said = pool.loaded_with(GUIDE.model_id)
+        assert said is not None
+        assert (said.kv_type, said.use_mmap, said.n_threads) == ("q8_0", False, 1)
+
+        await pool.load(GUIDE, LayerRange(6, 12))  # more of the same, without saying it again
+        await pool.load(GUIDE, LayerRange(6, 12), options=LoadOptions(n_ctx=512))
+        with pytest.raises(Conflict, match="n_ctx = 512") as refused:
+            await pool.load(GUIDE, WHOLE, options=LoadOptions(n_ctx=1024))
+        assert refused.value.field == "n_ctx"
+        before = await greedy(pool)
+
+        await pool.stop(GUIDE.model_id)
+        assert await greedy(pool) == before  # the worker that replaces it has them, too
+        assert pool.memory(GUIDE.model_id).kv_bytes == configured * 2 * 2 * 17 // 32
+
+        freed: list[tuple[int, int]] = []
+        weights = pool.memory(GUIDE.model_id).weights_bytes
+        await pool.unload(GUIDE.model_id, LayerRange(4, 6), lambda *progress: freed.append(progress))
+        assert [done for done, _ in freed] == sorted(done for done, _ in freed)
+        assert freed[-1][0] == freed[-1][1] > 0
+        left = pool.memory(GUIDE.model_id).weights_bytes
+        assert left < weights
+        await pool.unload(GUIDE.model_id, None, lambda *progress: freed.append(progress))
+        assert freed[-1] == (left, left)
+        await pool.load(GUIDE, LayerRange(0, 6))
+        assert pool.memory(GUIDE.model_id).kv_bytes == configured
+
+
+async def test_options_that_exclude_each_other_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    async with real_pool(tmp_path) as pool:
+        with pytest.raises(InvalidRequest, match="flash attention") as refused:
+            await pool.load(GUIDE, WHOLE, options=LoadOptions(kv_type="q8_0"))
+        assert refused.value.field == "kv_type"
+        assert pool.models() == {}
 
 
 async def test_a_killed_worker_fails_its_generation_and_is_reloaded_by_the_next(tmp_path: Path) -> None:
