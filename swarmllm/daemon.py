@@ -239,6 +239,7 @@ def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
     inference = config.inference
     return WorkerSettings(
         cache_dir=data_dir / "segments",
+        store_dir=data_dir / "models",
         n_ctx=config.inference.n_ctx,
         n_slots=config.inference.n_slots,
         n_threads=config.n_threads,

@@ -61,9 +61,11 @@ class Open(DaemonMessage, frozen=True, tag=True):
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
     cache_dir: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Folder for segment files cut from the GGUF."""
+    owns_path: bool = False
+    """The GGUF is the store's: its layers may move to segment files."""
     model_id: Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")] = "0" * 64
     """What names of kept KV begin with."""
-    """Folder for segment files cut from the GGUF."""
     n_ctx: Annotated[int, Meta(ge=16, le=2**24)] = 4096
     """KV cells shared by all slots."""
     n_slots: Annotated[int, Meta(ge=1, le=256)] = 8

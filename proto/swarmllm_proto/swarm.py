@@ -244,12 +244,13 @@ class FetchPiece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Request: some bytes of a model. Answered by Piece.
 
     "outline": of the msgpack of the model's Outline. "header": of the GGUF before its first tensor. "tensor":
-    of the tensor's data, wherever they lie in the holder's file.
+    of the tensor's data, wherever they lie in the holder's file. "chunks": of the tensor's chunk list, the
+    BLAKE3 of each MiB of its data, 32 bytes each.
     """
 
     v: int = WIRE_VERSION
     model_id: ModelId
-    part: Literal["outline", "header", "tensor"]
+    part: Literal["outline", "header", "tensor", "chunks"]
     tensor: TensorName = ""
     offset: Count = 0
     """From the start of the part."""
@@ -274,7 +275,7 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: Count
     """Of the holder's file."""
     digests: dict[TensorName, Digest]
-    """Tensor name -> BLAKE3 of its data."""
+    """Tensor name -> BLAKE3 of its data, or, above one MiB, of its chunk list."""
     checked_unit: LayerIndex = 0
     """Of an architecture that is not in the table: parts of so many layers compute the same as the whole
     model, says the giver; 0: it does not know."""

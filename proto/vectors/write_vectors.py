@@ -104,6 +104,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             id=1,
             path="/models/ü.gguf",
             cache_dir="/cache",
+            owns_path=True,
             model_id=MODEL_ID,
             n_ctx=8192,
             n_slots=4,

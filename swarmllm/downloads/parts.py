@@ -18,7 +18,7 @@ from swarmllm.downloads.remote import Facts, Remote
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.errors import BadModel, SwarmLLMError
 from swarmllm.models import CatalogueEntry, Store, TensorEntry
-from swarmllm.models.store import TensorWriter
+from swarmllm.models.tensor_writer import TensorWriter
 
 MAX_WRONG = 2
 """Attempts at one tensor whose bytes are not the model's."""

@@ -17,7 +17,7 @@ import difflib
 import re
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +27,9 @@ import msgspec
 from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound
 from swarmllm.models.hashing import FileState, Progress, hash_model
 from swarmllm.models.manifest import Manifest, TensorEntry
+from swarmllm.models.tensor_digest import CHUNK_BYTES, DIGEST_BYTES
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_NAME_LENGTH = 100
 MIN_ID_PREFIX = 6
 """Shorter prefixes of a ModelId are more likely typing errors than ids."""
@@ -61,9 +62,17 @@ CREATE TABLE IF NOT EXISTS tensors (
     PRIMARY KEY (model_id, name)
 ) STRICT, WITHOUT ROWID
 """,
+    """
+CREATE TABLE IF NOT EXISTS chunk_lists (
+    model_id TEXT NOT NULL,
+    name TEXT NOT NULL,
+    chunk_list BLOB NOT NULL,
+    PRIMARY KEY (model_id, name)
+) STRICT
+""",
 )
 """`containers`: the models whose files the store owns, and `tensors`: what those hold of them (see
-`store.py`)."""
+`store.py`). `chunk_lists`: of tensors of more than one chunk (see `tensor_digest`)."""
 
 _COLUMNS = "model_id, name, path, size_bytes, mtime_ns, manifest"
 
@@ -146,7 +155,7 @@ class Catalogue:
         path = path.expanduser().absolute()
         if name is not None:
             check_name(name)
-        manifest, state = self._remembered(path) or hash_model(path, progress)
+        manifest, state = self._remembered(path) or self._hashed(path, progress)
         wanted = name if name is not None else self._known_name(manifest) or normalise_name(manifest.name)
         return self._insert(
             CatalogueEntry(manifest.model_id, wanted, path, manifest, state), takes_over=False
@@ -156,7 +165,7 @@ class Catalogue:
         """`add` for a model that belongs to the program itself: the name is always its own, whatever had it
         before."""
         path = path.absolute()
-        manifest, state = self._remembered(path) or hash_model(path)
+        manifest, state = self._remembered(path) or self._hashed(path, None)
         return self._insert(CatalogueEntry(manifest.model_id, name, path, manifest, state), takes_over=True)
 
     def list(self) -> tuple[CatalogueEntry, ...]:
@@ -207,6 +216,7 @@ class Catalogue:
         entry = self.get(name_or_id)
         with self.database() as database:
             _forget(database, entry.model_id)
+            _forget_chunks(database, entry.model_id)
         return entry
 
     def adopt(self, entry: CatalogueEntry) -> CatalogueEntry:
@@ -223,6 +233,22 @@ class Catalogue:
             _write(database, entry)
             database.execute("INSERT INTO containers VALUES (?, ?, 0)", (entry.model_id, time.time()))
         return entry
+
+    def chunk_list(self, model_id: str, tensor: TensorEntry) -> bytes | None:
+        """None: not known here."""
+        if tensor.size_bytes <= CHUNK_BYTES:
+            return bytes.fromhex(tensor.blake3)
+        with self.database() as database:
+            row = database.execute(
+                "SELECT chunk_list FROM chunk_lists WHERE model_id = ? AND name = ?", (model_id, tensor.name)
+            ).fetchone()
+        return row[0] if row else None
+
+    def keep_chunk_lists(self, model_id: str, chunk_lists: Mapping[str, bytes]) -> None:
+        """By the tensors' names; whoever calls has checked them."""
+        rows = [(model_id, name, each) for name, each in chunk_lists.items() if len(each) > DIGEST_BYTES]
+        with self.database() as database:
+            database.executemany("INSERT OR REPLACE INTO chunk_lists VALUES (?, ?, ?)", rows)
 
     @contextmanager
     def database(self) -> Iterator[sqlite3.Connection]:
@@ -242,6 +268,11 @@ class Catalogue:
             except OSError:
                 return None
         return None
+
+    def _hashed(self, path: Path, progress: Progress | None) -> tuple[Manifest, FileState]:
+        hashed = hash_model(path, progress)
+        self.keep_chunk_lists(hashed.manifest.model_id, hashed.chunk_lists)
+        return hashed.manifest, hashed.state
 
     def _known_name(self, manifest: Manifest) -> str | None:
         with self.database() as database:
@@ -263,8 +294,10 @@ class Catalogue:
                     f"the name {entry.name} already belongs to another model ({row[1]}); choose with --name",
                     field="name",
                 )
-            for model_id in {entry.model_id, row[0] if row else entry.model_id}:
-                _forget(database, model_id)
+            if row is not None and row[0] != entry.model_id:
+                _forget(database, row[0])
+                _forget_chunks(database, row[0])
+            _forget(database, entry.model_id)
             _write(database, entry)
         return entry
 
@@ -312,6 +345,10 @@ def _write(database: sqlite3.Connection, entry: CatalogueEntry) -> None:
 def _forget(database: sqlite3.Connection, model_id: str) -> None:
     for table in ("models", "containers", "tensors"):
         database.execute(f"DELETE FROM {table} WHERE model_id = ?", (model_id,))
+
+
+def _forget_chunks(database: sqlite3.Connection, model_id: str) -> None:
+    database.execute("DELETE FROM chunk_lists WHERE model_id = ?", (model_id,))
 
 
 def _stored(database: sqlite3.Connection, model_id: str) -> tuple[frozenset[str] | None, bool]:

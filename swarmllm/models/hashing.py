@@ -28,13 +28,14 @@ from swarmllm.models.manifest import (
     make_shard,
     tensor_place,
 )
+from swarmllm.models.tensor_digest import TensorHasher, digest_of
 from swarmllm_proto.architectures import cut_rule
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all). What it raises ends the work and reaches the caller."""
 
 READ_BYTES = 4 * 2**20
-"""Enough for BLAKE3 to work on several blocks at once, small enough to stay in the cache."""
+"""Some chunks at once, few enough to stay in the cache."""
 
 MAY_LACK_TENSORS = frozenset({"deci"})
 """Nemotron's pruned models have layers without attention and feed-forward: nothing is left of them."""
@@ -52,13 +53,24 @@ class FileState:
         return cls(status.st_size, status.st_mtime_ns)
 
 
+@dataclass(frozen=True, slots=True)
+class Hashed:
+    """What reading a whole file has shown."""
+
+    manifest: Manifest
+    state: FileState
+    """For which it holds."""
+    chunk_lists: dict[str, bytes]
+    """By the tensors' names."""
+
+
 def build_manifest(path: Path, progress: Progress | None = None) -> Manifest:
     """Read, check and hash a GGUF. Raises BadModel naming what is wrong with it."""
-    return hash_model(path, progress)[0]
+    return hash_model(path, progress).manifest
 
 
-def hash_model(path: Path, progress: Progress | None = None) -> tuple[Manifest, FileState]:
-    """`build_manifest`, together with the state of the file for which it holds."""
+def hash_model(path: Path, progress: Progress | None = None) -> Hashed:
+    """`build_manifest`, with all that was seen on the way."""
     try:
         # O_NONBLOCK: opening a pipe that nobody writes to would otherwise never return.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -68,11 +80,12 @@ def hash_model(path: Path, progress: Progress | None = None) -> tuple[Manifest, 
                 raise BadModel(f"{path} is not a regular file")
             header = read_header(file)
             check_model(header)
-            digests = _hash_tensors(file, header, progress or (lambda done, total: None))
+            chunk_lists = _hash_tensors(file, header, progress or (lambda done, total: None))
+            digests = {name: digest_of(chunk_list) for name, chunk_list in chunk_lists.items()}
             manifest = manifest_of(file, header, digests, path.stem)
             if FileState.of(os.fstat(file.fileno())) != FileState.of(before):
                 raise BadModel(f"{path} was changed while it was read; add it again when it is complete")
-            return manifest, FileState.of(before)
+            return Hashed(manifest, FileState.of(before), chunk_lists)
     except OSError as error:
         raise BadModel(f"{path} cannot be read: {error.strerror or error}") from error
     except BadModel as error:
@@ -110,7 +123,7 @@ def check_model(header: GgufHeader) -> tuple[str, int]:
 def manifest_of(
     file: BinaryIO, header: GgufHeader, digests: Mapping[str, str], fallback_name: str
 ) -> Manifest:
-    """The manifest of the model whose header is in `file`, given each tensor's BLAKE3. The tensors' data
+    """The manifest of the model whose header is in `file`, given each tensor's digest. The tensors' data
     are not read, so that whoever has only a header can check a ModelId. Raises BadModel."""
     architecture, n_layers = check_model(header)
     shards = _shards(file, header, n_layers, digests)
@@ -137,13 +150,14 @@ def _model_name(header: GgufHeader, fallback_name: str) -> str:
     return entry.value if entry and isinstance(entry.value, str) and entry.value.strip() else fallback_name
 
 
-def _hash_tensors(file: BinaryIO, header: GgufHeader, progress: Progress) -> dict[str, str]:
+def _hash_tensors(file: BinaryIO, header: GgufHeader, progress: Progress) -> dict[str, bytes]:
+    """The chunk list of each tensor."""
     total_bytes = sum(tensor.size_bytes for tensor in header.tensors)
     done_bytes = 0
-    digests: dict[str, str] = {}
+    chunk_lists: dict[str, bytes] = {}
     buffer = memoryview(bytearray(READ_BYTES))
     for tensor in header.tensors:
-        hasher = blake3(max_threads=blake3.AUTO if tensor.size_bytes > 16 * READ_BYTES else 1)
+        hasher = TensorHasher()
         file.seek(tensor.offset)
         left = tensor.size_bytes
         while left:
@@ -154,8 +168,8 @@ def _hash_tensors(file: BinaryIO, header: GgufHeader, progress: Progress) -> dic
             left -= n
             done_bytes += n
             progress(done_bytes, total_bytes)
-        digests[tensor.name] = hasher.hexdigest()
-    return digests
+        chunk_lists[tensor.name] = hasher.chunk_list()
+    return chunk_lists
 
 
 def _shards(

@@ -6,9 +6,9 @@ stays what it is when the same model is stored differently:
 - content, never place: no file offsets, no file order, no alignment, no name of the file or of the model in
   the catalogue. A model put together from layers of several peers has the id of the GGUF it came from, and
   so would a split GGUF;
-- a shard's digest covers the names, types, shapes and BLAKE3 of its tensors, sorted by name. Tensors are
-  hashed one by one so that each can be checked on its own, and so that the file is read front to back
-  whatever the order of names;
+- a shard's digest covers the names, types, shapes and digests of its tensors, sorted by name. Tensors are
+  hashed one by one so that each can be checked on its own (even each MiB of it, see `tensor_digest`), and so
+  that the file is read front to back whatever the order of names;
 - metadata counts (tokenizer, chat template, RoPE and every other hyper-parameter change what the model
   says), as the raw bytes of each value, sorted by key; only the keys that describe the container are left
   out (`LAYOUT_KEYS`);
@@ -49,6 +49,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     """In the file this manifest was made from; not part of the identity."""
     size_bytes: Count
     blake3: Digest
+    """As `tensor_digest` has it."""
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):

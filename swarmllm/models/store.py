@@ -13,24 +13,22 @@ killed at any moment leaves nothing that counts but is not there. Folders that t
 A container keeps its modification time, whatever is added, because segment files are cut from it and
 recognised by that time; it moves on when damage is found.
 
-Wart: segments cut from a container are copies, so a loaded layer lies on the disk twice.
+Layers that are loaded move to segment files beside the container and leave holes in it, so that nothing lies
+on the disk twice (see `places`).
 
 Every method blocks; call it in a thread. One process at a time (the daemon locks its data folder).
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-
-from blake3 import blake3
 
 from swarmllm.errors import BadModel, Conflict, ModelNotFound, StoreFull
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
@@ -38,18 +36,18 @@ from swarmllm.models.cuts import with_hearsay
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES, read_header
 from swarmllm.models.hashing import READ_BYTES, FileState, Progress, hash_model, manifest_of
 from swarmllm.models.manifest import TensorEntry
+from swarmllm.models.places import Places
+from swarmllm.models.tensor_digest import TensorHasher
+from swarmllm.models.tensor_writer import TensorWriter, disk_faults, pieces
+from swarmllm_proto.segment_names import FOLDER
 from swarmllm_proto.swarm import Outline
 
 FILE_NAME = "model.gguf"
 INCOMING = ".incoming-"
 MAX_GAP_BYTES = 2**20
 """Between two tensors: the largest alignment a GGUF may have."""
-SAVE_BYTES = 16 * 2**20
-"""A kill costs at most this much of each tensor on its way."""
 MTIME_STEP_NS = 10**9
 MAX_CONTAINER_HEADER_BYTES = MAX_HEADER_BYTES + MAX_GAP_BYTES
-
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Store:
@@ -58,7 +56,7 @@ class Store:
         self.catalogue = catalogue
         self._folder = folder
         self._quota_bytes = quota_bytes
-        with _disk_faults(folder):
+        with disk_faults(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def __repr__(self) -> str:
@@ -82,7 +80,7 @@ class Store:
         incoming = self._folder / f"{INCOMING}{uuid.uuid4().hex}"
         path = incoming / FILE_NAME
         try:
-            with _disk_faults(path):
+            with disk_faults(path):
                 incoming.mkdir(mode=0o700)
                 entry = self._write_header(path, model_id, name, outline, header)
                 final = self._folder / model_id
@@ -98,7 +96,8 @@ class Store:
         """A complete GGUF becomes a container: it is hashed, and moved (it must lie on the same disk), so
         that nothing is copied. Where this machine has the model already, the file is removed. Raises
         BadModel; then the file stays where it is."""
-        manifest, state = hash_model(path)
+        hashed = hash_model(path)
+        manifest, state = hashed.manifest, hashed.state
         try:
             known = self.catalogue.resolve(manifest.model_id)
         except (ModelNotFound, BadModel):
@@ -109,7 +108,7 @@ class Store:
             return known
         final = self._folder / manifest.model_id
         incoming = self._folder / f"{INCOMING}{uuid.uuid4().hex}"
-        with _disk_faults(path):
+        with disk_faults(path):
             incoming.mkdir(mode=0o700)
             if final.exists():
                 shutil.rmtree(final)
@@ -124,9 +123,12 @@ class Store:
                 "INSERT INTO tensors VALUES (?, ?, ?, 1)",
                 [(entry.model_id, tensor.name, tensor.size_bytes) for tensor in tensors],
             )
+        self.catalogue.keep_chunk_lists(entry.model_id, hashed.chunk_lists)
         return self.catalogue.get(entry.model_id)
 
-    def open_tensor(self, entry: CatalogueEntry, tensor: TensorEntry) -> TensorWriter:
+    def open_tensor(
+        self, entry: CatalogueEntry, tensor: TensorEntry, chunk_list: bytes | None = None
+    ) -> TensorWriter:
         """For adding a tensor to a container, from where an earlier attempt was interrupted. Raises
         BadModel."""
         with self.catalogue.database() as database:
@@ -134,17 +136,17 @@ class Store:
                 "SELECT n_bytes FROM tensors WHERE model_id = ? AND name = ? AND NOT complete",
                 (entry.model_id, tensor.name),
             ).fetchone()
-        return TensorWriter(self.catalogue, entry, tensor, row[0] if row else 0)
+        return TensorWriter(self.catalogue, entry, tensor, row[0] if row else 0, chunk_list)
 
     def copy_tensors(self, entry: CatalogueEntry, tensors: Iterable[TensorEntry], source: Path) -> None:
         """Bring tensors into a container from a file of the same layout. Raises BadModel where they are not
         the model's, StoreFull."""
-        with _disk_faults(source), source.open("rb") as file:
+        with disk_faults(source), source.open("rb") as file:
             for tensor in tensors:
                 writer = self.open_tensor(entry, tensor)
                 try:
                     writer.restart()
-                    for data in _pieces(file.fileno(), tensor.offset, tensor.size_bytes):
+                    for data in pieces(file.fileno(), tensor.offset, tensor.size_bytes):
                         writer.append(data)
                     if not writer.finish():
                         raise BadModel(f"tensor {tensor.name} in {source} is not the model's")
@@ -154,7 +156,7 @@ class Store:
     def seal(self, entry: CatalogueEntry) -> CatalogueEntry:
         """After a change: give the file back its modification time; returns the entry as it is now."""
         now = self.catalogue.get(entry.model_id)
-        with _disk_faults(entry.path):
+        with disk_faults(entry.path):
             os.utime(now.path, ns=(now.state.mtime_ns, now.state.mtime_ns))
         return now
 
@@ -187,7 +189,7 @@ class Store:
         returns what was removed. What is pinned stays. Raises StoreFull where that is not enough, having
         removed nothing."""
         sizes = {entry.model_id: _allocated_bytes(entry.path) for entry in self._entries()}
-        with _disk_faults(self._folder):
+        with disk_faults(self._folder):
             excess = n_bytes - shutil.disk_usage(self._folder).free
         if self._quota_bytes:
             excess = max(excess, sum(sizes.values()) + n_bytes - self._quota_bytes)
@@ -225,20 +227,26 @@ class Store:
         total_bytes = sum(tensor.size_bytes for tensor in there)
         done_bytes = 0
         damaged = []
-        with _disk_faults(entry.path), entry.path.open("rb") as file:
+        places = Places(entry)
+        with disk_faults(entry.path):
             for tensor in there:
-                hasher = blake3()
-                for data in _pieces(file.fileno(), tensor.offset, tensor.size_bytes):
+                hasher = TensorHasher()
+                for offset in range(0, tensor.size_bytes, READ_BYTES):
+                    data = places.read(tensor, offset, min(READ_BYTES, tensor.size_bytes - offset))
                     hasher.update(data)
                     done_bytes += len(data)
                     progress(done_bytes, total_bytes)
                 if hasher.hexdigest() != tensor.blake3:
                     damaged.append(tensor.name)
         if damaged and entry.is_stored:
-            self._lose(entry, damaged)
+            self._lose(entry, set(damaged), places)
         return tuple(damaged)
 
-    def _lose(self, entry: CatalogueEntry, names: list[str]) -> None:
+    def _lose(self, entry: CatalogueEntry, names: set[str], places: Places) -> None:
+        """With a segment file goes all that it holds: what is fetched again goes into the container."""
+        files = places.files()
+        spoilt = [file for file, inside in files.items() if names & inside]
+        names = names.union(*(files[file] for file in spoilt))
         with self.catalogue.database() as database:
             database.executemany(
                 "DELETE FROM tensors WHERE model_id = ? AND name = ?",
@@ -248,6 +256,8 @@ class Store:
                 "UPDATE models SET mtime_ns = mtime_ns + ? WHERE model_id = ?",
                 (MTIME_STEP_NS, entry.model_id),
             )
+        for file in spoilt:
+            file.unlink(missing_ok=True)
         self.seal(entry)
 
     def _entries(self) -> list[CatalogueEntry]:
@@ -283,90 +293,13 @@ class Store:
         return CatalogueEntry(model_id, name, path, manifest, state)
 
 
-class TensorWriter:
-    """One tensor on its way into a container, front to back."""
-
-    def __init__(
-        self, catalogue: Catalogue, entry: CatalogueEntry, tensor: TensorEntry, n_bytes: int
-    ) -> None:
-        self.tensor = tensor
-        self.n_bytes = n_bytes
-        """Written so far."""
-        self._catalogue = catalogue
-        self._model_id = entry.model_id
-        self._path = entry.path
-        self._saved_bytes = n_bytes
-        self._hasher = blake3()
-        with _disk_faults(self._path):
-            self._file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                for data in _pieces(self._file, tensor.offset, n_bytes):
-                    self._hasher.update(data)
-            except BaseException:
-                self.close()
-                raise
-
-    def append(self, data: bytes | memoryview) -> None:
-        """Raises StoreFull; ValueError beyond the tensor's end."""
-        if self.n_bytes + len(data) > self.tensor.size_bytes:
-            raise ValueError(f"{self.tensor.name} has {self.tensor.size_bytes} bytes")
-        with _disk_faults(self._path):
-            left = memoryview(data)
-            while left:
-                n = os.pwrite(self._file, left, self.tensor.offset + self.n_bytes)
-                self._hasher.update(left[:n])
-                self.n_bytes += n
-                left = left[n:]
-        if self.n_bytes - self._saved_bytes >= SAVE_BYTES:
-            self.save()
-
-    def save(self) -> None:
-        """Let a later attempt begin here."""
-        if self.n_bytes != self._saved_bytes:
-            self._record(complete=False)
-
-    def finish(self) -> bool:
-        """Whether the whole tensor is there and right; if it is not, it begins anew."""
-        if self.n_bytes == self.tensor.size_bytes and self._hasher.hexdigest() == self.tensor.blake3:
-            self._record(complete=True)
-            return True
-        self.restart()
-        return False
-
-    def restart(self) -> None:
-        self.n_bytes = 0
-        self._hasher = blake3()
-        self.save()
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    def _record(self, *, complete: bool) -> None:
-        with _disk_faults(self._path):
-            os.fdatasync(self._file)
-        with self._catalogue.database() as database:
-            database.execute(
-                "INSERT OR REPLACE INTO tensors VALUES (?, ?, ?, ?)",
-                (self._model_id, self.tensor.name, self.n_bytes, int(complete)),
-            )
-        self._saved_bytes = self.n_bytes
-
-
-def _pieces(file: int, offset: int, size_bytes: int) -> Iterator[bytes]:
-    while size_bytes:
-        data = os.pread(file, min(READ_BYTES, size_bytes), offset)
-        if not data:
-            raise BadModel("the file is shorter than it should be")
-        yield data
-        offset += len(data)
-        size_bytes -= len(data)
-
-
 def _allocated_bytes(path: Path) -> int:
-    try:
-        return path.stat().st_blocks * 512
-    except OSError:
-        return 0
+    """Of a container, with its segment files."""
+    n_bytes = 0
+    for file in (path, *(path.parent / FOLDER).glob("*")):
+        with suppress(OSError):
+            n_bytes += file.stat().st_blocks * 512
+    return n_bytes
 
 
 def _sync(folder: Path) -> None:
@@ -376,15 +309,3 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _disk_faults(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise StoreFull(
-                f"{path} cannot be written: {error.strerror}; what is there already is kept"
-            ) from error
-        raise BadModel(f"{path} cannot be used: {error.strerror or error}") from error

@@ -1,9 +1,9 @@
 """The asking end: pieces from several holders at once, checked before they count.
 
 Every holder gets a few lanes, each of which takes a tensor from the plan, fetches it piece by piece and
-writes it to the container. What a lane leaves unfinished, because its holder failed or the whole fetch was
-cancelled, is saved as far as it came. The fetch ends when everything is there, or when nobody who is asked
-has what is left.
+writes it to the container; each piece is one chunk, which is checked before it is written. What a lane
+leaves unfinished, because its holder failed or the whole fetch was cancelled, is saved as far as it came. The
+fetch ends when everything is there, or when nobody who is asked has what is left.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from swarmllm.errors import (
     SwarmLLMError,
 )
 from swarmllm.models import CatalogueEntry, Store, TensorEntry
-from swarmllm.models.store import MAX_CONTAINER_HEADER_BYTES, TensorWriter
+from swarmllm.models.store import MAX_CONTAINER_HEADER_BYTES
+from swarmllm.models.tensor_digest import CHUNK_BYTES, chunk_list_bytes, digest_of
+from swarmllm.models.tensor_writer import TensorWriter
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.trust import Deed, Note, unnoted
-from swarmllm.travel.plan import UNKNOWN, Plan, Task
+from swarmllm.travel.plan import Plan, Task
 from swarmllm.travel.settings import TravelSettings
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
@@ -44,6 +46,10 @@ class HolderBusy(RemoteError):
 
 class NotThere(RemoteError):
     """The holder does not have what it was asked for."""
+
+
+class Lie(RemoteError):
+    """The holder sent other bytes than the model's."""
 
 
 class Asking:
@@ -87,11 +93,11 @@ class Asking:
             waited_s += pause_s
             pause_s = min(2 * pause_s, settings.max_busy_pause_s)
 
-    async def whole(self, part: str, max_bytes: int) -> bytes:
+    async def whole(self, part: str, max_bytes: int, tensor: str = "") -> bytes:
         """Raises as `piece` does, RemoteError above `max_bytes`."""
         data = bytearray()
         while len(data) <= max_bytes:
-            piece = await self.piece(part, len(data), PIECE_MAX)
+            piece = await self.piece(part, len(data), PIECE_MAX, tensor)
             data += piece
             if len(piece) < PIECE_MAX:
                 return bytes(data)
@@ -193,51 +199,59 @@ class Fetch:
 
     async def _tensor(self, asking: Asking, node_id: str, task: Task) -> None:
         """Fetch one tensor, or as much as the holder gives. Raises only what must end the whole fetch."""
-        writer = await trio.to_thread.run_sync(self._store.open_tensor, self._entry, task.tensor)
         try:
-            if task.begins_anew(node_id):
-                await trio.to_thread.run_sync(writer.restart)
-                task.sources.clear()
-            elif writer.n_bytes and not task.sources:
-                task.sources.add(UNKNOWN)
-            self._report(task, writer.n_bytes)
-            await self._pieces(asking, node_id, task, writer)
-        finally:
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(_close, writer)
-
-    async def _pieces(self, asking: Asking, node_id: str, task: Task, writer: TensorWriter) -> None:
-        tensor = task.tensor
-        try:
-            while writer.n_bytes < tensor.size_bytes:
-                n_bytes = min(PIECE_MAX, tensor.size_bytes - writer.n_bytes)
-                data = await asking.piece("tensor", writer.n_bytes, n_bytes, tensor.name)
-                if len(data) != n_bytes:
-                    raise RemoteError(f"node {node_id} sent {len(data)} of {n_bytes} bytes")
-                task.sources.add(node_id)
-                await trio.to_thread.run_sync(writer.append, data)
-                self.n_bytes += len(data)
+            chunk_list = await self._chunk_list(asking, node_id, task.tensor)
+            writer = await trio.to_thread.run_sync(
+                self._store.open_tensor, self._entry, task.tensor, chunk_list
+            )
+            try:
                 self._report(task, writer.n_bytes)
+                await self._pieces(asking, node_id, task, writer)
+            finally:
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(_close, writer)
         except NotThere:
             self.plan.absent(task, node_id)
+        except Lie as error:
+            self._last_failure = error
+            log.warning("%s", error.message)
+            self.plan.lied(task, node_id)
         except (RemoteError, DeadlineExceeded) as error:
             self._last_failure = error
-            log.info("fetching %s from %s: %s", tensor.name, node_id, error.message)
+            log.info("fetching %s from %s: %s", task.tensor.name, node_id, error.message)
             if isinstance(error, NodeUnreachable | HolderBusy):
                 self.plan.gone(node_id)
             self.plan.failed(task, node_id, self._settings.max_failures)
         else:
-            right = await trio.to_thread.run_sync(writer.finish)
-            sources = task.sources - {UNKNOWN}
-            verdict = self.plan.arrived(task, right=right)
-            if verdict == "right":
-                for source in sources:
-                    self._note(source, Deed.GAVE_BYTES)
-            if verdict != "right":
-                self._report(task, 0)
-            if verdict == "lie":
-                self._last_failure = RemoteError(f"node {node_id} sent wrong bytes")
-                log.warning("node %s sent wrong bytes of %s", node_id, tensor.name)
+            self.plan.arrived(task)
+            for source in task.sources:
+                self._note(source, Deed.GAVE_BYTES)
+
+    async def _chunk_list(self, asking: Asking, node_id: str, tensor: TensorEntry) -> bytes:
+        catalogue, model_id = self._store.catalogue, self._entry.model_id
+        known = await trio.to_thread.run_sync(catalogue.chunk_list, model_id, tensor)
+        if known is not None:
+            return known
+        chunk_list = await asking.whole("chunks", chunk_list_bytes(tensor.size_bytes), tensor.name)
+        self.n_bytes += len(chunk_list)
+        if digest_of(chunk_list) != tensor.blake3:
+            raise Lie(f"node {node_id} sent a wrong chunk list of {tensor.name}")
+        await trio.to_thread.run_sync(catalogue.keep_chunk_lists, model_id, {tensor.name: chunk_list})
+        return chunk_list
+
+    async def _pieces(self, asking: Asking, node_id: str, task: Task, writer: TensorWriter) -> None:
+        tensor = task.tensor
+        while writer.n_bytes < tensor.size_bytes:
+            n_bytes = min(CHUNK_BYTES, tensor.size_bytes - writer.n_bytes)
+            data = await asking.piece("tensor", writer.n_bytes, n_bytes, tensor.name)
+            if len(data) != n_bytes:
+                raise RemoteError(f"node {node_id} sent {len(data)} of {n_bytes} bytes")
+            self.n_bytes += len(data)
+            if not await trio.to_thread.run_sync(writer.append_chunk, data):
+                raise Lie(f"node {node_id} sent wrong bytes of {tensor.name}")
+            task.sources.add(node_id)
+            self._report(task, writer.n_bytes)
+        await trio.to_thread.run_sync(writer.finish)
 
     def _report(self, task: Task, n_bytes: int) -> None:
         self._counted[task] = n_bytes

@@ -1,24 +1,17 @@
 """Which tensor is fetched from whom: the bookkeeping of one fetch, without I/O.
 
-A tensor is what can be checked, so it is also what is handed out: as a rule all its bytes come from one
-holder, and then a wrong hash says who lied. Several tensors are on their way at once, which keeps several
-holders busy. Splitting single tensors among holders would gain little and make a lie anybody's.
-
-A tensor whose holder fails goes to another, which continues where the first stopped. If that mixture is
-wrong, nobody is blamed: it begins anew, and from then on whoever takes it over begins at its start.
+A tensor is what is handed out: as a rule all its bytes come from one holder, and several tensors are on their
+way at once, which keeps several holders busy. Each MiB is checked before it is written (see
+`models.tensor_digest`), so a tensor whose holder fails or lies goes on at another one where the first
+stopped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from swarmllm.models.manifest import TensorEntry
-
-Verdict = Literal["right", "lie", "mixed"]
-UNKNOWN = ""
-"""The source of bytes that an earlier run fetched."""
 
 
 @dataclass(eq=False)
@@ -27,14 +20,9 @@ class Task:
 
     tensor: TensorEntry
     sources: set[str] = field(default_factory=set)
-    """Whose bytes are in it."""
+    """Who gave right bytes of it."""
     not_at: set[str] = field(default_factory=set)
-    """Holders that do not have it, or lied about it."""
-    single_source: bool = False
-
-    def begins_anew(self, node_id: str) -> bool:
-        """Whether `node_id` must not continue what others began."""
-        return self.single_source and bool(self.sources - {node_id})
+    """Holders that do not have it."""
 
 
 class Plan:
@@ -75,42 +63,35 @@ class Plan:
                 return self._pending.pop(index)
         return None
 
-    def arrived(self, task: Task, *, right: bool) -> Verdict:
-        """All bytes of a tensor are there. A liar is not asked any more."""
+    def arrived(self, task: Task) -> None:
+        """The whole tensor is there."""
         self._active.remove(task)
-        if right:
-            for node_id in task.sources:
-                self._failures.pop(node_id, None)
-            return "right"
-        sources, task.sources = task.sources, set()
-        task.single_source = True
-        self._pending.append(task)
-        if len(sources) == 1 and UNKNOWN not in sources:
-            self.liars |= sources
-            self._holders -= sources
-            return "lie"
-        return "mixed"
+        for node_id in task.sources:
+            self._failures.pop(node_id, None)
 
     def absent(self, task: Task, node_id: str) -> None:
         """The holder does not have it."""
         task.not_at.add(node_id)
-        self._give_back(task)
+        self.put_back(task)
 
     def failed(self, task: Task, node_id: str, max_failures: int) -> None:
         """The holder did not answer as it should; after `max_failures` in a row it is not asked any more."""
         self._failures[node_id] = self._failures.get(node_id, 0) + 1
         if self._failures[node_id] >= max_failures:
             self.gone(node_id)
-        self._give_back(task)
+        self.put_back(task)
+
+    def lied(self, task: Task, node_id: str) -> None:
+        """It sent wrong bytes; it is not asked any more."""
+        self.liars.add(node_id)
+        self.gone(node_id)
+        self.put_back(task)
 
     def gone(self, node_id: str) -> None:
         self._holders.discard(node_id)
 
     def put_back(self, task: Task) -> None:
-        """Nobody's fault: another lane may go on with it."""
-        self._give_back(task)
-
-    def _give_back(self, task: Task) -> None:
+        """Another lane goes on with it."""
         self._active.remove(task)
         self._pending.insert(0, task)
 

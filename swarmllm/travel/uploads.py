@@ -9,17 +9,16 @@ Only what the catalogue knows is given, and only bytes that are what they were w
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import msgspec
 import trio
 
-from swarmllm.errors import SwarmLLMError
+from swarmllm.errors import BadModel, SwarmLLMError
 from swarmllm.models import Catalogue, CatalogueEntry, TensorEntry
 from swarmllm.models.cuts import checked_unit
-from swarmllm.models.hashing import FileState
+from swarmllm.models.places import Places
 from swarmllm.travel.settings import TravelSettings
 from swarmllm_proto.limits import PIECE_MAX
 from swarmllm_proto.swarm import FetchPiece, Outline, Piece
@@ -40,6 +39,7 @@ class _Source:
     tensors: dict[str, TensorEntry]
     header_bytes: int
     outline: bytes
+    places: Places
     until_s: float
 
     @classmethod
@@ -53,7 +53,14 @@ class _Source:
             digests={tensor.name: tensor.blake3 for tensor in tensors},
             checked_unit=checked_unit(entry.manifest),
         )
-        return cls(entry, there, header_bytes, msgspec.msgpack.encode(outline), until_s)
+        return cls(
+            entry,
+            there,
+            header_bytes,
+            msgspec.msgpack.encode(outline),
+            Places(entry, only_unchanged=True),
+            until_s,
+        )
 
 
 class Uploads:
@@ -84,7 +91,9 @@ class Uploads:
                 return _BUSY
             async with self._turns:
                 source = await self._source(request.model_id)
-                data = await trio.to_thread.run_sync(_read, source, request) if source else None
+                data = None
+                if source is not None:
+                    data = await trio.to_thread.run_sync(_read, self._catalogue, source, request)
         finally:
             self._n_waiting -= 1
         if data is None:
@@ -122,28 +131,30 @@ class Uploads:
         return source
 
 
-def _read(source: _Source, request: FetchPiece) -> bytes | None:
+def _read(catalogue: Catalogue, source: _Source, request: FetchPiece) -> bytes | None:
     """None: that is not here."""
     if request.part == "outline":
         return source.outline[request.offset : request.offset + request.size_bytes]
-    if request.part == "header":
-        start, size_bytes = 0, source.header_bytes
-    elif request.tensor in source.tensors:
-        tensor = source.tensors[request.tensor]
-        start, size_bytes = tensor.offset, tensor.size_bytes
-    else:
+    if request.part == "chunks":
+        return _chunk_list(catalogue, source, request)
+    tensor = source.tensors.get(request.tensor) if request.part == "tensor" else None
+    if tensor is None and request.part == "tensor":
         return None
-    n_bytes = max(0, min(request.size_bytes, PIECE_MAX, size_bytes - request.offset))
+    size_bytes = tensor.size_bytes if tensor else source.header_bytes
+    n_bytes = min(request.size_bytes, PIECE_MAX, size_bytes - request.offset)
+    if n_bytes <= 0:
+        return b""
     try:
-        file = os.open(source.entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
+        if tensor is None:
+            data = source.places.read_container(request.offset, n_bytes)
+        else:
+            data = source.places.read(tensor, request.offset, n_bytes)
+    except (OSError, BadModel):
         return None
-    try:
-        if not source.entry.is_stored and FileState.of(os.fstat(file)) != source.entry.state:
-            return None
-        data = os.pread(file, n_bytes, start + request.offset) if n_bytes else b""
-    except OSError:
-        return None
-    finally:
-        os.close(file)
     return data if len(data) == n_bytes else None
+
+
+def _chunk_list(catalogue: Catalogue, source: _Source, request: FetchPiece) -> bytes | None:
+    tensor = source.tensors.get(request.tensor)
+    chunk_list = catalogue.chunk_list(source.entry.model_id, tensor) if tensor else None
+    return chunk_list and chunk_list[request.offset : request.offset + request.size_bytes]

@@ -9,6 +9,7 @@ from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
 from swarmllm.models.cuts import checked_unit
 from swarmllm_proto.ipc import FlashAttention, KvType
+from swarmllm_proto.segment_names import FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,9 @@ AS_CONFIGURED = LoadOptions()
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     cache_dir: Path
-    """Folder in which workers keep segment files."""
+    """Folder in which workers keep segment files of users' models."""
+    store_dir: Path | None = None
+    """Folder of the store: layers of models in it move to segment files beside them."""
     n_ctx: int = 4096
     """KV cells of one model, shared by its slots."""
     n_slots: int = 8
@@ -118,6 +121,13 @@ class WorkerSettings:
     """Between asking a worker to leave and killing it."""
     idle_timeout_s: float = 600.0
     """A worker without layers (it only tokenized or embedded) leaves after this time without a call."""
+
+    def owns(self, model: ModelFile) -> bool:
+        return self.store_dir is not None and self.store_dir in model.path.parents
+
+    def segments_of(self, model: ModelFile) -> Path:
+        """The folder for the segment files of a model."""
+        return model.path.parent / FOLDER if self.owns(model) else self.cache_dir
 
     def draft_of(self, model: ModelFile) -> str:
         """The path of the draft model for a model, "" where there is none."""

@@ -34,6 +34,7 @@ from swarmllm_proto.swarm import FetchPiece, NodeRecord, Piece
 
 SETTINGS = TravelSettings(piece_timeout_s=5.0, busy_pause_s=0.01, max_busy_pause_s=0.01, lanes_per_holder=2)
 TENSOR_BYTES = PIECE_MAX + 4096
+CHUNK_LIST_BYTES = 2 * 32
 WHOLE = LayerRange(0, 2)
 
 Twist = Callable[[FetchPiece, Piece], Awaitable[Piece]]
@@ -225,6 +226,50 @@ async def test_a_lie_about_the_model_itself_is_found_before_any_tensor(tmp_path:
         assert (await taker.get()).path.read_bytes() == MODEL
 
 
+async def test_a_wrong_chunk_is_never_written_and_its_sender_known(tmp_path: Path) -> None:
+    """The liar gives a right first MiB and a wrong rest: the other one goes on after the first."""
+    async with open_world(tmp_path) as world:
+        liar = await world.node("a", has_model=True)
+        taker = await world.node("taker")
+
+        async def lie_later(request: FetchPiece, piece: Piece) -> Piece:
+            if request.part == "tensor" and request.offset:
+                return msgspec.structs.replace(piece, data=memoryview(bytes(len(piece.data))))
+            return piece
+
+        liar.twist = lie_later
+        with pytest.raises(NodeUnreachable, match="wrong bytes of"):
+            await taker.get()
+        (entry,) = taker.store.catalogue.list()
+        there = entry.path.read_bytes()
+        tensors = [tensor for shard in entry.manifest.shards for tensor in shard.tensors]
+        for tensor in tensors:
+            second = tensor.offset + PIECE_MAX
+            assert there[second : tensor.offset + tensor.size_bytes] == bytes(4096), "a hole still"
+        before = taker.travel.statistics().fetched_bytes
+        assert before
+        await world.node("b", has_model=True)
+        assert (await taker.get()).path.read_bytes() == MODEL
+        first = sum(there[t.offset : t.offset + PIECE_MAX] != bytes(PIECE_MAX) for t in tensors)
+        assert first
+        anew = taker.travel.statistics().fetched_bytes - before
+        assert anew <= len(tensors) * (TENSOR_BYTES + CHUNK_LIST_BYTES) - first * PIECE_MAX
+
+
+async def test_a_lie_about_a_chunk_list_is_found_before_any_chunk(tmp_path: Path) -> None:
+    async with open_world(tmp_path) as world:
+        liar = await world.node("a", has_model=True)
+        taker = await world.node("taker")
+
+        async def lie(request: FetchPiece, piece: Piece) -> Piece:
+            return msgspec.structs.replace(piece, data=memoryview(b"")) if request.part == "chunks" else piece
+
+        liar.twist = lie
+        with pytest.raises(NodeUnreachable, match="wrong chunk list"):
+            await taker.get()
+        assert taker.travel.statistics().liars == ["a"]
+
+
 async def test_nobody_honest_is_left_and_what_arrived_is_kept(tmp_path: Path) -> None:
     async with open_world(tmp_path) as world:
         giver = await world.node("a", has_model=True)
@@ -240,7 +285,7 @@ async def test_nobody_honest_is_left_and_what_arrived_is_kept(tmp_path: Path) ->
         before = taker.travel.statistics().fetched_bytes
         giver.twist = None
         assert (await taker.get()).path.read_bytes() == MODEL
-        assert taker.travel.statistics().fetched_bytes - before == 3 * TENSOR_BYTES
+        assert taker.travel.statistics().fetched_bytes - before == 3 * (TENSOR_BYTES + CHUNK_LIST_BYTES)
 
 
 async def test_a_holder_that_disappears_is_replaced_by_another(tmp_path: Path) -> None:

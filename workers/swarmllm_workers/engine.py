@@ -36,6 +36,7 @@ from swarmllm_workers.routes import Route, find_path
 from swarmllm_workers.segment import EngineSettings, Segment, Span
 from swarmllm_workers.segment_cache import SegmentCache
 from swarmllm_workers.segment_file import n_layers_of, refuse_split
+from swarmllm_workers.segment_home import SegmentHome
 from swarmllm_workers.slots import Slots
 from swarmllm_workers.template import ChatTemplate
 from swarmllm_workers.vocabulary import Vocabulary
@@ -46,7 +47,10 @@ LoadProgress: TypeAlias = Callable[[int, int], None]
 class Engine:
     """Everything a worker can do with its model, without messages. Raises CallError and nothing else."""
 
-    def __init__(self, path: Path, cache_dir: Path, settings: EngineSettings) -> None:
+    def __init__(
+        self, path: Path, cache_dir: Path, settings: EngineSettings, *, owns_path: bool = False
+    ) -> None:
+        """`owns_path`: the file is nobody else's, its layers may move to segment files."""
         self.source = GgufFile(path)
         refuse_split(self.source)
         self.settings = settings
@@ -65,7 +69,11 @@ class Engine:
         self.template_source = self.source.text("tokenizer.chat_template")
         self._template: ChatTemplate | None = None
         self.cache_dir = cache_dir
-        self._cache = SegmentCache(cache_dir, self.source)
+        self._files: SegmentCache | SegmentHome = (
+            SegmentHome(cache_dir, self.source, self.n_layers)
+            if owns_path
+            else SegmentCache(cache_dir, self.source)
+        )
         self.slots = Slots(settings.n_slots)
         self.prefixes = PrefixCache(settings, self.slots)
         self.journals = Journals(settings.journal_max_bytes)
@@ -113,6 +121,7 @@ class Engine:
             raise
         self._segments += loaded
         self._held = merge([*self._held, *missing])
+        self._settle()
 
     def _refuse_what_does_not_fit(self, missing: list[Range]) -> None:
         needed = predict(self.source, self.n_layers, self.cuts.pieces(missing), self.settings)
@@ -151,6 +160,11 @@ class Engine:
             self._segments.append(segment)
             done_bytes += segment.weights_bytes
             tell(min(done_bytes, total_bytes), total_bytes)
+        self._settle()
+
+    def whole_file(self) -> Path:
+        """The GGUF with everything in it. Nothing may be loaded."""
+        return self._files.whole()
 
     def route(self, request_id: str, start: int, end: int) -> Route:
         """The request's segments for exactly [start, end), cut where necessary. Raises CallError not_loaded,
@@ -311,10 +325,10 @@ class Engine:
     def _open_segment(self, start: int, end: int, progress: LoadProgress | None) -> Segment:
         is_whole = (start, end) == (0, self.n_layers)
         if is_whole:
-            path = self.source.path
+            path = self._files.whole()
         else:
             assert self.architecture is not None  # cut_rule lets no other model be cut
-            path = self._cache.ensure(self.architecture, start, end, progress)
+            path = self._files.ensure(self.architecture, start, end, progress)
         size_bytes = path.stat().st_size
 
         def on_progress(fraction: float) -> None:
@@ -347,12 +361,20 @@ class Engine:
             for piece in self.cuts.pieces(pairwise(bounds)):
                 if find_path(self._segments, *piece) is None:
                     self._segments.append(self._open_segment(*piece, None))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Put the files in order, unless the original is mapped and must not change."""
+        if not any(segment.is_whole for segment in (*self._segments, *self._retired)):
+            self._files.settle({(segment.start, segment.end) for segment in self._segments})
 
     def _close(self, segments: list[Segment]) -> None:
         for segment in segments:
             segment.close()
         self._segments = [s for s in self._segments if not s.is_closed]
         self._retired = [s for s in self._retired if not s.is_closed]
+        if any(segment.is_whole for segment in segments) and self._segments:
+            self._settle()
 
     def close(self) -> None:
         self._close([*self._segments, *self._retired])

@@ -134,7 +134,12 @@ class Handlers:
     def _open(self, message: ipc.Open, _payload: memoryview) -> None:
         if self._engine is not None:
             raise CallError("bad_message", "a model is open already", "type")
-        engine = Engine(Path(message.path), Path(message.cache_dir), engine_settings(message))
+        engine = Engine(
+            Path(message.path),
+            Path(message.cache_dir),
+            engine_settings(message),
+            owns_path=message.owns_path,
+        )
         self._engine = engine
         self.ring.has_spare_core = engine.settings.n_threads < len(os.sched_getaffinity(0))
         self._speculation = Speculation(engine, speculation_settings(message))

@@ -58,7 +58,7 @@ class LoadHandlers:
     def _check_cuts(self, message: ipc.CheckCuts, _payload: memoryview) -> None:
         engine = self._opened()
         verdict = check_cuts(
-            engine.source.path, engine.cache_dir, engine.settings, self._progress_of(message.id)
+            engine.whole_file(), engine.cache_dir, engine.settings, self._progress_of(message.id)
         )
         self._send(
             ipc.CutsChecked(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,7 @@ from swarmllm_proto.architectures import Architecture
 from swarmllm_workers import segment_file
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
+from swarmllm_workers.ranges import Range
 
 LAYOUT_VERSION: Final = 2
 """To be raised when `segment_file` writes something else for the same range."""
@@ -53,6 +55,13 @@ class SegmentCache:
             segment_file.cut(self._source, architecture, start, end, path, progress)
             self.prune()
         return path
+
+    def whole(self) -> Path:
+        """The file itself."""
+        return self._source.path
+
+    def settle(self, running: Collection[Range]) -> None:
+        """These are copies of a user's file; nothing is to be put in order."""
 
     def prune(self) -> None:
         """Remove the files that were not used for longest until the folder keeps its quota."""

@@ -19,9 +19,11 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -216,9 +218,10 @@ def cut(
     end: int,
     target: Path,
     progress: Progress | None = None,
+    places: Mapping[str, tuple[Path, int]] = MappingProxyType({}),
 ) -> None:
     """Write layers [start, end) to `target`, atomically. The range that ends at the last layer holds the
-    head.
+    head. `places`: files and offsets of tensors whose bytes do not lie in the source.
 
     Raises CallError bad_model where the source cannot be cut so, out_of_memory where the disk is full.
     """
@@ -235,7 +238,9 @@ def cut(
     header, offsets, size = _encode_header(values, tensors, source.alignment)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with source.path.open("rb") as reader, temporary.open("wb") as writer:
+        with ExitStack() as stack, temporary.open("wb") as writer:
+            paths = {source.path, *(path for path, _ in places.values())}
+            readers = {path: stack.enter_context(path.open("rb")).fileno() for path in paths}
             os.ftruncate(writer.fileno(), size)
             total = sum(tensor.size_bytes for tensor in tensors if tensor.source is not None)
             done = 0
@@ -243,9 +248,8 @@ def cut(
                 pages.write(0, header)
                 for tensor, offset in zip(tensors, offsets, strict=True):
                     if tensor.source is not None:
-                        for n in _copy(
-                            reader.fileno(), tensor.source.offset, pages, offset, tensor.size_bytes
-                        ):
+                        path, read_at = places.get(tensor.source.name, (source.path, tensor.source.offset))
+                        for n in _copy(readers[path], read_at, pages, offset, tensor.size_bytes):
                             done += n
                             if progress is not None:
                                 progress(done, total)
