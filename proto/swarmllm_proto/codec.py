@@ -32,6 +32,9 @@ from swarmllm_proto.swarm import (
 
 T = TypeVar("T")
 
+NO_DIGEST: Final = bytes(DIGEST_SIZE)
+"""What a job has for one before it is encoded; one that was made with it need not be copied for that."""
+
 
 class _Versioned(msgspec.Struct, frozen=True):
     v: int = WIRE_VERSION
@@ -85,7 +88,9 @@ def encode_job(message: JobMessage, payload: Payload = b"") -> tuple[bytes, byte
     pieces = as_pieces(payload)
     body: bytes | memoryview = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     if isinstance(message, LayerForward):
-        unsigned = _msgpack.encode(msgspec.structs.replace(message, digest=bytes(DIGEST_SIZE)))[:-DIGEST_SIZE]
+        if message.digest != NO_DIGEST:
+            message = msgspec.structs.replace(message, digest=NO_DIGEST)
+        unsigned = _msgpack.encode(message)[:-DIGEST_SIZE]
         header = unsigned + _digest(unsigned, body)
     else:
         header = _msgpack.encode(message)

@@ -108,6 +108,10 @@ class FrameDecoder:
         frames: list[Frame] = []
         offset = 0
         try:
+            if not self.inside_frame:
+                offset = self._take_whole(view, frames)
+                if offset == len(view):
+                    return frames
             while True:
                 offset, part = self._take(view, offset)
                 if part is None:
@@ -119,6 +123,28 @@ class FrameDecoder:
             if not frames:
                 raise
             return frames
+
+    def _take_whole(self, view: memoryview, frames: list[Frame]) -> int:
+        """Move the frames that `view` begins with, and holds whole, to `frames`: where they end. What is left
+        to do then is what `feed` does without this, with more lines of code: after a decode step each of
+        them comes from memory, and a frame took 40 microseconds."""
+        n_bytes, offset = len(view), 0
+        while n_bytes - offset >= 2 * _LENGTH.size:
+            header_at = offset + _LENGTH.size
+            header_size = _LENGTH.unpack_from(view, offset)[0]
+            start = header_at + header_size + _LENGTH.size
+            if header_size > self._header_max or start > n_bytes:
+                break
+            size = _LENGTH.unpack_from(view, start - _LENGTH.size)[0]
+            if size > self._payload_max or start + size > n_bytes:
+                break
+            payload = _EMPTY
+            if size:
+                payload = np.empty(size, np.uint8).data
+                payload[:] = view[start : start + size]
+            frames.append(Frame(bytes(view[header_at : header_at + header_size]), payload))
+            offset = start + size
+        return offset
 
     def eof(self) -> None:
         """The stream ended. Raises FrameTruncated where a frame was incomplete, or the error still to be

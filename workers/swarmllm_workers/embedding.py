@@ -1,16 +1,22 @@
 """The embedding shard: rows of `token_embd` as f32, looked up straight in the mapped GGUF.
 
-It is part of no segment. Only the rows asked for are read and dequantised, in numpy with gguf-py's kernels,
-whose results equal libllama's `get_rows` bit for bit (there is a test for every type that we build).
+It is part of no segment. Only the rows asked for are read and dequantised, by the functions of ggml that its
+own `get_rows` calls, so the results are the same bit for bit (there is a test for every type that we build).
 """
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import numpy as np
-from gguf.quants import dequantize
+from gguf.constants import GGMLQuantizationType as Type
 
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
+from swarmllm_workers.tap import ggml
+
+_UNPACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 
 
 class Embedding:
@@ -23,14 +29,39 @@ class Embedding:
         self.n_embd, self.n_vocab = tensor.shape
         self._type = tensor.type
         self._rows = source.tensor_data(tensor).reshape(self.n_vocab, -1)
+        self._unpack = _unpacker(tensor.type)
+
+    def check(self, tokens: np.ndarray) -> None:
+        """Raises CallError bad_tensor for an id outside of the vocabulary."""
+        if len(tokens) == 1:
+            lowest = highest = int(tokens[0])
+        elif len(tokens):
+            lowest, highest = int(tokens.min()), int(tokens.max())
+        else:
+            return
+        if not (lowest >= 0 and highest < self.n_vocab):
+            raise CallError("bad_tensor", f"token ids lie in [0, {self.n_vocab})", "payload")
 
     def rows(self, tokens: np.ndarray) -> np.ndarray:
         """Raises CallError bad_tensor for an id outside of the vocabulary."""
-        if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < self.n_vocab):
-            raise CallError("bad_tensor", f"token ids lie in [0, {self.n_vocab})", "payload")
-        packed = np.ascontiguousarray(self._rows[tokens])
-        try:
-            rows = dequantize(packed, self._type)
-        except NotImplementedError:
-            raise CallError("bad_model", f"embeddings of type {self._type.name} cannot be read") from None
-        return np.ascontiguousarray(rows, np.float32)
+        self.check(tokens)
+        packed = self._rows[tokens]
+        if self._type == Type.F32:
+            return np.ascontiguousarray(packed.view(np.float32))
+        if self._unpack is None:
+            raise CallError("bad_model", f"embeddings of type {self._type.name} cannot be read")
+        rows = np.empty((len(tokens), self.n_embd), np.float32)
+        self._unpack(packed.ctypes.data, rows.ctypes.data, rows.size)
+        return rows
+
+
+def _unpacker(kind: Type) -> Any:
+    """ggml's function from packed values to f32, None where it has none under the usual name."""
+    names = {Type.F16: "ggml_fp16_to_fp32_row", Type.BF16: "ggml_bf16_to_fp32_row"}
+    kind_name = kind.name.lower()
+    if kind_name.endswith("_k"):
+        kind_name = kind_name[:-1] + "K"
+    try:
+        return _UNPACK((names.get(kind, f"dequantize_row_{kind_name}"), ggml))
+    except AttributeError:
+        return None

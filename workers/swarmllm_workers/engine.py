@@ -12,7 +12,6 @@ has its own KV, and a slot is the same sequence number in all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
@@ -301,11 +300,10 @@ class Engine:
         """Run spans through a route: `Segment.run` of its segments one after the other, after `check` of
         all."""
         self.check(route, spans)
-        spans = [replace(span, data=self._prepare(route.segments[0], span.data)) for span in spans]
-        results: list[np.ndarray] = []
-        for segment in route.segments:
-            results = segment.run(spans)
-            spans = [replace(span, data=result) for span, result in zip(spans, results, strict=True)]
+        first, *others = route.segments
+        results = first.run([_with(span, self._prepare(first, span.data)) for span in spans])
+        for segment in others:
+            results = segment.run([_with(*each) for each in zip(spans, results, strict=True)])
         return results
 
     def _prepare(self, first: Segment, data: np.ndarray) -> np.ndarray:
@@ -379,3 +377,7 @@ class Engine:
     def close(self) -> None:
         self._close([*self._segments, *self._retired])
         self._vocabulary_model.close()
+
+
+def _with(span: Span, data: np.ndarray) -> Span:
+    return Span(span.slot, span.position, data, span.want)

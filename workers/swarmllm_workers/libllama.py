@@ -232,7 +232,7 @@ class Context:
     def decode(
         self,
         data: np.ndarray,
-        positions: np.ndarray,
+        positions: np.ndarray | int,
         sequences: np.ndarray | int,
         outputs: np.ndarray | bool,
         *,
@@ -251,6 +251,7 @@ class Context:
         else:
             self._tokens[:n] = data
             batch = self._token_batch
+        # One value for all rows is put to each of them: `positions` is one only of a lone row.
         self._positions[:n] = positions
         self._sequences[:n] = sequences
         self._outputs[:n] = outputs

@@ -79,6 +79,8 @@ class SendingLink:
         self._cipher = _Cipher(secret)
         self._unsent: deque[memoryview] = deque()
         self._n_unsent = 0
+        self.is_waiting = False
+        """Somebody will call `flush` when the kernel takes more."""
 
     @property
     def has_unsent(self) -> bool:
@@ -86,17 +88,24 @@ class SendingLink:
 
     def send(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Send frames, or keep what the kernel does not take now for `flush`. Raises LinkClosed."""
-        plaintext = memoryview(b"".join(pieces))
-        sealed: list[bytes] = []
-        for start in range(0, len(plaintext), PLAINTEXT_MAX):
-            ciphertext = self._cipher.seal(plaintext[start : start + PLAINTEXT_MAX])
-            sealed += (_LENGTH.pack(len(ciphertext)), ciphertext)
-        data = b"".join(sealed)
+        plaintext = b"".join(pieces)
+        if len(plaintext) <= PLAINTEXT_MAX:
+            ciphertext = self._cipher.seal(plaintext)
+            data = _LENGTH.pack(len(ciphertext)) + ciphertext
+        else:
+            data = self._seal_in_parts(memoryview(plaintext))
         self._unsent.append(memoryview(data))
         self._n_unsent += len(data)
         if self._n_unsent > UNSENT_MAX:
             raise LinkClosed("the neighbour does not read")
         self.flush()
+
+    def _seal_in_parts(self, plaintext: memoryview) -> bytes:
+        sealed: list[bytes] = []
+        for start in range(0, len(plaintext), PLAINTEXT_MAX):
+            ciphertext = self._cipher.seal(plaintext[start : start + PLAINTEXT_MAX])
+            sealed += (_LENGTH.pack(len(ciphertext)), ciphertext)
+        return b"".join(sealed)
 
     def flush(self) -> None:
         """Raises LinkClosed."""
@@ -142,7 +151,10 @@ class ReceivingLink:
             for _ in range(_READS_MAX):
                 if self._ending or not self._fill():
                     break
+                is_full = self._n_received == _RECEIVE_BYTES
                 frames += self._open()
+                if not is_full:
+                    break  # the socket is empty, or `poll` says that it no longer is
         except LinkClosed as closed:
             self._ending = str(closed)
         if self._ending and not frames:
@@ -152,7 +164,9 @@ class ReceivingLink:
     def _fill(self) -> bool:
         """False when nothing is there now. Raises LinkClosed."""
         try:
-            n_bytes = self.connection.recv_into(self._view[self._n_received :])
+            n_bytes = self.connection.recv_into(
+                self._view[self._n_received :] if self._n_received else self._view
+            )
         except BlockingIOError:
             return False
         except OSError as error:

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from swarmllm_proto import ipc
-from swarmllm_proto.codec import decode_job, encode_job
+from swarmllm_proto.codec import NO_DIGEST, decode_job, encode_job
 from swarmllm_proto.errors import DamagedJob, ProtocolError
 from swarmllm_proto.frames import Frame, encode_frame
 from swarmllm_proto.ipc import StageTiming
@@ -193,6 +193,7 @@ class Ring:
             position=position,
             n_tokens=len(hidden),
             timings=timings,
+            digest=NO_DIGEST,
         )
         return self._pass_on(seat, ((message, b"".join(encode_tensor(hidden))),), may_relay)
 
@@ -228,6 +229,7 @@ class Ring:
             position=position,
             n_tokens=1,
             token=decoded.token,
+            digest=NO_DIGEST,
         )
         jobs: tuple[tuple[JobMessage, bytes], ...] = ((job, b""),) if decoded.finish_reason is None else ()
         if its.origin == its.after and not (may_relay and self.has_spare_core):
@@ -319,8 +321,10 @@ class Ring:
         self._send(ipc.Relay(request_id=request_id, receiver=receiver), _frame(*encode_job(message, payload)))
 
     def _watch_sending(self, link: SendingLink) -> None:
-        events = select.POLLIN | (select.POLLOUT if link.has_unsent else 0)
-        self._watch(link.connection.fileno(), events)
+        if link.has_unsent is not link.is_waiting:
+            link.is_waiting = link.has_unsent
+            events = select.POLLIN | (select.POLLOUT if link.is_waiting else 0)
+            self._watch(link.connection.fileno(), events)
 
     def _lose_sending(self, peer: str, reason: str, *, is_news: bool = True) -> None:
         link = self._sending.pop(peer, None)

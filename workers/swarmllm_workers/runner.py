@@ -61,11 +61,41 @@ class Runner:
     def step(self) -> None:
         """One round: every work that can has its turn, in as few batches as possible."""
         self.is_starved = bool(self._starved_since)
+        if (
+            len(self._works) == 1
+            and not self.is_starved
+            and self._step_alone(next(iter(self._works.values())))
+        ):
+            self.sweep()
+            return
         ready = self._ready()
         demands = [each.demand for each in ready.values()]
         for batch in self._planner.schedule(demands):
             self._run(batch, ready)
         self.sweep()
+
+    def _step_alone(self, work: Work) -> bool:
+        """The round of a decode step that nobody shares and for which there is room, without a plan: most
+        rounds, and in a pipeline the next node waits for it. False: a plan is needed."""
+        if work.is_finished:
+            return False
+        try:
+            route = work.route()
+            if not self._has_slot(work):
+                return False
+            work.begin()
+            n_free = self._engine.prefixes.n_free(route.segments)
+            work.look_ahead(n_free)
+            n_rows = work.n_waiting
+            if not work.is_decode or n_rows > n_free:
+                return False
+            span = work.next_span(n_rows)
+            self._engine.rewind(route, span)
+        except Exception as error:
+            self._fail(work, error)
+            return True
+        self._decode(route, [(work, span)])
+        return True
 
     def sweep(self) -> None:
         """Drop works that are over."""

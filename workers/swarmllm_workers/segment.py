@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -52,8 +52,7 @@ class EngineSettings:
     """Of a model whose architecture is not in the table: as many layers a self-check found exact; 0: none."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Rows of one slot at positions [position, position + n)."""
 
     slot: int
@@ -280,10 +279,7 @@ class Segment:
         normed = self.has_head and spans[0].want == "normed"
         outputs: bool | np.ndarray = normed or not self.has_head
         if self.has_head and not normed:
-            outputs = np.zeros(rows.n, np.int8)
-            for span, last in zip(spans, rows.lasts, strict=True):
-                first = last - len(span.data) + 1 if span.want == "rows" else last
-                outputs[first : last + 1] = span.want in ("logits", "rows")
+            outputs = _outputs(spans, rows)
         for span in spans:
             self.truncate(span.slot, span.position)
         fed = rows.data
@@ -327,12 +323,22 @@ class Segment:
 _NOTHING: Final = np.empty(0, np.float32)
 
 
-@dataclass(frozen=True)
-class _Rows:
+def _outputs(spans: Sequence[Span], rows: _Rows) -> np.ndarray | bool:
+    """Of which rows the head gives logits."""
+    if rows.n == 1:
+        return spans[0].want in ("logits", "rows")
+    outputs = np.zeros(rows.n, np.int8)
+    for span, last in zip(spans, rows.lasts, strict=True):
+        first = last - len(span.data) + 1 if span.want == "rows" else last
+        outputs[first : last + 1] = span.want in ("logits", "rows")
+    return outputs
+
+
+class _Rows(NamedTuple):
     """The rows of all spans, one after the other."""
 
     data: np.ndarray
-    positions: np.ndarray
+    positions: np.ndarray | int
     slots: np.ndarray | int
     lasts: list[int]
     """Index of each span's last row."""
@@ -340,17 +346,18 @@ class _Rows:
 
     @staticmethod
     def of(spans: Sequence[Span]) -> _Rows:
-        if (
-            len(spans) == 1
-        ):  # a lone decode step: each numpy call costs a microsecond, and more from cold caches
+        if len(spans) == 1:
             (span,) = spans
             n = len(span.data)
+            # A lone decode step: a call of numpy takes a microsecond, and ten when it comes from memory.
+            if n == 1:
+                return _Rows(span.data, span.position, span.slot, [0], 1)
             return _Rows(span.data, np.arange(span.position, span.position + n), span.slot, [n - 1], n)
         counts = [len(span.data) for span in spans]
-        positions = [np.arange(s.position, s.position + n) for s, n in zip(spans, counts, strict=True)]
+        ranges = [np.arange(s.position, s.position + n) for s, n in zip(spans, counts, strict=True)]
         return _Rows(
             np.concatenate([span.data for span in spans]),
-            np.concatenate(positions),
+            np.concatenate(ranges),
             np.repeat([span.slot for span in spans], counts),
             (np.cumsum(counts) - 1).tolist(),
             sum(counts),

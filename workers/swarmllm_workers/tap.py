@@ -26,14 +26,14 @@ from llama_cpp import llama_cpp as lib
 
 from swarmllm_workers.errors import CallError
 
-_ggml = ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-base.so"))
+ggml = ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-base.so"))
 
-_get_name = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(("ggml_get_name", _ggml))
-_op_name = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(("ggml_op_desc", _ggml))
-_n_bytes = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)(("ggml_nbytes", _ggml))
+_get_name = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(("ggml_get_name", ggml))
+_op_name = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(("ggml_op_desc", ggml))
+_n_bytes = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)(("ggml_nbytes", ggml))
 _TRANSFER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
-_read = _TRANSFER(("ggml_backend_tensor_get", _ggml))
-_write = _TRANSFER(("ggml_backend_tensor_set", _ggml))
+_read = _TRANSFER(("ggml_backend_tensor_get", ggml))
+_write = _TRANSFER(("ggml_backend_tensor_set", ggml))
 
 
 class _State(ctypes.Structure):
