@@ -17,6 +17,7 @@ import msgspec
 from blake3 import blake3
 
 from swarmllm_proto.errors import BadMessage, DamagedJob, FrameTooLarge, UnsupportedVersion
+from swarmllm_proto.file_digests import AnyRequest, AnyResponse
 from swarmllm_proto.frames import Buffer, Frame, Payload, Pieces, as_pieces, encode_frame
 from swarmllm_proto.ipc import AnyDaemonMessage, AnyWorkerMessage
 from swarmllm_proto.limits import RECORD_MAX, REQUEST_MAX, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
@@ -26,8 +27,6 @@ from swarmllm_proto.swarm import (
     JobMessage,
     LayerForward,
     NodeRecord,
-    SwarmRequest,
-    SwarmResponse,
 )
 
 T = TypeVar("T")
@@ -47,8 +46,8 @@ _worker_messages: Final = msgspec.json.Decoder(AnyWorkerMessage)
 _msgpack: Final = msgspec.msgpack.Encoder()
 _jobs: Final = msgspec.msgpack.Decoder(JobMessage)
 _records: Final = msgspec.msgpack.Decoder(NodeRecord)
-_requests: Final = msgspec.msgpack.Decoder(SwarmRequest)
-_responses: Final = msgspec.msgpack.Decoder(SwarmResponse)
+_requests: Final = msgspec.msgpack.Decoder(AnyRequest)
+_responses: Final = msgspec.msgpack.Decoder(AnyResponse)
 _versions: Final = msgspec.msgpack.Decoder(_Versioned)
 
 _UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
@@ -126,27 +125,27 @@ def decode_record(data: Buffer) -> NodeRecord:
     return _decode(_records, data)
 
 
-def encode_request(request: SwarmRequest) -> bytes:
+def encode_request(request: AnyRequest) -> bytes:
     """Raises FrameTooLarge."""
     return _encode_bounded("request", request, REQUEST_MAX)
 
 
-def decode_request(data: Buffer) -> SwarmRequest:
+def decode_request(data: Buffer) -> AnyRequest:
     """Raises UnsupportedVersion, BadMessage, FrameTooLarge."""
     _check_size("request", len(data), REQUEST_MAX)
-    request: SwarmRequest = _decode(_requests, data)
+    request: AnyRequest = _decode(_requests, data)
     return request
 
 
-def encode_response(response: SwarmResponse) -> bytes:
+def encode_response(response: AnyResponse) -> bytes:
     """Raises FrameTooLarge."""
     return _encode_bounded("response", response, REQUEST_MAX)
 
 
-def decode_response(data: Buffer) -> SwarmResponse:
+def decode_response(data: Buffer) -> AnyResponse:
     """Raises UnsupportedVersion, BadMessage, FrameTooLarge."""
     _check_size("response", len(data), REQUEST_MAX)
-    response: SwarmResponse = _decode(_responses, data)
+    response: AnyResponse = _decode(_responses, data)
     return response
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from swarmllm_proto import ipc, swarm
 from swarmllm_proto.blocks import block_hashes
 from swarmllm_proto.codec import encode_ipc, encode_job, encode_record, encode_request, encode_response
+from swarmllm_proto.file_digests import DigestRun, Digests, FetchDigests
 from swarmllm_proto.frames import encode_frame
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 from swarmllm_proto.neighbours import (
@@ -441,6 +442,13 @@ STAGE_STATE = swarm.StageState(request_id=REQUEST_ID, known=True, busy=True)
 FETCH_PIECE = swarm.FetchPiece(
     model_id=MODEL_ID, part="tensor", tensor="blk.4.attn_q.weight", offset=2**20, size_bytes=2**20
 )
+FETCH_DIGESTS = FetchDigests(
+    header=MODEL_ID,
+    size_bytes=8_728_960,
+    sha256="5e" * 32,
+    known=(DigestRun(3, bytes(range(64))), DigestRun(65_535, bytes(32))),
+)
+DIGESTS = Digests(status="part", known=(DigestRun(0, bytes(range(32))),))
 PIECE = swarm.Piece(status="ok", data=memoryview(bytes(range(256))))
 
 NEIGHBOUR_MESSAGES = [
@@ -488,8 +496,10 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     yield "record/node-record.bin", encode_record(RECORD)
     yield "request/pipeline-assignment.bin", encode_request(REQUEST)
     yield "request/fetch-piece.bin", encode_request(FETCH_PIECE)
+    yield "request/fetch-digests.bin", encode_request(FETCH_DIGESTS)
     yield "request/probe-stage.bin", encode_request(PROBE_STAGE)
     yield "response/pipeline-ack.bin", encode_response(RESPONSE)
+    yield "response/digests.bin", encode_response(DIGESTS)
     yield "response/piece.bin", encode_response(PIECE)
     yield "response/stage-state.bin", encode_response(STAGE_STATE)
     for name, neighbour in NEIGHBOUR_MESSAGES:

@@ -50,6 +50,7 @@ from swarmllm.swarm.router import Router
 from swarmllm.swarm.trust import Note, unnoted
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import decode_request, encode_response
+from swarmllm_proto.file_digests import Digests, FetchDigests
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import (
     FetchPiece,
@@ -77,13 +78,16 @@ class Pipelines:
         settings: PipelineSettings,
         *,
         give_piece: Callable[[FetchPiece], Awaitable[Piece]] | None = None,
+        tell_digests: Callable[[str, FetchDigests], Awaitable[Digests]] | None = None,
         observations: Observations | None = None,
         note: Note = unnoted,
         links: Links | None = None,
     ) -> None:
-        """`give_piece` answers requests for bytes of models; without it none are given. Without `links` every
-        job goes by way of the daemons."""
+        """`give_piece` answers requests for bytes of models, `tell_digests` those about a file of which
+        nodes have parts (with the asking node); without them nothing is given. Without `links` every job goes
+        by way of the daemons."""
         self._give_piece = give_piece
+        self._tell_digests = tell_digests
         observations = observations or Observations()
         self._router = router
         self._registry = registry
@@ -234,6 +238,11 @@ class Pipelines:
         if isinstance(request, FetchPiece):
             absent = Piece(status="absent")
             return encode_response(await self._give_piece(request) if self._give_piece else absent)
+        if isinstance(request, FetchDigests):
+            unknown = Digests(status="unknown")
+            return encode_response(
+                await self._tell_digests(sender, request) if self._tell_digests else unknown
+            )
         if isinstance(request, ProbeStage):
             return encode_response(self._sessions.state(sender, request.request_id))
         return encode_response(await self._sessions.acknowledge(sender, request))

@@ -15,6 +15,7 @@ from swarmllm_proto.errors import BadMessage, DamagedJob, FrameTooLarge, Protoco
 from swarmllm_proto.frames import Frame
 
 MODEL_ID = "ab" * 32
+FETCH_DIGESTS: dict[str, Any] = {"type": "FetchDigests", "header": MODEL_ID, "size_bytes": 9}
 ASSIGNMENT: dict[str, Any] = {
     "type": "PipelineAssignment",
     "request_id": "r",
@@ -164,6 +165,12 @@ Decode = Callable[[bytes], object]
             pack({**ASSIGNMENT, "stages": [{"node_id": "n", "start": s, "end": s + 2} for s in (0, 3)]}),
             "stages[1].start",
         ),
+        (codec.decode_request, pack({**FETCH_DIGESTS, "header": "AB" * 32}), "header"),
+        (codec.decode_request, pack({**FETCH_DIGESTS, "sha256": ""}), "sha256"),
+        (codec.decode_request, pack({**FETCH_DIGESTS, "known": [[0, bytes(33)]]}), "known[0].digests"),
+        (codec.decode_request, pack({**FETCH_DIGESTS, "known": [[65_535, bytes(64)]]}), "known[0].digests"),
+        (codec.decode_request, pack({**FETCH_DIGESTS, "known": [[65_536, bytes(32)]]}), "known[0][0]"),
+        (codec.decode_response, pack({"type": "Digests", "status": "some"}), "status"),
         (codec.decode_response, pack({"type": "PipelineAck", "request_id": "r", "accepted": 1}), "accepted"),
         (codec.decode_job, pack({**TOKEN, "token": 2**31}), "token"),
         (codec.decode_job, pack({**TOKEN, "timings": [[0, 0.5]]}), "timings[0]"),

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from swarmllm_proto import codec, ipc, swarm
+from swarmllm_proto import codec, file_digests, ipc, swarm
 from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.neighbours import decode_neighbour
 from swarmllm_proto.tensors import decode_tensor
@@ -110,6 +110,8 @@ def test_golden_neighbour_bodies_decode_to_their_messages(name: str, message: ob
 def test_golden_pieces_decode_to_their_messages() -> None:
     assert codec.decode_request(read("request/fetch-piece.bin")) == script.FETCH_PIECE
     assert codec.decode_response(read("response/piece.bin")) == script.PIECE
+    assert codec.decode_request(read("request/fetch-digests.bin")) == script.FETCH_DIGESTS
+    assert codec.decode_response(read("response/digests.bin")) == script.DIGESTS
 
 
 def test_every_message_of_the_protocol_has_a_golden_file() -> None:
@@ -117,11 +119,12 @@ def test_every_message_of_the_protocol_has_a_golden_file() -> None:
         *(type(message) for _, message, _ in (*script.IPC_MESSAGES, *script.JOB_MESSAGES)),
         *(type(script.RECORD), type(script.REQUEST), type(script.RESPONSE)),
         *(type(script.FETCH_PIECE), type(script.PIECE)),
+        *(type(script.FETCH_DIGESTS), type(script.DIGESTS)),
         *(type(script.PROBE_STAGE), type(script.STAGE_STATE)),
     }
     unions = (
         *(ipc.AnyDaemonMessage, ipc.AnyWorkerMessage),
-        *(swarm.JobMessage, swarm.SwarmRequest, swarm.SwarmResponse),
+        *(swarm.JobMessage, file_digests.AnyRequest, file_digests.AnyResponse),
     )
     assert shown == {
         *(message for union in unions for message in get_args(union)),
@@ -133,6 +136,7 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
     messages = [message for _, message, _ in (*script.IPC_MESSAGES, *script.JOB_MESSAGES)]
     messages += [script.RECORD, script.REQUEST, script.RESPONSE, script.RECORD.capability, script.SAMPLING]
     messages += [script.FETCH_PIECE, script.PIECE, *script.RECORD.files]
+    messages += [script.FETCH_DIGESTS, script.DIGESTS, *script.FETCH_DIGESTS.known]
     unseen = {(type(m).__name__, name) for m in messages for name in type(m).__struct_fields__}
     for message in messages:
         defaults = dict(

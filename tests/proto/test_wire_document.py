@@ -19,7 +19,7 @@ from msgspec import inspect
 
 from swarmllm.swarm.envelope import Envelope, Heartbeat
 from swarmllm.swarm.record_book import Digest
-from swarmllm_proto import codec, ipc, limits, neighbours, swarm
+from swarmllm_proto import codec, file_digests, ipc, limits, neighbours, swarm
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.frames import FrameDecoder
 from swarmllm_proto.tensors import decode_tensor
@@ -35,6 +35,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *(swarm.ObservedLatency, swarm.ObservedLink, swarm.NetworkCoordinate),
     *(swarm.PipelineAssignment, swarm.Stage, swarm.PipelineAck, swarm.StageTiming, swarm.StageBlocks),
     *(swarm.FileAnnounce, swarm.FetchPiece, swarm.Piece, swarm.Outline),
+    *(file_digests.FetchDigests, file_digests.Digests, file_digests.DigestRun),
     *(swarm.ProbeStage, swarm.StageState),
     *get_args(swarm.JobMessage),
     *(Envelope, Heartbeat, Digest),
@@ -181,4 +182,4 @@ def test_frame_example_decodes_as_it_says() -> None:
 
 def test_other_sections_name_no_field_table_by_mistake() -> None:
     rows: list[Any] = [row for _, body in sections() for row in written_rows(body)]
-    assert len(rows) == len(re.findall(r"^\| `[a-z_]+` \|.*\|.*\|.*\|$", WIRE, flags=re.M))
+    assert len(rows) == len(re.findall(r"^\| `[a-z_0-9]+` \|.*\|.*\|.*\|$", WIRE, flags=re.M))
