@@ -28,11 +28,13 @@ import trio
 from swarmllm import __version__
 from swarmllm.api import open_api
 from swarmllm.config import Config
+from swarmllm.downloads import Gathering
 from swarmllm.errors import ConfigError, InvalidRequest, SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.keys import KeyFile
 from swarmllm.models import Catalogue, Store
 from swarmllm.node import Node
+from swarmllm.node.node import DOWNLOADS
 from swarmllm.pipeline.links import Links
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
@@ -145,6 +147,8 @@ async def _open_rooms(
             note=trust.note,
             seeker=router.outreach,
         )
+        gathering = Gathering(data_dir / DOWNLOADS, router, travel, may_believe=trust.may_work)
+        await nursery.start(gathering.run)
         links = Links(router.node_id, router, pool.ring) if config.network.direct_links else None
         pipelines = Pipelines(
             router,
@@ -154,6 +158,7 @@ async def _open_rooms(
             router.node_id,
             pipeline_settings(config),
             give_piece=travel.answer,
+            tell_digests=gathering.answer,
             links=links,
             observations=observations,
             note=trust.note,
@@ -168,6 +173,7 @@ async def _open_rooms(
             catalogue=catalogue,
             pipelines=pipelines,
             travel=travel,
+            gathering=gathering,
             observations=observations,
             trust=trust,
         )

@@ -53,6 +53,7 @@ LAYERS = (
 PURE = (
     "swarmllm.scheduling",
     "swarmllm.travel.plan",
+    "swarmllm.downloads.digest_book",
     "swarmllm.downloads.source",
     "swarmllm.downloads.spans",
     "swarmllm.pipeline.assembly",

@@ -35,7 +35,7 @@ class DigestRun(msgspec.Struct, frozen=True, array_like=True):
     first: Annotated[int, Meta(ge=0, le=FILE_TENSORS_MAX - 1)]
     """Place of the first one among the tensors in the order of their offsets."""
     digests: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=FILE_TENSORS_MAX * DIGEST_SIZE)]
-    """BLAKE3 of each tensor's data, 32 bytes each."""
+    """Each tensor's digest as in an Outline, 32 bytes each."""
 
     def __post_init__(self) -> None:
         if len(self.digests) % DIGEST_SIZE:

@@ -13,6 +13,7 @@ import trio
 from swarmllm import __version__
 from swarmllm.api.swarm_report import milliseconds, stage_json
 from swarmllm.api.work import Work
+from swarmllm.downloads import WaitingView
 from swarmllm.models import LayerRange
 from swarmllm.node import ModelView, Node, PeerView, RequestView
 from swarmllm.swarm.router import Reachability
@@ -100,7 +101,7 @@ def model_json(view: ModelView) -> Json:
         "size_bytes": manifest.size_bytes if manifest else None,
         "cut_alignment": manifest.cut_alignment if manifest else None,
         "whole_reason": manifest.whole_reason if manifest else None,
-        "stored": entry.is_stored if entry else False,
+        "stored": entry.is_stored if entry else view.waiting is not None,
         "pinned": entry.pinned if entry else False,
         "files": _files(view.files) if view.files else None,
         "sources": view.sources,
@@ -110,6 +111,18 @@ def model_json(view: ModelView) -> Json:
         "holders": holders,
         "complete": view.complete,
         "missing": range_texts(view.missing),
+        "waiting": _waiting(view.waiting) if view.waiting else None,
+    }
+
+
+def _waiting(waiting: WaitingView) -> Json:
+    return {
+        "source": waiting.source,
+        "size_bytes": waiting.size_bytes,
+        "architecture": waiting.architecture,
+        "layers": range_texts(waiting.layers),
+        "waits_for": waiting.waits_for,
+        "contradictions": [{"tensor": tensor, "nodes": nodes} for tensor, nodes in waiting.contradictions],
     }
 
 

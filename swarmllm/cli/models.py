@@ -233,7 +233,10 @@ def _path(name: str, action: str = "") -> str:
 
 
 def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    files = model["files"]
+    files, waiting = model["files"], model["waiting"]
+    if waiting:
+        yield from _waiting_facts(model, waiting)
+        return
     yield "id", model["model_id"]
     yield "layers", str(model["n_layers"])
     if files:
@@ -261,6 +264,18 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _option(value: object) -> object:
     return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+def _waiting_facts(model: dict[str, Any], waiting: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "id", "not known yet"
+    yield "layers", str(model["n_layers"])
+    yield "architecture", waiting["architecture"]
+    yield "size of the file", size(waiting["size_bytes"])
+    yield "came from", waiting["source"]
+    yield "here", f"layers {', '.join(waiting['layers'])}"
+    yield "waiting for", waiting["waits_for"]
+    for each in waiting["contradictions"]:
+        yield "contradiction", f"{each['tensor']}: {', '.join(each['nodes'])}; they are not believed"
 
 
 def _memory(model: dict[str, Any]) -> str:
@@ -297,6 +312,10 @@ def _follow(events: Iterable[dict[str, Any]], label: str, *, show: bool) -> dict
 
 
 def _row(model: dict[str, Any]) -> tuple[object, ...]:
+    if waiting := model["waiting"]:
+        fetched = f"fetched: {', '.join(waiting['layers'])}"
+        facts = (waiting["architecture"], model["n_layers"], size(waiting["size_bytes"]), fetched)
+        return (model["name"], "-", *facts, f"waiting for {waiting['waits_for']}")
     return (
         model["name"],
         model["model_id"][:ID_SHOWN],

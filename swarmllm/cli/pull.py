@@ -43,8 +43,11 @@ def pull(
     Pieces are fetched side by side. What was interrupted goes on where it was when it is asked for again, and
     nothing counts before it is checked. The node does the work: Ctrl-C only ends the looking on.
 
-    With --layers, only what these layers need is fetched, if this node or a connected one knows the model (by
-    the name of the file, or --name). The first node of all reads the whole file to know it, and keeps a part.
+    With --layers, the file's header and what these layers need are fetched, and nothing else. Of a model that
+    no node knows yet, each node can fetch its own layers: a model's id covers all of it, so they wait until
+    the connected nodes have told each other the hashes of every part; then they can be loaded. Where the
+    server does not say the file's SHA-256, give every node the same --sha256: it tells files apart that have
+    the same header.
 
     HF_TOKEN and HF_ENDPOINT are passed on from this command's environment, else the node's own count; proxies
     are those of the node's environment (HTTPS_PROXY).
@@ -64,8 +67,16 @@ def pull(
     if download["state"] != "done":
         again = "what has arrived is kept: the same command goes on there"
         raise CommandFailed(safe(download["error"]) or f"It was cancelled; {again}.")
-    if not as_json:
-        model, wanted = safe(download["model"]), f" --layers {layers}" if layers else ""
+    if as_json:
+        return
+    model, wanted = safe(download["model"]), f" --layers {layers}" if layers else ""
+    if download["waits_for"]:
+        click.echo(
+            f"{model}: layers {layers} are here, and wait for {safe(download['waits_for'])}."
+            " Connected nodes tell what they have fetched themselves."
+            f" See: swarmllm models show {model}"
+        )
+    else:
         click.echo(f"{model}: fetched. Load it: swarmllm models load {model}{wanted}")
 
 

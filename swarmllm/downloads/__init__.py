@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from swarmllm.downloads.book import Download, Downloads, DownloadView
+from swarmllm.downloads.gathering import Gathering, WaitingView
 from swarmllm.downloads.settings import DownloadSettings
 
-__all__ = ["Download", "DownloadSettings", "DownloadView", "Downloads"]
+__all__ = ["Download", "DownloadSettings", "DownloadView", "Downloads", "Gathering", "WaitingView"]

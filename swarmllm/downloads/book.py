@@ -21,7 +21,8 @@ import msgspec
 import trio
 
 from swarmllm.downloads.errors import Broken, DownloadError, FileChanged, Offline
-from swarmllm.downloads.learn import Learning
+from swarmllm.downloads.fetch_layers import FetchLayers
+from swarmllm.downloads.gathering import Gathering
 from swarmllm.downloads.parts import Parts, check_same_file
 from swarmllm.downloads.patience import Patience
 from swarmllm.downloads.remote import Facts, Remote, open_http
@@ -35,6 +36,7 @@ from swarmllm.downloads.source import (
     model_name,
     parse_source,
 )
+from swarmllm.downloads.waiting import Notes, WaitingModel, read_waiting
 from swarmllm.downloads.whole import WholeFile
 from swarmllm.errors import Conflict, ModelNotFound, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange
@@ -78,7 +80,9 @@ class DownloadView:
     total_bytes: int
     bytes_per_s: float
     model: str
-    """The name of the model that it became."""
+    """The name of the model that it became, or will become."""
+    waits_for: str
+    """What the swarm does not know yet: until then it is no model."""
     error: str
 
 
@@ -92,7 +96,7 @@ class Download:
         self.name = name
         self.sha256 = sha256
         self.state: DownloadState = "waiting"
-        self.model = ""
+        self.model = self.waits_for = ""
         self.error = ""
         self.scope = trio.CancelScope()
         self.ended = trio.Event()
@@ -121,6 +125,7 @@ class Download:
             total_bytes=self.total_bytes,
             bytes_per_s=rate,
             model=self.model,
+            waits_for=self.waits_for,
             error=self.error,
         )
 
@@ -132,6 +137,7 @@ class Downloads:
         travel: Travel,
         settings: DownloadSettings,
         *,
+        gathering: Gathering,
         find: Callable[[str], Awaitable[CatalogueEntry]],
         examine: Callable[[CatalogueEntry], Awaitable[CatalogueEntry]] | None = None,
     ) -> None:
@@ -142,6 +148,7 @@ class Downloads:
         self._settings = settings
         self._find = find
         self._examine = examine
+        self.gathering = gathering
         self._downloads: dict[str, Download] = {}
         self._turns = trio.CapacityLimiter(settings.max_downloads)
         self._nursery: trio.Nursery | None = None
@@ -214,9 +221,10 @@ class Downloads:
                 async with self._turns, open_http(settings) as http:
                     download.state = "fetching"
                     entry = await self._fetch(download, settings, http)
-                    download.model = entry.name
                     download.state = "done"
-                    log.info("%s became model %s", download.source.text, entry.name)
+                    if entry is not None:
+                        download.model = entry.name
+                        log.info("%s became model %s", download.source.text, entry.name)
         except SwarmLLMError as error:
             download.state, download.error = "failed", error.message
             log.warning("fetching %s failed: %s", download.source.text, error.message)
@@ -229,7 +237,7 @@ class Downloads:
 
     async def _fetch(
         self, download: Download, settings: DownloadSettings, http: httpx.AsyncClient
-    ) -> CatalogueEntry:
+    ) -> CatalogueEntry | None:
         source = download.source
         url = source.url or await self._address(source, settings, http)
         remote = Remote(http, url, settings.token if source.is_endpoint else "", settings)
@@ -255,19 +263,40 @@ class Downloads:
         await whole.run(facts, download.sha256, lambda: setattr(download, "state", "checking"))
         entry = await self._travel.take_in(whole.part, name)
         await trio.to_thread.run_sync(whole.forget)
-        await trio.to_thread.run_sync(folder.rmdir)
+        await self.gathering.look(folder)
+        if await trio.to_thread.run_sync(folder.exists):
+            await trio.to_thread.run_sync(folder.rmdir)
         return entry if self._examine is None else await self._examine(entry)
 
     async def _parts(
         self, download: Download, remote: Remote, facts: Facts, name: str, settings: DownloadSettings
-    ) -> CatalogueEntry:
+    ) -> CatalogueEntry | None:
+        """The model, or None as long as nobody can know which one it is."""
         if not facts.has_ranges:
             raise DownloadError(f"{remote.url}: this server gives no parts of files; fetch all of it")
         layers = LayerRange.parse(download.layers or "")
-        try:
-            entry = await self._find(name)
-        except ModelNotFound:
-            return await self._learn(download, remote, facts, name, layers, settings)
+        if download.sha256 and facts.sha256 and download.sha256 != facts.sha256:
+            raise DownloadError(f"{remote.url}: the server says that its SHA-256 is {facts.sha256}")
+        folder = self._folder_of(remote)
+        self.gathering.check_name(name, folder)
+        if self.gathering.in_folder(folder) is None:
+            try:
+                entry = await self._find(name)
+            except ModelNotFound:
+                pass
+            else:
+                return await self._known_parts(download, remote, facts, entry, layers, settings)
+        return await self._unknown_parts(download, remote, facts, name, layers, settings)
+
+    async def _known_parts(
+        self,
+        download: Download,
+        remote: Remote,
+        facts: Facts,
+        entry: CatalogueEntry,
+        layers: LayerRange,
+        settings: DownloadSettings,
+    ) -> CatalogueEntry:
         await self._patiently(partial(check_same_file, remote, facts, entry), settings)
 
         async def fetch(
@@ -279,7 +308,7 @@ class Downloads:
 
         return await self._travel.ensure(entry, layers, download.progress, fetch=fetch)
 
-    async def _learn(
+    async def _unknown_parts(
         self,
         download: Download,
         remote: Remote,
@@ -287,24 +316,39 @@ class Downloads:
         name: str,
         layers: LayerRange,
         settings: DownloadSettings,
-    ) -> CatalogueEntry:
+    ) -> CatalogueEntry | None:
         folder = self._folder_of(remote)
-        learning = Learning(remote, facts, folder, layers, settings, download.progress)
-        learned = await learning.run(self._travel.make_room, name)
+        model = self.gathering.in_folder(folder) or await trio.to_thread.run_sync(read_waiting, folder)
+        if model is None or not model.is_of(remote.url, facts):
+            if model is not None and model.held:
+                raise DownloadError(
+                    f"{remote.url} has changed since other layers of it were fetched; to begin anew:"
+                    f" swarmllm models rm {model.name}"
+                )
+            notes = Notes(
+                url=remote.url,
+                source=download.source.text,
+                name=name,
+                size_bytes=facts.size_bytes,
+                validator=facts.validator,
+                sha256=download.sha256 or facts.sha256,
+            )
+            model = WaitingModel(folder, notes)
+            await trio.to_thread.run_sync(model.begin)
+        model.is_fetching = True
+        try:
+            await FetchLayers(remote, facts, model, settings, download.progress).run(
+                layers, self._travel.make_room
+            )
+        finally:
+            model.is_fetching = False
         download.state = "checking"
-        entry = await trio.to_thread.run_sync(
-            self._travel.store.adopt, learned.model_id, name, learned.outline, learned.header
-        )
-
-        async def pour(
-            wanted: CatalogueEntry, tensors: tuple[TensorEntry, ...], _: Callable[[int, int], None]
-        ) -> None:
-            await trio.to_thread.run_sync(self._travel.store.copy_tensors, wanted, tensors, learned.part)
-
-        entry = await self._travel.ensure(entry, layers, download.progress, fetch=pour)
-        await trio.to_thread.run_sync(learning.forget)
-        await trio.to_thread.run_sync(folder.rmdir)
-        return entry
+        entry = await self.gathering.add(model)
+        if entry is None:
+            download.model, download.waits_for = model.name, model.waits_for()
+            log.info("%s: layers %s wait for %s", model.name, layers, download.waits_for)
+            return None
+        return await self._travel.ensure(entry, layers, download.progress)
 
     def _folder_of(self, remote: Remote) -> Path:
         return self._folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]

@@ -2,7 +2,7 @@
 
 The model's manifest comes from the swarm, with a hash per tensor; the bytes come from the web server. So
 each tensor is checked on its own, and what is not needed is never asked for. Without a manifest it cannot
-be: who has read only a part of a file cannot know which model it is a part of (see `learn`).
+be: who has read only a part of a file cannot know which model it is a part of (see `fetch_layers`).
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ class DownloadSettings:
     """Pieces of one file that are fetched at the same time."""
     piece_bytes: int = 16 * 2**20
     """What one request asks for, and how often progress is written down."""
+    header_step_bytes: int = 2**20
+    """A header is read so far at a time, because nobody knows its length before."""
     max_downloads: int = 2
     """At the same time; more wait."""
     endpoint: str = HUGGING_FACE

@@ -174,6 +174,14 @@ class Catalogue:
             rows = database.execute(f"SELECT {_COLUMNS} FROM models ORDER BY name").fetchall()
             return tuple(_entry(row, *_stored(database, row[0])) for row in rows)
 
+    def of_size(self, size_bytes: int) -> tuple[CatalogueEntry, ...]:
+        """The models whose file has this size. Does not look at the files."""
+        with self.database() as database:
+            rows = database.execute(
+                f"SELECT {_COLUMNS} FROM models WHERE size_bytes = ?", (size_bytes,)
+            ).fetchall()
+            return tuple(_entry(row, *_stored(database, row[0])) for row in rows)
+
     def get(self, name_or_id: str) -> CatalogueEntry:
         """By name, or by the first digits of the ModelId. Raises ModelNotFound, InvalidRequest (ambiguous
         digits)."""

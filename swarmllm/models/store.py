@@ -25,7 +25,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,9 +35,9 @@ from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.models.cuts import with_hearsay
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES, read_header
 from swarmllm.models.hashing import READ_BYTES, FileState, Progress, hash_model, manifest_of
-from swarmllm.models.manifest import TensorEntry
+from swarmllm.models.manifest import Manifest, TensorEntry
 from swarmllm.models.places import Places
-from swarmllm.models.tensor_digest import TensorHasher
+from swarmllm.models.tensor_digest import TensorHasher, digest_of
 from swarmllm.models.tensor_writer import TensorWriter, disk_faults, pieces
 from swarmllm_proto.segment_names import FOLDER
 from swarmllm_proto.swarm import Outline
@@ -106,24 +106,66 @@ class Store:
         if known is not None and not known.absent(tensors):
             path.unlink()
             return known
+        return self._settle(manifest, name, state, hashed.chunk_lists, path.rename)
+
+    def manifest_of_parts(self, part: Path, name: str, digests: Mapping[str, str]) -> Manifest:
+        """Of a file of which only the header and some tensors are there, given all tensors' digests. Raises
+        BadModel."""
+        with disk_faults(part), part.open("rb") as file:
+            return manifest_of(file, read_header(file), digests, name)
+
+    def take_in_parts(
+        self, part: Path, name: str, manifest: Manifest, names: Collection[str]
+    ) -> CatalogueEntry:
+        """The tensors `names` of a file in the layout of `manifest` (on the same disk) become a container, or
+        a part of the one that is there. Only those count whose bytes are the model's. The file stays and
+        shares the container's bytes until it is removed, so that a kill at any moment loses nothing. Raises
+        BadModel, StoreFull."""
+        tensors = [tensor for shard in manifest.shards for tensor in shard.tensors if tensor.name in names]
+        with disk_faults(part), part.open("rb") as file:
+            hashed = {tensor.name: _chunk_list(file.fileno(), tensor) for tensor in tensors}
+            state = FileState(os.fstat(file.fileno()).st_size, _whole_seconds_ns())
+        right = [tensor for tensor in tensors if digest_of(hashed[tensor.name]) == tensor.blake3]
+        try:
+            known = self.catalogue.resolve(manifest.model_id)
+        except (ModelNotFound, BadModel):
+            with disk_faults(part):
+                os.utime(part, ns=(state.mtime_ns, state.mtime_ns))
+            chunk_lists = {tensor.name: hashed[tensor.name] for tensor in right}
+            return self._settle(manifest, name, state, chunk_lists, lambda target: _share(part, target))
+        if not known.is_stored:
+            return known
+        self.copy_tensors(known, known.absent(right), part)
+        return self.seal(known)
+
+    def _settle(
+        self,
+        manifest: Manifest,
+        name: str,
+        state: FileState,
+        chunk_lists: Mapping[str, bytes],
+        bring: Callable[[Path], object],
+    ) -> CatalogueEntry:
+        """A new container, whose file `bring(path)` puts in its place, with the tensors of `chunk_lists`."""
         final = self._folder / manifest.model_id
         incoming = self._folder / f"{INCOMING}{uuid.uuid4().hex}"
-        with disk_faults(path):
+        with disk_faults(final):
             incoming.mkdir(mode=0o700)
             if final.exists():
                 shutil.rmtree(final)
-            path.rename(incoming / FILE_NAME)
+            bring(incoming / FILE_NAME)
             incoming.rename(final)
             _sync(self._folder)
         entry = self.catalogue.adopt(
             CatalogueEntry(manifest.model_id, name, final / FILE_NAME, manifest, state)
         )
+        sizes = {tensor.name: tensor.size_bytes for shard in manifest.shards for tensor in shard.tensors}
         with self.catalogue.database() as database:
             database.executemany(
                 "INSERT INTO tensors VALUES (?, ?, ?, 1)",
-                [(entry.model_id, tensor.name, tensor.size_bytes) for tensor in tensors],
+                [(entry.model_id, tensor, sizes[tensor]) for tensor in chunk_lists],
             )
-        self.catalogue.keep_chunk_lists(entry.model_id, hashed.chunk_lists)
+        self.catalogue.keep_chunk_lists(entry.model_id, chunk_lists)
         return self.catalogue.get(entry.model_id)
 
     def open_tensor(
@@ -286,11 +328,30 @@ class Store:
             manifest = with_hearsay(manifest_of(file, parsed, outline.digests, name), outline.checked_unit)
             if manifest.model_id != model_id:
                 raise BadModel("the header or the tensors' digests are those of another model")
-            state = FileState(outline.size_bytes, time.time_ns() // MTIME_STEP_NS * MTIME_STEP_NS)
+            state = FileState(outline.size_bytes, _whole_seconds_ns())
             os.utime(file.fileno(), ns=(state.mtime_ns, state.mtime_ns))
             os.fsync(file.fileno())
         _sync(path.parent)
         return CatalogueEntry(model_id, name, path, manifest, state)
+
+
+def _chunk_list(file: int, tensor: TensorEntry) -> bytes:
+    hasher = TensorHasher()
+    for data in pieces(file, tensor.offset, tensor.size_bytes):
+        hasher.update(data)
+    return hasher.chunk_list()
+
+
+def _share(part: Path, target: Path) -> None:
+    try:
+        os.link(part, target)
+    except OSError:
+        # A file system without hard links.
+        part.rename(target)
+
+
+def _whole_seconds_ns() -> int:
+    return time.time_ns() // MTIME_STEP_NS * MTIME_STEP_NS
 
 
 def _allocated_bytes(path: Path) -> int:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import trio
 
+from swarmllm.downloads import Gathering
 from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.node.cut_checks import CutChecks
-from swarmllm.node.model_view import view_model
+from swarmllm.node.model_view import view_model, view_waiting
 from swarmllm.node.request_words import check_layers
 from swarmllm.node.views import ModelView
 from swarmllm.swarm.registry import Registry, SwarmModel
@@ -31,6 +32,7 @@ class ModelKeeper:
         pool: WorkerPool,
         travel: Travel,
         registry: Registry,
+        gathering: Gathering,
         *,
         node_id: str,
         nickname_of: Callable[[str], str],
@@ -40,6 +42,7 @@ class ModelKeeper:
         self._pool = pool
         self._travel = travel
         self._registry = registry
+        self._gathering = gathering
         self._node_id = node_id
         self._nickname_of = nickname_of
         self._publish = publish
@@ -50,6 +53,7 @@ class ModelKeeper:
         swarm = self._registry.models()
         views = [self._view(entry, swarm.get(model_id)) for model_id, entry in entries.items()]
         views += [self._view(None, model) for model_id, model in swarm.items() if model_id not in entries]
+        views += [view_waiting(waiting) for waiting in self._gathering.views()]
         return tuple(sorted(views, key=lambda view: (view.name, view.model_id)))
 
     async def get(self, name_or_id: str) -> ModelView:
@@ -58,6 +62,8 @@ class ModelKeeper:
         try:
             entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         except ModelNotFound:
+            if waiting := self._gathering.view(name_or_id):
+                return view_waiting(waiting)
             for model in swarm.values():
                 if name_or_id in (model.name, model.model_id):
                     return self._view(None, model)
@@ -114,8 +120,10 @@ class ModelKeeper:
         return self._view(entry, self._registry.models().get(entry.model_id))
 
     async def remove(self, name_or_id: str) -> ModelView:
-        """Forget a model, delete what was fetched of it. Raises ModelNotFound, Conflict (it is
-        loaded)."""
+        """Forget a model, delete what was fetched of it. Raises ModelNotFound, Conflict (it is loaded, or
+        being fetched)."""
+        if self._gathering.view(name_or_id):
+            return view_waiting(await self._gathering.remove(name_or_id))
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         if entry.model_id in self._pool.models():
             raise Conflict(
@@ -143,10 +151,18 @@ class ModelKeeper:
 
     async def find(self, name_or_id: str, *, far: bool = False) -> CatalogueEntry:
         """The model that is meant; one that only other nodes have becomes known. Raises ModelNotFound,
-        BadModel, InvalidRequest (ambiguous), and what `Travel.find` raises."""
+        BadModel, InvalidRequest (ambiguous), Conflict (only some layers are here, and nobody can know yet
+        which model they are of), and what `Travel.find` raises."""
         try:
             return await trio.to_thread.run_sync(self._catalogue.resolve, name_or_id)
         except ModelNotFound as unknown:
+            if waiting := self._gathering.view(name_or_id):
+                raise Conflict(
+                    f"{waiting.name} is no model yet: it waits for {waiting.waits_for}."
+                    " Connected nodes tell what they have fetched themselves: swarmllm models pull"
+                    f" {waiting.source} --layers START:END",
+                    field="model",
+                ) from None
             try:
                 return await self._travel.find(name_or_id, far=far)
             except ModelNotFound:

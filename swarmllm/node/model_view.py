@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from swarmllm.downloads import WaitingView
 from swarmllm.models import CatalogueEntry, LayerRange, merge
 from swarmllm.node.views import HolderView, ModelView
 from swarmllm.scheduling.route import choose_route, missing_layers
@@ -48,4 +49,22 @@ def view_model(
         ),
         missing=tuple(missing_layers(n_layers, ranges)),
         complete=choose_route(n_layers, alignment, held, node_id) is not None,
+    )
+
+
+def view_waiting(waiting: WaitingView) -> ModelView:
+    return ModelView(
+        model_id="",
+        name=waiting.name,
+        n_layers=waiting.n_layers,
+        entry=None,
+        files=None,
+        sources=(),
+        loaded=(),
+        memory=ModelMemory(),
+        settings=None,
+        holders=(),
+        missing=(LayerRange(0, waiting.n_layers),),
+        complete=False,
+        waiting=waiting,
     )

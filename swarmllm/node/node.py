@@ -20,7 +20,7 @@ import msgspec
 import trio
 
 from swarmllm.config import Config
-from swarmllm.downloads import Downloads
+from swarmllm.downloads import Downloads, Gathering
 from swarmllm.downloads.settings import from_environment
 from swarmllm.errors import ModelNotFound, NodeUnreachable, SwarmLLMError
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, needed_tensors
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("swarmllm.node")
 
+DOWNLOADS = "downloads"
+"""In the data folder: what is on its way from the web."""
 MAX_TOKENS = 2**20
 JOINING_S = 30.0
 """How long after the start a model that others have is waited for."""
@@ -75,6 +77,7 @@ class Node:
         catalogue: Catalogue,
         pipelines: Pipelines,
         travel: Travel,
+        gathering: Gathering,
         observations: Observations | None = None,
         trust: Trust | None = None,
     ) -> None:
@@ -97,6 +100,7 @@ class Node:
             pool,
             travel,
             registry,
+            gathering,
             node_id=router.node_id,
             nickname_of=self.nickname_of,
             publish=self.publish,
@@ -131,9 +135,10 @@ class Node:
         self.texts = Texts(pool, self._as_origin)
         self.embeddings = Embeddings(pool, pipelines, self.admission, self._as_origin, self.requests)
         self.downloads = Downloads(
-            config.data_dir / "downloads",
+            config.data_dir / DOWNLOADS,
             travel,
             from_environment(os.environ, config.downloads),
+            gathering=gathering,
             find=self.models.find,
             examine=self.models.try_cuts,
         )

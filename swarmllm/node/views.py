@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from swarmllm.downloads import WaitingView
 from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.swarm.router import PeerInfo
 from swarmllm.swarm.trust import Explanation
@@ -47,6 +48,9 @@ class ModelView:
     """Layers that no connected node holds."""
     complete: bool
     """A request would find a pipeline now."""
+    waiting: WaitingView | None = None
+    """Only some layers of a file are here, and it is not known yet which model they are of; then there is no
+    `model_id`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -96,6 +96,11 @@ class Travel:
         self._settings = settings
         self._uploads.configure(settings)
         self._on_change()
+
+    @property
+    def gives(self) -> bool:
+        """Whether others get anything of this node's models."""
+        return self._settings.share
 
     def statistics(self) -> TravelStatistics:
         self._statistics.given_bytes = self._uploads.n_bytes
@@ -199,6 +204,18 @@ class Travel:
         already. Raises BadModel, InvalidRequest, Conflict."""
         entry = await trio.to_thread.run_sync(self._store.take_in, path, name)
         self._changed(entry)
+        return entry
+
+    async def take_in_parts(
+        self, part: Path, name: str, digests: Mapping[str, str], names: Collection[str]
+    ) -> CatalogueEntry:
+        """Some tensors (`names`) of a file on the store's own disk, of which all digests are known now,
+        become a model of the store. The file stays. Raises BadModel, StoreFull."""
+        store = self._store
+        manifest = await trio.to_thread.run_sync(store.manifest_of_parts, part, name, digests)
+        async with self._locks[manifest.model_id]:
+            entry = await trio.to_thread.run_sync(store.take_in_parts, part, name, manifest, names)
+            self._changed(entry)
         return entry
 
     async def make_room(self, n_bytes: int) -> None:

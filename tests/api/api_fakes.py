@@ -18,6 +18,7 @@ import trio
 from swarmllm.api.app import create_app
 from swarmllm.api.server import open_api
 from swarmllm.config import ApiTable, Config, InferenceTable
+from swarmllm.downloads import Gathering
 from swarmllm.errors import SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store, merge, subtract
@@ -258,6 +259,7 @@ async def open_node(
             catalogue=catalogue,
             pipelines=pipelines,  # type: ignore[arg-type]
             travel=travel,
+            gathering=Gathering(folder / "downloads", router, travel, may_believe=lambda node_id: True),
         )
         pool.failure = pool_failure
         await nursery.start(node.run)

@@ -25,6 +25,7 @@ def download(state: str, **fields: Any) -> dict[str, Any]:
         "total_bytes": 250,
         "bytes_per_s": 100,
         "model": "",
+        "waits_for": "",
         "error": "",
     } | fields
 
@@ -56,6 +57,14 @@ def test_it_looks_on_until_the_model_is_there(node: FakeNode) -> None:
             "hf_endpoint": None,
         }
     ]
+
+
+def test_layers_that_wait_say_for_what(node: FakeNode) -> None:
+    node.on("POST", PATH, download("done", model="x", waits_for="the hashes of layers 4:12, head"))
+    result = pull(node, "--layers", "0:4")
+    assert result.exit_code == 0, result.output
+    assert "x: layers 0:4 are here, and wait for the hashes of layers 4:12, head." in result.stdout
+    assert "swarmllm models show x" in result.stdout
 
 
 def test_hugging_faces_variables_are_passed_on(node: FakeNode) -> None:

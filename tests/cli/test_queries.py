@@ -49,6 +49,7 @@ MODEL: dict[str, Any] = {
     "holders": [{"node_id": "12D3KooWSelf", "nickname": "kitchen", "layers": ["0:4"], "is_self": True}],
     "complete": False,
     "missing": ["4:12"],
+    "waiting": None,
 }
 
 FOREIGN = MODEL | {
@@ -59,6 +60,27 @@ FOREIGN = MODEL | {
     "holders": [{}, {}],
     "complete": True,
     "missing": [],
+}
+
+WAITING = MODEL | {
+    "name": "stranger",
+    "model_id": "",
+    "path": None,
+    "architecture": None,
+    "size_bytes": None,
+    "files": None,
+    "sources": [],
+    "loaded": [],
+    "holders": [],
+    "missing": ["0:12"],
+    "waiting": {
+        "source": "hf:org/repo:x\x1b[2J.gguf",
+        "size_bytes": 9_300_000,
+        "architecture": "llama",
+        "layers": ["0:4"],
+        "waits_for": "the hashes of layers 4:12, head",
+        "contradictions": [{"tensor": "blk.5.ffn_up.weight", "nodes": ["12D3KooWPeer", "12D3KooWOther"]}],
+    },
 }
 
 PEER: dict[str, Any] = {
@@ -206,12 +228,29 @@ def test_no_peers_says_how_to_get_one(run: Run, node: FakeNode) -> None:
 
 
 def test_models_list_shows_what_is_missing_and_what_is_complete(run: Run, node: FakeNode) -> None:
-    node.on("GET", "/api/admin/models", {"models": [MODEL, FOREIGN]})
-    _, own, foreign = run("models", "list").output.splitlines()
+    node.on("GET", "/api/admin/models", {"models": [MODEL, FOREIGN, WAITING]})
+    _, own, foreign, waiting = run("models", "list").output.splitlines()
     for expected in ("guide", "abababababab", "llama", "12", "9.3 MB", "0:4", "layers 4:12 missing"):
         assert expected in own
     assert "far\\x1b[2J" in foreign
     assert "complete on 2 nodes" in foreign
+    for expected in ("stranger", "fetched: 0:4", "waiting for the hashes of layers 4:12, head"):
+        assert expected in waiting
+
+
+def test_a_model_that_waits_for_its_id_says_for_what_and_whom_it_does_not_believe(
+    run: Run, node: FakeNode
+) -> None:
+    node.on("GET", "/api/admin/models/stranger/status", WAITING)
+    shown = run("models", "show", "stranger").output
+    for expected in (
+        "not known yet", "hf:org/repo:x\\x1b[2J.gguf", "layers 0:4", "the hashes of layers 4:12, head",
+        "blk.5.ffn_up.weight: 12D3KooWPeer, 12D3KooWOther; they are not believed",
+    ):  # fmt: skip
+        assert expected in shown
+    assert json.loads(run("models", "show", "stranger", "--json").output) == WAITING
+    node.on("DELETE", "/api/admin/models/stranger", WAITING)
+    assert "what was fetched of it is deleted" in run("models", "rm", "stranger").output
 
 
 def test_no_models_says_how_to_add_one(run: Run, node: FakeNode) -> None:

@@ -36,7 +36,18 @@ function pullPanel(downloads, again) {
     downloads.map((each) => download(each, again)));
 }
 
+function waitingRow(model) {
+  const { waiting } = model;
+  return h("div", { class: "model", "data-key": `waiting ${model.name}` },
+    h("div", { class: "grow" },
+      h("div", { class: "row" }, h("strong", { class: "cut" }, model.name), h("span", { class: "tag" }, `fetched: layers ${waiting.layers.map(layerText).join(", ")}`)),
+      h("div", { class: "muted small" }, [waiting.architecture, plural(model.n_layers, "layer"), bytes(waiting.size_bytes)].filter(Boolean).join(" · ")),
+      h("div", { class: "small muted" }, `waiting for ${waiting.waits_for}`),
+      waiting.contradictions.map((each) => h("div", { class: "small bad" }, `${each.nodes.join(" and ")} contradict each other`))));
+}
+
 function row(model, work, again) {
+  if (model.waiting) return waitingRow(model);
   const key = model.model_id;
   const running = work.find((each) => each.model === model.name);
   const facts = [model.architecture, plural(model.n_layers, "layer"), model.size_bytes && bytes(model.size_bytes), model.path ? (model.stored ? "fetched" : "file of this machine") : "only other nodes have it"];
@@ -72,7 +83,7 @@ function download(each, again) {
   return h("div", { class: "body", "data-key": each.id, style: { "border-top": "1px solid var(--line)" } },
     h("div", { class: "row between" },
       h("span", { class: "cut grow" }, each.source, each.layers && ` · layers ${layerText(each.layers)}`),
-      h("span", { class: each.state === "failed" ? "bad small" : "muted small" }, ENDED[each.state] || each.state),
+      h("span", { class: each.state === "failed" ? "bad small" : "muted small" }, each.waits_for ? `fetched, waiting for ${each.waits_for}` : ENDED[each.state] || each.state),
       isRunning && h("button", { type: "button", class: "quiet", "aria-label": `Cancel ${each.source}`, onclick: () => act(() => call("DELETE", `api/admin/downloads/${each.id}`), (text) => { pullMessage = text; again(); }) }, "Cancel")),
     isRunning && progress(each.source, each.done_bytes, each.total_bytes, left),
     each.error && h("p", { class: "bad small" }, each.error));

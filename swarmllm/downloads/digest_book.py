@@ -1,0 +1,107 @@
+"""Who says what about the tensors of a file, and what that comes to. Pure.
+
+Tensors are numbered in the order of their offsets. What this node hashed itself is the truth about its file.
+A node that contradicts it speaks of another file, or lies; of two others that contradict each other, it is
+not known which one does. None of them is believed about any tensor, and nothing is put together while
+there is a contradiction: a model made of two files would be a model that nobody made.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from swarmllm_proto.file_digests import DigestRun
+from swarmllm_proto.swarm import DIGEST_SIZE
+
+MAX_HEARD = 64
+"""Nodes that are listened to about one file."""
+HERE = ""
+"""In place of a node id: this node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    tensor: int
+    """The first one of which they say different things."""
+    nodes: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class DigestBook:
+    n_tensors: int
+    own: dict[int, bytes] = field(default_factory=dict)
+    heard: dict[str, dict[int, bytes]] = field(default_factory=dict)
+
+    def hear(self, node_id: str, runs: Iterable[DigestRun]) -> bool:
+        """What a node says now, in place of what it said before; returns whether that is news. Nonsense
+        (tensors that the file does not have) counts as nothing."""
+        said = digests_of(runs)
+        if any(tensor >= self.n_tensors for tensor in said):
+            said = {}
+        before = self.heard.get(node_id, {})
+        if said == before or (not before and len(self.heard) >= MAX_HEARD):
+            return False
+        if said:
+            self.heard[node_id] = said
+        else:
+            del self.heard[node_id]
+        return True
+
+    def contradictions(self) -> tuple[Contradiction, ...]:
+        """One for each group of nodes that are not believed."""
+        against_own = self._against_own()
+        found = [Contradiction(tensor, (HERE, node_id)) for node_id, tensor in against_own.items()]
+        first: dict[tuple[str, ...], int] = {}
+        for tensor, said in sorted(self._said(without=against_own).items()):
+            if len(said) > 1:
+                nodes = tuple(sorted(node for nodes in said.values() for node in nodes))
+                first.setdefault(nodes, tensor)
+        return (*found, *(Contradiction(tensor, nodes) for nodes, tensor in first.items()))
+
+    def known(self) -> dict[int, bytes]:
+        """The digests that nobody here doubts."""
+        doubted = {node_id for each in self.contradictions() for node_id in each.nodes}
+        known: dict[int, bytes] = {}
+        for node_id, said in self.heard.items():
+            if node_id not in doubted:
+                known |= said
+        return known | self.own
+
+    def missing(self) -> tuple[int, ...]:
+        known = self.known()
+        return tuple(tensor for tensor in range(self.n_tensors) if tensor not in known)
+
+    def _against_own(self) -> dict[str, int]:
+        """Node -> the first tensor of which it says something else than this node has."""
+        differing = {
+            node_id: [tensor for tensor, digest in said.items() if self.own.get(tensor, digest) != digest]
+            for node_id, said in self.heard.items()
+        }
+        return {node_id: min(tensors) for node_id, tensors in differing.items() if tensors}
+
+    def _said(self, without: Collection[str]) -> dict[int, dict[bytes, list[str]]]:
+        """Tensor -> digest -> which other nodes say so."""
+        said: dict[int, dict[bytes, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for node_id, digests in self.heard.items():
+            if node_id not in without:
+                for tensor, digest in digests.items():
+                    said[tensor][digest].append(node_id)
+        return said
+
+
+def runs_of(digests: Mapping[int, bytes]) -> tuple[DigestRun, ...]:
+    """The same, in the fewest runs."""
+    runs = groupby(enumerate(sorted(digests)), key=lambda each: each[1] - each[0])
+    grouped = [[tensor for _, tensor in run] for _, run in runs]
+    return tuple(DigestRun(run[0], b"".join(digests[tensor] for tensor in run)) for run in grouped)
+
+
+def digests_of(runs: Iterable[DigestRun]) -> dict[int, bytes]:
+    return {
+        run.first + at // DIGEST_SIZE: run.digests[at : at + DIGEST_SIZE]
+        for run in runs
+        for at in range(0, len(run.digests), DIGEST_SIZE)
+    }

@@ -1,0 +1,173 @@
+"""Some layers of a file that neither this node nor a connected one knows: its header, these layers' bytes,
+and nothing else.
+
+Which model that is cannot be known from a part of it (see `waiting` and `gathering`). So nothing here can be
+checked against a hash, only against what the server said of the file: its size, its validator, and that each
+answer is of that version. What is fetched is hashed, and counts when all digests of the file are known.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import trio
+
+from swarmllm.downloads.errors import Broken, FileChanged
+from swarmllm.downloads.patience import Patience
+from swarmllm.downloads.remote import Facts, Remote
+from swarmllm.downloads.settings import DownloadSettings
+from swarmllm.downloads.waiting import WaitingModel
+from swarmllm.downloads.whole import write_at
+from swarmllm.errors import BadModel, SwarmLLMError
+from swarmllm.models import LayerRange, TensorEntry
+from swarmllm.models.gguf_header import MAX_HEADER_BYTES
+from swarmllm.models.tensor_digest import TensorHasher
+from swarmllm.models.tensor_writer import pieces
+
+Progress = Callable[[int, int], None]
+
+
+class FetchLayers:
+    """Run it once."""
+
+    def __init__(
+        self,
+        remote: Remote,
+        facts: Facts,
+        model: WaitingModel,
+        settings: DownloadSettings,
+        progress: Progress,
+    ) -> None:
+        self._remote = remote
+        self._facts = facts
+        self._model = model
+        self._settings = settings
+        self._progress = progress
+        self._patience = Patience(settings)
+        self._n_bytes = self._total_bytes = 0
+
+    async def run(self, layers: LayerRange, make_room: Callable[[int], Awaitable[None]]) -> None:
+        """`make_room(n_bytes)` is awaited before the layers are fetched. Raises DownloadError, BadModel,
+        StoreFull; what has arrived is kept, unless the file changed and nothing else depends on it."""
+        model = self._model
+        is_new = not model.held
+        try:
+            if model.layout is None:
+                await self._header()
+            missing = await trio.to_thread.run_sync(model.missing_of, layers)
+            if str(layers) not in model.notes.layers:
+                model.notes.layers.append(str(layers))
+            await model.save()
+            self._total_bytes = sum(tensor.size_bytes for tensor in missing)
+            await make_room(self._total_bytes - sum(model.notes.begun.get(t.name, 0) for t in missing))
+            await self._tensors(list(missing))
+        except (FileChanged, BadModel):
+            if is_new:
+                await trio.to_thread.run_sync(model.forget)
+            raise
+
+    async def _header(self) -> None:
+        """As much of the beginning as it takes until the header is whole."""
+        have, step = 0, self._settings.header_step_bytes
+        while self._model.layout is None:
+            want = min(have + max(step, have // 4), self._facts.size_bytes)
+            await self._read(have, want, lambda data: None)
+            have = want
+            try:
+                await trio.to_thread.run_sync(self._model.learn_layout)
+            except BadModel:
+                # Perhaps only because the rest is still a hole.
+                if have == self._facts.size_bytes or have > MAX_HEADER_BYTES:
+                    raise
+            else:
+                if self._model.tensors[0].offset > have:
+                    self._model.layout = None
+
+    async def _tensors(self, pending: list[TensorEntry]) -> None:
+        failure: SwarmLLMError | None = None
+        async with trio.open_nursery() as nursery:
+
+            async def lane() -> None:
+                nonlocal failure
+                try:
+                    while pending:
+                        await self._tensor(pending.pop(0))
+                except SwarmLLMError as error:
+                    failure = failure or error
+                    nursery.cancel_scope.cancel()
+
+            for _ in range(self._settings.n_lanes):
+                nursery.start_soon(lane)
+        if failure is not None:
+            raise failure
+
+    async def _tensor(self, tensor: TensorEntry) -> None:
+        model = self._model
+        hasher = TensorHasher()
+        begun = min(model.notes.begun.get(tensor.name, 0), tensor.size_bytes)
+        await trio.to_thread.run_sync(_hash_begun, model.part, tensor, begun, hasher)
+        at, saved = begun, begun
+        self._count(begun)
+
+        def look(data: bytes) -> None:
+            nonlocal at
+            hasher.update(data)
+            at += len(data)
+            self._count(len(data))
+
+        try:
+            while at < tensor.size_bytes:
+                until = min(tensor.size_bytes, at + self._settings.piece_bytes)
+                await self._read(tensor.offset + at, tensor.offset + until, look)
+                if at < tensor.size_bytes:
+                    model.notes.begun[tensor.name] = saved = at
+                    await model.save()
+        except BaseException:
+            if at > saved:
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(_sync, model.part)
+                    model.notes.begun[tensor.name] = at
+                    await model.save()
+            raise
+        model.has(tensor.name, hasher.hexdigest())
+        await model.save()
+
+    async def _read(self, start: int, end: int, look: Callable[[bytes], None]) -> None:
+        """All of [start, end), however often the connection breaks; then it is on the disk."""
+        file = await trio.to_thread.run_sync(os.open, self._model.part, os.O_WRONLY | os.O_CLOEXEC)
+        at = start
+        try:
+            while at < end:
+                try:
+                    async with aclosing(self._remote.read(at, end, self._facts)) as portions:
+                        async for data in portions:
+                            await trio.to_thread.run_sync(write_at, file, data, at)
+                            look(data)
+                            at += len(data)
+                            self._patience.progress()
+                except Broken as error:
+                    await self._patience.wait(error)
+            await trio.to_thread.run_sync(os.fdatasync, file)
+        finally:
+            os.close(file)
+
+    def _count(self, n_bytes: int) -> None:
+        self._n_bytes += n_bytes
+        self._progress(self._n_bytes, self._total_bytes)
+
+
+def _hash_begun(part: Path, tensor: TensorEntry, n_bytes: int, hasher: TensorHasher) -> None:
+    with part.open("rb") as file:
+        for data in pieces(file.fileno(), tensor.offset, n_bytes):
+            hasher.update(data)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(file)
+    finally:
+        os.close(file)

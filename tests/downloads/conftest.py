@@ -1,0 +1,17 @@
+"""A web server for every test here that asks for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from download_stand import DATA, GUIDE, GUIDE_DATA, MODEL
+from shelf import Shelf, open_shelf
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    with open_shelf() as server:
+        server.files[MODEL] = DATA
+        server.files[GUIDE] = GUIDE_DATA
+        yield server

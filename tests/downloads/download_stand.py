@@ -1,0 +1,112 @@
+"""Nodes' downloads on a simulated swarm, with what they fetch into: real catalogues, stores and files."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from swarmllm.downloads import Download, Downloads, DownloadSettings, Gathering
+from swarmllm.guide import DRAFT_PATH, GUIDE_PATH
+from swarmllm.models import Catalogue, Manifest, Store, build_manifest
+from swarmllm.swarm.memory import InMemoryNetwork
+from swarmllm.swarm.registry import Registry
+from swarmllm.travel import Travel, TravelSettings
+from swarmllm_proto.codec import decode_request, encode_response
+from swarmllm_proto.file_digests import FetchDigests
+
+PIECE_BYTES = 64 * 1024
+MODEL = "/models/tiny-q8_0.gguf"
+DATA = DRAFT_PATH.read_bytes()
+GUIDE = "/models/guide-q8_0.gguf"
+GUIDE_DATA = GUIDE_PATH.read_bytes()
+SETTINGS = DownloadSettings(
+    piece_bytes=PIECE_BYTES, header_step_bytes=PIECE_BYTES, first_pause_s=0.001, max_pause_s=0.01
+)
+
+
+@cache
+def tiny() -> Manifest:
+    return build_manifest(DRAFT_PATH)
+
+
+@cache
+def guide() -> Manifest:
+    return build_manifest(GUIDE_PATH)
+
+
+@dataclass
+class Stand:
+    node_id: str
+    downloads: Downloads
+    gathering: Gathering
+    store: Store
+    catalogue: Catalogue
+    folder: Path
+
+    async def fetch(self, source: str, **options: Any) -> Download:
+        download = self.downloads.start(source, **options)
+        with trio.fail_after(20):
+            await download.ended.wait()
+        return download
+
+    @property
+    def parts(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("downloads/*/*") if path.is_file())
+
+
+@asynccontextmanager
+async def open_stand(
+    folder: Path,
+    settings: DownloadSettings = SETTINGS,
+    network: InMemoryNetwork | None = None,
+    node_id: str = "node-a",
+    believes: tuple[str, ...] | None = None,
+    reask_s: float = 60.0,
+) -> AsyncIterator[Stand]:
+    """`believes`: None: everybody. Leaving the block is the end of the node."""
+    if network is None:
+        async with InMemoryNetwork() as alone, open_stand(folder, settings, alone, node_id) as stand:
+            yield stand
+        return
+    catalogue = Catalogue(folder / "catalogue.sqlite")
+    store = Store(catalogue, folder / "models")
+    store.sweep()
+
+    async def find(name: str) -> Any:
+        return await trio.to_thread.run_sync(catalogue.resolve, name)
+
+    async def on_request(sender: str, body: bytes) -> bytes:
+        question = decode_request(body)
+        assert isinstance(question, FetchDigests)
+        return encode_response(await gathering.answer(sender, question))
+
+    async def on_message(sender: str, header: bytes, payload: memoryview) -> None:
+        raise AssertionError("downloads send no messages")
+
+    router = network.add(node_id)
+    travel = Travel(
+        router, Registry(node_id), store, TravelSettings(), in_use=lambda: (), on_change=lambda: None
+    )
+    gathering = Gathering(
+        folder / "downloads",
+        router,
+        travel,
+        may_believe=lambda other: believes is None or other in believes,
+        reask_s=reask_s,
+    )
+    downloads = Downloads(folder / "downloads", travel, settings, gathering=gathering, find=find)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(gathering.run)
+        router.serve(on_request, on_message)
+        await nursery.start(downloads.run)
+        try:
+            yield Stand(node_id, downloads, gathering, store, catalogue, folder)
+        finally:
+            network.kill(node_id)
+            nursery.cancel_scope.cancel()

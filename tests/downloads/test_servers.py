@@ -1,0 +1,165 @@
+"""Servers that refuse, redirect and ask for patience, and what people write for the place of a model."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+import trio
+from download_stand import (
+    DATA,
+    MODEL,
+    SETTINGS,
+    open_stand,
+)
+from shelf import Shelf, status, well
+
+from swarmllm.config import DownloadsTable
+from swarmllm.downloads.errors import Busy, DownloadError, Offline, Refused
+from swarmllm.downloads.patience import Patience
+from swarmllm.downloads.remote import Remote
+from swarmllm.downloads.settings import from_environment
+from swarmllm.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(401, "HF_TOKEN"), (403, "HF_TOKEN"), (404, "no such file"), (418, "status 418")]
+)
+async def test_a_refusal_is_final_and_says_what_to_do(
+    tmp_path: Path, shelf: Shelf, code: int, words: str
+) -> None:
+    async with open_stand(tmp_path) as stand:
+        shelf.faults.append(status(code))
+        download = await stand.fetch(shelf.url + MODEL)
+        assert download.state == "failed"
+        assert words in download.error
+        assert len(shelf.asked) == 1
+
+
+async def test_a_server_that_never_recovers_is_given_up_and_what_came_is_kept(
+    tmp_path: Path, shelf: Shelf
+) -> None:
+    async with open_stand(tmp_path) as stand:
+        shelf.faults.extend([well] * 3 + [status(503)] * 200)
+        download = await stand.fetch(shelf.url + MODEL)
+        assert download.state == "failed"
+        assert "given up after 8 attempts" in download.error
+        assert [path.name for path in stand.parts] == ["part.gguf", "state.json"]
+
+
+async def test_a_server_that_asks_for_an_hour_is_given_up_at_once(tmp_path: Path, shelf: Shelf) -> None:
+    async with open_stand(tmp_path) as stand:
+        shelf.faults.append(status(429, Retry_After="3600"))
+        download = await stand.fetch(shelf.url + MODEL)
+        assert "3600 s of patience" in download.error
+
+
+async def test_patience_is_what_the_server_asks_for(autojump_clock: trio.testing.MockClock) -> None:
+    patience = Patience(SETTINGS)
+    await patience.wait(Busy("busy", 7.0))
+    assert trio.current_time() == 7.0
+    for _ in range(SETTINGS.max_failures - 2):
+        await patience.wait(Busy("busy", 0.0))
+    with pytest.raises(DownloadError, match="given up"):
+        await patience.wait(Busy("busy", 0.0))
+
+
+async def test_the_token_goes_to_the_endpoint_and_nowhere_else(tmp_path: Path, shelf: Shelf) -> None:
+    elsewhere = shelf.url.replace("127.0.0.1", "localhost")
+    shelf.redirects["/org/repo/resolve/main/tiny-q8_0.gguf"] = elsewhere + MODEL
+    shelf.headers = {
+        "X-Linked-Etag": f'"{hashlib.sha256(DATA).hexdigest()}"',
+        "X-Linked-Size": str(len(DATA)),
+    }
+    settings = replace(SETTINGS, endpoint=shelf.url, token="hf_secret")
+    async with open_stand(tmp_path, settings) as stand:
+        download = await stand.fetch("hf:org/repo:tiny-q8_0.gguf")
+        assert (download.state, download.error) == ("done", "")
+        tokens = {(asked.host.partition(":")[0], asked.authorization) for asked in shelf.asked}
+        assert tokens == {("127.0.0.1", "Bearer hf_secret"), ("localhost", None)}
+        shelf.asked.clear()
+        await stand.fetch(shelf.url + MODEL)
+        assert {asked.authorization for asked in shelf.asked} == {None}
+        shelf.asked.clear()
+        await stand.fetch("hf:org/repo:tiny-q8_0.gguf", endpoint=elsewhere)
+        assert {asked.authorization for asked in shelf.asked} == {None}, "the node's own token"
+    assert "hf_secret" not in repr(settings)
+
+
+async def test_hugging_faces_hash_is_checked(tmp_path: Path, shelf: Shelf) -> None:
+    shelf.redirects["/org/repo/resolve/main/a.gguf"] = shelf.url + MODEL
+    shelf.headers = {"X-Linked-Etag": f'"{"ab" * 32}"'}
+    async with open_stand(tmp_path, replace(SETTINGS, endpoint=shelf.url)) as stand:
+        download = await stand.fetch("hf:org/repo:a.gguf")
+        assert f"does not have the SHA-256 {'ab' * 32}" in download.error
+
+
+async def test_encryption_is_not_given_up_on_the_way() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(302, headers={"Location": "http://127.0.0.1:1/file"})
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        with pytest.raises(Refused, match="without encryption"):
+            await Remote(http, "https://hub.example/file", "", SETTINGS).facts()
+
+
+async def test_redirects_in_a_circle_end(tmp_path: Path, shelf: Shelf) -> None:
+    shelf.redirects["/round"] = "/round"
+    async with open_stand(tmp_path) as stand:
+        download = await stand.fetch(shelf.url + "/round")
+        assert "more than 5 redirects" in download.error
+
+
+async def test_a_repository_is_asked_for_its_files(tmp_path: Path, shelf: Shelf) -> None:
+    names = ["README.md", "tiny-Q8_0.gguf", "tiny-q4_k_m.gguf", "mmproj-tiny.gguf"]
+    listing = {"id": "org/repo", "siblings": [{"rfilename": name} for name in names]}
+    shelf.files["/api/models/org/repo"] = msgspec.json.encode(listing)
+    shelf.files["/org/repo/resolve/main/tiny-Q8_0.gguf"] = DATA
+    async with open_stand(tmp_path, replace(SETTINGS, endpoint=shelf.url)) as stand:
+        chosen = await stand.fetch("hf:org/repo:Q8_0")
+        assert (chosen.state, chosen.model) == ("done", "tiny-q8_0")
+        unclear = await stand.fetch("hf:org/repo")
+        assert "has 2 that fit; name one of them: tiny-Q8_0.gguf, tiny-q4_k_m.gguf" in unclear.error
+        nothing = await stand.fetch("hf:org/repo:Q2_K")
+        assert "no GGUF with 'Q2_K'" in nothing.error
+        shelf.files["/api/models/org/repo"] = b"<html>"
+        nonsense = await stand.fetch("hf:org/repo")
+        assert "not a list of files" in nonsense.error
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "tiny.gguf",
+        "ftp://example.org/x.gguf",
+        "http://example.org/x.gguf",
+        "https://me:secret@example.org/x.gguf",
+        "https://",
+        "hf:repo",
+        "hf:org/repo:../../x.gguf",
+        "hf:org/../x:y.gguf",
+        "https://example.org/\n",
+        "https://example.org:0/x",
+        "x" * 3000,
+    ],
+)
+async def test_what_is_no_source_is_refused(tmp_path: Path, source: str) -> None:
+    async with open_stand(tmp_path) as stand:
+        with pytest.raises(InvalidRequest) as refused:
+            stand.downloads.start(source)
+        assert refused.value.field == "source"
+
+
+async def test_offline_means_offline(tmp_path: Path, shelf: Shelf) -> None:
+    for settings in (
+        from_environment({}, DownloadsTable(offline=True)),
+        from_environment({"HF_HUB_OFFLINE": "1"}, DownloadsTable()),
+    ):
+        async with open_stand(tmp_path, settings) as stand:
+            with pytest.raises(Offline):
+                stand.downloads.start(shelf.url + MODEL)
+    assert shelf.asked == []

@@ -1,0 +1,167 @@
+"""Whole files from a web server that misbehaves: what arrives is the model or nothing, and never twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import trio
+from download_stand import (
+    DATA,
+    MODEL,
+    PIECE_BYTES,
+    open_stand,
+    tiny,
+)
+from shelf import FAULTS, Shelf, reset_in_the_middle, well
+
+from swarmllm.downloads.spans import missing, n_bytes
+from swarmllm.errors import Conflict
+from swarmllm.guide import DRAFT_PATH
+
+
+async def test_a_file_comes_in_pieces_and_becomes_a_model(tmp_path: Path, shelf: Shelf) -> None:
+    async with open_stand(tmp_path) as stand:
+        download = await stand.fetch(shelf.url + MODEL)
+        assert (download.state, download.error, download.model) == ("done", "", "tiny-q8_0")
+        entry = stand.catalogue.resolve("tiny-q8_0")
+        assert entry.model_id == tiny().model_id
+        assert entry.is_stored
+        assert entry.path.read_bytes() == DATA
+        assert stand.store.verify(entry, lambda done, total: None) == ()
+        assert stand.parts == []
+        assert (download.done_bytes, download.total_bytes) == (len(DATA), len(DATA))
+    pieces = shelf.spans(MODEL)[1:]
+    assert len(pieces) == -(-len(DATA) // PIECE_BYTES)
+    assert missing(pieces, len(DATA)) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_faults_cost_attempts_and_nothing_else(tmp_path: Path, shelf: Shelf, fault: str) -> None:
+    async with open_stand(tmp_path) as stand:
+        shelf.faults.extend([FAULTS[fault], well, well, FAULTS[fault], FAULTS[fault], well, FAULTS[fault]])
+        download = await stand.fetch(shelf.url + MODEL)
+        assert (download.state, download.error) == ("done", "")
+        assert stand.catalogue.resolve("tiny-q8_0").path.read_bytes() == DATA
+
+
+async def test_a_server_without_ranges_is_read_front_to_back(tmp_path: Path, shelf: Shelf) -> None:
+    shelf.has_ranges = False
+    async with open_stand(tmp_path) as stand:
+        shelf.faults.extend([well, reset_in_the_middle])
+        download = await stand.fetch(shelf.url + MODEL)
+        assert download.state == "done"
+        assert stand.catalogue.resolve("tiny-q8_0").path.read_bytes() == DATA
+        shelf.faults.extend([well, *[reset_in_the_middle] * 20])
+        stand.store.remove(stand.catalogue.get("tiny-q8_0"))
+        failed = await stand.fetch(shelf.url + MODEL)
+        assert failed.state == "failed"
+        assert "given up after 8 attempts" in failed.error
+
+
+async def test_what_was_interrupted_goes_on_where_it_was(tmp_path: Path, shelf: Shelf) -> None:
+    hold = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    def after_some() -> None:
+        if len(shelf.asked) == 6:
+            token.run_sync_soon(hold.set)
+
+    shelf.on_request = after_some
+    async with open_stand(tmp_path) as stand:
+        download = stand.downloads.start(shelf.url + MODEL)
+        await hold.wait()
+        download.scope.cancel()
+        await download.ended.wait()
+        assert download.state == "cancelled"
+        (state,) = [path for path in stand.parts if path.name == "state.json"]
+        done = [tuple(span) for span in json.loads(state.read_bytes())["done"]]
+        assert 0 < n_bytes(done) < len(DATA)
+        shelf.asked.clear()
+    async with open_stand(tmp_path) as stand:
+        again = await stand.fetch(shelf.url + MODEL)
+        assert (again.state, again.error) == ("done", "")
+        assert stand.catalogue.resolve("tiny-q8_0").path.read_bytes() == DATA
+    asked = shelf.spans(MODEL)[1:]
+    assert n_bytes(asked) == len(DATA) - n_bytes(done)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff" * 100, b'{"done": [[-5, 10]]}'])
+async def test_a_damaged_note_of_what_is_there_is_not_believed(
+    tmp_path: Path, shelf: Shelf, damage: bytes
+) -> None:
+    async with open_stand(tmp_path) as stand:
+        folder = tmp_path / "downloads" / hashlib.sha256((shelf.url + MODEL).encode()).hexdigest()[:16]
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_bytes(damage)
+        (folder / "part.gguf").write_bytes(b"x" * len(DATA))
+        assert (await stand.fetch(shelf.url + MODEL)).state == "done"
+        assert stand.catalogue.resolve("tiny-q8_0").path.read_bytes() == DATA
+
+
+async def test_a_file_that_changes_meanwhile_is_begun_anew(tmp_path: Path, shelf: Shelf) -> None:
+    old = bytes([DATA[0] ^ 1]) + DATA[1:]
+    shelf.files[MODEL] = old
+
+    def change() -> None:
+        if len(shelf.asked) == 4:
+            shelf.files[MODEL] = DATA
+
+    shelf.on_request = change
+    async with open_stand(tmp_path) as stand:
+        download = await stand.fetch(shelf.url + MODEL)
+        assert (download.state, download.error) == ("done", "")
+        assert stand.catalogue.resolve("tiny-q8_0").path.read_bytes() == DATA
+
+
+async def test_a_file_that_never_stays_the_same_is_given_up(tmp_path: Path, shelf: Shelf) -> None:
+    def change() -> None:
+        shelf.files[MODEL] = DATA[:-1] + bytes([len(shelf.asked) % 256])
+
+    shelf.on_request = change
+    async with open_stand(tmp_path) as stand:
+        download = await stand.fetch(shelf.url + MODEL)
+        assert download.state == "failed"
+        assert "has changed on the server" in download.error
+        assert stand.catalogue.list() == ()
+
+
+async def test_wrong_bytes_are_thrown_away(tmp_path: Path, shelf: Shelf) -> None:
+    async with open_stand(tmp_path) as stand:
+        download = await stand.fetch(shelf.url + MODEL, sha256="00" * 32)
+        assert download.state == "failed"
+        assert "does not have the SHA-256 0000" in download.error
+        assert stand.parts == []
+        assert stand.catalogue.list() == ()
+        right = await stand.fetch(shelf.url + MODEL, sha256=hashlib.sha256(DATA).hexdigest().upper())
+        assert right.state == "done"
+
+
+async def test_what_is_no_model_does_not_become_one(tmp_path: Path, shelf: Shelf) -> None:
+    shelf.files["/page.gguf"] = b"<html>not what you wanted</html>"
+    async with open_stand(tmp_path) as stand:
+        download = await stand.fetch(shelf.url + "/page.gguf")
+        assert download.state == "failed"
+        assert "not a GGUF file" in download.error
+        assert stand.catalogue.list() == ()
+
+
+async def test_a_model_that_is_here_already_is_not_kept_twice(tmp_path: Path, shelf: Shelf) -> None:
+    async with open_stand(tmp_path) as stand:
+        stand.catalogue.add(DRAFT_PATH, "mine")
+        download = await stand.fetch(shelf.url + MODEL)
+        assert (download.state, download.model) == ("done", "mine")
+        assert stand.parts == []
+        assert stand.store.used_bytes() == 0
+
+
+async def test_asking_twice_is_one_download(tmp_path: Path, shelf: Shelf) -> None:
+    async with open_stand(tmp_path) as stand:
+        first = stand.downloads.start(shelf.url + MODEL)
+        assert stand.downloads.start(shelf.url + MODEL) is first
+        with pytest.raises(Conflict):
+            stand.downloads.start(shelf.url + MODEL, layers="0:1")
+        await first.ended.wait()
+        assert [view.state for view in stand.downloads.list()] == ["done"]
