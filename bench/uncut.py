@@ -31,6 +31,10 @@ class Uncut:
         self._process.stdin.flush()
         return dict(json.loads(self._process.stdout.readline()))
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
