@@ -30,7 +30,7 @@ compliance:  ## run foreign implementations against ours (needs Node.js and npm)
 	$(PYTHON) -m venv .venv-compliance
 	.venv-compliance/bin/pip install --quiet --upgrade pip
 	.venv-compliance/bin/pip install --quiet --prefer-binary -r tests/compliance/http/requirements.txt
-	SWARMLLM_COMPLIANCE=1 $(BIN)/pytest tests/compliance
+	SWARMLLM_COMPLIANCE=1 $(BIN)/pytest tests/compliance tests/dashboard/test_accessibility.py
 
 lint:  ## ruff and mypy only
 	@$(BOOTSTRAP) --extra test

@@ -34,6 +34,9 @@ export const range = (text) => text.split(":").map(Number);
 /** "4:8" -> "4–7", as people count layers. */
 export const layerText = (text) => { const [start, end] = range(text); return end - start === 1 ? `${start}` : `${start}–${end - 1}`; };
 
+/** A sentence of the node's, with its layer ranges as people count. */
+export const layersIn = (sentence) => sentence.replace(/\d+:\d+/g, layerText);
+
 const hues = new Map();
 /** Each node keeps its hue while the page is open. */
 export function hue(nodeId) {

@@ -1,7 +1,7 @@
 // What this node knows of models, and what can be done with them: fetch, load, unload, with progress.
 
 import { h, show } from "./dom.js";
-import { bytes, layerText, plural, rate, seconds } from "./format.js";
+import { bytes, layersIn, layerText, plural, rate, seconds } from "./format.js";
 import { call, pieces } from "./link.js";
 
 const messages = new Map();
@@ -16,7 +16,7 @@ export function renderModels(root, state) {
   const work = state.work ? state.work.running : [];
   show(root,
     state.downloads && pullPanel(state.downloads.downloads, again),
-    h("section", { class: "panel", "data-key": "models", "aria-label": "Models" },
+    h("section", { class: "panel", "data-key": "models", "aria-label": "Models of the swarm" },
       h("div", { class: "head row between" }, h("h2", null, "Models"), h("span", { class: "muted small" }, plural(state.models.models.length, "model"))),
       state.models.models.length
         ? state.models.models.map((model) => row(model, work, again))
@@ -42,7 +42,7 @@ function waitingRow(model) {
     h("div", { class: "grow" },
       h("div", { class: "row" }, h("strong", { class: "cut" }, model.name), h("span", { class: "tag" }, `fetched: layers ${waiting.layers.map(layerText).join(", ")}`)),
       h("div", { class: "muted small" }, [waiting.architecture, plural(model.n_layers, "layer"), bytes(waiting.size_bytes)].filter(Boolean).join(" · ")),
-      h("div", { class: "small muted" }, `waiting for ${waiting.waits_for}`),
+      h("div", { class: "small muted" }, `waiting for ${layersIn(waiting.waits_for)}`),
       waiting.contradictions.map((each) => h("div", { class: "small bad" }, `${each.nodes.join(" and ")} contradict each other`))));
 }
 
@@ -83,7 +83,7 @@ function download(each, again) {
   return h("div", { class: "body", "data-key": each.id, style: { "border-top": "1px solid var(--line)" } },
     h("div", { class: "row between" },
       h("span", { class: "cut grow" }, each.source, each.layers && ` · layers ${layerText(each.layers)}`),
-      h("span", { class: each.state === "failed" ? "bad small" : "muted small" }, each.waits_for ? `fetched, waiting for ${each.waits_for}` : ENDED[each.state] || each.state),
+      h("span", { class: each.state === "failed" ? "bad small" : "muted small" }, each.waits_for ? `fetched, waiting for ${layersIn(each.waits_for)}` : ENDED[each.state] || each.state),
       isRunning && h("button", { type: "button", class: "quiet", "aria-label": `Cancel ${each.source}`, onclick: () => act(() => call("DELETE", `api/admin/downloads/${each.id}`), (text) => { pullMessage = text; again(); }) }, "Cancel")),
     isRunning && progress(each.source, each.done_bytes, each.total_bytes, left),
     each.error && h("p", { class: "bad small" }, each.error));

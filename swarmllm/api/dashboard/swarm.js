@@ -156,7 +156,7 @@ function pipeline(request) {
 
 function recent(requests) {
   const heads = ["Time", "Model", "Outcome", ["Prompt", 1], ["Answer", 1], ["First token", 1], ["Tokens/s", 1], "Route"];
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Recent requests" }, h("table", null,
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of recent requests" }, h("table", null,
     h("thead", null, h("tr", null, heads.map((head) => (Array.isArray(head) ? h("th", { class: "num", scope: "col" }, head[0]) : h("th", { scope: "col" }, head))))),
     h("tbody", null, requests.slice(0, 20).map((request) => h("tr", { "data-key": request.id },
       h("td", { class: "muted" }, clock(request.started_at)),

@@ -1,0 +1,114 @@
+"""The dashboard before axe-core, the judge of accessibility that others trust, in Chromium.
+
+axe-core comes from npm: `make compliance` fetches it and runs this; without it the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_process import DaemonProcess, running_daemon, wait_for
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from swarmllm.downloads.waiting import Notes, WaitingModel
+from swarmllm.guide import GUIDE_PATH
+from swarmllm.models import LayerRange, build_manifest, needed_tensors
+
+pytestmark = pytest.mark.slow
+
+AXE = Path(__file__).parents[1] / "compliance/http/node_modules/axe-core/axe.min.js"
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+JUDGE = """
+const done = arguments[arguments.length - 1];
+axe.run(document, {runOnly: {type: "tag", values: arguments[0]}}).then(
+  (found) => done({passes: found.passes.length, violations: found.violations.map((each) =>
+    [each.impact, each.id, each.nodes.map((node) => node.html.slice(0, 200))])}),
+  (error) => done({passes: 0, violations: [["error", String(error), []]]}));
+"""
+SCREENSHOTS = os.environ.get("SWARMLLM_SCREENSHOTS")
+"""A folder to keep the pictures in, for people to look at."""
+QUESTION = "What is a layer?"
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    if not AXE.exists():
+        if "SWARMLLM_COMPLIANCE" in os.environ:
+            pytest.fail("axe-core is missing")
+        pytest.skip("axe-core is not installed: make compliance")
+    return AXE.read_text()
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """With something of everything: a model that answers, one with a gap, and one that waits for its id."""
+    folder = tmp_path_factory.mktemp("accessible")
+    wait_in(folder / "kitchen" / "downloads" / "0123456789abcdef")
+    with running_daemon(folder, "kitchen", load=["guide"]) as node:
+        wait_for(lambda: node.http.get("/health/ready").status_code == 200, 60, "the guide")
+        body = {"model": "guide", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20}
+        assert node.http.post("/v1/chat/completions", json=body).status_code == 200
+        yield node
+
+
+def wait_in(folder: Path) -> None:
+    """What `swarmllm models pull --layers 0:4` of a file that nobody knows leaves."""
+    data = bytearray(GUIDE_PATH.read_bytes())
+    data[data.index(b"general.name") + len(b"general.name") + 4 + 8] ^= 1
+    digests = {
+        tensor.name: tensor.blake3 for tensor in needed_tensors(build_manifest(GUIDE_PATH), LayerRange(0, 4))
+    }
+    notes = Notes(
+        url="https://example.org/stranger.gguf",
+        source="https://example.org/stranger.gguf",
+        name="stranger",
+        size_bytes=len(data),
+        validator="1",
+        sha256="",
+        layers=["0:4"],
+        digests=digests,
+    )
+    model = WaitingModel(folder, notes)
+    model.begin()
+    model.part.write_bytes(data)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_axe_finds_nothing_to_complain_about(
+    chromium: WebDriver, node: DaemonProcess, axe: str, scheme: str, width: int
+) -> None:
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    complaints = []
+    for view, expected in (
+        ("swarm", "Recent requests"),
+        ("models", "waiting for the hashes of layers 4–11, head"),
+        ("chat", ""),
+    ):
+        chromium.get("about:blank")
+        chromium.get(f"{node.url}/#{view}")
+        shown(chromium, f"view-{view}", expected)
+        if view == "chat":
+            chromium.find_element(By.ID, "prompt").send_keys(QUESTION, Keys.ENTER)
+            wait_for(lambda: chromium.find_elements(By.CSS_SELECTOR, ".way .hops li"), 30, "the route")
+        chromium.execute_script(axe)
+        found: dict[str, Any] = chromium.execute_async_script(JUDGE, RULES)
+        if SCREENSHOTS:
+            chromium.save_screenshot(str(Path(SCREENSHOTS, f"axe-{scheme}-{width}-{view}.png")))
+        complaints += [(view, *each) for each in found["violations"]]
+        assert found["passes"] > 15, "nearly nothing was looked at"
+    assert not complaints, "\n".join(map(str, complaints))
+
+
+def shown(page: WebDriver, view: str, text: str) -> None:
+    element = page.find_element(By.ID, view)
+    wait_for(lambda: element.is_displayed() and text in element.text, 20, f"{text!r} in {view}")
