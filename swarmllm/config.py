@@ -140,7 +140,7 @@ class InferenceTable:
     )
     kv_type: KvType = _setting("f16", "Keys and values; q8_0 is half as large, needs flash_attention.")
     flash_attention: FlashAttention = _setting(
-        "off", "libllama's fused attention: on, off, auto (if it can)."
+        "auto", "libllama's fused attention: on, off, auto (if it can)."
     )
     ngram_lookup_enabled: bool = _setting(True, "Guess tokens from the text so far; the text stays the same.")
     ngram_max_size: Annotated[int, Meta(ge=2, le=16)] = _setting(4, "Longest run of tokens looked up.")

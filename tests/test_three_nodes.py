@@ -81,7 +81,7 @@ def is_idle(node: DaemonProcess) -> bool:
 
 
 def test_the_text_is_that_of_the_uncut_model(nodes: tuple[DaemonProcess, ...]) -> None:
-    uncut = llama_cpp.Llama(str(GUIDE_PATH), n_ctx=2048, n_threads=1, verbose=False)
+    uncut = llama_cpp.Llama(str(GUIDE_PATH), n_ctx=2048, n_threads=1, flash_attn=True, verbose=False)
     try:
         expected = uncut.create_chat_completion(QUESTION, temperature=0, max_tokens=60)  # type: ignore[arg-type]
     finally:

@@ -95,7 +95,7 @@ class WorkerSettings:
     max_model_bytes: int = 0
     """What the layers of one model may take by prediction; 0: what the machine has left."""
     kv_type: KvType = "f16"
-    flash_attention: FlashAttention = "off"
+    flash_attention: FlashAttention = "auto"
     use_mlock: bool = False
     ngram_max_size: int = 4
     """Longest run of tokens that is looked up in the text so far, to guess what follows it; 0: none is."""

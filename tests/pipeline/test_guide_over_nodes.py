@@ -41,7 +41,9 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> CatalogueEntry:
 
 @pytest.fixture(scope="module")
 def uncut() -> Iterator[llama_cpp.Llama]:
-    llama = llama_cpp.Llama(str(GUIDE_PATH), n_ctx=1024, n_threads=1, n_threads_batch=1, verbose=False)
+    llama = llama_cpp.Llama(
+        str(GUIDE_PATH), n_ctx=1024, n_threads=1, n_threads_batch=1, flash_attn=True, verbose=False
+    )
     yield llama
     llama.close()
 

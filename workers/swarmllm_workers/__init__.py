@@ -5,8 +5,10 @@ of swarms; libllama lives in this package and nowhere else, so a hostile GGUF or
 process.
 """
 
-from swarmllm_workers import small_batches
+from swarmllm_workers import row_attention, small_batches
 
 __version__ = "0.1.0"
 
-small_batches.install()  # nothing of this package can have loaded libllama yet
+# Nothing of this package can have loaded libllama yet.
+small_batches.install()
+row_attention.install()

@@ -24,10 +24,10 @@ Where no compiler was at hand, or another module had loaded libllama before, eve
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 from pathlib import Path
 from typing import Final
+
+from swarmllm_workers import interposing
 
 ROWS_MAX: Final = 7
 
@@ -36,20 +36,20 @@ _library: ctypes.CDLL | None = None
 
 def find_library() -> Path | None:
     """small_batches.c as it was built beside this file, or None."""
-    return next(iter(sorted(Path(__file__).parent.glob("_small_batches*.so"))), None)
+    return interposing.find_library("small_batches")
 
 
 def install() -> None:
-    """Before libllama is loaded: its libraries look for their symbols among the global ones first."""
+    """Before libllama is loaded."""
     global _library
-    path = find_library()
-    if path is None or "llama_cpp" in sys.modules or _library is not None:
+    if _library is not None:
         return
-    _library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    ctypes.c_int64.in_dll(_library, "swarmllm_rows_max").value = ROWS_MAX
-    if has_kernels():
-        _library.swarmllm_best_kernel.restype = ctypes.c_int64
-        use_kernel(best_kernel())
+    _library = interposing.stand_before_libllama("small_batches")
+    if _library is not None:
+        ctypes.c_int64.in_dll(_library, "swarmllm_rows_max").value = ROWS_MAX
+        if has_kernels():
+            _library.swarmllm_best_kernel.restype = ctypes.c_int64
+            use_kernel(best_kernel())
 
 
 def has_kernels() -> bool:
@@ -69,15 +69,9 @@ def use_kernel(kernel: int) -> None:
 
 
 def connect() -> None:
-    """After libllama is loaded: where the tiles are. Found by name among the mapped files, as a wheel holds
-    the library three times, and another copy than the one in use has empty tables."""
-    if _library is None:
-        return
-    mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    for path in sorted(name for name in mapped if Path(name).name.startswith("libggml-cpu")):
-        tiled = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW).llamafile_sgemm
-        address = ctypes.cast(tiled, ctypes.c_void_p).value
-        ctypes.c_void_p.in_dll(_library, "swarmllm_tiled").value = address
+    """After libllama is loaded: where the tiles are."""
+    if _library is not None:
+        interposing.tell_ggmls_own(_library, "llamafile_sgemm", "swarmllm_tiled")
 
 
 def is_asked() -> bool:
