@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import trio
 
 from swarmllm.models import LayerRange, Manifest, merge, subtract
-from swarmllm.models.manifest import Shard
+from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
 from swarmllm.node.capability import is_news
 from swarmllm.node.placing import next_step, plan_of, shape_of
 from swarmllm.pipeline.circumstances import Links, Load, circumstances, workload
@@ -54,7 +54,7 @@ HARDWARE = ((4, 0.004), (8, 0.002), (16, 0.001), (40, 0.0005), (90, 0.0003))
 
 def make_manifest(n_layers: int) -> Manifest:
     sizes = {"layer": 500_000_000, "embedding": 700_000_000, "head": 700_000_000}
-    kinds = [("embedding", 0), *(("layer", i) for i in range(n_layers)), ("head", 0)]
+    kinds = [("embedding", EMBEDDING_INDEX), *(("layer", i) for i in range(n_layers)), ("head", HEAD_INDEX)]
     shards = tuple(
         Shard(index=i, kind=kind, size_bytes=sizes[kind], blake3="0" * 64, tensors=())  # type: ignore[arg-type]
         for kind, i in kinds

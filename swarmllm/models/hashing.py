@@ -20,6 +20,9 @@ from swarmllm.errors import BadModel
 from swarmllm.models.gguf_header import GgufHeader, read_header
 from swarmllm.models.layers import MAX_LAYER
 from swarmllm.models.manifest import (
+    EMBEDDING_INDEX,
+    HEAD_INDEX,
+    HEADER_INDEX,
     LAYOUT_KEYS,
     Manifest,
     Shard,
@@ -181,7 +184,7 @@ def _shards(
         if tensor.name not in digests:
             raise BadModel(f"there is no digest of tensor {tensor.name}")
         kind, layer = tensor_place(tensor.name)
-        places[("head", 0) if kind == "layer" and layer >= n_layers else (kind, layer)].append(
+        places[("head", HEAD_INDEX) if kind == "layer" and layer >= n_layers else (kind, layer)].append(
             TensorEntry(
                 name=tensor.name,
                 ggml_type=tensor.ggml_type,
@@ -192,10 +195,10 @@ def _shards(
             )
         )
     return (
-        make_shard("header", 0, places["header", 0], _metadata_digests(file, header)),
-        make_shard("embedding", 0, places["embedding", 0]),
+        make_shard("header", HEADER_INDEX, places["header", HEADER_INDEX], _metadata_digests(file, header)),
+        make_shard("embedding", EMBEDDING_INDEX, places["embedding", EMBEDDING_INDEX]),
         *(make_shard("layer", layer, places["layer", layer]) for layer in range(n_layers)),
-        make_shard("head", 0, places["head", 0]),
+        make_shard("head", HEAD_INDEX, places["head", HEAD_INDEX]),
     )
 
 

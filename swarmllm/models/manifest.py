@@ -34,10 +34,17 @@ Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Meta(ge=0)]
 ShardKind = Literal["layer", "embedding", "head", "header"]
 
+MMPROJ_INDEX = 2**32 - 1
+"""Kept free for the projector of a vision encoder, which no manifest holds yet."""
+HEAD_INDEX = 2**32 - 2
+EMBEDDING_INDEX = 2**32 - 3
+HEADER_INDEX = 2**32 - 4
+"""Beyond all layers, so that a shard's index alone says which it is."""
+
 LAYOUT_KEYS = frozenset({"general.alignment", "split.no", "split.count", "split.tensors.count"})
 """Metadata about the container, not the model."""
 
-_FIRST_LINE = "swarmllm-model 1"
+_FIRST_LINE = "swarmllm-model 2"
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +63,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest unit that is hashed, moved and stored."""
 
     index: Count
-    """The layer's index; 0 for the other kinds."""
+    """The layer's, or one of the above."""
     kind: ShardKind
     size_bytes: Count
     blake3: Digest
@@ -136,7 +143,7 @@ def tensor_place(name: str) -> tuple[ShardKind, int]:
         if layer.isascii() and layer.isdigit() and len(layer) <= 5:
             return "layer", int(layer)
     if name.startswith(("token_embd", "position_embd", "token_types", "per_layer_token_embd")):
-        return "embedding", 0
+        return "embedding", EMBEDDING_INDEX
     if name.startswith(("output", "cls")):
-        return "head", 0
-    return "header", 0
+        return "head", HEAD_INDEX
+    return "header", HEADER_INDEX

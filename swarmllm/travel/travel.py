@@ -30,6 +30,7 @@ from swarmllm.errors import (
 from swarmllm.models import CatalogueEntry, LayerRange, Store, TensorEntry, merge, needed_tensors
 from swarmllm.models.catalogue import MIN_ID_PREFIX
 from swarmllm.models.hashing import Progress
+from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.router import DhtStatistics, Router, Seeker
 from swarmllm.swarm.trust import Deed, Note, unnoted
@@ -347,13 +348,13 @@ class Travel:
 
 def announcement(entry: CatalogueEntry) -> FileAnnounce:
     """What this node has of a model, whole shards only."""
-    whole = {(shard.kind, shard.index) for shard in entry.manifest.shards if not entry.absent(shard.tensors)}
-    layers = merge(LayerRange(index, index + 1) for kind, index in whole if kind == "layer")
+    whole = {shard.index: shard.kind for shard in entry.manifest.shards if not entry.absent(shard.tensors)}
+    layers = merge(LayerRange(index, index + 1) for index, kind in whole.items() if kind == "layer")
     return FileAnnounce(
         model_id=entry.model_id,
         name=entry.name,
         n_layers=entry.manifest.n_layers,
         layers=tuple((each.start, each.end) for each in layers)[:MAX_ANNOUNCED],
-        embedding=("embedding", 0) in whole,
-        head=("head", 0) in whole,
+        embedding=EMBEDDING_INDEX in whole,
+        head=HEAD_INDEX in whole,
     )

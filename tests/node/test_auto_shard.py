@@ -13,7 +13,7 @@ from swarmllm.config import AutoManageTable
 from swarmllm.errors import NodeUnreachable
 from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge, subtract
 from swarmllm.models.hashing import FileState
-from swarmllm.models.manifest import Shard
+from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
 from swarmllm.node.auto_shard import RETRY_S, AutoShardManager
 from swarmllm.node.placing import Step, next_step, plan_of, shape_of
 from swarmllm.scheduling.patience import CONSISTENT_TICKS, Patience
@@ -237,8 +237,11 @@ async def test_pipelines_are_begun_only_up_to_the_limit_and_standbys_join_them()
 
 
 def test_the_ends_of_a_model_need_room_too() -> None:
-    more: dict[str, Any] = {"blake3": DIGEST, "tensors": (), "index": 0}
-    ends = (Shard(kind="embedding", size_bytes=7, **more), Shard(kind="head", size_bytes=5, **more))
+    more: dict[str, Any] = {"blake3": DIGEST, "tensors": ()}
+    ends = (
+        Shard(kind="embedding", index=EMBEDDING_INDEX, size_bytes=7, **more),
+        Shard(kind="head", index=HEAD_INDEX, size_bytes=5, **more),
+    )
     manifest = msgspec.structs.replace(ENTRY.manifest, shards=(*ends, *ENTRY.manifest.shards))
     assert shape_of(manifest) == ModelShape(12, 1, LAYER_BYTES, 7, 5)
     tied = msgspec.structs.replace(manifest, tied_embedding=True)
