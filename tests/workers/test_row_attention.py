@@ -11,6 +11,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
+from swarmllm_proto.ipc import FlashAttention
 from swarmllm_workers import row_attention
 from swarmllm_workers.engine import Engine
 from swarmllm_workers.interposing import find_library
@@ -39,12 +40,21 @@ def tokens_of(n_vocab: int) -> np.ndarray:
     return np.random.default_rng(3).integers(0, n_vocab, N_PROMPT + N_STEPS).astype(np.int32)
 
 
-def logits(model: Model, *, n_threads: int = 1, n_rows: int = 1, n_foreign: int = 0) -> np.ndarray:
+def logits(
+    model: Model,
+    *,
+    n_threads: int = 1,
+    n_rows: int = 1,
+    n_foreign: int = 0,
+    flash_attention: FlashAttention = "on",
+) -> np.ndarray:
     """f32 [N_STEPS, n_vocab]: the rows after the prompt, `n_rows` at a time, where another sequence has
     `n_foreign` cells behind the prompt's."""
     context = Context(
         model,
-        ContextSettings(n_ctx=N_CTX, n_slots=2, n_threads=n_threads, n_outputs_max=32, flash_attention="on"),
+        ContextSettings(
+            n_ctx=N_CTX, n_slots=2, n_threads=n_threads, n_outputs_max=32, flash_attention=flash_attention
+        ),
     )
     tokens = tokens_of(model.n_vocab)
     for start, end in ((0, 300), (300, N_PROMPT)):
@@ -78,6 +88,15 @@ def test_a_row_gets_the_same_bits_in_a_batch(model: Model, n_rows: int) -> None:
 
 def test_a_row_gets_the_same_bits_while_others_hold_cells(model: Model) -> None:
     assert np.array_equal(logits(model, n_foreign=300), logits(model))
+
+
+def test_auto_is_plain_attention_where_rows_would_get_other_bits(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = logits(model, flash_attention="off")
+    assert not np.array_equal(logits(model, flash_attention="auto"), plain)
+    monkeypatch.setattr(row_attention, "_library", None)
+    assert np.array_equal(logits(model, flash_attention="auto"), plain)
 
 
 def test_a_cut_model_computes_what_the_whole_one_does(tmp_path: Path) -> None:

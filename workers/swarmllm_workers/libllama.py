@@ -26,7 +26,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.ipc import FlashAttention, KvType
-from swarmllm_workers import huge_pages, small_batches
+from swarmllm_workers import huge_pages, row_attention, small_batches
 from swarmllm_workers.errors import CallError
 
 log = logging.getLogger(__name__)
@@ -170,6 +170,13 @@ class ContextSettings:
     eval_user_data: int | None = None
 
 
+def _attention(settings: ContextSettings) -> FlashAttention:
+    """Fused attention is not chosen by itself where it would give a row other bits alone than in a batch."""
+    if settings.flash_attention == "auto" and settings.kv_type == "f16" and not row_attention.is_installed():
+        return "off"
+    return settings.flash_attention
+
+
 class Context:
     """KV cells, compute buffers and one reusable batch for a model."""
 
@@ -180,7 +187,7 @@ class Context:
         params.n_seq_max = settings.n_slots
         params.n_outputs_max = settings.n_outputs_max
         params.n_threads = params.n_threads_batch = settings.n_threads
-        params.flash_attn_type = _FLASH_ATTENTION[settings.flash_attention]
+        params.flash_attn_type = _FLASH_ATTENTION[_attention(settings)]
         params.type_k = params.type_v = _KV_TYPES[settings.kv_type]
         params.kv_unified = True
         params.swa_full = True

@@ -10,7 +10,8 @@ But from 512 cells on it cuts the work of a single row into one part per thread,
 its bits depend on the number of threads, and differ from those that the row gets in a batch of two. Two
 stages with other numbers of threads would not make the text of one node, and checking guesses in a batch
 (`speculation.py`) not that of steps. `row_attention.c` has single rows taken through their cells in order, as
-in any batch of less than 64 rows; threads share the heads then.
+in any batch of less than 64 rows; threads share the heads then. Where it was not built, `auto` means plain
+attention.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ def install() -> None:
     global _library
     if _library is None:
         _library = stand_before_libllama("row_attention")
+
+
+def is_installed() -> bool:
+    return _library is not None
 
 
 def is_asked() -> bool:
