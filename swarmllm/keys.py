@@ -8,20 +8,17 @@ when it has changed, so keys come and go without a restart and without the daemo
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
-import os
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from swarmllm.errors import ConfigError, Conflict, InvalidRequest
+from swarmllm.private_files import locked, write_private
 
 KEY_FILE = "keys.json"
 PREFIX = "sk-swarm-"
@@ -73,7 +70,8 @@ class KeyFile:
             tier=tier,
             rate_limit=rate_limit,
         )
-        with self._locked():
+        # Two commands at once must not lose a key: a lost revocation would be a hole.
+        with locked(self.path):
             keys = self.list()
             if any(other.name == name for other in keys):
                 raise Conflict(f"There is a key {name!r} already; revoke it first.", field="name")
@@ -82,7 +80,7 @@ class KeyFile:
 
     def revoke(self, name_or_id: str) -> ApiKey:
         """Raises InvalidRequest where there is no such key."""
-        with self._locked():
+        with locked(self.path):
             keys = self.list()
             for key in keys:
                 if name_or_id in (key.name, key.id):
@@ -91,27 +89,7 @@ class KeyFile:
         raise InvalidRequest(f"There is no key {name_or_id!r}.", field="name")
 
     def _write(self, keys: tuple[ApiKey, ...]) -> None:
-        temporary = self.path.with_suffix(".tmp")
-        try:
-            with os.fdopen(_private(temporary, os.O_TRUNC), "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(keys)) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
-        except OSError as error:
-            raise ConfigError(f"Cannot write {self.path}: {error.strerror}") from None
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Two commands at once must not lose a key: a lost revocation would be a hole."""
-        try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.fdopen(_private(self.path.with_suffix(".lock")), "wb")
-        except OSError as error:
-            raise ConfigError(f"Cannot use the folder {self.path.parent}: {error.strerror}") from None
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        write_private(self.path, msgspec.json.format(msgspec.json.encode(keys)) + b"\n")
 
 
 class KeyRing:
@@ -155,7 +133,3 @@ class KeyRing:
 
 def _hash(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _private(path: Path, flags: int = 0) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)

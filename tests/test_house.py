@@ -43,6 +43,7 @@ LAYERS = (
     "swarmllm.keys",
     "swarmllm.sd_notify",
     "swarmllm.memory_info",
+    "swarmllm.private_files",
     "swarmllm.errors",
     "swarmllm_proto",
     "swarmllm.bootstrap",

@@ -10,8 +10,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swarmllm.cli.client import Client, failure
-from swarmllm.cli.errors import CommandFailed
+from swarmllm.cli.client import Client
 
 Message = dict[str, str]
 
@@ -59,23 +58,14 @@ def stream_chat(
     finish_reason = ""
     swarm: dict[str, Any] = {}
     usage: dict[str, Any] = {}
-    for line in client.post_lines("/v1/chat/completions", body):
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            yield _finished(finish_reason, swarm, usage)
-            return
-        chunk = client.parse(data)
-        if "error" in chunk:
-            raise failure(chunk["error"])
+    for chunk in client.post_chunks("/v1/chat/completions", body):
         swarm = chunk.get("swarm") or swarm
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices", ()):
             finish_reason = choice.get("finish_reason") or finish_reason
             if text := choice.get("delta", {}).get("content"):
                 yield str(text)
-    raise CommandFailed("The answer broke off before its end.")
+    yield _finished(finish_reason, swarm, usage)
 
 
 def _finished(finish_reason: str, swarm: dict[str, Any], usage: dict[str, Any]) -> Finished:

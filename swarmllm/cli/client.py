@@ -82,6 +82,21 @@ class Client:
             elif line.startswith("data: "):
                 yield name, self.parse(line.removeprefix("data: "))
 
+    def post_chunks(self, path: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+        """The chunks of a streamed answer as they arrive; an error among them is raised, and so is an end
+        that nobody announced."""
+        for line in self.post_lines(path, body):
+            data = line.removeprefix("data:").strip()
+            if not line.startswith("data:"):
+                continue
+            if data == "[DONE]":
+                return
+            chunk = self.parse(data)
+            if "error" in chunk:
+                raise failure(chunk["error"])
+            yield chunk
+        raise CommandFailed("The answer broke off before its end.")
+
     def _lines(self, method: str, path: str, timeout_s: float | None, **content: Any) -> Iterator[str]:
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         with (

@@ -3,7 +3,12 @@ tell apart."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import click
+
+from swarmllm.errors import InvalidRequest, SwarmLLMError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -35,3 +40,14 @@ class RequestRefused(CommandFailed):
     requests."""
 
     exit_code = EXIT_REFUSED
+
+
+@contextmanager
+def failures_explained() -> Iterator[None]:
+    """What fails in this process, without a daemon, as a command says it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise RequestRefused(error.message) from None
+    except SwarmLLMError as error:
+        raise CommandFailed(error.message) from None

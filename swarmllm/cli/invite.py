@@ -14,7 +14,8 @@ from pathlib import Path
 import click
 
 from swarmllm.cli.display import print_json
-from swarmllm.cli.network import DAY_S, data_dir_option, days_option, failures_explained, network_file
+from swarmllm.cli.errors import failures_explained
+from swarmllm.cli.network import DAY_S, data_dir_option, days_option, network_file
 from swarmllm.cli.options import json_option
 from swarmllm.errors import InvalidRequest
 

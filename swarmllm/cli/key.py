@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TypeVar, get_args
 
 import click
 
 from swarmllm.cli.display import make_console, print_json, safe, table
-from swarmllm.cli.errors import CommandFailed, RequestRefused
+from swarmllm.cli.errors import failures_explained
 from swarmllm.cli.options import json_option
-from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.keys import ApiKey, KeyFile, Tier
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -67,7 +65,7 @@ def create(
     name: str, is_admin: bool, tier: Tier, rate_limit: int, data_dir: str | None, as_json: bool
 ) -> None:
     """Make a key called NAME and show it. It is shown this once: what is kept is only a hash."""
-    with _failures_explained():
+    with failures_explained():
         file = key_file(data_dir)
         created, secret = file.create(name, is_admin=is_admin, tier=tier, rate_limit=rate_limit)
     if as_json:
@@ -82,7 +80,7 @@ def create(
 @json_option
 def list_(data_dir: str | None, as_json: bool) -> None:
     """Show which keys there are. The keys themselves are known to their owners only."""
-    with _failures_explained():
+    with failures_explained():
         keys = key_file(data_dir).list()
     if as_json:
         print_json([_public(key) for key in keys])
@@ -109,7 +107,7 @@ def list_(data_dir: str | None, as_json: bool) -> None:
 @json_option
 def revoke(name: str, data_dir: str | None, as_json: bool) -> None:
     """Make the key called NAME, or with that id, useless. Requests that are running end as they would."""
-    with _failures_explained():
+    with failures_explained():
         revoked = key_file(data_dir).revoke(name)
     if as_json:
         print_json(_public(revoked))
@@ -122,16 +120,6 @@ def key_file(data_dir: str | None) -> KeyFile:
     from swarmllm.config_sources import load_config
 
     return KeyFile(load_config(flags={"node.data_dir": data_dir}).data_dir)
-
-
-@contextmanager
-def _failures_explained() -> Iterator[None]:
-    try:
-        yield
-    except InvalidRequest as error:
-        raise RequestRefused(error.message) from None
-    except SwarmLLMError as error:
-        raise CommandFailed(error.message) from None
 
 
 def _public(key: ApiKey) -> dict[str, object]:

@@ -7,17 +7,16 @@ The key itself is never printed: it travels inside invitations (`swarmllm invite
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from swarmllm.cli.display import print_json
-from swarmllm.cli.errors import CommandFailed, RequestRefused
+from swarmllm.cli.errors import failures_explained
 from swarmllm.cli.options import json_option
-from swarmllm.errors import InvalidRequest, SwarmLLMError
+from swarmllm.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from swarmllm.swarm.network_key import Network, NetworkFile
@@ -135,16 +134,6 @@ def network_file(data_dir: str | None) -> NetworkFile:
     from swarmllm.swarm.network_key import NetworkFile
 
     return NetworkFile(load_config(flags={"node.data_dir": data_dir}).data_dir)
-
-
-@contextmanager
-def failures_explained() -> Iterator[None]:
-    try:
-        yield
-    except InvalidRequest as error:
-        raise RequestRefused(error.message) from None
-    except SwarmLLMError as error:
-        raise CommandFailed(error.message) from None
 
 
 def _tell(known: Network, as_json: bool, text: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from swarmllm.cli.client import Client, failure
+from swarmllm.cli.client import Client
 from swarmllm.cli.errors import CommandFailed
 
 
@@ -57,18 +57,12 @@ def time_completion(client: Client, body: dict[str, object]) -> TimedStream:
     seen_s: list[float] = []
     usage: dict[str, int] = {}
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    for line in client.post_lines("/v1/completions", body | options):
-        data = line.removeprefix("data:").strip()
-        if data == line or data == "[DONE]":
-            continue
-        chunk = client.parse(data)
-        if "error" in chunk:
-            raise failure(chunk["error"])
+    for chunk in client.post_chunks("/v1/completions", body | options):
         usage = chunk.get("usage") or usage
         if any(choice.get("text") for choice in chunk.get("choices", ())):
             seen_s.append(time.monotonic())
     if not seen_s or not usage:
-        raise CommandFailed("The answer broke off, or has no text to time.")
+        raise CommandFailed("The answer has no text to time.")
     return TimedStream(
         started_s=started_s,
         first_s=seen_s[0],

@@ -9,7 +9,6 @@ knows nothing but the id.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from libp2p.crypto.serialization import deserialize_private_key, deserialize_pub
 from libp2p.peer.id import ID
 
 from swarmllm.errors import ConfigError
+from swarmllm.private_files import write_private
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def load_or_create_identity(data_dir: Path) -> Identity:
     made silently."""
     path = data_dir / KEY_NAME
     if not path.exists():
-        _write_new_key(path)
+        write_private(path, create_new_key_pair().private_key.serialize())
     try:
         _close_to_others(path)
         with path.open("rb") as file:
@@ -85,18 +85,6 @@ def _public_key(node_id: str) -> Ed25519PublicKey | None:
     if not isinstance(public_key, Ed25519PublicKey) or str(ID.from_pubkey(public_key)) != node_id:
         return None
     return public_key
-
-
-def _write_new_key(path: Path) -> None:
-    # Written whole under another name first: a crash must not leave half a key behind.
-    temporary = path.with_suffix(".new")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(create_new_key_pair().private_key.serialize())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
 
 
 def _close_to_others(path: Path) -> None:

@@ -11,11 +11,9 @@ invitation. A network without keys is the open swarm, of which only addresses ne
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +22,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from swarmllm.errors import ConfigError
+from swarmllm.private_files import locked, write_private
 
 NETWORK_FILE = "network.json"
 SECRET_BYTES = 32
@@ -119,13 +118,13 @@ class NetworkFile:
 
     def change(self, change: Callable[[Network], Network]) -> Network:
         """Replace what is there by what `change` makes of it, which may raise."""
-        with self._locked():
+        with locked(self.path):
             network = change(self.read())
-            self._write(network)
+            write_private(self.path, msgspec.json.format(msgspec.json.encode(network)) + b"\n")
         return network
 
     def remove(self) -> None:
-        with self._locked():
+        with locked(self.path):
             self.path.unlink(missing_ok=True)
 
     def state(self) -> tuple[int, int, int] | None:
@@ -135,32 +134,3 @@ class NetworkFile:
         except OSError:
             return None
         return found.st_ino, found.st_mtime_ns, found.st_size
-
-    def _write(self, network: Network) -> None:
-        temporary = self.path.with_suffix(".tmp")
-        try:
-            temporary.unlink(missing_ok=True)
-            with os.fdopen(_private(temporary, os.O_EXCL), "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(network)) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
-        except OSError as error:
-            raise ConfigError(f"cannot write {self.path}: {error.strerror}", field="data_dir") from None
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.fdopen(_private(self.path.with_suffix(".lock")), "wb")
-        except OSError as error:
-            raise ConfigError(
-                f"cannot use the folder {self.path.parent}: {error.strerror}", field="data_dir"
-            ) from None
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-
-
-def _private(path: Path, flags: int = 0) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
