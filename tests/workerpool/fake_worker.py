@@ -1,4 +1,4 @@
-"""A worker that computes nothing and misbehaves on demand: `fake_worker.py [HABIT] --socket PATH`.
+"""A worker that computes nothing and misbehaves on demand: `fake_worker.py [HABIT] ... --socket PATH`.
 
 HABIT is what it does instead of starting properly. Once it serves, the request id of a Forward or Generate
 is the order it obeys: "die", "hang", "garbage", "oversized", "stranger", "wrong-answer", "context-full",
@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 
-HABIT = sys.argv[1] if sys.argv[1] != "--socket" else ""
+HABIT = sys.argv[1] if not sys.argv[1].startswith("--") else ""
 if HABIT == "exits":
     print("no such model\nreally not", file=sys.stderr)
     sys.exit(3)

@@ -285,3 +285,19 @@ def test_unreadable_stream_ends_the_worker_with_a_reason(worker: Worker) -> None
     assert error.fatal
     assert error.field == "header"
     assert worker.process.wait(DEADLINE_S) == 0
+
+
+def test_threads_that_take_every_core_are_kept_to_one_each(tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) == 1:
+        pytest.skip("there is one core")
+    worker = Worker(tmp_path / "socket", ["--threads", str(len(cores))])
+    try:
+        worker.open(GUIDE, (0, 12), n_threads=len(cores))
+        worker.generate(worker.tokenize(text="What is a pipeline?"))
+        tasks = [int(task.name) for task in Path(f"/proc/{worker.process.pid}/task").iterdir()]
+        kept = [os.sched_getaffinity(task) for task in tasks]
+        assert os.sched_getaffinity(worker.process.pid) == {min(cores)}
+        assert {min(one) for one in kept if len(one) == 1} == cores
+    finally:
+        worker.close()

@@ -5,6 +5,11 @@ sleep. A worker that has done its part then holds the core that the next one nee
 with a 0.5B model in Q8_0 and two threads, ms per token, alone and as two workers that take turns: libgomp's
 default 12.7 and 25.9, asleep at once (OMP_WAIT_POLICY=PASSIVE) 21.3 and 21.8, spinning 1000 times 12.7 and
 13.8.
+
+Where every core computes, each thread is kept to its own. A woken worker's threads are put where the last
+one's are just leaving, both on one core as like as not, and a core that is idle for less than half a
+millisecond at a time fetches none of them: four workers in turns took 31.3 ms per token without that, 20.1
+with it, where one took 18.8. With cores to spare nothing is gained, and the system knows better.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
@@ -36,11 +41,24 @@ def die_with_parent() -> None:
         sys.exit("the daemon has gone")
 
 
+def openmp_settings(n_threads: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """What libgomp is told, unless whoever started the daemon knows better."""
+    settings = {}
+    if not environment.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+        settings["GOMP_SPINCOUNT"] = SPIN_COUNT
+    cores = sorted(os.sched_getaffinity(0))
+    is_chosen = environment.keys() & {"GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"}
+    if n_threads == len(cores) > 1 and not is_chosen:
+        settings["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))
+    return settings
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="swarmllm-worker", description="Runs layers of one model for a daemon."
     )
     parser.add_argument("--socket", required=True, help="Unix socket on which the daemon listens")
+    parser.add_argument("--threads", type=int, default=0, help="threads that will compute; 0: not known yet")
     parser.add_argument(
         "--log-level",
         default="warning",
@@ -56,8 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         connection.connect(options.socket)
     except OSError as error:
         sys.exit(f"cannot connect to {options.socket}: {error.strerror}")
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    os.environ.update(openmp_settings(options.threads, os.environ))
     os.environ.setdefault(
         "GGML_NO_BACKTRACE", "1"
     )  # an abort would start a debugger and outlive its cause by seconds
