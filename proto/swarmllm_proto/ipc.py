@@ -128,12 +128,17 @@ class Unload(DaemonMessage, frozen=True, tag=True):
         require_layer_range(self.start, self.end)
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""How much a model should think before it answers, for chat templates that can say so."""
+
+
 class Tokenize(DaemonMessage, frozen=True, tag=True):
     """`text` as it is, or `messages` (and `tools`) through the model's chat template. Answered by Tokens."""
 
     text: str | None = None
     messages: list[dict[str, object]] | None = None
     tools: list[dict[str, object]] | None = None
+    effort: Effort | None = None
 
 
 class ApplyTemplate(DaemonMessage, frozen=True, tag=True):
@@ -142,6 +147,7 @@ class ApplyTemplate(DaemonMessage, frozen=True, tag=True):
 
     messages: list[dict[str, object]]
     tools: list[dict[str, object]] | None = None
+    effort: Effort | None = None
 
 
 class Detokenize(DaemonMessage, frozen=True, tag=True):

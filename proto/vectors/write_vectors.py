@@ -136,8 +136,8 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ("load", ipc.Load(id=2, start=0, end=4), b""),
     ("unload", ipc.Unload(id=3, start=2, end=4), b""),
     ("tokenize-text", ipc.Tokenize(id=4, text="Grüße, 世界"), b""),
-    ("tokenize-messages", ipc.Tokenize(id=5, messages=MESSAGES, tools=TOOLS), b""),
-    ("apply-template", ipc.ApplyTemplate(id=13, messages=MESSAGES, tools=TOOLS), b""),
+    ("tokenize-messages", ipc.Tokenize(id=5, messages=MESSAGES, tools=TOOLS, effort="none"), b""),
+    ("apply-template", ipc.ApplyTemplate(id=13, messages=MESSAGES, tools=TOOLS, effort="high"), b""),
     ("detokenize", ipc.Detokenize(id=14), tensor_bytes(TOKEN_IDS)),
     ("embed", ipc.Embed(id=6), tensor_bytes(TOKEN_IDS)),
     (

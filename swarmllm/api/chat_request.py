@@ -12,7 +12,7 @@ from swarmllm.api import schema
 from swarmllm.api.forced_call import SCHEMA_MAX
 from swarmllm.api.sampling import sampling_of
 from swarmllm.errors import InvalidRequest, VisionEncoderUnavailable
-from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.ipc import Effort, Sampling
 
 Json = dict[str, object]
 
@@ -22,7 +22,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
@@ -48,6 +47,8 @@ class ChatCall:
     include_usage: bool
     max_tool_calls: int | None
     n: int
+    effort: Effort | None
+    """How much the model should think first."""
     must_call: bool
     """The answer has to be a call of one of the tools."""
     session_id: str | None
@@ -80,6 +81,7 @@ def chat_call(body: schema.ChatRequest) -> ChatCall:
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         max_tool_calls=max_calls,
+        effort=body.reasoning_effort,
         must_call=must_call,
         n=body.n or 1,
         session_id=body.session_id,

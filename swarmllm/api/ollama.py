@@ -49,6 +49,7 @@ from swarmllm.api.thoughts import opened_thought
 from swarmllm.errors import InvalidRequest, ModelNotFound
 from swarmllm.node import ModelView
 from swarmllm.pipeline.prompt import Prompt
+from swarmllm_proto.ipc import Effort
 
 API_VERSION = "0.6.4"
 """The version of Ollama whose API this is; apps compare it with the one they need."""
@@ -107,7 +108,7 @@ class OllamaRequest(Body, frozen=True, kw_only=True):
     stream: bool | None = None
     options: Options | None = None
     format: str | Json | None = None
-    think: bool | str | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: float | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -263,7 +264,19 @@ def _settings(name: str, body: OllamaRequest) -> ChatRequest:
     if options.seed is not None and options.seed < 0:
         # Ollama's -1 means: draw one.
         chosen["seed"] = None
-    return ChatRequest(model=name, messages=[], response_format=_response_format(body.format), **chosen)
+    return ChatRequest(
+        model=name,
+        messages=[],
+        response_format=_response_format(body.format),
+        reasoning_effort=_effort(body.think),
+        **chosen,
+    )
+
+
+def _effort(think: bool | Literal["low", "medium", "high"] | None) -> Effort | None:
+    if isinstance(think, bool):
+        return "medium" if think else "none"
+    return think
 
 
 def _response_format(wanted: str | Json | None) -> ResponseFormat | None:
@@ -283,9 +296,8 @@ def _max_tokens(options: Options | None) -> int | None:
 
 
 def _refuse_unsupported(body: OllamaRequest) -> None:
-    for field in ("think", "logprobs"):
-        if getattr(body, field):
-            raise InvalidRequest("is not supported here; leave it out.", field=field)
+    if body.logprobs:
+        raise InvalidRequest("is not supported here; leave it out.", field="logprobs")
 
 
 def _nothing_asked(words: ChatWords | GenerateWords) -> Response:

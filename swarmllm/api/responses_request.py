@@ -27,6 +27,7 @@ from swarmllm.api.schema import (
     Text,
 )
 from swarmllm.errors import InvalidRequest
+from swarmllm_proto.ipc import Effort
 
 T = TypeVar("T")
 
@@ -103,7 +104,7 @@ class TextSettings(Body, frozen=True):
 
 
 class Reasoning(Body, frozen=True):
-    effort: Literal["none"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto"] | None = None
     generate_summary: None = None
     context: Literal["auto"] | None = None
@@ -184,6 +185,7 @@ def responses_call(
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=response_format,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
         session_id=body.session_id,
         prompt_cache_key=body.prompt_cache_key,
     )

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from swarmllm_proto.ipc import FlashAttention, KvType
+from swarmllm_proto.ipc import Effort, FlashAttention, KvType
 
 Text = Annotated[str, Meta(max_length=4 * 2**20)]
 Json = dict[str, object]
@@ -238,13 +238,13 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: Json | None = None
     metadata: Json | None = None
+    reasoning_effort: Effort | None = None
     # accepted at their neutral value only
     store: bool | None = None
     service_tier: str | None = None
     modalities: list[str] | None = None
     audio: Json | None = None
     prediction: Json | None = None
-    reasoning_effort: str | None = None
     verbosity: str | None = None
     web_search_options: Json | None = None
     moderation: Json | None = None

@@ -71,9 +71,9 @@ async def prepare(call: ChatCall) -> tuple[Ask, list[Spoken]]:
         # The first thing that is said is a call.
         opened = ""
     else:
-        opened = opened_thought(await texts.prompt_ending(call.model))
+        opened = opened_thought(await texts.prompt_ending(call.model, call.effort))
     session = session_of(call.session_id, call.prompt_cache_key)
-    prompt = Prompt(messages=call.messages, tools=call.tools, session=session)
+    prompt = Prompt(messages=call.messages, tools=call.tools, effort=call.effort, session=session)
     parsers = (ToolCallParser(call.max_tool_calls, names) if call.tools else None for _ in range(call.n))
     ask = Ask(call.model, prompt, sampling, call.max_tokens)
     return ask, [Spoken(parser, opened) for parser in parsers]

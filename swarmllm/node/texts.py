@@ -9,6 +9,7 @@ from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
 from swarmllm.pipeline.prompt import Prompt, token_ids
 from swarmllm.workerpool import ModelFile, WorkerPool
+from swarmllm_proto.ipc import Effort
 
 Messages = list[dict[str, Any]]
 
@@ -38,7 +39,7 @@ class Texts:
         """`find`: the model of a name or id, with what reading a prompt takes. Raises ModelNotFound."""
         self._pool = pool
         self._find = find
-        self._samples: dict[tuple[str, int], str] = {}
+        self._samples: dict[tuple[str, int, Effort | None], str] = {}
 
     async def tokenize(self, model: str, text: str, *, add_special: bool) -> list[int]:
         """Token ids of a text as it is; `add_special`: with what the model wants around each text."""
@@ -60,7 +61,7 @@ class Texts:
         """How many tokens of context the prompt takes."""
         file = _file(await self._find(model))
         tokens = await self._pool.tokenize(
-            file, text=prompt.text, messages=prompt.messages, tools=prompt.tools
+            file, text=prompt.text, messages=prompt.messages, tools=prompt.tools, effort=prompt.effort
         )
         return len(tokens)
 
@@ -70,22 +71,24 @@ class Texts:
         """The text the model would read. Raises InvalidRequest where its template refuses."""
         return await self._pool.apply_template(_file(await self._find(model)), messages, tools)
 
-    async def prompt_ending(self, model: str) -> str:
+    async def prompt_ending(self, model: str, effort: Effort | None = None) -> str:
         """The last characters of any prompt of this model: what its answers go on from. "" where its
         template refuses."""
-        return (await self._sample(model, QUESTION, None))[-ENDING_CHARACTERS:]
+        return (await self._sample(model, QUESTION, None, effort))[-ENDING_CHARACTERS:]
 
     async def call_sample(self, model: str) -> str:
         """A conversation with a tool call as this model would read it: shows in which format it calls."""
         return await self._sample(model, CONVERSATION, TOOLS)
 
-    async def _sample(self, model: str, messages: Messages, tools: Messages | None) -> str:
+    async def _sample(
+        self, model: str, messages: Messages, tools: Messages | None, effort: Effort | None = None
+    ) -> str:
         """Rendered once per model: templates do not decide by what was said."""
         entry = await self._find(model)
-        key = entry.model_id, len(messages)
+        key = entry.model_id, len(messages), effort
         if key not in self._samples:
             try:
-                self._samples[key] = await self._pool.apply_template(_file(entry), messages, tools)
+                self._samples[key] = await self._pool.apply_template(_file(entry), messages, tools, effort)
             except InvalidRequest:
                 self._samples[key] = ""
         return self._samples[key]

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.ring import NO_RING, RingHint
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.ipc import FinishReason, GenerateDone, Sampling, Token, TokenLogprob
+from swarmllm_proto.ipc import Effort, FinishReason, GenerateDone, Sampling, Token, TokenLogprob
 from swarmllm_proto.tensors import Tensor
 
 
@@ -65,6 +65,7 @@ class Compute(Protocol):
         text: str | None = None,
         messages: list[dict[str, Any]] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        effort: Effort | None = None,
     ) -> Tensor: ...
 
     async def embed(self, model: ModelFile, tokens: Tensor) -> Tensor: ...

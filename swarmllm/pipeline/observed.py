@@ -16,7 +16,7 @@ from swarmllm.pipeline.compute import Compute, ForwardResult, LocalGeneration
 from swarmllm.scheduling.observation import Observations
 from swarmllm.workerpool.ring import NO_RING, RingHint
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.ipc import GenerateDone, Sampling, Token
+from swarmllm_proto.ipc import Effort, GenerateDone, Sampling, Token
 from swarmllm_proto.tensors import Tensor
 
 
@@ -38,8 +38,9 @@ class ObservedCompute:
         text: str | None = None,
         messages: list[dict[str, Any]] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        effort: Effort | None = None,
     ) -> Tensor:
-        return await self._compute.tokenize(model, text=text, messages=messages, tools=tools)
+        return await self._compute.tokenize(model, text=text, messages=messages, tools=tools, effort=effort)
 
     async def embed(self, model: ModelFile, tokens: Tensor) -> Tensor:
         return await self._compute.embed(model, tokens)

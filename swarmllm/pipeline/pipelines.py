@@ -167,7 +167,7 @@ class Pipelines:
         started_s = trio.current_time()
         if prompt.tokens is None:
             tokens = await self._pool.tokenize(
-                model, text=prompt.text, messages=prompt.messages, tools=prompt.tools
+                model, text=prompt.text, messages=prompt.messages, tools=prompt.tools, effort=prompt.effort
             )
         else:
             tokens = token_ids(entry, prompt.tokens, "prompt")

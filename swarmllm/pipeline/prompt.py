@@ -10,6 +10,7 @@ import numpy as np
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
+from swarmllm_proto.ipc import Effort
 from swarmllm_proto.tensors import Tensor
 
 
@@ -25,6 +26,8 @@ class Prompt:
     text: str | None = None
     tokens: list[int] | None = None
     tools: list[dict[str, Any]] | None = None
+    effort: Effort | None = None
+    """How much the model should think first."""
     session: str = ""
     """The conversation of which this is a turn, where the client says so."""
 

@@ -44,6 +44,7 @@ from swarmllm_proto.ipc import (
     CancelRequest,
     Detokenize,
     Done,
+    Effort,
     Embed,
     Forward,
     Generate,
@@ -125,20 +126,25 @@ class WorkerPool(HoldingCalls, PrefixCalls, CutCheckCalls):
         text: str | None = None,
         messages: list[dict[str, Any]] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        effort: Effort | None = None,
     ) -> TokenIds:
         """i32 [n]. `text` as it is, or `messages` through the chat template. Raises InvalidRequest
         (template) ..."""
         worker = await self._ready(model)
-        message = Tokenize(id=worker.new_id(), text=text, messages=messages, tools=tools)
+        message = Tokenize(id=worker.new_id(), text=text, messages=messages, tools=tools, effort=effort)
         _, payload = await worker.call(message, Tokens, timeout_s=self._settings.call_timeout_s)
         return checked_tensor(payload, "tokens", np.dtype(np.int32), 1)
 
     async def apply_template(
-        self, model: ModelFile, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+        self,
+        model: ModelFile,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        effort: Effort | None = None,
     ) -> str:
         """The text that a model would read. Raises InvalidRequest (template) ..."""
         worker = await self._ready(model)
-        message = ApplyTemplate(id=worker.new_id(), messages=messages, tools=tools)
+        message = ApplyTemplate(id=worker.new_id(), messages=messages, tools=tools, effort=effort)
         return await self._text(worker, message)
 
     async def detokenize(self, model: ModelFile, tokens: TokenIds) -> str:

@@ -166,7 +166,13 @@ class FakePool:
         return self.held[model_id]
 
     async def tokenize(
-        self, model: Any, *, text: str | None = None, messages: Any = None, tools: Any = None
+        self,
+        model: Any,
+        *,
+        text: str | None = None,
+        messages: Any = None,
+        tools: Any = None,
+        effort: Any = None,
     ) -> Any:
         """A token per byte, after a token that begins every text."""
         await trio.lowlevel.checkpoint()
@@ -177,7 +183,7 @@ class FakePool:
         await trio.lowlevel.checkpoint()
         return bytes(tokens.tolist()).decode()
 
-    async def apply_template(self, model: Any, messages: Any, tools: Any) -> str:
+    async def apply_template(self, model: Any, messages: Any, tools: Any, effort: Any = None) -> str:
         await trio.lowlevel.checkpoint()
         return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 

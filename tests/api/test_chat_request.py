@@ -89,7 +89,7 @@ def named(tool: str) -> dict[str, Any]:
         (HELLO | {"store": True}, "store"),
         (HELLO | {"service_tier": "flex"}, "service_tier"),
         (HELLO | {"functions": [{}]}, "functions"),
-        (HELLO | {"reasoning_effort": "high"}, "reasoning_effort"),
+        (HELLO | {"reasoning_effort": "loud"}, "reasoning_effort"),
     ],
 )
 def test_a_refusal_names_the_field(body: dict[str, Any], field: str) -> None:

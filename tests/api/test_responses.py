@@ -174,7 +174,7 @@ def said(part: dict[str, Any]) -> dict[str, Any]:
         ),
         ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
         ({"tool_choice": "required"}, 400, "tool_choice"),
-        ({"reasoning": {"effort": "high"}}, 400, "reasoning.effort"),
+        ({"reasoning": {"effort": "loud"}}, 400, "reasoning.effort"),
         ({"text": {"verbosity": "low"}}, 400, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "text.format.schema"),
         ({"stream_options": {}}, 400, "stream_options"),

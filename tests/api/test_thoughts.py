@@ -94,3 +94,24 @@ async def test_every_dialect_tells_thought_and_answer_apart(tmp_path: Path) -> N
         assert [block["type"] for block in claude["content"]] == ["thinking", "text"]
         ollama = (await stand.http.post("/api/chat", json=HELLO | {"stream": False})).json()["message"]
         assert (ollama["thinking"], ollama["content"]) == ("A greeting. I greet.", "Hello there.")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "effort"),
+    [
+        ("/v1/chat/completions", {}, None),
+        ("/v1/chat/completions", {"reasoning_effort": "high"}, "high"),
+        ("/v1/responses", {"reasoning": {"effort": "low"}}, "low"),
+        ("/api/chat", {"think": True}, "medium"),
+        ("/api/chat", {"think": False}, "none"),
+        ("/api/chat", {"think": "high"}, "high"),
+    ],
+)
+async def test_how_much_to_think_reaches_the_template(
+    tmp_path: Path, path: str, fields: dict[str, object], effort: str | None
+) -> None:
+    body = HELLO if path != "/v1/responses" else {"model": HELLO["model"], "input": "Hello"}
+    async with serve_node(tmp_path) as stand:
+        assert (await stand.http.post(path, json=body | fields)).status_code == 200
+        (call,) = stand.pipelines.calls
+        assert call.prompt.effort == effort

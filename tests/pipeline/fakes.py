@@ -32,7 +32,7 @@ from swarmllm.swarm.trust_keeper import Trust
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.codec import encode_record
-from swarmllm_proto.ipc import GenerateDone, Sampling, Token
+from swarmllm_proto.ipc import Effort, GenerateDone, Sampling, Token
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
 from swarmllm_proto.tensors import Tensor
 
@@ -105,6 +105,7 @@ class FakePool:
         text: str | None = None,
         messages: list[dict[str, Any]] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        effort: Effort | None = None,
     ) -> Tensor:
         await trio.lowlevel.checkpoint()
         return np.array([ord(character) % PRIME for character in text or ""], np.int32)

@@ -269,5 +269,9 @@ async def test_text_survives_the_way_to_tokens_and_back(tmp_path: Path) -> None:
         assert await pool.detokenize(GUIDE, tokens[:0]) == ""
         with pytest.raises(WorkerError, match="token ids lie in"):
             await pool.detokenize(GUIDE, np.array([10**6], np.int32))
+        with pytest.raises(InvalidRequest) as refused:
+            await pool.tokenize(GUIDE, messages=messages, effort="high")
+        assert refused.value.field == "reasoning_effort"
+        assert (await pool.tokenize(GUIDE, messages=messages, effort="none")).tolist() == tokens.tolist()
         # The worker is none the worse for it.
         assert (await pool.tokenize(GUIDE, messages=messages)).tolist() == tokens.tolist()

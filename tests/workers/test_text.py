@@ -110,7 +110,8 @@ def test_tokens_of_the_guide_equal_libllamas(tmp_path: Path) -> None:
 
 def render(source: str, messages: list[dict[str, object]] | None = None, **fields: object) -> str:
     chosen = ChatTemplate(source, bos_text="<s>", eos_text="</s>")
-    return chosen.render(messages if messages is not None else list(USER), fields.get("tools"))  # type: ignore[arg-type]
+    said = messages if messages is not None else list(USER)
+    return chosen.render(said, fields.get("tools"), fields.get("effort"))  # type: ignore[arg-type]
 
 
 def test_template_sees_what_models_expect() -> None:
@@ -123,6 +124,39 @@ def test_template_sees_what_models_expect() -> None:
     assert render(source, USER + USER, tools=tools) == '<s>[user]Hello</s>[{"name": "ä<b>"}]>'
     assert len(render("{{ strftime_now('%Y') }}")) == 4
     assert render("{{ messages[0].content.split('l')[0] }}") == "He"
+
+
+GPT_OSS = (
+    "{%- macro head() %}{%- if reasoning_effort is not defined %}{%- set reasoning_effort = 'medium' %}"
+    "{%- endif %}Reasoning: {{ reasoning_effort }}{%- endmacro %}{{ head() }}"
+)
+QWEN = "{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{%- endif %}."
+GRANITE = "{%- if thinking %}Think first.{%- else %}Answer.{%- endif %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "effort", "rendered"),
+    [
+        (GPT_OSS, None, "Reasoning: medium"),
+        (GPT_OSS, "high", "Reasoning: high"),
+        (QWEN, None, "."),
+        (QWEN, "none", "<think></think>."),
+        (QWEN, "low", "."),
+        (GRANITE, None, "Answer."),
+        (GRANITE, "minimal", "Think first."),
+        ("same", "none", "same"),
+    ],
+)
+def test_templates_learn_how_much_to_think_in_their_own_words(
+    source: str, effort: str | None, rendered: str
+) -> None:
+    assert render(source, effort=effort) == rendered
+
+
+def test_a_template_without_a_word_for_thinking_refuses_to_be_told() -> None:
+    with pytest.raises(CallError, match="leave it out") as caught:
+        render("same", effort="low")
+    assert (caught.value.kind, caught.value.field) == ("bad_template", "reasoning_effort")
 
 
 def test_arguments_of_tool_calls_are_objects_for_the_template() -> None:

@@ -166,14 +166,14 @@ class Handlers:
         if (message.text is None) == (message.messages is None):
             raise CallError("bad_message", "either text or messages, not both", "text")
         if message.messages is not None:
-            text = engine.template().render(message.messages, message.tools)
+            text = engine.template().render(message.messages, message.tools, message.effort)
             tokens = engine.vocabulary.tokenize(text, is_rendered=True)
         else:
             tokens = engine.vocabulary.tokenize(message.text or "", is_rendered=False)
         self._send(ipc.Tokens(id=message.id), encode_tensor(tokens))
 
     def _apply_template(self, message: ipc.ApplyTemplate, _payload: memoryview) -> None:
-        text = self._opened().template().render(message.messages, message.tools)
+        text = self._opened().template().render(message.messages, message.tools, message.effort)
         # A template may take a character apart; what is left of it cannot be sent.
         self._send(ipc.Text(id=message.id), [text.encode(errors="replace")])
 

@@ -16,6 +16,7 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from swarmllm_proto.ipc import Effort
 from swarmllm_workers.bounded import bounded
 from swarmllm_workers.errors import CallError
 
@@ -76,7 +77,9 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_text, "eos_token": eos_text}
         try:
             with bounded(RENDER_S):
-                self._template = environment.from_string(source or CHATML)
+                tree = environment.parse(source or CHATML)
+                self._names = {each.name for each in tree.find_all(jinja2.nodes.Name)}
+                self._template = environment.from_string(tree)
         except (
             jinja2.TemplateError,
             _Refused,
@@ -89,8 +92,15 @@ class ChatTemplate:
                 "bad_template", f"the chat template does not compile: {_reason(error)}"
             ) from error
 
-    def render(self, messages: list[dict[str, object]], tools: list[dict[str, object]] | None) -> str:
-        """The prompt, up to where the assistant is to speak. Raises CallError bad_template."""
+    def render(
+        self,
+        messages: list[dict[str, object]],
+        tools: list[dict[str, object]] | None,
+        effort: Effort | None = None,
+    ) -> str:
+        """The prompt, up to where the assistant is to speak. Raises CallError bad_template, also for an
+        `effort` that the template has no word for."""
+        thinking = self._thinking(effort)
         parts: list[str] = []
         n_characters = 0
         try:
@@ -99,6 +109,7 @@ class ChatTemplate:
                     messages=[_with_parsed_arguments(message) for message in messages],
                     tools=tools or None,
                     add_generation_prompt=True,
+                    **thinking,
                     **self._tokens,
                 ):
                     n_characters += len(part)
@@ -112,6 +123,24 @@ class ChatTemplate:
                 "bad_template", f"the chat template failed: {_reason(error)}", "messages"
             ) from error
         return "".join(parts)
+
+    def _thinking(self, effort: Effort | None) -> dict[str, object]:
+        """Names by which templates know it: a level (gpt-oss), or only whether (Qwen, DeepSeek, Granite)."""
+        if effort is None:
+            return {}
+        known: dict[str, object] = {
+            "reasoning_effort": effort,
+            "enable_thinking": effort != "none",
+            "thinking": effort != "none",
+        }
+        read = {name: value for name, value in known.items() if name in self._names}
+        if not read and effort != "none":
+            raise CallError(
+                "bad_template",
+                "this model's chat template cannot say how much to think; leave it out",
+                "reasoning_effort",
+            )
+        return read
 
 
 def _with_parsed_arguments(message: dict[str, object]) -> dict[str, object]:
