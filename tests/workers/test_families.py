@@ -14,7 +14,7 @@ from swarmllm.models.hashing import build_manifest
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.segment import Span
+from swarmllm_workers.segment import EngineSettings, Span
 
 from .blueprint import write
 from .families import FAMILIES
@@ -212,4 +212,34 @@ def test_no_segment_has_as_many_layers_as_another_member_of_its_family(tmp_path:
     tokens = tokens_for(engine.n_vocab)
     got = chain_logits(engine, [0, 27, 28], tokens, CHUNKING)
     np.testing.assert_array_equal(got, uncut_logits(path, tokens, CHUNKING))
+    engine.close()
+
+
+def test_llama_4_is_exact_beyond_its_chunk_of_8192_rows(tmp_path: Path) -> None:
+    """The chunk is libllama's own number and in no file, and beyond it queries of layers without rotation get
+    a temperature by their position. As few heads as there can be, because all rows see each other."""
+    family = FAMILIES["llama-4 scout"]
+    small = {"attention.head_count": 1, "attention.head_count_kv": 1, "embedding_length": 32}
+    keys = {**family.keys, **small, "context_length": 16384, "rope.dimension_count": 32, "expert_count": 2}
+    path = write(tmp_path / "m.gguf", replace(family, keys=keys))
+    n_rows = 8192 + 20
+    engine = Engine(path, tmp_path / "segments", EngineSettings(n_ctx=8448, n_slots=1, n_threads=2))
+    tokens = np.random.default_rng(1).integers(0, engine.n_vocab, n_rows).astype(np.int32)
+    bounds = [*range(0, n_rows - 2, 512), n_rows - 2, n_rows - 1, n_rows]
+
+    def logits(cut: list[int]) -> np.ndarray:
+        for start, end in pairwise(cut):
+            engine.load(start, end)
+        routes = [engine.route("r", start, end) for start, end in pairwise(cut)]
+        rows = []
+        for start, end in pairwise(bounds):
+            data = tokens[start:end]
+            for route in routes:
+                data = engine.run(route, [Span(0, start, data, "logits")])[0].copy()
+            rows.append(data)
+        engine.release("r")
+        engine.unload(0, engine.n_layers)
+        return np.array(rows)
+
+    np.testing.assert_array_equal(logits([0, 4, 8]), logits([0, 8]))
     engine.close()
