@@ -27,11 +27,22 @@ PEERS_MAX = 256
 """Connections looked for; a larger swarm is not a full mesh."""
 CANDIDATES_MAX = 4096
 ADDRESSES_PER_NODE = 12
+DIALS_FIRST = 2
 DIALS_MAX = 8
-"""At once."""
+"""At once: so many to begin with, one more after each that was quick, half as many after each that was slow.
+Fifty nodes that start together would otherwise all be so busy with each other that every exchange ran into
+its deadline and was made again, for ever."""
+QUICK_S = 1.0
+SLOW_S = 3.0
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
-HOLD_BACK_S = 1.0
+HOLD_BACK_S = 3.0
+LATE_S = 0.1
+"""A process that wakes up so much later than it wanted has more to do than it can, and takes on nothing new
+for some moments: dials that run into their deadlines are made again, and that load never ends by itself."""
+
+_WAITS_FOR_AIR_MAX = 5
+_LOOK_S = 0.02
 
 
 @dataclass
@@ -43,10 +54,15 @@ class _Candidate:
     """Failures in a row after which it is given up."""
     n_failures: int = 0
     due_at_s: float = 0.0
-    dialling: bool = False
+    dialling_since_s: float | None = None
 
 
 Dial = Callable[[str, list[Address]], Awaitable[None]]
+"""Raises NodeUnreachable, Unanswering."""
+
+
+class Unanswering(NodeUnreachable):
+    """There is a connection, and no answer in time."""
 
 
 class Dialler:
@@ -55,6 +71,7 @@ class Dialler:
         self._random = randomness
         self._candidates: dict[str, _Candidate] = {}
         self._news = trio.Event()
+        self._n_dials_max = DIALS_FIRST
 
     def suggest(
         self,
@@ -101,27 +118,36 @@ class Dialler:
 
     def due(self, now: float, connected: set[str]) -> tuple[list[tuple[str, list[Address]]], float]:
         """(whom to dial now, when to ask again). The ones returned count as being dialled until `dialled`."""
-        room = min(DIALS_MAX - sum(c.dialling for c in self._candidates.values()), PEERS_MAX - len(connected))
+        n_dialling = sum(c.dialling_since_s is not None for c in self._candidates.values())
+        room = min(self._n_dials_max - n_dialling, PEERS_MAX - len(connected))
         ready: list[tuple[str, list[Address]]] = []
         next_s = math.inf
         for node_id, candidate in self._candidates.items():
-            if node_id in connected or candidate.dialling or not candidate.addresses:
+            if node_id in connected or candidate.dialling_since_s is not None or not candidate.addresses:
                 continue
             if candidate.due_at_s > now:
                 next_s = min(next_s, candidate.due_at_s)
             elif len(ready) < room:
-                candidate.dialling = True
+                candidate.dialling_since_s = now
                 ready.append((node_id, list(candidate.addresses)))
         return ready, next_s
 
-    def dialled(self, node_id: str, now: float, *, succeeded: bool) -> None:
+    def dialled(self, node_id: str, now: float, *, succeeded: bool, unanswered: bool = False) -> None:
         if (candidate := self._candidates.get(node_id)) is not None:
-            candidate.dialling = False
+            since_s, candidate.dialling_since_s = candidate.dialling_since_s, None
+            if since_s is not None and (succeeded or unanswered):
+                self._learn(now - since_s)
             candidate.n_failures = 0 if succeeded else candidate.n_failures + 1
             candidate.due_at_s = now + self._backoff_s(candidate)
             if candidate.n_failures >= candidate.patience and not candidate.lasting:
                 del self._candidates[node_id]
         self.wake()
+
+    def _learn(self, took_s: float) -> None:
+        if took_s >= SLOW_S:
+            self._n_dials_max = max(1, self._n_dials_max // 2)
+        elif took_s <= QUICK_S:
+            self._n_dials_max = min(DIALS_MAX, self._n_dials_max + 1)
 
     async def run(self, dial: Dial, connected: Callable[[], set[str]]) -> None:
         async with trio.open_nursery() as nursery:
@@ -135,14 +161,25 @@ class Dialler:
                     await self._news.wait()
 
     async def _try(self, dial: Dial, node_id: str, addresses: list[Address]) -> None:
-        succeeded = False
+        succeeded = unanswered = False
         try:
+            await self._wait_for_air()
             await dial(node_id, addresses)
             succeeded = True
         except NodeUnreachable as error:
+            unanswered = isinstance(error, Unanswering)
             log.debug("%s", error)
         finally:
-            self.dialled(node_id, trio.current_time(), succeeded=succeeded)
+            self.dialled(node_id, trio.current_time(), succeeded=succeeded, unanswered=unanswered)
+
+    async def _wait_for_air(self) -> None:
+        for _ in range(_WAITS_FOR_AIR_MAX):
+            began_s = trio.current_time()
+            await trio.sleep(_LOOK_S)
+            late_s = trio.current_time() - began_s - _LOOK_S
+            if late_s < LATE_S:
+                return
+            await trio.sleep(min(BACKOFF_MAX_S, 10 * late_s) * self._random.uniform(0.2, 1.0))
 
     def _backoff_s(self, candidate: _Candidate) -> float:
         longest_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * float(2 ** min(candidate.n_failures, 16)))

@@ -15,7 +15,7 @@ import trio
 from swarmllm.errors import DeadlineExceeded, InvalidRequest, NodeUnreachable
 from swarmllm.swarm.addresses import Address, NodeAddress
 from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.dialler import ADDRESSES_PER_NODE, Dialler
+from swarmllm.swarm.dialler import ADDRESSES_PER_NODE, Dial, Dialler
 from swarmllm.swarm.envelope import Envelope
 from swarmllm.swarm.host import Host
 
@@ -49,10 +49,10 @@ class Finding:
         self._dialler = dialler
         self._lets_in = lets_in
 
-    def begin(self, bootstrap: Iterable[NodeAddress]) -> None:
+    def begin(self, bootstrap: Iterable[NodeAddress], dial: Dial) -> None:
         for where in bootstrap:
             self._nursery.start_soon(self._keep_resolving, where)
-        self._nursery.start_soon(self._dialler.run, self._host.dial, self._host.connected)
+        self._nursery.start_soon(self._dialler.run, dial, self._host.connected)
 
     def found_by_mdns(self, node_id: str, addresses: list[Address]) -> None:
         self._suggest(node_id, addresses)

@@ -19,6 +19,7 @@ from libp2p import new_host
 from libp2p.abc import INotifee
 from libp2p.custom_types import TProtocol
 from libp2p.network.config import ConnectionConfig
+from libp2p.network.connection.swarm_connection import Direction
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
@@ -182,6 +183,24 @@ class Host:
         for connection in self._connections(node_id):
             await host_guards.close_hard(connection)
 
+    def surplus(self, node_id: str) -> list[Any]:
+        """Connections to a node that are one too many, for this end to close: of two nodes the one with the
+        smaller id decides. What it dialled itself stays, the latest of it, because whoever dials knew of no
+        other."""
+        if self.node_id > node_id:
+            return []
+        # In the order in which they were made.
+        connections = self._connections(node_id)
+        own = [c for c in connections if c.direction == Direction.OUTBOUND]
+        kept = (own or connections)[-1:]
+        return [c for c in connections if c not in kept]
+
+    async def end_idle_surplus(self, node_id: str) -> None:
+        """Close those that carry nothing of ours."""
+        for connection in self.surplus(node_id):
+            if not any(stream.get_protocol() in self._handlers for stream in connection.get_streams()):
+                await host_guards.close_hard(connection)
+
     def _connections(self, node_id: str) -> list[Any]:
         if self._swarm is None:
             return []
@@ -193,6 +212,8 @@ class Host:
 async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) -> AsyncIterator[None]:
     """Listen and run until the context is left. Raises ConfigError when the port is taken."""
     host_guards.one_yamux_frame_per_noise_message()
+    host_guards.batch_window_updates()
+    host_guards.describe_oneself_rarely()
     host_guards.contain_task_failures()
     host_guards.quieten_expected_failures()
     _refuse_taken_port(listen_host, port)
@@ -213,9 +234,16 @@ async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) ->
             enable_health_monitoring=True,
             health_initial_delay=5,
             health_warmup_window=0,
-            health_check_interval=10,
-            ping_timeout=5,
+            health_check_interval=20,
+            # Starved of processor time for some seconds is not frozen, and whoever has a data connection
+            # notices a frozen peer there, in five.
+            ping_timeout=20,
             abort_connection_on_ping_failure=True,
+            # Otherwise a slow connection is replaced, by a dial of the library's own.
+            min_health_threshold=0.0,
+            max_ping_latency=1e9,
+            min_ping_success_rate=0.0,
+            max_failed_streams=2**31,
         ),
     )
     swarm = libp2p_host.get_network()

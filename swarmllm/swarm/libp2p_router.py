@@ -236,7 +236,7 @@ class Libp2pRouter:
             data_addresses=tuple(str(Address(ip, self.plane.port)) for ip in ips),
         )
         self._nursery.start_soon(self._to_self.carry)
-        self.finding.begin(bootstrap)
+        self.finding.begin(bootstrap, self._liveness.dial)
         self.finding.remembered(self._memory.known)
         self._nursery.start_soon(self._memory.run, self._where_peers_are)
         self._nursery.start_soon(self._checks.run)

@@ -11,24 +11,35 @@ Then everything that leads to it is closed together, its pending requests fail, 
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Awaitable, Callable
 
 import trio
 
-from swarmllm.errors import NodeUnreachable, SwarmLLMError
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError
+from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.dataplane import DataPlane
-from swarmllm.swarm.dialler import Dialler
+from swarmllm.swarm.dialler import Dialler, Unanswering
 from swarmllm.swarm.host import Host
 from swarmllm.swarm.requests import Requests
 from swarmllm.swarm.router import Change
 
 log = logging.getLogger(__name__)
 
+GREETINGS_MAX = 4
+"""At once. A node that everybody finds at the same moment answers them one after the other, instead of all
+of them too late."""
+
 _GREET_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+_NO_ANSWERS_MAX = 12
+"""A peer that does not answer in time is slow, not strange, and asked again this often."""
+_DIAL_AND_GREET_S = 30.0
 _LIBP2P_GRACE_S = 10.0
 """How long a healthy data connection carries a peer that libp2p has lost."""
 _LARGER_ID_WAITS_S = 3.0
+_SURPLUS_S = 2.0
+"""Between looks at a peer with more than one connection."""
 
 
 class Liveness:
@@ -50,7 +61,9 @@ class Liveness:
         self._dialler = dialler
         self._requests = requests
         self._exchange_records = greet
-        self._greeting: set[str] = set()
+        self._greeting: dict[str, trio.Event] = {}
+        self._greetings = trio.Semaphore(GREETINGS_MAX)
+        self._thinning: set[str] = set()
         self._plane: DataPlane | None = None
         self.connected_since_s: dict[str, float] = {}
         """By node id, in seconds since the epoch. The connected peers are its keys."""
@@ -58,6 +71,16 @@ class Liveness:
     def begin(self, plane: DataPlane) -> None:
         self._plane = plane
         self._host.watch_peers(self._libp2p_connected, self._libp2p_disconnected)
+
+    async def dial(self, node_id: str, addresses: list[Address]) -> None:
+        """Returns once the node counts as connected, so that whoever limits dials limits all that follows
+        from them. Raises NodeUnreachable, Unanswering."""
+        await self._host.dial(node_id, addresses)
+        with trio.move_on_after(_DIAL_AND_GREET_S):
+            if (greeted := self._greeting.get(node_id)) is not None:
+                await greeted.wait()
+        if node_id not in self.connected_since_s:
+            raise Unanswering(f"node {node_id} takes a connection and does not answer")
 
     def drop(self, node_id: str, how: str) -> None:
         """The peer is gone, or as good as gone."""
@@ -72,34 +95,54 @@ class Liveness:
             self._feed.announce(Change("disconnected", node_id))
 
     def _libp2p_connected(self, node_id: str) -> None:
+        if node_id not in self._thinning and self._host.surplus(node_id):
+            self._thinning.add(node_id)
+            self._nursery.start_soon(self._thin_out, node_id)
         if node_id not in self._greeting and node_id != self._host.node_id:
-            self._greeting.add(node_id)
+            self._greeting[node_id] = trio.Event()
             self._nursery.start_soon(self._greet, node_id)
+
+    async def _thin_out(self, node_id: str) -> None:
+        """Two nodes that dial each other at the same moment, or of which one has missed the end of a
+        connection, have two. They cost as much as one each, for as long as both live."""
+        try:
+            while self._host.surplus(node_id):
+                await trio.sleep(_SURPLUS_S)
+                await self._host.end_idle_surplus(node_id)
+        finally:
+            self._thinning.discard(node_id)
 
     async def _greet(self, node_id: str) -> None:
         try:
-            if not await self._answers_as_a_node(node_id):
-                return
+            is_new = await self._answers_as_a_node(node_id) and (
+                self._host.is_connected(node_id) and node_id not in self.connected_since_s
+            )
+            if is_new:
+                self.connected_since_s[node_id] = trio.current_time()
+                log.info("node %s connected", node_id)
+                self._feed.announce(Change("connected", node_id))
         finally:
-            self._greeting.discard(node_id)
-        if self._host.is_connected(node_id) and node_id not in self.connected_since_s:
-            self.connected_since_s[node_id] = trio.current_time()
-            log.info("node %s connected", node_id)
-            self._feed.announce(Change("connected", node_id))
+            self._greeting.pop(node_id).set()
+        if is_new:
             await self._reach_early(node_id)
 
     async def _answers_as_a_node(self, node_id: str) -> bool:
-        for retry_s in (*_GREET_RETRY_S, None):
-            if not self._host.is_connected(node_id):
-                return False
+        waits_s, n_unanswered = list(_GREET_RETRY_S), 0
+        while self._host.is_connected(node_id):
             try:
-                await self._exchange_records(node_id)
+                async with self._greetings:
+                    await self._exchange_records(node_id)
             except SwarmLLMError as error:
                 log.debug("greeting %s: %s", node_id, error)
+                n_unanswered += isinstance(error, DeadlineExceeded)
+                if n_unanswered == _NO_ANSWERS_MAX or not (waits_s or isinstance(error, DeadlineExceeded)):
+                    break
+                wait_s = _GREET_RETRY_S[-1] if isinstance(error, DeadlineExceeded) else waits_s.pop(0)
             else:
                 return True
-            if retry_s is not None:
-                await trio.sleep(retry_s)
+            await trio.sleep(wait_s * random.uniform(0.75, 1.25))
+        else:
+            return False
         log.info("peer %s does not answer as a node; letting it go", node_id)
         await self._host.close_hard(node_id)
         return False

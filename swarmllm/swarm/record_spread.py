@@ -29,6 +29,9 @@ from swarmllm_proto.errors import BadMessage
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
+HEARTBEAT_MAX_S = 60.0
+HEARTBEATS_PER_S = 2.0
+"""Of the whole swarm: each node hears all of them, several times."""
 TOPIC_SIZES_BYTES = {MODELS: ENVELOPE_MAX, HEALTH: HEARTBEAT_MAX}
 
 _HOUSEKEEPING_S = 15.0
@@ -158,7 +161,7 @@ class RecordSpread:
                 beat=self._n_beats,
             )
             await gossip.publish(HEALTH, seal(heartbeat, self._identity.sign))
-            await trio.sleep(HEARTBEAT_S)
+            await trio.sleep(heartbeat_interval_s(len(self._book)) * random.uniform(0.8, 1.2))
 
     async def _keep_house(self) -> None:
         while True:
@@ -172,6 +175,10 @@ class RecordSpread:
 
     def _refresh(self) -> None:
         self.records = MappingProxyType(self._book.records())
+
+
+def heartbeat_interval_s(n_nodes: int) -> float:
+    return min(HEARTBEAT_MAX_S, max(HEARTBEAT_S, n_nodes / HEARTBEATS_PER_S))
 
 
 def next_incarnation(data_dir: Path, now_ms: int) -> int:

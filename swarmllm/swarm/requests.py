@@ -9,7 +9,7 @@ above 4 MB).
 
 Cancelling a blocked write leaves half a message in the connection's cipher stream and destroys every stream
 on it. So the exchange runs in a task of its own that the caller's cancellation does not reach: an abandoned
-exchange only stops reading. One that is still stuck some seconds after its deadline takes the connection with
+exchange only stops reading. One that is still stuck a minute after its deadline takes the connection with
 it, by closing its socket.
 """
 
@@ -38,6 +38,9 @@ _READ_BYTES = 64 * 1024
 _RECEIVE_S = 10.0
 _RESPOND_S = 30.0
 _GRACE_S = 5.0
+_STUCK_S = 60.0
+"""Past its deadline. Slow is not stuck: a connection taken from two nodes that are short of processor time
+costs them a new one."""
 
 _OK, _REFUSED, _BUSY = range(3)
 
@@ -98,7 +101,7 @@ class Requests:
 
     async def _run(self, node_id: str, kind: int, body: bytes, timeout_s: float, exchange: _Exchange) -> None:
         slots = self._outgoing.setdefault(node_id, trio.Semaphore(EXCHANGES_PER_PEER))
-        with trio.move_on_after(timeout_s + _GRACE_S) as stuck:
+        with trio.move_on_after(timeout_s + _STUCK_S) as stuck:
             try:
                 async with slots:
                     if not exchange.reading.cancel_called:

@@ -18,13 +18,20 @@ from libp2p.pubsub.mcache import CacheEntry, MessageCache
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 
+_WORTH_REFUSING_BYTES = 1024
+
 
 class UnsignedPubsub(Pubsub):  # type: ignore[misc]
     """To be made with `strict_signing=False` and a message id made of the content."""
 
-    async def publish(self, topic_id: str | list[str], data: bytes) -> None:
-        topics = [topic_id] if isinstance(topic_id, str) else topic_id
-        await self.push_msg(self.my_id, rpc_pb2.Message(data=data, topicIDs=topics))
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.latest: dict[str, Any] = {}
+        """What this node itself said last, by topic."""
+
+    async def publish(self, topic_id: str, data: bytes) -> None:
+        self.latest[topic_id] = message = rpc_pb2.Message(data=data, topicIDs=[topic_id])
+        await self.push_msg(self.my_id, message)
 
     async def push_msg(self, msg_forwarder: ID, msg: Any) -> None:
         if msg.from_id or msg.seqno or msg.signature or msg.key:
@@ -39,6 +46,21 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
         super().attach(pubsub)
         stock: Any = self.mcache
         self.mcache: Any = _ContentCache(stock.window_size, stock.history_size, pubsub)
+
+    async def send_recent_messages(self, peer_id: ID, topic: str) -> None:
+        """To who has just subscribed. The library tells everything that it heard from anybody in the last
+        seconds: in a swarm of n that finds itself, n(n-1) nodes tell each other of n. Nodes that meet compare
+        what they know anyway; only what this one says in that very moment might pass the other by."""
+        message, stream = self.pubsub.latest.get(topic), self.pubsub.peers.get(peer_id)
+        if message is not None and stream is not None:
+            await self.pubsub.write_msg(stream, rpc_pb2.RPC(publish=[message]))
+
+    async def _emit_idontwant_for_message(self, msg_id: bytes, topics: Any) -> None:
+        """To tell six neighbours that a message need not be sent again is worth it where the message is
+        larger than the telling, of which the library makes no difference."""
+        message = self.mcache.get(msg_id)
+        if message is not None and len(message.data) >= _WORTH_REFUSING_BYTES:
+            await super()._emit_idontwant_for_message(msg_id, topics)
 
     def _check_equivocation(self, msg: Any) -> bool:
         """Nobody is named who could contradict himself."""

@@ -9,7 +9,17 @@ from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.dialler import BACKOFF_FIRST_S, BACKOFF_MAX_S, DIALS_MAX, HOLD_BACK_S, PEERS_MAX, Dialler
+from swarmllm.swarm.dialler import (
+    BACKOFF_FIRST_S,
+    BACKOFF_MAX_S,
+    DIALS_FIRST,
+    DIALS_MAX,
+    HOLD_BACK_S,
+    PEERS_MAX,
+    QUICK_S,
+    SLOW_S,
+    Dialler,
+)
 
 HERE = [Address("192.0.2.1", 8810)]
 THERE = [Address("192.0.2.2", 8810)]
@@ -106,12 +116,39 @@ def test_dials_and_peers_are_bounded() -> None:
     d = dialler()
     for number in range(50):
         d.suggest(f"z{number}", HERE, now=0.0)
-    assert len(names(d.due(0.0, set()))) == DIALS_MAX
+    assert names(d.due(0.0, set())) == ["z0", "z1"]
     assert names(d.due(0.0, set())) == []
     full = {f"peer {number}" for number in range(PEERS_MAX)}
     d.dialled("z0", 0.0, succeeded=True)
     assert names(d.due(100.0, full)) == []
-    assert len(names(d.due(100.0, set()))) == 1
+    assert len(names(d.due(100.0, set()))) == 2
+
+
+def dial_all_due(
+    d: Dialler, now: float, took_s: float, *, succeeded: bool = True, unanswered: bool = False
+) -> int:
+    """How many dials were due at once; each is over after `took_s`."""
+    due = names(d.due(now, set()))
+    for node_id in due:
+        d.dialled(node_id, now + took_s, succeeded=succeeded, unanswered=unanswered)
+    return len(due)
+
+
+def test_quick_dials_make_room_for_more_and_slow_ones_for_fewer() -> None:
+    d = dialler()
+    for number in range(200):
+        d.suggest(f"z{number}", HERE, now=0.0)
+    assert [dial_all_due(d, 0.0, QUICK_S) for _ in range(4)] == [
+        DIALS_FIRST,
+        2 * DIALS_FIRST,
+        DIALS_MAX,
+        DIALS_MAX,
+    ]
+    assert [dial_all_due(d, 0.0, SLOW_S) for _ in range(3)] == [DIALS_MAX, 1, 1]
+    assert [dial_all_due(d, 0.0, QUICK_S) for _ in range(2)] == [1, 2]
+    dial_all_due(d, 0.0, SLOW_S, succeeded=False)
+    assert dial_all_due(d, 0.0, SLOW_S, succeeded=False, unanswered=True) == 4
+    assert dial_all_due(d, 0.0, QUICK_S) == 1
 
 
 async def test_running_it_dials_until_everybody_is_connected(autojump_clock: MockClock) -> None:

@@ -14,6 +14,7 @@ from libp2p.peer.id import ID
 from swarmllm.swarm.envelope import ENVELOPE_MAX, Envelope, Heartbeat, seal, unseal
 from swarmllm.swarm.identity import Identity, verify
 from swarmllm.swarm.record_book import EXPIRY_S, RecordBook
+from swarmllm.swarm.record_spread import HEARTBEAT_MAX_S, HEARTBEAT_S, heartbeat_interval_s
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.limits import RECORD_MAX
 
@@ -199,3 +200,9 @@ def test_envelopes_asked_for_stop_where_the_response_is_full() -> None:
         kept.take(envelope(writer, record=bytes(1000)), now=0.0)
     assert len(kept.sealed([OTHER.node_id, THIRD.node_id], 1500)) == 1
     assert len(kept.sealed([OTHER.node_id, "unknown", THIRD.node_id], 10_000)) == 2
+
+
+def test_all_heartbeats_of_a_swarm_together_stay_few() -> None:
+    intervals_s = [heartbeat_interval_s(n_nodes) for n_nodes in (1, 10, 11, 50, 4096)]
+    assert intervals_s == [HEARTBEAT_S, HEARTBEAT_S, 5.5, 25.0, HEARTBEAT_MAX_S]
+    assert 3 * HEARTBEAT_MAX_S < EXPIRY_S

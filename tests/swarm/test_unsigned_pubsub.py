@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
+from libp2p.peer.peerstore import env_to_send_in_RPC
+from libp2p.pubsub import pubsub
 from libp2p.pubsub.pb import rpc_pb2
+from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from libp2p.utils import encode_varint_prefixed
 
 from swarmllm.swarm.addresses import Address
@@ -53,7 +57,7 @@ async def listener(folder: Path) -> AsyncIterator[Listener]:
         "",
         validate=lambda _topic, content: content.startswith(b"valid"),
         receive=lambda topic, content: made[0].take(topic, content),
-        size_max_bytes={MODELS: 1000},
+        size_max_bytes={MODELS: 4000},
     )
     async with run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]), run_gossip(gossip, host):
         made.append(Listener(host, gossip))
@@ -122,3 +126,85 @@ async def test_what_is_offered_can_be_recognised(tmp_path: Path) -> None:
         assert pubsub.router.mcache.get(message_id) == message
         assert pubsub.router.mcache.window(MODELS) == [message_id]
         assert TProtocol("/meshsub/1.2.0") in pubsub.protocols
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, of: Callable[..., Any]) -> list[Any]:
+    """What `of` makes of the arguments of each call to a method that goes on as before."""
+    calls: list[Any] = []
+    original: Callable[..., Awaitable[Any]] = getattr(owner, name)
+
+    async def record(*arguments: Any, **options: Any) -> Any:
+        calls.append(of(*arguments))
+        return await original(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, record)
+    return calls
+
+
+async def test_a_newcomer_is_told_what_a_node_says_itself_and_not_what_it_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        listener(tmp_path / "far") as far,
+        listener(tmp_path / "between") as between,
+        listener(tmp_path / "newcomer") as newcomer,
+    ):
+        await between.gossip.publish(MODELS, b"valid, and old")
+        await connect(far, between)
+        await far.gossip.publish(MODELS, b"valid, from far away")
+        await between.hears(b"valid, from far away")
+        await between.gossip.publish(MODELS, b"valid, and new")
+        await far.hears(b"valid, and new")
+        await connect(newcomer, between)
+        await newcomer.hears(b"valid, and new")
+        stock = between.gossip._pubsub
+        told = recorded(monkeypatch, stock, "write_msg", lambda _, rpc: [m.data for m in rpc.publish])
+        await stock.router.send_recent_messages(ID.from_base58(newcomer.host.node_id), MODELS)
+        assert [each for each in told if each] == [[b"valid, and new"]]
+
+
+async def test_neighbours_are_told_of_large_messages_only_that_they_need_not_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with listener(tmp_path / "a") as a, listener(tmp_path / "b") as b:
+        await connect(a, b)
+        router = a.gossip._pubsub.router
+        told = recorded(monkeypatch, router, "emit_idontwant", lambda ids, _peer: ids)
+        with trio.fail_after(DEADLINE_S):
+            while not router.mesh[MODELS]:  # noqa: ASYNC110 (the library tells nobody)
+                await trio.sleep(0.02)
+        await a.gossip.publish(MODELS, b"valid and small")
+        await b.hears(b"valid and small")
+        assert told == []
+        large = b"valid and large" + bytes(3000)
+        await a.gossip.publish(MODELS, large)
+        await b.hears(large)
+        message_id = a.gossip._pubsub.get_message_id(rpc_pb2.Message(data=large, topicIDs=[MODELS]))
+        assert told == [[message_id]]
+
+
+async def test_small_messages_are_not_answered_with_window_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with listener(tmp_path / "a") as a, listener(tmp_path / "b") as b:
+        await connect(a, b)
+        await a.gossip.publish(MODELS, b"valid before")
+        await b.hears(b"valid before")
+        updates = recorded(monkeypatch, YamuxStream, "send_window_update", lambda _, size: size)
+        for number in range(20):
+            await a.gossip.publish(MODELS, b"valid %d" % number)
+            await b.hears(b"valid %d" % number)
+        assert updates == []
+
+
+async def test_what_a_peer_says_of_its_addresses_is_neither_checked_nor_made_anew(tmp_path: Path) -> None:
+    async with listener(tmp_path / "a") as a, listener(tmp_path / "b") as b:
+        await connect(a, b)
+        stream = await a.host.open_stream(b.host.node_id, "/meshsub/1.1.0")
+        message = rpc_pb2.Message(data=b"valid message", topicIDs=[MODELS])
+        rpc = rpc_pb2.RPC(publish=[message], senderRecord=b"no record at all")
+        await stream.write(encode_varint_prefixed(rpc.SerializeToString()))
+        await b.hears(b"valid message")
+        described, _ = pubsub.env_to_send_in_RPC(a.host.libp2p_host)
+        assert described == env_to_send_in_RPC(a.host.libp2p_host)[0]
+        assert pubsub.env_to_send_in_RPC(a.host.libp2p_host)[0] is described
