@@ -38,6 +38,12 @@ connection is soon free for others."""
 OUTLINE_MAX: Final = 64 * MIB
 """What describes a model's tensors: 65 536 of them, with the longest names, are 38 MB."""
 
+IMAGE_MAX: Final = 3 * MIB
+"""A picture in one request. Encoders shrink what they are given to far less."""
+
+IMAGE_ROWS_MAX: Final = 3 * MIB
+"""Bytes of what became of it, in one response: 192 rows of f32 x 4096."""
+
 TENSOR_MAX_NDIM: Final = 8
 """Activations have two dimensions, images four; eight leaves room and bounds the shape that is read."""
 

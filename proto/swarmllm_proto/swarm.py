@@ -28,7 +28,7 @@ from swarmllm_proto.ipc import (
 )
 from swarmllm_proto.ipc import StageTiming as StageTiming
 from swarmllm_proto.ipc_prefix import BlockCount
-from swarmllm_proto.limits import PIECE_MAX
+from swarmllm_proto.limits import IMAGE_MAX, IMAGE_ROWS_MAX, PIECE_MAX
 
 WIRE_VERSION: Final = 1
 """The `v` of every message. A reader ignores fields it does not know and refuses another version."""
@@ -267,6 +267,31 @@ class Piece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Decoded: a view of what was decoded, not a copy."""
 
 
+class VisionEncodeRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Request: what a model's vision encoder makes of a picture."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    model_id: ModelId
+    image: Annotated[memoryview, Meta(min_length=1, max_length=IMAGE_MAX)]
+    """A PNG, JPEG or WebP file."""
+    first_row: TokenCount = 0
+    """Where a response that was too long for one ends, the next begins."""
+
+
+class VisionEncodeResponse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Response to VisionEncodeRequest."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    error: Literal["", "VisionEncoderUnavailable", "BadImage"] = ""
+    n_rows: TokenCount = 0
+    """Of the whole picture: as many positions of the prompt."""
+    n_embd: TokenCount = 0
+    rows: Annotated[memoryview, Meta(max_length=IMAGE_ROWS_MAX)] = memoryview(b"")
+    """f32, n_embd each, from `first_row` on, as many as fit."""
+
+
 class Outline(msgspec.Struct, frozen=True, kw_only=True):
     """What nobody can see in a GGUF's header but needs to check a ModelId. Travels inside Pieces."""
 
@@ -369,5 +394,5 @@ class PipelineError(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 JobMessage: TypeAlias = (
     LayerForward | StreamingToken | PrefillProgress | PipelineError | CancelInference | RemoteGenerateRequest
 )
-SwarmRequest: TypeAlias = PipelineAssignment | FetchPiece | ProbeStage
-SwarmResponse: TypeAlias = PipelineAck | Piece | StageState
+SwarmRequest: TypeAlias = PipelineAssignment | FetchPiece | ProbeStage | VisionEncodeRequest
+SwarmResponse: TypeAlias = PipelineAck | Piece | StageState | VisionEncodeResponse

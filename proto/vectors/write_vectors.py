@@ -449,6 +449,12 @@ FETCH_DIGESTS = FetchDigests(
     known=(DigestRun(3, bytes(range(64))), DigestRun(65_535, bytes(32))),
 )
 DIGESTS = Digests(status="part", known=(DigestRun(0, bytes(range(32))),))
+VISION_ENCODE = swarm.VisionEncodeRequest(
+    request_id=REQUEST_ID, model_id=MODEL_ID, image=memoryview(b"\x89PNG\r\n\x1a\n"), first_row=192
+)
+VISION_ENCODED = swarm.VisionEncodeResponse(
+    request_id=REQUEST_ID, n_rows=194, n_embd=2, rows=memoryview(np.arange(4, dtype="<f4").tobytes())
+)
 PIECE = swarm.Piece(status="ok", data=memoryview(bytes(range(256))))
 
 NEIGHBOUR_MESSAGES = [
@@ -498,6 +504,8 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     yield "request/fetch-piece.bin", encode_request(FETCH_PIECE)
     yield "request/fetch-digests.bin", encode_request(FETCH_DIGESTS)
     yield "request/probe-stage.bin", encode_request(PROBE_STAGE)
+    yield "request/vision-encode.bin", encode_request(VISION_ENCODE)
+    yield "response/vision-encode.bin", encode_response(VISION_ENCODED)
     yield "response/pipeline-ack.bin", encode_response(RESPONSE)
     yield "response/digests.bin", encode_response(DIGESTS)
     yield "response/piece.bin", encode_response(PIECE)

@@ -57,6 +57,8 @@ from swarmllm_proto.swarm import (
     Piece,
     PipelineAssignment,
     ProbeStage,
+    VisionEncodeRequest,
+    VisionEncodeResponse,
     Stage,
 )
 from swarmllm_proto.tensors import Tensor
@@ -245,6 +247,11 @@ class Pipelines:
             )
         if isinstance(request, ProbeStage):
             return encode_response(self._sessions.state(sender, request.request_id))
+        if isinstance(request, VisionEncodeRequest):
+            # Workers have no encoder: whoever asks is to look elsewhere at once.
+            return encode_response(
+                VisionEncodeResponse(request_id=request.request_id, error="VisionEncoderUnavailable")
+            )
         return encode_response(await self._sessions.acknowledge(sender, request))
 
     async def on_message(self, sender: str, header: bytes, payload: memoryview) -> None:

@@ -114,6 +114,11 @@ def test_golden_pieces_decode_to_their_messages() -> None:
     assert codec.decode_response(read("response/digests.bin")) == script.DIGESTS
 
 
+def test_golden_pictures_decode_to_their_messages() -> None:
+    assert codec.decode_request(read("request/vision-encode.bin")) == script.VISION_ENCODE
+    assert codec.decode_response(read("response/vision-encode.bin")) == script.VISION_ENCODED
+
+
 def test_every_message_of_the_protocol_has_a_golden_file() -> None:
     shown = {
         *(type(message) for _, message, _ in (*script.IPC_MESSAGES, *script.JOB_MESSAGES)),
@@ -121,6 +126,7 @@ def test_every_message_of_the_protocol_has_a_golden_file() -> None:
         *(type(script.FETCH_PIECE), type(script.PIECE)),
         *(type(script.FETCH_DIGESTS), type(script.DIGESTS)),
         *(type(script.PROBE_STAGE), type(script.STAGE_STATE)),
+        *(type(script.VISION_ENCODE), type(script.VISION_ENCODED)),
     }
     unions = (
         *(ipc.AnyDaemonMessage, ipc.AnyWorkerMessage),
@@ -135,7 +141,7 @@ def test_every_message_of_the_protocol_has_a_golden_file() -> None:
 def test_every_field_takes_another_value_than_its_default_in_some_golden_file() -> None:
     messages = [message for _, message, _ in (*script.IPC_MESSAGES, *script.JOB_MESSAGES)]
     messages += [script.RECORD, script.REQUEST, script.RESPONSE, script.RECORD.capability, script.SAMPLING]
-    messages += [script.FETCH_PIECE, script.PIECE, *script.RECORD.files]
+    messages += [script.FETCH_PIECE, script.PIECE, *script.RECORD.files, script.VISION_ENCODE]
     messages += [script.FETCH_DIGESTS, script.DIGESTS, *script.FETCH_DIGESTS.known]
     unseen = {(type(m).__name__, name) for m in messages for name in type(m).__struct_fields__}
     for message in messages:

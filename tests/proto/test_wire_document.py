@@ -37,6 +37,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *(swarm.FileAnnounce, swarm.FetchPiece, swarm.Piece, swarm.Outline),
     *(file_digests.FetchDigests, file_digests.Digests, file_digests.DigestRun),
     *(swarm.ProbeStage, swarm.StageState),
+    *(swarm.VisionEncodeRequest, swarm.VisionEncodeResponse),
     *get_args(swarm.JobMessage),
     *(Envelope, Heartbeat, Digest),
     *(neighbours.PeerExchangeRequest, neighbours.PeerExchangeResponse, neighbours.KnownPeer),
