@@ -1,0 +1,17 @@
+"""What a node without a vision encoder answers to whoever asks for one."""
+
+from __future__ import annotations
+
+from swarmllm_proto.codec import decode_response, encode_request
+from swarmllm_proto.swarm import VisionEncodeRequest, VisionEncodeResponse
+
+from .fakes import FakePool, open_swarm
+
+
+async def test_a_picture_is_refused_at_once_and_by_name() -> None:
+    async with open_swarm({"a": FakePool("0:12"), "b": FakePool("0:12")}) as swarm:
+        asked = VisionEncodeRequest(
+            request_id="r1", model_id=swarm.entry.model_id, image=memoryview(b"\x89PNG\r\n\x1a\n")
+        )
+        answered = await swarm["a"].router.request("b", encode_request(asked))
+    assert decode_response(answered) == VisionEncodeResponse(request_id="r1", error="VisionEncoderUnavailable")
