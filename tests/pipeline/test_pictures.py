@@ -14,4 +14,5 @@ async def test_a_picture_is_refused_at_once_and_by_name() -> None:
             request_id="r1", model_id=swarm.entry.model_id, image=memoryview(b"\x89PNG\r\n\x1a\n")
         )
         answered = await swarm["a"].router.request("b", encode_request(asked))
-    assert decode_response(answered) == VisionEncodeResponse(request_id="r1", error="VisionEncoderUnavailable")
+    refused = VisionEncodeResponse(request_id="r1", error="VisionEncoderUnavailable")
+    assert decode_response(answered) == refused
