@@ -57,9 +57,9 @@ from swarmllm_proto.swarm import (
     Piece,
     PipelineAssignment,
     ProbeStage,
+    Stage,
     VisionEncodeRequest,
     VisionEncodeResponse,
-    Stage,
 )
 from swarmllm_proto.tensors import Tensor
 

@@ -10,6 +10,7 @@ sender's header:
     4 goodbye  the sender leaves on purpose
     5 link     the connection has become a link (see dataplane), as the dialler's hello asked
     6 last     the sender has turned to another connection: no message follows here
+    7 ack      u64: so many of the peer's messages have been handed on (see deliveries)
 
 **Writing.** A message that fits the kernel's buffer is written by its sender on the spot; else it queues and
 its sender waits until it is written, so a slow neighbour holds up exactly those who send to it, and no more
@@ -27,14 +28,14 @@ import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from enum import IntEnum
 from struct import Struct
-from typing import Annotated
 
 import msgspec
 import trio
 
 from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.connection_frames import VERSION, Hello, Kind, checked_hello
+from swarmllm.swarm.deliveries import RR_ACK_TIMEOUT_S, Deliveries
 from swarmllm.swarm.throughput import Throughput
 from swarmllm.swarm.wire import Wire, WireClosed
 from swarmllm_proto.errors import ProtocolError
@@ -45,7 +46,6 @@ log = logging.getLogger(__name__)
 
 PING_S = 2.0
 SILENCE_S = 5.0
-VERSION = 1
 
 _CHECK_S = 1.0
 _ASK_AGAIN_S = 0.1
@@ -55,26 +55,9 @@ _BULK_CHUNKS_PER_TURN = 4
 _BULK_SLICE_BYTES = 256 * 1024
 _RTT_WEIGHT = 0.2
 _TIME = Struct("<d")
+_NUMBER = Struct("<Q")
 _MARK = -1e12
 """No time, and so no round trip."""
-
-
-class Kind(IntEnum):
-    HELLO = 0
-    MESSAGE = 1
-    PING = 2
-    PONG = 3
-    GOODBYE = 4
-    LINK = 5
-    LAST = 6
-
-
-class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
-    v: int
-    link: Annotated[str, msgspec.Meta(max_length=128)] = ""
-    """The dialler wants a link, and this is what for."""
-    bulk: bool = False
-    """The dialler wants it for bulk.py's questions and answers."""
 
 
 class _LinkAsked(Exception):
@@ -84,8 +67,9 @@ class _LinkAsked(Exception):
 class _Outgoing:
     """One queued message and its sender's wait for it."""
 
-    def __init__(self, pieces: list[bytes | memoryview]) -> None:
+    def __init__(self, pieces: list[bytes | memoryview], *, is_message: bool = False) -> None:
         self.pieces = pieces
+        self.is_message = is_message
         self.begun = False
         self.done = trio.Event()
         self.failed = False
@@ -136,6 +120,12 @@ class Connection:
         self._writing = False
         self._heard_at_s = math.inf
         self._handling = False
+        self.deliveries = Deliveries()
+        self._acknowledges = False
+        """Whether the peer does."""
+        self._acknowledgement = _Outgoing([])
+        """The last one; the next waits until it is written."""
+        self._acknowledgement.done.set()
         self._decoder = FrameDecoder(SWARM_HEADER_MAX + 1, SWARM_PAYLOAD_MAX)
 
     def __repr__(self) -> str:
@@ -162,7 +152,7 @@ class Connection:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write_queue)
                 nursery.start_soon(self._beat)
-                hello = Hello(v=VERSION, bulk=self.bulk)
+                hello = Hello(v=VERSION, bulk=self.bulk, acks=True)
                 self._queue_control(Kind.HELLO, msgspec.msgpack.encode(hello))
                 await self._read()
         except* _LinkAsked:
@@ -198,8 +188,9 @@ class Connection:
         await trio.lowlevel.checkpoint_if_cancelled()
         self._require_alive()
         if not self._write_at_once(pieces):
-            await self._write_in_turn(_Outgoing(pieces))
+            await self._write_in_turn(_Outgoing(pieces, is_message=True))
         else:
+            self.deliveries.sent(trio.current_time())
             await trio.lowlevel.cancel_shielded_checkpoint()
         self.n_bytes_sent += size_bytes
 
@@ -275,6 +266,8 @@ class Connection:
             outgoing = self._queue.popleft()
             outgoing.begun = self._writing = True
             outgoing.failed = True
+            if outgoing.is_message:
+                self.deliveries.sent(trio.current_time())
             try:
                 await self._write(outgoing.pieces)
                 outgoing.failed = False
@@ -320,11 +313,12 @@ class Connection:
         if not self.ready.is_set():
             if kind != Kind.HELLO:
                 raise WireClosed("the peer did not say hello")
-            hello = _checked_hello(header)
+            hello = checked_hello(header)
             if hello.link and not self.dialled:
                 self.link_asked = hello.link
                 raise _LinkAsked
             self.bulk |= hello.bulk and not self.dialled
+            self._acknowledges = hello.acks
             self.ready.set()
         elif kind == Kind.MESSAGE:
             self._handling = True
@@ -333,12 +327,15 @@ class Connection:
             finally:
                 self._handling = False
                 self._heard_at_s = trio.current_time()
+            self.deliveries.taken()
         elif kind == Kind.PING:
             self._queue_control(Kind.PONG, header[: _TIME.size])
         elif kind == Kind.PONG:
             self._measure(header)
             if (handled := self._marks.get(header)) is not None:
                 handled.set()
+        elif kind == Kind.ACK and len(header) == _NUMBER.size:
+            self.deliveries.acknowledged(_NUMBER.unpack(header)[0], trio.current_time())
         elif kind == Kind.LAST:
             self.is_forsaken = True
             if self.forsakes:
@@ -354,6 +351,17 @@ class Connection:
         if 0 <= rtt_s < SILENCE_S:
             self.rtt_s = rtt_s if self.rtt_s is None else self.rtt_s + _RTT_WEIGHT * (rtt_s - self.rtt_s)
 
+    def _acknowledge(self) -> None:
+        is_at_work = self._handling or self._decoder.inside_frame
+        if is_at_work or self._writing or not self._acknowledges:
+            self.deliveries.excuse(trio.current_time())
+        if self._acknowledgement.done.is_set():
+            n_taken = self.deliveries.to_tell(is_at_work=is_at_work)
+            if n_taken is not None:
+                header = bytes((Kind.ACK,)) + _NUMBER.pack(n_taken)
+                self._acknowledgement = _Outgoing(encode_frame(header))
+                self._enqueue(self._acknowledgement)
+
     async def _beat(self) -> None:
         ping_at_s = trio.current_time()
         while True:
@@ -362,18 +370,12 @@ class Connection:
                 self._queue_control(Kind.PING, _TIME.pack(now))
                 ping_at_s = now + PING_S
             await trio.sleep(_CHECK_S)
+            self._acknowledge()
             if trio.current_time() - now > 2 * _CHECK_S:
                 # This process itself was stopped or blocked: what the peer sent meanwhile is yet to be read.
                 self._heard_at_s = trio.current_time()
+                self.deliveries.excuse(self._heard_at_s)
             elif not self._handling and trio.current_time() - self._heard_at_s > SILENCE_S:
                 raise WireClosed("silent")
-
-
-def _checked_hello(content: bytes) -> Hello:
-    try:
-        hello = msgspec.msgpack.decode(content, type=Hello)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise WireClosed("the peer's hello is unreadable") from None
-    if hello.v != VERSION:
-        raise WireClosed(f"the peer speaks version {hello.v}, this node {VERSION}")
-    return hello
+            elif self.deliveries.is_overdue(trio.current_time()):
+                raise WireClosed(f"a message was not acknowledged for {RR_ACK_TIMEOUT_S:g} s")

@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.connection import VERSION, Hello, Kind
+from swarmllm.swarm.connection_frames import VERSION, Hello, Kind
 from swarmllm.swarm.noise_wire import NoiseWire
 from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm.swarm.wire import WireClosed

@@ -13,6 +13,8 @@ from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.connection import PING_S, SILENCE_S, Connection
+from swarmllm.swarm.connection_frames import Kind
+from swarmllm.swarm.deliveries import RR_ACK_TIMEOUT_S
 from swarmllm.swarm.wire import WireClosed
 from swarmllm_proto.errors import FrameTooLarge
 from swarmllm_proto.frames import Frame, FrameDecoder
@@ -222,3 +224,51 @@ async def test_frames_of_a_later_version_are_ignored(autojump_clock: MockClock) 
         await trio.sleep(1)
         assert b.arrived == [(b"known", b"")]
         assert b.connection.alive
+
+
+async def test_messages_are_acknowledged_and_an_idle_connection_says_nothing(
+    autojump_clock: MockClock,
+) -> None:
+    async with joined() as (a, b, _):
+        for number in range(5):
+            await a.connection.send(b"%d" % number, b"")
+        await trio.sleep(2)
+        assert repr(a.connection.deliveries) == "<Deliveries 5/5 acknowledged, 0 taken>"
+        assert repr(b.connection.deliveries) == "<Deliveries 0/0 acknowledged, 5 taken>"
+        await trio.sleep(3600)
+        assert a.connection.alive
+
+
+async def test_a_message_that_is_not_acknowledged_ends_the_connection_and_says_so(
+    autojump_clock: MockClock,
+) -> None:
+    async with joined() as (a, b, _):
+        # It beats, and what it takes is lost in it.
+        b.connection.deliveries.taken = lambda: None  # type: ignore[method-assign]
+        await a.connection.send(b"lost", b"")
+        started_s = trio.current_time()
+        await a.ended.wait()
+        assert RR_ACK_TIMEOUT_S <= trio.current_time() - started_s <= RR_ACK_TIMEOUT_S + 2
+        with pytest.raises(NodeUnreachable, match="not acknowledged for 10 s"):
+            await a.connection.send(b"", b"")
+
+
+async def test_a_peer_of_an_earlier_version_need_not_acknowledge(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, _):
+        a.connection._acknowledges = False
+        b.connection.deliveries.taken = lambda: None  # type: ignore[method-assign]
+        await a.connection.send(b"taken in silence", b"")
+        await trio.sleep(3600)
+        assert a.connection.alive
+
+
+@pytest.mark.parametrize("acknowledged", [2, 2**63])
+async def test_who_acknowledges_what_was_never_sent_breaks_the_protocol(
+    autojump_clock: MockClock, acknowledged: int
+) -> None:
+    async with joined() as (a, b, _):
+        await a.connection.send(b"the only one", b"")
+        b.connection._queue_control(Kind.ACK, acknowledged.to_bytes(8, "little"))
+        await a.ended.wait()
+        assert a.connection.broke_protocol
+        assert "ack" in a.connection.ending

@@ -26,7 +26,7 @@ from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.connection import Kind
+from swarmllm.swarm.connection_frames import Kind
 from swarmllm.swarm.gossip import MODELS, guarded_validator
 from swarmllm.swarm.identity import Identity
 from swarmllm.swarm.libp2p_router import Libp2pRouter
