@@ -15,6 +15,7 @@ import httpx
 import pytest
 from daemon_process import wait_for
 from doc_blocks import PAGES, SOME_ADDRESS, SOME_ID, Block, Machine, blocks
+from shelf import open_shelf
 
 from swarmllm.guide import GUIDE_PATH
 
@@ -110,7 +111,17 @@ def test_json_in_pages_is_json(block: Block) -> None:
     json.loads(code if code.startswith("{") else "{" + code + "}")
 
 
-def test_three_machines_follow_the_quickstart(start: Callable[[str, str], RunningNode]) -> None:
+def test_three_machines_follow_the_quickstart(
+    start: Callable[[str, str], RunningNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_shelf() as hub:
+        hub.files["/ORG/REPO/resolve/main/FILE.gguf"] = _model("H")
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        _follow_the_quickstart(start)
+        assert hub.n_bytes < 2 * len(_model("H")), "each machine has fetched more than its part"
+
+
+def _follow_the_quickstart(start: Callable[[str, str], RunningNode]) -> None:
     nodes: dict[str, RunningNode] = {}
     asked: list[str] = []
     for block in blocks(QUICKSTART, "sh", "python"):
@@ -129,7 +140,7 @@ def test_three_machines_follow_the_quickstart(start: Callable[[str, str], Runnin
         asked.append(done.stdout)
     assert set(nodes) == {"first", "second", "third"}
     shown = "\n".join(asked)
-    for expected in ("kitchen", "attic", "garage", "4:8", "pipeline"):
+    for expected in ("kitchen", "attic", "garage", "4:8", "pipeline", "shared: fetched"):
         assert expected in shown
     assert (nodes["second"].machine.home / "answer.txt").read_text().strip()
 
@@ -142,7 +153,11 @@ def _worked(node: RunningNode, block: Block) -> subprocess.CompletedProcess[str]
 
 def _put_model(path: Path) -> None:
     """The guide under another name in its metadata, and so another model that no catalogue knows."""
+    path.parent.mkdir()
+    path.write_bytes(_model("Q"))
+
+
+def _model(letter: str) -> bytes:
     data = GUIDE_PATH.read_bytes()
     at = data.index(b"general.name") + len(b"general.name") + 4 + 8
-    path.parent.mkdir()
-    path.write_bytes(data[:at] + b"Q" + data[at + 1 :])
+    return data[:at] + letter.encode() + data[at + 1 :]

@@ -107,6 +107,21 @@ async def test_encryption_is_not_given_up_on_the_way() -> None:
             await Remote(http, "https://hub.example/file", "", SETTINGS).facts()
 
 
+async def test_a_proxy_of_the_environment_is_asked_and_no_proxy_is_honoured(
+    tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody listens at the address itself: only the proxy can have given it."""
+    nowhere = "http://127.0.0.1:9" + MODEL
+    monkeypatch.setenv("http_proxy", shelf.url)
+    async with open_stand(tmp_path) as stand:
+        assert (await stand.fetch(nowhere)).state == "done"
+        assert set(shelf.proxied) == {nowhere}
+        shelf.proxied.clear()
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert (await stand.fetch(shelf.url + MODEL, name="again")).state == "done"
+        assert shelf.proxied == []
+
+
 async def test_redirects_in_a_circle_end(tmp_path: Path, shelf: Shelf) -> None:
     shelf.redirects["/round"] = "/round"
     async with open_stand(tmp_path) as stand:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
 
 Fault = Callable[["Handler", bytes], None]
 
@@ -40,6 +41,8 @@ class Shelf:
     on_request: Callable[[], None] = lambda: None
     n_bytes: int = 0
     """Sent as bodies."""
+    proxied: list[str] = field(default_factory=list)
+    """Addresses that were asked for as from a proxy."""
 
     def spans(self, path: str) -> list[tuple[int, int]]:
         return [asked.span for asked in self.asked if asked.path == path and asked.span]
@@ -52,6 +55,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         shelf = self.shelf
         shelf.on_request()
+        if self.path.startswith("http://"):
+            # As a proxy is asked.
+            shelf.proxied.append(self.path)
+            self.path = urlsplit(self.path).path
         span = self.span()
         host, authorization = self.headers["Host"], self.headers.get("Authorization")
         shelf.asked.append(Asked(self.path, span, authorization, host))
