@@ -67,6 +67,8 @@ class Stream:
     """To the first piece of text."""
     longest_pause_s: float = 0.0
     n_recoveries: int = 0
+    n_rebuilt: int = 0
+    """Of these, after which only the lost stages computed again."""
     n_refusals: int = 0
     error: str = ""
     disturbed_by: str = ""
@@ -168,6 +170,7 @@ class Chaos:
                 if "error" in event:
                     raise RuntimeError(event["error"]["message"])
                 stream.n_recoveries += event.get("swarm", {}).get("recoveries", 0)
+                stream.n_rebuilt += event.get("swarm", {}).get("rebuilt", 0)
                 text = next((c["delta"].get("content") for c in event.get("choices", ())), None)
                 if not text:
                     continue
@@ -258,6 +261,7 @@ def report(before: Sequence[Stream], streams: Sequence[Stream]) -> tuple[str, di
         "disturbed (kill)": sum(stream.disturbed_by == "kill" for stream in streams),
         "disturbed (freeze)": sum(stream.disturbed_by == "freeze" for stream in streams),
         "streams that changed pipelines": len(hit),
+        "of these, built up from what was left": sum(s.n_rebuilt > 0 for s in hit),
         "refused before their first token, and asked again": sum(s.n_refusals > 0 for s in streams),
         "completed": len(completed),
         "text identical to the undisturbed run": len(identical),

@@ -20,3 +20,4 @@ def test_streams_complete_with_the_same_text_whatever_dies() -> None:
     # Where whoever could be disturbed is down already, nothing is done.
     assert any(stream.disturbed_by for stream in streams)
     assert any(stream.n_recoveries for stream in streams)
+    assert any(stream.n_rebuilt for stream in streams)

@@ -59,6 +59,7 @@ PURE = (
     "swarmllm.downloads.spans",
     "swarmllm.pipeline.assembly",
     "swarmllm.pipeline.job",
+    "swarmllm.pipeline.mending",
     "swarmllm.pipeline.processor",
 )
 IMPURE_IMPORTS = (

@@ -8,7 +8,7 @@ hidden states.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -28,22 +28,20 @@ from swarmllm_proto.ipc import (
 )
 from swarmllm_proto.ipc import StageTiming as StageTiming
 from swarmllm_proto.ipc_prefix import BlockCount
-from swarmllm_proto.limits import IMAGE_MAX, IMAGE_ROWS_MAX, PIECE_MAX
-
-WIRE_VERSION: Final = 1
-"""The `v` of every message. A reader ignores fields it does not know and refuses another version."""
-
-DIGEST_SIZE: Final = 32
-"""BLAKE3's."""
-NAMES_MAX: Final = 32768
-"""Bytes of names in one list: 1024 blocks, half of a job message's header."""
-
-NodeId = Annotated[str, Meta(min_length=1, max_length=128)]
-ModelId = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
-ShortText = Annotated[str, Meta(max_length=200)]
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
-TensorName = Annotated[str, Meta(max_length=512)]
+from swarmllm_proto.limits import PIECE_MAX
+from swarmllm_proto.swarm_base import DIGEST_SIZE as DIGEST_SIZE
+from swarmllm_proto.swarm_base import NAMES_MAX as NAMES_MAX
+from swarmllm_proto.swarm_base import WIRE_VERSION as WIRE_VERSION
+from swarmllm_proto.swarm_base import Count as Count
+from swarmllm_proto.swarm_base import Digest as Digest
+from swarmllm_proto.swarm_base import ModelId as ModelId
+from swarmllm_proto.swarm_base import NodeId as NodeId
+from swarmllm_proto.swarm_base import ShortText as ShortText
+from swarmllm_proto.swarm_base import TensorName as TensorName
+from swarmllm_proto.swarm_resume import ReplayRows as ReplayRows
+from swarmllm_proto.swarm_resume import StageRows as StageRows
+from swarmllm_proto.swarm_vision import VisionEncodeRequest as VisionEncodeRequest
+from swarmllm_proto.swarm_vision import VisionEncodeResponse as VisionEncodeResponse
 
 
 class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -198,6 +196,9 @@ class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """"normed": no tokens, but the prompt's rows after the final norm, with every PrefillProgress."""
     prefixes: Annotated[tuple[StageBlocks, ...], Meta(max_length=256)] = ()
     """Of the receiver's stages: what the prompt consists of, for rows that are there already to be used."""
+    resumes: Annotated[tuple[RequestId, ...], Meta(max_length=16)] = ()
+    """The same request under the ids of pipelines that broke, the newest first: what the receiver still has
+    of the first that it knows becomes this one's."""
 
     def __post_init__(self) -> None:
         expected = 0
@@ -219,6 +220,8 @@ class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     n_prefix_blocks: BlockCount = 0
     """Of the blocks that were named, how many every stage here has rows of already: the prompt may begin
     after them."""
+    kept: Annotated[tuple[StageRows, ...], Meta(max_length=256)] = ()
+    """Of the request that is resumed, what the stages here still have."""
 
 
 class ProbeStage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -267,31 +270,6 @@ class Piece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Decoded: a view of what was decoded, not a copy."""
 
 
-class VisionEncodeRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Request: what a model's vision encoder makes of a picture."""
-
-    v: int = WIRE_VERSION
-    request_id: RequestId
-    model_id: ModelId
-    image: Annotated[memoryview, Meta(min_length=1, max_length=IMAGE_MAX)]
-    """A PNG, JPEG or WebP file."""
-    first_row: TokenCount = 0
-    """Where a response that was too long for one ends, the next begins."""
-
-
-class VisionEncodeResponse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Response to VisionEncodeRequest."""
-
-    v: int = WIRE_VERSION
-    request_id: RequestId
-    error: Literal["", "VisionEncoderUnavailable", "BadImage"] = ""
-    n_rows: TokenCount = 0
-    """Of the whole picture: as many positions of the prompt."""
-    n_embd: TokenCount = 0
-    rows: Annotated[memoryview, Meta(max_length=IMAGE_ROWS_MAX)] = memoryview(b"")
-    """f32, n_embd each, from `first_row` on, as many as fit."""
-
-
 class Outline(msgspec.Struct, frozen=True, kw_only=True):
     """What nobody can see in a GGUF's header but needs to check a ModelId. Travels inside Pieces."""
 
@@ -315,6 +293,8 @@ class CancelInference(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reason: ShortText = ""
     prefixes: Annotated[tuple[StageBlocks, ...], Meta(max_length=256)] = ()
     """Of the receiver's stages: the names of all that was computed, for it to be kept under them."""
+    hold: bool = False
+    """Its pipeline broke, and another one may resume it: keep what is there for a while."""
 
 
 class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -340,6 +320,9 @@ class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     timings: Annotated[tuple[StageTiming, ...], Meta(max_length=256)] = ()
     resent: bool = False
     """A link between two workers broke behind this job: it may have arrived there before."""
+    until: Annotated[int, Meta(ge=0, le=255)] | None = None
+    """The last stage that computes these rows, where it is not the pipeline's last: the stages after it have
+    them already."""
     digest: Annotated[bytes, Meta(max_length=32)] = b""
 
 
@@ -392,7 +375,13 @@ class PipelineError(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 JobMessage: TypeAlias = (
-    LayerForward | StreamingToken | PrefillProgress | PipelineError | CancelInference | RemoteGenerateRequest
+    LayerForward
+    | StreamingToken
+    | PrefillProgress
+    | PipelineError
+    | CancelInference
+    | RemoteGenerateRequest
+    | ReplayRows
 )
 SwarmRequest: TypeAlias = PipelineAssignment | FetchPiece | ProbeStage | VisionEncodeRequest
 SwarmResponse: TypeAlias = PipelineAck | Piece | StageState | VisionEncodeResponse

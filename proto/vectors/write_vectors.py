@@ -357,6 +357,24 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
         swarm.RemoteGenerateRequest(request_id=REQUEST_ID, n_tokens=4),
         tensor_bytes(TOKEN_IDS),
     ),
+    (
+        "layer-forward-until",
+        swarm.LayerForward(
+            request_id=REQUEST_ID,
+            step="layer",
+            stage=1,
+            position=0,
+            n_tokens=2,
+            prefill_left=1,
+            until=1,
+        ),
+        tensor_bytes(HIDDEN),
+    ),
+    (
+        "replay-rows",
+        swarm.ReplayRows(request_id=REQUEST_ID, stage=0, position=128, n_tokens=64, until=1),
+        b"",
+    ),
     ("prefill-progress", swarm.PrefillProgress(request_id=REQUEST_ID, position=128, timings=TIMINGS), b""),
     (
         "pipeline-error",
@@ -372,7 +390,7 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
     ),
     (
         "cancel-inference",
-        swarm.CancelInference(request_id=REQUEST_ID, reason="client left", prefixes=PREFIXES),
+        swarm.CancelInference(request_id=REQUEST_ID, reason="client left", prefixes=PREFIXES, hold=True),
         b"",
     ),
 ]
@@ -429,6 +447,7 @@ REQUEST = swarm.PipelineAssignment(
     wants="normed",
     generated=(15043, 2**31 - 1),
     prefixes=PREFIXES,
+    resumes=("5b1d4c289f3c0a7e", "r"),
 )
 RESPONSE = swarm.PipelineAck(
     request_id=REQUEST_ID,
@@ -436,6 +455,7 @@ RESPONSE = swarm.PipelineAck(
     reason="the model has 8 requests here already",
     busy=True,
     n_prefix_blocks=7,
+    kept=(swarm.StageRows(1, 130, 128),),
 )
 PROBE_STAGE = swarm.ProbeStage(request_id=REQUEST_ID)
 STAGE_STATE = swarm.StageState(request_id=REQUEST_ID, known=True, busy=True)

@@ -21,6 +21,7 @@ def swarm_object(generation: Generation) -> Json:
         "prefill_ms": milliseconds(timings.prefill_s),
         "decode_ms": milliseconds(timings.decode_s),
         "recoveries": generation.n_recoveries,
+        "rebuilt": generation.n_rebuilt,
         "decode_tokens_per_s": None if tokens_per_s is None else round(tokens_per_s, 1),
     }
 

@@ -165,6 +165,11 @@ RECOVERIES = Definition(
     "counter",
     "Times that a stream went on over another pipeline after its own had broken.",
 )
+REBUILT = Definition(
+    "swarmllm_streams_rebuilt_total",
+    "counter",
+    "Of the recovered streams, those of which only the lost stages were computed again.",
+)
 BY_LINK = Definition(
     "swarmllm_jobs_by_link_total",
     "counter",
@@ -275,6 +280,7 @@ class _NodeState(Collector):
             (FOREIGN, pipelines.active_stage_requests),
             (RETRIES, pipelines.retries),
             (RECOVERIES, pipelines.recoveries),
+            (REBUILT, pipelines.rebuilt),
             (BY_LINK, pipelines.jobs_by_link),
             (REPEATS, pipelines.repeats),
             (BAD, pipelines.messages_bad),

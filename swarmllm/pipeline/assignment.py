@@ -33,20 +33,18 @@ async def assign(
     timeout_s: float,
     on_failure: Callable[[str], None] = lambda node_id: None,
     prefixes_of: Callable[[str], tuple[StageBlocks, ...]] = lambda node_id: (),
-) -> int | None:
-    """Returns when every stage elsewhere has accepted: of how many blocks of the prompt, which `prefixes_of`
-    names to each node, all of them have rows, None where no stage is elsewhere. Raises RemoteError (NodeBusy
-    where it may be asked again later) for the first that did not, after `on_failure` has been told its node
-    id."""
+) -> list[PipelineAck]:
+    """Returns when every stage elsewhere has accepted what `prefixes_of` names to its node, too. Raises
+    RemoteError (NodeBusy where it may be asked again later) for the first that did not, after `on_failure`
+    has been told its node id."""
     failures: list[SwarmLLMError] = []
-    n_blocks: list[int] = []
+    acks: list[PipelineAck] = []
     async with trio.open_nursery() as nursery:
 
         async def ask(node_id: str) -> None:
             try:
                 named = msgspec.structs.replace(assignment, prefixes=prefixes_of(node_id))
-                ack = await _ask(router, node_id, named, timeout_s)
-                n_blocks.append(ack.n_prefix_blocks)
+                acks.append(await _ask(router, node_id, named, timeout_s))
             except SwarmLLMError as error:
                 if not failures:
                     on_failure(node_id)
@@ -57,7 +55,7 @@ async def assign(
             nursery.start_soon(ask, node_id)
     if failures:
         raise failures[0]
-    return min(n_blocks, default=None)
+    return acks
 
 
 async def _ask(router: Router, node_id: str, assignment: PipelineAssignment, timeout_s: float) -> PipelineAck:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -24,6 +24,8 @@ from swarmllm.pipeline.local import open_local
 from swarmllm.pipeline.prefix_names import prefix_names
 from swarmllm.pipeline.probing import find_fault
 from swarmllm.pipeline.remote import RemoteChain
+from swarmllm.pipeline.resuming import what_is_left
+from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stages import Sessions
 from swarmllm.pipeline.statistics import PipelineStatistics
@@ -32,7 +34,7 @@ from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.trust import Note
 from swarmllm_proto.codec import encode_job
-from swarmllm_proto.swarm import PipelineAssignment, PipelineError
+from swarmllm_proto.swarm import CancelInference, PipelineAssignment, PipelineError, Stage
 from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
@@ -104,14 +106,13 @@ class Attempts:
         session = self._sessions.open(context, chain)
         self.chains[context.request_id] = chain
         try:
-            n_known = await agree(
-                self._pool, self._router, assignment, context, chain, timeout_s=self._settings.ack_timeout_s
-            )
+            start = await self._agree(chain, session, assignment)
             if chain.failure is not None:
                 raise chain.failure
-            chain.start(session, n_known)
+            start()
             yield chain
         except SwarmLLMError as error:
+            chain.is_given_up = True
             if chain.culprit is not None and chain.culprit != self._router.node_id:
                 failed.add(chain.culprit)
                 self._tell_everybody(context.request_id, chain.culprit, error)
@@ -123,6 +124,27 @@ class Attempts:
             # The session tidies up by itself; a client with an error to show need not wait for all of it.
             with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_TIMEOUT_S):
                 await session.done.wait()
+
+    async def _agree(
+        self, chain: Chain, session: Session, assignment: PipelineAssignment
+    ) -> Callable[[], None]:
+        """Ask every stage to take part; how the chain begins then."""
+        context, timeout_s = chain.context, self._settings.ack_timeout_s
+        if assignment.resumes:
+            left = await what_is_left(self._sessions, assignment, context, chain, timeout_s=timeout_s)
+            return partial(chain.resume, session, left)
+        n_known = await agree(self._pool, self._router, assignment, context, chain, timeout_s=timeout_s)
+        return partial(chain.start, session, n_known)
+
+    def let_go(self, request_id: str, stages: Iterable[Stage]) -> None:
+        """Nobody will go on with what these stages hold of a broken request."""
+        here = self._router.node_id
+        header, payload = encode_job(CancelInference(request_id=request_id))
+        for node_id in {stage.node_id for stage in stages} & {here, *self._router.connected()}:
+            if node_id == here:
+                self._sessions.cancel(here, request_id)
+            elif self._start_soon is not None:
+                self._start_soon(partial(self._tell, node_id, header, payload))
 
     async def _look(self, chain: Chain) -> None:
         """It has been silent: is anybody at work?"""

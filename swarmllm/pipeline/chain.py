@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 import trio
@@ -28,8 +28,10 @@ from swarmllm.errors import (
 from swarmllm.pipeline.compute import SampledToken
 from swarmllm.pipeline.generation import Guesses, Shape, StageAccount, StageReport
 from swarmllm.pipeline.job import ComputeStep, Job
+from swarmllm.pipeline.mending import Left, is_anew, rebuilds
 from swarmllm.pipeline.origin import BrokenPromise, Chunk, PromptWindow, TokenLog
 from swarmllm.pipeline.prefix_names import PrefixNames
+from swarmllm.pipeline.resuming import Feeding
 from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.walker import OriginMessage, RequestContext
 from swarmllm_proto.blocks import BLOCK_TOKENS
@@ -88,6 +90,12 @@ class Chain:
         self._names = nicknames
         self._on_repeat = on_repeat
         self._session: Session | None = None
+        self._feeding: Feeding | None = None
+        """While stages are built again."""
+        self.is_rebuilt = False
+        """It goes on with what another one left."""
+        self.is_given_up = False
+        """It has failed, if only in being assigned."""
         self._early: tuple[StreamingToken, bytes] | None = None
         """A token that came before the one before it."""
         self._buffer: deque[tuple[SampledToken, bytes]] = deque()
@@ -148,6 +156,34 @@ class Chain:
         self._begin(session)
         self._feed()
 
+    def resume(self, session: Session, left: Sequence[Left]) -> None:
+        """The same in the place of a pipeline that broke: its stages still have this."""
+        n_due = len(self.prompt) - 1
+        planned = rebuilds(left, n_due)
+        log.info(
+            "request %s resumes at row %d: of its stages %s have KV, %s a journal",
+            self.context.request_id,
+            n_due,
+            [stage for stage, each in enumerate(left) if each.n_rows >= n_due],
+            [stage for stage, each in enumerate(left) if each.n_journal >= n_due],
+        )
+        if is_anew(planned, len(left)):
+            self.start(session)
+            return
+        self.is_rebuilt = True
+        self._feeding = Feeding(planned, n_due, self._chunk_tokens) if planned else None
+        self.window = PromptWindow(len(self.prompt), self._chunk_tokens, len(left) + 1, n_due)
+        self._begin(session)
+        self._feed()
+
+    @property
+    def may_be_resumed(self) -> bool:
+        return (
+            (self.failure is not None or self.is_given_up)
+            and self._tokens.n_received > 0
+            and len(self.context.view.stages) > 1
+        )
+
     def _begin(self, session: Session) -> None:
         self._session = session
         self._started_s = self._heard_s = trio.current_time()
@@ -181,7 +217,7 @@ class Chain:
 
     def next_chunk(self) -> Chunk | None:
         self._is_feeding = False
-        chunk = self.window.next_chunk()
+        chunk = self.window.next_chunk() if self._feeding is None else self._feeding.next_embedded()
         self._feed()
         return chunk
 
@@ -192,7 +228,7 @@ class Chain:
         try:
             if isinstance(message, PipelineError):
                 self._failed_at(sender, message)
-            elif sender != stages[-1].node_id:
+            elif sender != stages[-1 if self._feeding is None else self._feeding.until].node_id:
                 log.warning(
                     "request %s: a message of the last stage came from %s", self.context.request_id, sender
                 )
@@ -260,7 +296,11 @@ class Chain:
             self._repeat_token()
 
     def _progress(self, message: PrefillProgress, payload: bytes | memoryview) -> None:
-        self.window.passed(message.position)
+        if self._feeding is None:
+            self.window.passed(message.position)
+        else:
+            self._feeding.passed(message.position)
+            self._feeding = None if self._feeding.is_over else self._feeding
         self.account.add_prefill(message.timings)
         # A reader that waits for the first token counts this as a sign of life.
         self._reader.unpark_all()
@@ -296,7 +336,7 @@ class Chain:
         if position < self.window.n_tokens:
             if self._has_begun:
                 raise BrokenPromise(f"no job is under way at {position}")
-            self.window.rewind(position)
+            (self.window if self._feeding is None else self._feeding.window).rewind(position)
             self._feed()
         elif self._tokens.repeats_now(position):
             self._repeat_token()
@@ -317,7 +357,12 @@ class Chain:
         """Have one chunk embedded; taking it asks for the next, so that no more than one waits in the
         session."""
         assert self._session is not None
-        if not self._is_feeding and self.window.may_send():
+        may_embed = self.window.may_send()
+        if self._feeding is not None:
+            for message in self._feeding.next_replays(self.context.request_id):
+                self._session.ask_replay(message)
+            may_embed = self._feeding.may_embed
+        if not self._is_feeding and may_embed:
             self._is_feeding = True
             self._session.offer(Job(ComputeStep.HEAD, prefill_left=1))
 

@@ -6,14 +6,14 @@ adds numbers instead of running a model.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, Unpack
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.workerpool.ring import NO_RING, RingHint
+from swarmllm.workerpool.ring import RingHint
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.ipc import Effort, FinishReason, GenerateDone, Sampling, Token, TokenLogprob
+from swarmllm_proto.ipc import Effort, FinishReason, GenerateDone, KeptRows, Sampling, Token, TokenLogprob
 from swarmllm_proto.tensors import Tensor
 
 
@@ -51,6 +51,30 @@ class LocalGeneration(Protocol):
     def __aiter__(self) -> AsyncIterator[tuple[Token, bytes]]: ...
 
 
+class ForwardCall(TypedDict):
+    """What a forward is told; see `WorkerPool.forward`."""
+
+    request_id: str
+    layers: LayerRange
+    position: int
+    tensor: Tensor
+    want: Literal["hidden", "none", "token", "normed"]
+    sampling: NotRequired[Sampling | None]
+    n_prompt_tokens: NotRequired[int]
+    generated: NotRequired[tuple[int, ...]]
+    ring: NotRequired[RingHint]
+
+
+class GenerateCall(TypedDict):
+    """The same for a generation."""
+
+    request_id: str
+    tokens: Tensor
+    sampling: Sampling
+    n_generated: NotRequired[int]
+    session: NotRequired[str]
+
+
 class Compute(Protocol):
     """The part of WorkerPool that a request uses; see there for what it raises."""
 
@@ -70,30 +94,10 @@ class Compute(Protocol):
 
     async def embed(self, model: ModelFile, tokens: Tensor) -> Tensor: ...
 
-    async def forward(
-        self,
-        model: ModelFile,
-        *,
-        request_id: str,
-        layers: LayerRange,
-        position: int,
-        tensor: Tensor,
-        want: Literal["hidden", "none", "token", "normed"],
-        sampling: Sampling | None = None,
-        n_prompt_tokens: int = 0,
-        generated: tuple[int, ...] = (),
-        ring: RingHint = NO_RING,
-    ) -> ForwardResult: ...
+    async def forward(self, model: ModelFile, **call: Unpack[ForwardCall]) -> ForwardResult: ...
 
     def generate(
-        self,
-        model: ModelFile,
-        *,
-        request_id: str,
-        tokens: Tensor,
-        sampling: Sampling,
-        n_generated: int = 0,
-        session: str = "",
+        self, model: ModelFile, **call: Unpack[GenerateCall]
     ) -> AbstractAsyncContextManager[LocalGeneration]: ...
 
     async def name_prefix(
@@ -101,3 +105,19 @@ class Compute(Protocol):
     ) -> int: ...
 
     async def cancel(self, model_id: str, request_id: str) -> None: ...
+
+    async def hold(self, model_id: str, request_id: str, hold_s: float) -> None: ...
+
+    async def resume(
+        self,
+        model: ModelFile,
+        *,
+        request_id: str,
+        resumes: str,
+        n_rows: int,
+        ranges: Sequence[LayerRange],
+    ) -> tuple[KeptRows, ...]: ...
+
+    async def read_journal(
+        self, model: ModelFile, *, request_id: str, end: int, position: int, n_rows: int
+    ) -> Tensor: ...

@@ -148,6 +148,11 @@ class Source(Protocol):
     @property
     def guesses(self) -> Guesses: ...
 
+    @property
+    def is_rebuilt(self) -> bool:
+        """It goes on with what a broken pipeline left."""
+        ...
+
 
 class LastingSource(Source, Protocol):
     """Where tokens come from as long as there is anybody to make them."""
@@ -155,6 +160,11 @@ class LastingSource(Source, Protocol):
     @property
     def n_recoveries(self) -> int:
         """How often another pipeline went on after a token."""
+        ...
+
+    @property
+    def n_rebuilt(self) -> int:
+        """Of these, how often only the lost stages were computed again."""
         ...
 
 
@@ -215,6 +225,11 @@ class Generation:
     def n_recoveries(self) -> int:
         """How often another pipeline went on after one had broken."""
         return self._source.n_recoveries
+
+    @property
+    def n_rebuilt(self) -> int:
+        """Of these, how often only the lost stages were computed again."""
+        return self._source.n_rebuilt
 
     @property
     def timings(self) -> Timings:

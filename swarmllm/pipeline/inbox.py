@@ -15,7 +15,13 @@ from swarmllm.pipeline.suspects import Suspects
 from swarmllm.swarm.trust import Deed, Note
 from swarmllm_proto.codec import decode_job
 from swarmllm_proto.errors import DamagedJob, ProtocolError
-from swarmllm_proto.swarm import CancelInference, LayerForward, PipelineError, RemoteGenerateRequest
+from swarmllm_proto.swarm import (
+    CancelInference,
+    LayerForward,
+    PipelineError,
+    RemoteGenerateRequest,
+    ReplayRows,
+)
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +59,18 @@ class Inbox:
         elif isinstance(message, RemoteGenerateRequest):
             session = self.sessions.by_request.get(message.request_id)
             accepted = session is not None and session.arrive_prompt(sender, message, payload)
+        elif isinstance(message, ReplayRows):
+            session = self.sessions.by_request.get(message.request_id)
+            accepted = session is not None and session.arrive_replay(sender, message)
         elif isinstance(message, CancelInference):
-            accepted = self.sessions.cancel(sender, message.request_id, message.prefixes)
+            accepted = self.sessions.cancel(sender, message.request_id, message.prefixes, hold=message.hold)
         else:
-            chain = self.chains.get(message.request_id)
+            chain, own = self.chains.get(message.request_id), self.sessions.router.node_id
             accepted = chain is not None
             if chain is not None:
                 chain.receive(sender, message, payload)
-            elif isinstance(message, PipelineError) and message.node_id != self.sessions.router.node_id:
+            elif isinstance(message, PipelineError) and message.node_id not in (own, sender):
+                # (Who speaks of itself reports, too late, to the origin of a pipeline that has broken.)
                 self.suspects.accuse(sender, message.node_id, trio.current_time())
                 accepted = True
         if not accepted:

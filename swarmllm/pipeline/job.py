@@ -55,6 +55,9 @@ class Job:
     piece: bytes = b""
     resent: bool = False
     """A link broke behind it: it may have been here before."""
+    until: int | None = None
+    """The last stage that computes its rows; None: the pipeline's last. Only of rows that are no token's:
+    they build stages of a broken pipeline again."""
     finish_reason: FinishReason | None = None
     """Set by HEAD with the last token."""
 

@@ -42,16 +42,17 @@ async def agree(
     `assign` does."""
     view = context.view
     n_here = await give_names(compute, context, asker.prefixes_of(view.node_id))
-    n_there = await assign(
+    acks = await assign(
         router,
         assignment,
         timeout_s=timeout_s,
         on_failure=asker.blame,
         prefixes_of=asker.prefixes_of,
     )
-    if n_there is None:
-        return n_here
-    return min(n_here, n_there) if any(map(view.is_here, range(len(view.stages)))) else n_there
+    n_blocks = [ack.n_prefix_blocks for ack in acks]
+    if not acks or any(map(view.is_here, range(len(view.stages)))):
+        n_blocks.append(n_here)
+    return min(n_blocks)
 
 
 async def give_names(compute: Compute, context: RequestContext, prefixes: Sequence[StageBlocks]) -> int:

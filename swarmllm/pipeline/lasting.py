@@ -1,10 +1,11 @@
 """Tokens from one pipeline after the other: a stream that outlives the nodes it runs on.
 
-When a pipeline breaks, another one is assembled from who is alive; it computes the prompt and the tokens that
-were generated so far as one prompt, sets its sampler to where the old one was, and goes on with the next
-token. Nothing is lost, because a token counts when it is here and everything that was on its way is
-computed again; nothing comes twice, because the new pipeline has a request id of its own and its first
-token is the one after the last that is here.
+When a pipeline breaks, another one is assembled from who is alive: the old one with others in the place of
+lost stages (see `mending`), or a new one, which computes the prompt and the tokens that were generated so far
+as one prompt. It sets its sampler to where the old one was, and goes on with the next token. Nothing is lost,
+because a token counts when it is here and everything that was on its way is computed again; nothing comes
+twice, because the new pipeline has a request id of its own and its first token is the one after the last that
+is here.
 
 What follows is what would have followed: exactly so where the next token is a function of the text (greedy,
 or sampled with a seed, which every request has: who sent none gets a random one) and the nodes compute alike.
@@ -53,6 +54,8 @@ class Lasting:
         self._latest_s = 0.0
         self._has_changed = False
         self.n_attempts = 0
+        self.n_rebuilt = 0
+        """Of the recoveries, those after which only the lost stages were computed again."""
 
     async def next(self) -> tuple[SampledToken, bytes]:
         while True:
@@ -95,6 +98,8 @@ class Lasting:
             await closing.__aexit__(type(error), error, error.__traceback__)
 
     def _count(self, token: SampledToken) -> None:
+        if self._recovery.is_under_way and self._generated and self._opened.is_rebuilt:
+            self.n_rebuilt += 1
         self._recovery.token()
         self._latest_s = trio.current_time()
         if not self._generated:
@@ -112,6 +117,10 @@ class Lasting:
         if source is not None and self._closing is not None:
             return source.n_generated
         return len(self._generated)
+
+    @property
+    def is_rebuilt(self) -> bool:
+        return self._opened.is_rebuilt
 
     @property
     def shape(self) -> Shape:

@@ -18,6 +18,7 @@ from swarmllm_proto.tensors import Tensor
 
 class LocalSource:
     shape: Shape = "local"
+    is_rebuilt = False
 
     def __init__(self, generation: LocalGeneration, context: RequestContext, nickname: str) -> None:
         self._generation = generation

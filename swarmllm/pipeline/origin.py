@@ -25,6 +25,8 @@ class Chunk(NamedTuple):
     position: int
     n_tokens: int
     left: int
+    until: int | None = None
+    """The last stage that is to compute them; None: the pipeline's last."""
 
 
 class PromptWindow:

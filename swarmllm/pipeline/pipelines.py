@@ -283,10 +283,15 @@ class Pipelines:
         """Nothing has been asked of anybody before the first `next`."""
         size = RequestSize(len(tokens), min(sampling.max_tokens, EXPECTED_OUTPUT_TOKENS))
 
+        tried: list[tuple[str, Assembly]] = []
+        """Pipelines, by the request id that each had."""
+
         def attempt(generated: tuple[int, ...], avoid: set[str]) -> AbstractAsyncContextManager[Source]:
             previous = () if generated else self._affinity.previous(entry.model_id, session)
-            assembly = self._assemble(entry, size, avoid, previous)
+            broken = tried[-1][1] if generated and tried else None
+            assembly = self._assemble(entry, size, avoid, previous, broken)
             self._affinity.remember(entry.model_id, session, assembly.stages)
+            may_resume = broken is not None and len(assembly.stages) > 1
             assignment = PipelineAssignment(
                 request_id=request_id if source.n_attempts == 1 else uuid.uuid4().hex,
                 model_id=entry.model_id,
@@ -295,12 +300,15 @@ class Pipelines:
                 n_prompt_tokens=len(tokens),
                 sampling=sampling,
                 generated=generated,
+                resumes=tuple(request_id for request_id, _ in tried[:-17:-1]) if may_resume else (),
             )
+            tried.append((assignment.request_id, assembly))
             rows = np.concatenate((tokens, np.array(generated, np.int32))) if generated else tokens
             if not generated and source.n_attempts > 1:
                 self._counts.retries += 1
             context = replace(request_context(assignment, entry, self._node_id), session=session)
-            return self._attempts.open(context, assignment, rows, avoid)
+            opening = self._attempts.open(context, assignment, rows, avoid)
+            return self._in_place_of(tried, opening)
 
         recovery = Recovery(self._settings.failover_timeout_s)
         source = Lasting(request_id, attempt, recovery, self._pause)
@@ -308,19 +316,41 @@ class Pipelines:
             yield source
         finally:
             self._counts.recoveries += recovery.n_recoveries
+            self._counts.rebuilt += source.n_rebuilt
             await source.aclose()
+            if recovery.is_under_way:
+                self._let_go(tried)
+
+    @asynccontextmanager
+    async def _in_place_of(
+        self, tried: list[tuple[str, Assembly]], opening: AbstractAsyncContextManager[Source]
+    ) -> AsyncIterator[Source]:
+        """The last of `tried`: what the others have left, and this one has not taken over, is let go of."""
+        async with opening as source:
+            self._let_go(tried[:-1])
+            del tried[:-1]
+            yield source
+
+    def _let_go(self, broken: Sequence[tuple[str, Assembly]]) -> None:
+        for request_id, assembly in broken:
+            self._attempts.let_go(request_id, assembly.stages)
 
     def _assemble(
-        self, entry: CatalogueEntry, size: RequestSize, avoid: set[str], previous: Sequence[Stage]
+        self,
+        entry: CatalogueEntry,
+        size: RequestSize,
+        avoid: set[str],
+        previous: Sequence[Stage],
+        broken: Assembly | None = None,
     ) -> Assembly:
         """Without those of whom others say that they fail, if it can be. Raises NoPipeline."""
         suspects = self._suspects.now(trio.current_time())
         if not suspects <= avoid:
             try:
-                return self._routes.choose(entry, size, self._load(1), avoid | suspects, previous)
+                return self._routes.choose(entry, size, self._load(1), avoid | suspects, previous, broken)
             except NoPipeline:
                 pass
-        return self._routes.choose(entry, size, self._load(1), avoid, previous)
+        return self._routes.choose(entry, size, self._load(1), avoid, previous, broken)
 
     async def _pause(self, until_s: float) -> None:
         with trio.CancelScope(deadline=until_s):
@@ -344,8 +374,7 @@ class Pipelines:
         self._links.lost(node_id)
         for chain in list(self._attempts.chains.values()):
             chain.lost(node_id)
-        for session in list(self._sessions.by_request.values()):
-            session.lost(node_id)
+        self._sessions.lost(node_id)
 
     def _look_for_lost(self) -> None:
         """A reader of changes that falls behind may have missed a disconnection."""

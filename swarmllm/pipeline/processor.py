@@ -126,7 +126,7 @@ def after_embed(job: Job, view: RequestView) -> Outcome:
 
 def after_layers(job: Job, view: RequestView) -> Outcome:
     """`job.stage` has been computed. Moves the job on to the next stage, or at the last one to HEAD."""
-    if job.stage < view.last:
+    if job.stage < (view.last if job.until is None else min(job.until, view.last)):
         job.stage += 1
         return Outcome.NEXT_LOCAL if view.is_here(job.stage) else Outcome.NEXT_REMOTE
     job.step = ComputeStep.HEAD

@@ -61,6 +61,11 @@ class Recovery:
     _cause: SwarmLLMError | None = None
     """The failure since which nothing has come."""
 
+    @property
+    def is_under_way(self) -> bool:
+        """Nothing has come since a pipeline broke."""
+        return self._cause is not None
+
     def token(self) -> None:
         if self._cause is not None:
             self.n_recoveries += self._has_begun

@@ -15,6 +15,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.assembly import Assembly, Question, assemble, plan_route
 from swarmllm.pipeline.circumstances import Links, Load, circumstances, workload
 from swarmllm.pipeline.compute import Compute
+from swarmllm.pipeline.mending import mend
 from swarmllm.scheduling.constraints import Constraints
 from swarmllm.scheduling.cost import Circumstances
 from swarmllm.scheduling.observation import Observations
@@ -57,10 +58,13 @@ class Routes:
         load: Load,
         avoid: Collection[str],
         previous: Sequence[Stage] = (),
+        broken: Assembly | None = None,
     ) -> Assembly:
-        """`previous`: the pipeline of the conversation's last turn. Raises NoPipeline."""
-        question = self._question(entry, size, load)
-        return assemble(replace(question, avoid=avoid, previous=previous))
+        """`previous`: the pipeline of the conversation's last turn. `broken`: the request's own, to be mended
+        where that is worth it. Raises NoPipeline."""
+        question = replace(self._question(entry, size, load), avoid=avoid, previous=previous)
+        mended = mend(question, broken) if broken is not None else None
+        return mended if mended is not None else assemble(question)
 
     def plan(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Plan:
         """Raises NoPipeline."""

@@ -9,20 +9,21 @@ neighbour.
 A session ends when the origin cancels (also after the last token: it alone knows when the client has
 everything), when its origin or a neighbour is lost, when nothing arrives for too long, or when a walk
 fails; the origin is then told, the slot in the worker is freed, and later messages with its id are ignored.
+Where it was another node's fault the slot is held for a while instead, because another pipeline may go on
+with what is in it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import numpy as np
 import trio
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError, WorkerError
+from swarmllm.pipeline.arrivals import GivenPrompt, Item, NotFinite, Relay, Report, read_job
 from swarmllm.pipeline.compute import Compute
-from swarmllm.pipeline.job import ComputeStep, Job
+from swarmllm.pipeline.job import Job
 from swarmllm.pipeline.known_rows import give_names
 from swarmllm.pipeline.probing import MOVED_BYTES
 from swarmllm.pipeline.remote_stage import generate_for_origin, read_prompt
@@ -36,9 +37,9 @@ from swarmllm_proto.swarm import (
     LayerForward,
     PipelineError,
     RemoteGenerateRequest,
+    ReplayRows,
     StageBlocks,
 )
-from swarmllm_proto.tensors import Tensor, decode_tensor
 
 log = logging.getLogger(__name__)
 
@@ -50,34 +51,6 @@ _SPARE_JOBS = 8
 """Queue room beyond the window: repeats and credits."""
 
 
-class _NotFinite(BadTensor):
-    """No layer computes this from what is finite: it came broken."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """To be sent to the origin by the session's own task."""
-
-    error: PipelineError
-    ends: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Relay:
-    """What this node's worker wants sent."""
-
-    receiver: str
-    header: bytes
-    payload: bytes | memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """To be answered by this node's worker alone."""
-
-    tokens: Tensor
-
-
 class Session:
     def __init__(
         self,
@@ -87,9 +60,12 @@ class Session:
         *,
         silence_timeout_s: float,
         origin_side: OriginSide | None = None,
+        hold_s: float = 0.0,
+        on_hold: Callable[[Session], None] = lambda session: None,
         on_end: Callable[[Session], None] = lambda session: None,
         note: Note = unnoted,
     ) -> None:
+        """`hold_s`: how long the slot of a broken request is kept for another pipeline."""
         self.context = context
         self.view = context.view
         self.done = trio.Event()
@@ -100,6 +76,14 @@ class Session:
         self._origin_side = origin_side
         self.prefixes: tuple[StageBlocks, ...] = ()
         """What the origin called the rows in the end; without it they are kept as they were first named."""
+        self._hold_s = hold_s
+        self._wants_hold = False
+        """Its end is to leave the slot as it is."""
+        self._is_held = False
+        """It has done so."""
+        self._is_taken = False
+        self._let_go = trio.Event()
+        self._on_hold = on_hold
         self._on_end = on_end
         self._note = note
         self._scope = trio.CancelScope()
@@ -114,7 +98,7 @@ class Session:
         """Received from the request's nodes, when somebody last asked."""
         # The origin of a request waits in its client's task (see chain); its session only works on demand.
         self._silence_timeout_s = float("inf") if origin_side is not None else silence_timeout_s
-        self._entrance, self._exit = trio.open_memory_channel[Job | _Report | _Relay | _Prompt](
+        self._entrance, self._exit = trio.open_memory_channel[Item](
             2 * (len(self.view.stages) + 1) + _SPARE_JOBS
         )
 
@@ -143,9 +127,35 @@ class Session:
             self._damaged_at = None
         self._put(job)
 
-    def stop(self) -> None:
-        """End the request on this node; `done` is set when everything is freed."""
+    def stop(self, *, hold: bool = False) -> None:
+        """End the request on this node; `done` is set when everything is freed, or with `hold` when another
+        request may have what is left."""
+        self._wants_hold = hold
         self._scope.cancel()
+
+    def let_go(self, *, is_taken: bool = False) -> None:
+        """What is held is to be freed, or is another request's by now."""
+        self._is_taken = is_taken
+        self._let_go.set()
+
+    def ask_replay(self, message: ReplayRows) -> None:
+        """Of the origin's side: have rows sent once more."""
+        node_id = self.view.stages[message.stage].node_id
+        if node_id == self.view.node_id:
+            self._put(message)
+        else:
+            self.relay(node_id, *encode_job(message))
+
+    def arrive_replay(self, sender: str, message: ReplayRows) -> bool:
+        """The origin wants rows to be sent once more. False: the sender has no business with it."""
+        if (
+            sender != self.view.origin
+            or message.until > self.view.last
+            or not self.view.is_here(message.stage)
+        ):
+            return False
+        self._put(message)
+        return True
 
     def arrive(self, sender: str, message: LayerForward, payload: memoryview) -> bool:
         """A job from another node. False: the sender had no business sending it, and it is ignored."""
@@ -160,9 +170,9 @@ class Session:
             # A chunk sent before the origin knew of the damage; it comes again.
             return True
         try:
-            job = self._job(message, payload)
+            job = read_job(self.context, message, payload, trio.current_time())
         except BadTensor as error:
-            deed = Deed.BAD_NUMBERS if isinstance(error, _NotFinite) else Deed.BROKE_PROTOCOL
+            deed = Deed.BAD_NUMBERS if isinstance(error, NotFinite) else Deed.BROKE_PROTOCOL
             self._note(sender, deed, str(error))
             self.report(WorkerError(f"job refused: {error}", kind="bad_tensor"))
             return True
@@ -177,7 +187,7 @@ class Session:
         if sender != self.view.origin or self.view.last > 0 or self.context.wants != "tokens":
             return False
         try:
-            self._put(_Prompt(read_prompt(self.context, message, payload)))
+            self._put(GivenPrompt(read_prompt(self.context, message, payload)))
         except BadTensor as error:
             self._note(sender, Deed.BROKE_PROTOCOL, str(error))
             self.report(WorkerError(f"prompt refused: {error}", kind="bad_tensor"))
@@ -199,7 +209,7 @@ class Session:
             damaged=True,
             position=position,
         )
-        self._put(_Report(error, ends=False))
+        self._put(Report(error, ends=False))
         return True
 
     def turned(self, n_jobs: int, *, running: bool) -> None:
@@ -212,14 +222,16 @@ class Session:
         """Send a job message of this node's worker. False: that is none of its business."""
         if receiver not in self.view.node_ids:
             return False
-        self._put(_Relay(receiver, header, payload))
+        self._put(Relay(receiver, header, payload))
         return True
 
     def lost(self, node_id: str) -> None:
         """A node is gone. The origin's own session leaves the matter to its client's side (see chain)."""
         if node_id == self.view.origin:
+            self.let_go()
             self.stop()
         elif node_id in self.view.node_ids and self._origin_side is None:
+            self._wants_hold = True
             self.report(NodeUnreachable(f"node {node_id} disconnected"))
 
     def report(self, error: SwarmLLMError) -> None:
@@ -228,7 +240,7 @@ class Session:
             self._origin_side.fail(error)
             self.stop()
             return
-        self._put(_Report(self._as_message(error), ends=True))
+        self._put(Report(self._as_message(error), ends=True))
 
     async def run(self) -> None:
         """Raises nothing but cancellation."""
@@ -245,15 +257,34 @@ class Session:
                     await self._clean_up()
                 except Exception:
                     log.exception("request %s could not be cleaned up", self.context.request_id)
-            self._on_end(self)
+            if not self._is_held:
+                self._on_end(self)
             self.done.set()
+        if self._is_held:
+            await self._stay()
+
+    async def _stay(self) -> None:
+        """What the request has here waits for another one, or for its time to be over."""
+        self._on_hold(self)
+        try:
+            with trio.move_on_after(self._hold_s):
+                await self._let_go.wait()
+        finally:
+            self._on_end(self)
+        if not self._is_taken:
+            await self._free_slot()
 
     async def _work(self) -> None:
         while True:
             try:
                 with trio.fail_after(self._silence_timeout_s):
                     item = await self._exit.receive()
-                if isinstance(item, _Relay):
+                if isinstance(item, ReplayRows):
+                    self._is_walking = True
+                    await self._walker.replay(item)
+                    self._is_walking = False
+                    continue
+                if isinstance(item, Relay):
                     await self._walker.relay(item.receiver, item.header, item.payload)
                     continue
                 if isinstance(item, Job):
@@ -262,7 +293,7 @@ class Session:
                     await self._walker.walk(item)
                     self._is_walking = False
                     continue
-                if isinstance(item, _Prompt):
+                if isinstance(item, GivenPrompt):
                     self._is_walking = True
                     await generate_for_origin(
                         self.context, self._compute, self._walker, item.tokens, self._count_job
@@ -280,6 +311,7 @@ class Session:
                 )
                 return
             except SwarmLLMError as error:
+                self._wants_hold = self._wants_hold or isinstance(error, NodeUnreachable)
                 await self._tell_failure(error)
                 return
             except ProtocolError as error:
@@ -307,22 +339,32 @@ class Session:
                 log.info("its origin cannot be told: %s", unreachable)
 
     async def _clean_up(self) -> None:
+        if self._origin_side is not None:
+            self._wants_hold = self._origin_side.may_be_resumed
+        hold = self._wants_hold and self._hold_s > 0 and self.context.wants == "tokens" and self.view.last > 0
+        self._is_held = hold and self.runs_layers
         async with trio.open_nursery() as nursery:
             if self._origin_side is not None:
                 self.prefixes = self._origin_side.prefixes_of(self.view.node_id)
                 # A node that lost this one ends the request on its own.
                 for node_id in {stage.node_id for stage in self.view.stages} & self._router.connected():
-                    nursery.start_soon(self._cancel_at, node_id)
+                    nursery.start_soon(self._cancel_at, node_id, hold)
             if self.runs_layers:
-                nursery.start_soon(self._free_slot)
+                nursery.start_soon(self._hold_slot if self._is_held else self._free_slot)
 
-    async def _cancel_at(self, node_id: str) -> None:
+    async def _cancel_at(self, node_id: str, hold: bool) -> None:
         prefixes = self._origin_side.prefixes_of(node_id) if self._origin_side is not None else ()
-        message = CancelInference(request_id=self.context.request_id, prefixes=prefixes)
+        message = CancelInference(request_id=self.context.request_id, prefixes=prefixes, hold=hold)
         try:
             await self._router.send(node_id, *encode_job(message))
         except SwarmLLMError as error:
             log.debug("request %s not cancelled at %s: %s", self.context.request_id, node_id, error)
+
+    async def _hold_slot(self) -> None:
+        try:
+            await self._compute.hold(self.context.model.model_id, self.context.request_id, self._hold_s)
+        except SwarmLLMError as error:
+            log.info("slot of request %s not held: %s", self.context.request_id, error)
 
     async def _free_slot(self) -> None:
         try:
@@ -332,7 +374,7 @@ class Session:
         except SwarmLLMError as error:
             log.info("slot of request %s not freed: %s", self.context.request_id, error)
 
-    def _put(self, item: Job | _Report | _Relay | _Prompt) -> None:
+    def _put(self, item: Item) -> None:
         try:
             self._entrance.send_nowait(item)
         except trio.WouldBlock:
@@ -344,35 +386,6 @@ class Session:
         if message.step == "embed":
             return (stages[-1].node_id, origin) if message.stage == 0 else ()
         return (origin,) if message.stage == 0 else (stages[message.stage - 1].node_id,)
-
-    def _job(self, message: LayerForward, payload: memoryview) -> Job:
-        job = Job(
-            step=ComputeStep.EMBED if message.step == "embed" else ComputeStep.LAYER,
-            stage=message.stage,
-            position=message.position,
-            n_tokens=message.n_tokens,
-            prefill_left=message.prefill_left,
-            timings=message.timings,
-            since_s=trio.current_time(),
-            resent=message.resent,
-        )
-        if message.step == "embed":
-            if message.n_tokens != 1 or message.prefill_left:
-                raise BadTensor("n_tokens", "a token is embedded alone")
-            job.token = message.token
-            return job
-        if len(message.timings) > message.stage:
-            raise BadTensor("timings", "more stages than the job has passed")
-        tensor = decode_tensor(payload)
-        due = (message.n_tokens, self.context.n_embd)
-        if tensor.dtype != np.float32 or tensor.shape != due:
-            raise BadTensor("tensor.shape", f"{tensor.dtype}{tensor.shape} where float32{due} is due")
-        if not message.n_tokens:
-            raise BadTensor("n_tokens", "no rows")
-        if not np.isfinite(tensor).all():
-            raise _NotFinite("tensor", "numbers that are not finite")
-        job.tensor = tensor
-        return job
 
     def _as_message(self, error: SwarmLLMError) -> PipelineError:
         return PipelineError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -19,7 +19,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.job import RequestView
-from swarmllm.pipeline.known_rows import give_names
+from swarmllm.pipeline.known_rows import PATIENCE_S, give_names
 from swarmllm.pipeline.occupancy import Held
 from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
@@ -28,7 +28,8 @@ from swarmllm.scheduling.route import composes
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.trust import Note, unnoted
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageBlocks, StageState
+from swarmllm_proto.ipc import KeptRows
+from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageBlocks, StageRows, StageState
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class Sessions:
     note: Note = unnoted
     on_open: Callable[[RequestContext], None] = lambda context: None
     by_request: dict[str, Session] = field(default_factory=dict)
+    held: dict[str, Session] = field(default_factory=dict)
+    """Requests whose pipeline broke, by request: another one may go on with what they have here."""
     _cancelled: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
 
     async def acknowledge(self, sender: str, assignment: PipelineAssignment) -> PipelineAck:
@@ -90,10 +93,50 @@ class Sessions:
                 reason=str(refusal)[:200],
                 busy=refusal.busy,
             )
+        kept = await self.take_over(context, assignment.resumes)
         n_blocks = await give_names(self.compute, context, assignment.prefixes)
         if assignment.request_id not in self.by_request:
             await self._forget(context)
-        return PipelineAck(request_id=assignment.request_id, accepted=True, n_prefix_blocks=n_blocks)
+        return PipelineAck(
+            request_id=assignment.request_id, accepted=True, n_prefix_blocks=n_blocks, kept=kept
+        )
+
+    async def take_over(self, context: RequestContext, resumes: Sequence[str]) -> tuple[StageRows, ...]:
+        """Give a request what is left here of those that it resumes: of the first of which there is anything.
+        Never raises for a worker that cannot: that is nothing."""
+        mine = [stage for stage in range(len(context.view.stages)) if context.view.is_here(stage)]
+        known = [self.by_request.get(each) or self.held.get(each) for each in resumes]
+        kept: tuple[KeptRows, ...] = ()
+        try:
+            with trio.fail_after(PATIENCE_S):
+                for broken in known:
+                    if broken is None or broken.view.origin != context.view.origin:
+                        continue
+                    kept = await self._take_over(context, broken, mine)
+                    if any(rows.n_rows for rows in kept):
+                        break
+        except (SwarmLLMError, trio.TooSlowError) as error:
+            log.info("request %s finds nothing of an earlier one: %s", context.request_id, error)
+            return ()
+        return tuple(
+            StageRows(stage, rows.n_rows, rows.n_journal) for stage, rows in zip(mine, kept, strict=False)
+        )
+
+    async def _take_over(
+        self, context: RequestContext, broken: Session, mine: Sequence[int]
+    ) -> tuple[KeptRows, ...]:
+        if broken.context.request_id not in self.held:
+            broken.stop(hold=True)
+            await broken.done.wait()
+        kept = await self.compute.resume(
+            context.model,
+            request_id=context.request_id,
+            resumes=broken.context.request_id,
+            n_rows=context.n_given_tokens - 1,
+            ranges=[context.view.layers(stage) for stage in mine],
+        )
+        broken.let_go(is_taken=True)
+        return kept
 
     async def _forget(self, context: RequestContext) -> None:
         """It ended while it was given rows: what frees them may have been too early."""
@@ -109,6 +152,8 @@ class Sessions:
             self.router,
             silence_timeout_s=self.settings.silence_timeout_s,
             origin_side=origin_side,
+            hold_s=self.settings.failover_timeout_s,
+            on_hold=self._hold,
             on_end=self._close,
             note=self.note,
         )
@@ -117,18 +162,35 @@ class Sessions:
         self.on_open(context)
         return session
 
-    def cancel(self, sender: str, request_id: str, prefixes: tuple[StageBlocks, ...] = ()) -> bool:
-        session = self.by_request.get(request_id)
+    def cancel(
+        self,
+        sender: str,
+        request_id: str,
+        prefixes: tuple[StageBlocks, ...] = (),
+        *,
+        hold: bool = False,
+    ) -> bool:
+        session = self.by_request.get(request_id) or self.held.get(request_id)
         if session is not None:
             if session.view.origin != sender:
                 return False
             session.prefixes = prefixes
-            session.stop()
+            if not hold:
+                session.let_go()
+            session.stop(hold=hold)
             return True
         self._cancelled[sender, request_id] = None
         while len(self._cancelled) > REMEMBERED_CANCELS:
             self._cancelled.popitem(last=False)
         return True
+
+    def lost(self, node_id: str) -> None:
+        """A node is gone."""
+        for session in list(self.by_request.values()):
+            session.lost(node_id)
+        for session in self.held.values():
+            if session.view.origin == node_id:
+                session.let_go()
 
     def state(self, sender: str, request_id: str) -> StageState:
         """What its origin may know of a request."""
@@ -196,6 +258,11 @@ class Sessions:
         if unreachable:
             raise Refused(f"this node is not connected to {min(unreachable)}")
 
+    def _hold(self, session: Session) -> None:
+        self._close(session)
+        self.held[session.context.request_id] = session
+
     def _close(self, session: Session) -> None:
-        if self.by_request.get(session.context.request_id) is session:
-            del self.by_request[session.context.request_id]
+        for sessions in (self.by_request, self.held):
+            if sessions.get(session.context.request_id) is session:
+                del sessions[session.context.request_id]

@@ -17,6 +17,8 @@ class PipelineStatistics:
     """Further attempts before the first token."""
     recoveries: int = 0
     """Streams that went on over another pipeline."""
+    rebuilt: int = 0
+    """Of those, the ones of which only the lost stages were computed again."""
     repeats: int = 0
     """Jobs repeated after damage."""
     segments_served: int = 0

@@ -41,12 +41,11 @@ from swarmllm_proto.codec import decode_job, encode_job
 from swarmllm_proto.frames import Payload
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import (
-    CancelInference,
     JobMessage,
     LayerForward,
     PipelineError,
     PrefillProgress,
-    RemoteGenerateRequest,
+    ReplayRows,
     StageBlocks,
     StageTiming,
     StreamingToken,
@@ -102,6 +101,11 @@ class OriginSide(Protocol):
 
     def fail(self, error: Exception) -> None: ...
 
+    @property
+    def may_be_resumed(self) -> bool:
+        """It broke, and another pipeline may go on with what this one has."""
+        ...
+
     def prefixes_of(self, node_id: str) -> tuple[StageBlocks, ...]:
         """Names of all that the node's stages have been sent."""
         ...
@@ -139,6 +143,30 @@ class Walker:
                 self._raise_incomplete(job)
             state = next_state(state, outcome)
 
+    async def replay(self, message: ReplayRows) -> None:
+        """Rows that have left a stage here go to the next one once more. Raises SwarmLLMError."""
+        rows = await self._compute.read_journal(
+            self._context.model,
+            request_id=self._context.request_id,
+            end=self._view.layers(message.stage).end,
+            position=message.position,
+            n_rows=message.n_tokens,
+        )
+        job = Job(
+            ComputeStep.LAYER,
+            stage=message.stage + 1,
+            position=message.position,
+            n_tokens=message.n_tokens,
+            prefill_left=1,
+            tensor=rows,
+            since_s=trio.current_time(),
+            until=message.until,
+        )
+        if self._view.is_here(job.stage):
+            await self.walk(job)
+        else:
+            await self._send(job)
+
     async def tell_origin(self, message: OriginMessage, piece: bytes = b"") -> None:
         if self._origin_side is not None:
             self._origin_side.receive(self._view.node_id, message, piece)
@@ -163,7 +191,7 @@ class Walker:
         chunk = self._origin_side.next_chunk()
         if chunk is None:
             return
-        job.position, job.n_tokens, job.prefill_left = chunk
+        job.position, job.n_tokens, job.prefill_left, job.until = chunk
         rows = self._origin_side.prompt[job.position : job.position + job.n_tokens]
         job.since_s = trio.current_time()
         job.tensor = rows if first_is_here else await self._compute.embed(self._context.model, rows)
@@ -193,6 +221,8 @@ class Walker:
         self._has_sampled |= samples
         self._passed_on, job.resent = result.onward, False
         job.tensor, job.sampled, job.piece = result.tensor, result.token, result.piece
+        if job.until == stage:
+            job.tensor = None  # The stages after it have had it.
         now_s = trio.current_time()
         busy_s = max(0.0, now_s - job.since_s)
         job.timings = (*job.timings, StageTiming(stage, result.compute_s, busy_s))
@@ -249,6 +279,7 @@ class Walker:
             prefill_left=job.prefill_left,
             token=0 if embedded or job.token is None else job.token,
             timings=job.timings,
+            until=job.until,
         )
         payload = encode_tensor(job.tensor) if embedded and job.tensor is not None else b""
         await self._send_to(receiver, forward, payload)
@@ -264,7 +295,7 @@ class Walker:
         """Send a job message as it is. Raises NodeUnreachable, after the origin's side was told."""
         if receiver == self._view.node_id and self._origin_side is not None:
             message = decode_job(header, payload)
-            if not isinstance(message, LayerForward | CancelInference | RemoteGenerateRequest):
+            if isinstance(message, StreamingToken | PrefillProgress | PipelineError):
                 self._origin_side.receive(receiver, message, payload)
                 return
         try:

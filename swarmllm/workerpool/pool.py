@@ -32,6 +32,7 @@ from swarmllm.workerpool.holding_calls import HoldingCalls
 from swarmllm.workerpool.hosted import HostedModel
 from swarmllm.workerpool.prefix_calls import PrefixCalls
 from swarmllm.workerpool.process import SOCKET_PATH_MAX
+from swarmllm.workerpool.resume_calls import ResumeCalls
 from swarmllm.workerpool.ring import NO_RING, RingCalls, RingHint
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
 from swarmllm.workerpool.statistics import WorkerStatistics, statistics_of
@@ -70,7 +71,7 @@ T = TypeVar("T")
 TokenIds = npt.NDArray[np.int32]
 
 
-class WorkerPool(HoldingCalls, PrefixCalls, CutCheckCalls):
+class WorkerPool(HoldingCalls, PrefixCalls, CutCheckCalls, ResumeCalls):
     def __init__(
         self,
         settings: WorkerSettings,

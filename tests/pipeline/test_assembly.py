@@ -17,7 +17,8 @@ from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import Stage
 
-from .fakes import FakePool, Swarm, open_swarm
+from .arithmetic import FakePool
+from .fakes import Swarm, open_swarm
 
 
 def held(**ranges: str) -> dict[str, list[LayerRange]]:
@@ -33,7 +34,8 @@ def ask(holders: dict[str, list[LayerRange]], alignment: int = 1, **more: Any) -
     }
     rtt_s = more.pop("rtt_s", 0.001)
     known = Circumstances("a", Workload(100, 100), speeds, dict.fromkeys(holders, rtt_s))
-    return Question(12, alignment, holders, frozenset(holders), known, **{"model_name": "guide", **more})
+    connected = more.pop("connected", frozenset(holders))
+    return Question(12, alignment, holders, connected, known, **{"model_name": "guide", **more})
 
 
 def stages(*texts: str) -> tuple[Stage, ...]:

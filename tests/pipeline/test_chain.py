@@ -25,7 +25,8 @@ from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm_proto.ipc import Sampling
 
-from .fakes import FakePool, Swarm, open_swarm, uncut
+from .arithmetic import FakePool, uncut
+from .fakes import Swarm, open_swarm
 
 SMALL_CHUNKS = PipelineSettings(prefill_chunk_tokens=4)
 MORTAL = PipelineSettings(prefill_chunk_tokens=4, failover_timeout_s=0)

@@ -27,7 +27,8 @@ from swarmllm_proto.swarm import (
 )
 from swarmllm_proto.tensors import tensor_bytes
 
-from .fakes import N_EMBD, FakePool, Swarm, open_swarm, uncut
+from .arithmetic import N_EMBD, FakePool, uncut
+from .fakes import Swarm, open_swarm
 
 SETTINGS = PipelineSettings(prefill_chunk_tokens=4)
 PROMPT = "where do the layers live?"
@@ -138,6 +139,7 @@ async def test_messages_for_unknown_requests_are_ignored_and_counted() -> None:
             (forward("nobody", step="embed", stage=0), b""),
             (StreamingToken(request_id="nobody", index=0, token=1), b"x"),
             (PrefillProgress(request_id="nobody", position=1), b""),
+            (PipelineError(request_id="nobody", node_id="x", kind="worker_error"), b""),
             (PipelineError(request_id="nobody", node_id="m", kind="worker_error"), b""),
             (CancelInference(request_id="nobody"), b""),
         ]
@@ -146,8 +148,10 @@ async def test_messages_for_unknown_requests_are_ignored_and_counted() -> None:
         await swarm["m"].router.send("b", b"\xc1 no message at all", b"")
         await wait_all_tasks_blocked(0.01)
         statistics = swarm["b"].pipelines.statistics()
-        # The failure may be of a pipeline that "m" had: that is noted.
-        assert (statistics.messages_ignored, statistics.messages_bad) == (4, 1)
+        # The failure of "x" may be of a pipeline that "m" had, and is noted; that of "m" itself is too late
+        # for whoever had a pipeline with it.
+        assert (statistics.messages_ignored, statistics.messages_bad) == (5, 1)
+        assert swarm["b"].pipelines._suspects.now(trio.current_time()) == {"x"}
         assert await ask(swarm) == await uncut(PROMPT, 12)
 
 

@@ -15,7 +15,8 @@ from swarmllm.pipeline.suspects import MAX_PER_ACCUSER, SUSPECT_S, Suspects
 from swarmllm_proto.codec import decode_job
 from swarmllm_proto.swarm import LayerForward
 
-from .fakes import open_swarm, uncut
+from .arithmetic import uncut
+from .fakes import open_swarm
 from .test_survival import N_TOKENS, PROMPT, SETTINGS, kills, pools_of, read
 
 ACK_S = SETTINGS.ack_timeout_s

@@ -207,6 +207,27 @@ async def test_a_stream_survives_a_killed_worker(tmp_path: Path, entry: Catalogu
         await swarm.quiet()
 
 
+@pytest.mark.parametrize(("victim", "layers"), [("b", "4:8"), ("c", "8:12")])
+async def test_a_spare_is_built_up_from_what_the_others_have(
+    tmp_path: Path, entry: CatalogueEntry, victim: str, layers: str
+) -> None:
+    prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[0]}])
+    async with guide_swarm(tmp_path, entry, {**THIRDS, "d": layers}) as swarm:
+        expected = await ask(swarm, "a", QUESTIONS[0])
+        tokens = []
+        with trio.fail_after(30):
+            async with swarm["a"].pipelines.generate(prompt, entry, GREEDY) as generation:
+                async for piece in generation:
+                    tokens.append(piece.token)
+                    if piece.index == 7:
+                        (worker,) = swarm[victim].pool.statistics()
+                        os.kill(worker.pid, signal.SIGKILL)
+        assert tokens == expected[0]
+        assert (generation.n_recoveries, generation.n_rebuilt) == (1, 1)
+        assert "d" in {stage.node_id for stage in generation.route}
+        await swarm.quiet()
+
+
 async def test_a_stream_survives_the_only_worker(tmp_path: Path, entry: CatalogueEntry) -> None:
     async with guide_swarm(tmp_path, entry, {"a": "0:12"}) as swarm:
         expected = await ask(swarm, "a", QUESTIONS[0])

@@ -15,7 +15,8 @@ from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import tensor_bytes
 
-from .fakes import N_EMBD, FakePool, Swarm, open_swarm, uncut
+from .arithmetic import N_EMBD, FakePool, uncut
+from .fakes import Swarm, open_swarm
 
 PROMPT = "who may be trusted?"
 

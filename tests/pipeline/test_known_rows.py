@@ -14,7 +14,8 @@ from swarmllm_proto.blocks import BLOCK_TOKENS, block_hashes
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import NAMES_MAX, Stage
 
-from .fakes import FakePool, Swarm, open_swarm, uncut
+from .arithmetic import FakePool, uncut
+from .fakes import Swarm, open_swarm
 from .test_damage import damage_on_arrival
 
 B = BLOCK_TOKENS

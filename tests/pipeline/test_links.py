@@ -28,7 +28,8 @@ from swarmllm_proto.codec import decode_job
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import Stage, StreamingToken
 
-from .fakes import FakePool, open_swarm, uncut
+from .arithmetic import FakePool, uncut
+from .fakes import open_swarm
 
 MODEL = ModelFile("0" * 64, Path("/nowhere"))
 

@@ -31,7 +31,8 @@ from swarmllm.workerpool import ModelFile
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import Stage
 
-from .fakes import FakePool, open_swarm
+from .arithmetic import FakePool
+from .fakes import open_swarm
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "job-processor.md"
 ROWS = np.zeros((1, 4), np.float32)

@@ -16,7 +16,8 @@ from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PipelineAssignment, RemoteGenerateRequest, Stage
 from swarmllm_proto.tensors import tensor_bytes
 
-from .fakes import Swarm, open_swarm, uncut
+from .arithmetic import uncut
+from .fakes import Swarm, open_swarm
 from .test_survival import N_TOKENS, PROMPT, SETTINGS, dies_at, kills, pools_of, read
 
 

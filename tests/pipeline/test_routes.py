@@ -24,7 +24,8 @@ from swarmllm_proto.codec import encode_record
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, ObservedLatency, ObservedLink
 
-from .fakes import FakePool, fake_entry, open_swarm
+from .arithmetic import FakePool, fake_entry
+from .fakes import open_swarm
 
 
 def manifest() -> Manifest:

@@ -18,7 +18,8 @@ from swarmllm_proto.codec import decode_request
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PipelineAssignment
 
-from .fakes import FakePool, Swarm, open_swarm, uncut
+from .arithmetic import FakePool, uncut
+from .fakes import Swarm, open_swarm
 
 SETTINGS = PipelineSettings(prefill_chunk_tokens=4)
 PROMPT = "what outlives its nodes?"

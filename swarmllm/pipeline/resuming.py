@@ -1,0 +1,101 @@
+"""A pipeline in the place of one that broke: what its stages still have, and how rows get to those that have
+nothing.
+
+The origin feeds: one piece after the other leaves the journal of a stage (or the origin's own embedding) for
+the stages that are built again, no more at once than they can take, until they have every row but the newest
+token's. That one then walks the whole pipeline, and the next token comes of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from swarmllm.pipeline.assignment import assign
+from swarmllm.pipeline.known_rows import Asker
+from swarmllm.pipeline.mending import Left, Rebuild
+from swarmllm.pipeline.origin import Chunk, PromptWindow
+from swarmllm.pipeline.stages import Sessions
+from swarmllm.pipeline.walker import RequestContext
+from swarmllm_proto.swarm import PipelineAssignment, ReplayRows, StageRows
+
+
+async def what_is_left(
+    sessions: Sessions,
+    assignment: PipelineAssignment,
+    context: RequestContext,
+    asker: Asker,
+    *,
+    timeout_s: float,
+) -> tuple[Left, ...]:
+    """Ask every stage to take part in what resumes another request; what each still has of it. Raises as
+    `assign` does."""
+    acks = await assign(sessions.router, assignment, timeout_s=timeout_s, on_failure=asker.blame)
+    kept: list[StageRows] = [*await sessions.take_over(context, assignment.resumes)]
+    for ack in acks:
+        kept += ack.kept
+    by_stage = {rows.stage: Left(rows.n_rows, rows.n_journal) for rows in kept}
+    return tuple(by_stage.get(stage, Left()) for stage in range(len(assignment.stages)))
+
+
+class Feeding:
+    """Which rows leave next, and from where, while stages are built again. Pure bookkeeping."""
+
+    def __init__(self, planned: Sequence[Rebuild], n_due: int, chunk_tokens: int) -> None:
+        """`n_due`: rows that every stage is to have."""
+        self._left = deque(planned)
+        self._n_due = n_due
+        self._chunk_tokens = chunk_tokens
+        self.now: Rebuild | None = None
+        """None: every stage has its rows."""
+        self.window: PromptWindow
+        self.advance()
+
+    def advance(self) -> None:
+        """What was under way has got there."""
+        self.now = self._left.popleft() if self._left else None
+        if self.now is not None:
+            size = self.now.until - self.now.first + 2
+            self.window = PromptWindow(self._n_due, self._chunk_tokens, size)
+
+    @property
+    def until(self) -> int:
+        """The stage that says how far it is."""
+        assert self.now is not None
+        return self.now.until
+
+    @property
+    def may_embed(self) -> bool:
+        """Whether `next_embedded` would give something now."""
+        return self.now is not None and self.now.source is None and self.window.may_send()
+
+    @property
+    def is_over(self) -> bool:
+        return self.now is None
+
+    def passed(self, position: int) -> None:
+        """Rows below `position` are where they are to be. Raises BrokenPromise."""
+        self.window.passed(position)
+        if self.window.n_passed >= self._n_due:
+            self.advance()
+
+    def next_embedded(self) -> Chunk | None:
+        """What the origin is to embed and send now."""
+        if self.now is None or self.now.source is not None:
+            return None
+        chunk = self.window.next_chunk()
+        # Behind the last of these rows there is still the newest token's.
+        return None if chunk is None else chunk._replace(left=chunk.left + 1, until=self.now.until)
+
+    def next_replays(self, request_id: str) -> Iterable[ReplayRows]:
+        """What a stage is to send once more now."""
+        if self.now is None or self.now.source is None:
+            return
+        while (chunk := self.window.next_chunk()) is not None:
+            yield ReplayRows(
+                request_id=request_id,
+                stage=self.now.source,
+                position=chunk.position,
+                n_tokens=chunk.n_tokens,
+                until=self.now.until,
+            )

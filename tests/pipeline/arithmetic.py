@@ -1,0 +1,300 @@
+"""A model that is arithmetic, and the part of a worker pool that runs it.
+
+The arithmetic is chosen so that mistakes show: every layer adds what earlier rows of the same request left
+behind (a KV cache, kept per layer and position) and multiplies, so a row that is lost, repeated out of
+place, computed by the wrong layers or in the wrong order changes every token after it. All values are small
+integers, exact in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Unpack, cast
+
+import numpy as np
+import trio
+
+from swarmllm.errors import ContextFull, WorkerError
+from swarmllm.models.catalogue import CatalogueEntry
+from swarmllm.models.hashing import FileState
+from swarmllm.models.layers import LayerRange
+from swarmllm.models.manifest import Manifest
+from swarmllm.pipeline.compute import ForwardCall, GenerateCall
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.blocks import BLOCK_TOKENS
+from swarmllm_proto.ipc import Effort, GenerateDone, KeptRows, Sampling, Token
+from swarmllm_proto.tensors import Tensor
+
+N_LAYERS = 12
+N_EMBD = 4
+PRIME = 997
+N_CTX = 4096
+
+
+def fake_entry(name: str = "arithmetic", cut_alignment: int = 1) -> CatalogueEntry:
+    manifest = Manifest(
+        name=name,
+        architecture="arithmetic",
+        n_layers=N_LAYERS,
+        n_embd=N_EMBD,
+        n_vocab=PRIME,
+        context_length=N_CTX,
+        cut_alignment=cut_alignment,
+        whole_reason="",
+        tied_embedding=False,
+        size_bytes=1,
+        shards=(),
+    )
+    return CatalogueEntry(manifest.model_id, name, Path("/nowhere/model.gguf"), manifest, FileState(1, 1))
+
+
+@dataclass
+class _Slot:
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By (layer, position)."""
+    names: dict[tuple[str, str], list[bytes]] = field(default_factory=dict)
+    """By (scope, layers)."""
+    journals: dict[int, Tensor] = field(default_factory=dict)
+    """What has left the layers before this one."""
+    n_sampled: int = 0
+    sampling: Sampling | None = None
+
+
+class FakePool:
+    """The part of WorkerPool that pipelines use."""
+
+    def __init__(self, *ranges: str) -> None:
+        self.ranges = tuple(LayerRange.parse(text) for text in ranges)
+        self.slots: dict[str, _Slot] = {}
+        self.kept: dict[tuple[str, str, bytes], dict[tuple[int, int], int]] = {}
+        """Rows of blocks by (scope, layers, name)."""
+        self.calls: list[tuple[Any, ...]] = []
+        self.before_forward: Callable[[int, LayerRange], Awaitable[None]] | None = None
+        """(position, layers); may wait or raise."""
+        self.keeps_journals = True
+        self.held: set[str] = set()
+
+    def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
+        return self.ranges
+
+    def context_sizes(self) -> dict[str, int]:
+        return {}
+
+    async def tokenize(
+        self,
+        model: ModelFile,
+        *,
+        text: str | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        effort: Effort | None = None,
+    ) -> Tensor:
+        await trio.lowlevel.checkpoint()
+        return np.array([ord(character) % PRIME for character in text or ""], np.int32)
+
+    async def embed(self, model: ModelFile, tokens: Tensor) -> Tensor:
+        await trio.lowlevel.checkpoint()
+        self.calls.append(("embed", len(tokens)))
+        return _embedded(tokens)
+
+    async def forward(self, model: ModelFile, **call: Unpack[ForwardCall]) -> SimpleNamespace:
+        request_id, layers, want = call["request_id"], call["layers"], call["want"]
+        position, tensor = call["position"], call["tensor"]
+        slot = self.slots.setdefault(request_id, _Slot())
+        await trio.lowlevel.checkpoint()
+        if self.before_forward is not None:
+            await self.before_forward(position, layers)
+        self.calls.append(("forward", str(layers), position, len(tensor), want))
+        if position + len(tensor) > N_CTX:
+            raise ContextFull("the context is full")
+        rows = _embedded(tensor) if tensor.dtype == np.int32 else tensor
+        hidden = self._run(slot, layers, position, rows)
+        journal = slot.journals.get(layers.end, hidden[:0])
+        if want == "hidden" and self.keeps_journals and position <= len(journal):
+            slot.journals[layers.end] = np.concatenate((journal[:position], hidden))
+        token, piece = None, b""
+        if want == "token":
+            if slot.sampling is None:
+                slot.n_sampled = len(call.get("generated", ()))
+            slot.sampling = call.get("sampling") or slot.sampling
+            assert slot.sampling is not None, "sampling comes with the first token"
+            token, piece = self._sample(slot, request_id, hidden[-1])
+        return SimpleNamespace(
+            tensor=hidden if want == "hidden" else None,
+            token=token,
+            piece=piece,
+            compute_s=0.001,
+            onward=False,
+        )
+
+    @asynccontextmanager
+    async def generate(self, model: ModelFile, **call: Unpack[GenerateCall]) -> AsyncIterator[FakeStream]:
+        stream = FakeStream(self, model, call)
+        try:
+            yield stream
+        finally:
+            self.slots.pop(call["request_id"], None)
+
+    async def cancel(self, model_id: str, request_id: str) -> None:
+        await trio.lowlevel.checkpoint()
+        self.held.discard(request_id)
+        if (slot := self.slots.pop(request_id, None)) is not None:
+            self._keep(slot)
+
+    async def hold(self, model_id: str, request_id: str, hold_s: float) -> None:
+        await trio.lowlevel.checkpoint()
+        self.calls.append(("hold", request_id))
+        if request_id in self.slots:
+            self.held.add(request_id)
+
+    async def resume(
+        self,
+        model: ModelFile,
+        *,
+        request_id: str,
+        resumes: str,
+        n_rows: int,
+        ranges: Sequence[LayerRange],
+    ) -> tuple[KeptRows, ...]:
+        await trio.lowlevel.checkpoint()
+        assert request_id not in self.slots
+        if resumes not in self.held:
+            return tuple(KeptRows() for _ in ranges)
+        self.held.remove(resumes)
+        slot = self.slots[request_id] = self.slots.pop(resumes)
+        slot.sampling, slot.n_sampled = None, 0
+        slot.rows = {row: value for row, value in slot.rows.items() if row[1] < n_rows}
+        return tuple(
+            KeptRows(
+                min(sum(row[0] == layer for row in slot.rows) for layer in range(layers.start, layers.end)),
+                min(n_rows, len(slot.journals.get(layers.end, ()))),
+            )
+            for layers in ranges
+        )
+
+    async def read_journal(
+        self, model: ModelFile, *, request_id: str, end: int, position: int, n_rows: int
+    ) -> Tensor:
+        await trio.lowlevel.checkpoint()
+        self.calls.append(("read_journal", end, position, n_rows))
+        rows = self.slots[request_id].journals[end][position : position + n_rows]
+        assert len(rows) == n_rows
+        return rows
+
+    async def name_prefix(
+        self, model: ModelFile, *, request_id: str, layers: LayerRange, names: bytes, scope: str
+    ) -> int:
+        """Rows are kept when their request is cancelled, for any later one with the same names."""
+        await trio.lowlevel.checkpoint()
+        slot = self.slots.setdefault(request_id, _Slot())
+        slot.names[scope, str(layers)] = [names[at : at + 32] for at in range(0, len(names), 32)]
+        has_begun = any(layer in range(layers.start, layers.end) for layer, _ in slot.rows)
+        n_blocks = 0
+        for i, name in enumerate(slot.names[scope, str(layers)]):
+            kept = self.kept.get((scope, str(layers), name))
+            if kept is None or (has_begun and not kept.items() <= slot.rows.items()):
+                break
+            slot.rows |= kept
+            n_blocks = i + 1
+        return n_blocks
+
+    def _keep(self, slot: _Slot) -> None:
+        for (scope, layers), names in slot.names.items():
+            wanted = LayerRange.parse(layers)
+            for i, name in enumerate(names):
+                block = [
+                    (layer, position)
+                    for layer in range(wanted.start, wanted.end)
+                    for position in range(i * BLOCK_TOKENS, (i + 1) * BLOCK_TOKENS)
+                ]
+                if all(row in slot.rows for row in block):
+                    self.kept[scope, layers, name] = {row: slot.rows[row] for row in block}
+
+    def _run(self, slot: _Slot, layers: LayerRange, position: int, rows: Tensor) -> Tensor:
+        hidden = rows.astype(np.int64)
+        for layer in range(layers.start, layers.end):
+            for known in [key for key in slot.rows if key[0] == layer and key[1] >= position]:
+                del slot.rows[known]
+            past = [slot.rows.get((layer, earlier)) for earlier in range(position)]
+            if None in past:
+                raise WorkerError(f"layer {layer} has no row {past.index(None)}", kind="position_gap")
+            memory = sum(cast(list[int], past))
+            for index in range(len(hidden)):
+                left_behind = int(hidden[index].sum()) % PRIME
+                slot.rows[layer, position + index] = left_behind
+                hidden[index] = (hidden[index] * (layer + 3) + memory + layer + np.arange(N_EMBD)) % PRIME
+                memory += left_behind
+        return hidden.astype(np.float32)
+
+    def _sample(self, slot: _Slot, request_id: str, row: Tensor) -> tuple[Token, bytes]:
+        assert slot.sampling is not None
+        # Depends on how often the slot has sampled, as a seeded sampler does: sampling twice shows.
+        token_id = (int(row.sum()) + slot.n_sampled) % PRIME
+        index, slot.n_sampled = slot.n_sampled, slot.n_sampled + 1
+        ends = slot.n_sampled >= slot.sampling.max_tokens
+        token = Token(
+            id=0,
+            request_id=request_id,
+            index=index,
+            token=token_id,
+            finish_reason="length" if ends else None,
+            compute_s=0.001,
+        )
+        return token, f"{token_id} ".encode()
+
+
+class FakeStream:
+    def __init__(self, pool: FakePool, model: ModelFile, call: GenerateCall) -> None:
+        self.done: GenerateDone | None = None
+        self._steps = self._run(pool, model, call)
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> tuple[Token, bytes]:
+        return await self._steps.__anext__()
+
+    async def _run(
+        self, pool: FakePool, model: ModelFile, call: GenerateCall
+    ) -> AsyncIterator[tuple[Token, bytes]]:
+        position, rows = 0, call["tokens"]
+        n_prompt = len(rows) - call.get("n_generated", 0)
+        generated = tuple(rows[n_prompt:].tolist())
+        while True:
+            result = await pool.forward(
+                model,
+                request_id=call["request_id"],
+                layers=LayerRange(0, N_LAYERS),
+                position=position,
+                tensor=rows,
+                want="token",
+                sampling=call["sampling"],
+                n_prompt_tokens=n_prompt,
+                generated=generated,
+            )
+            yield result.token, result.piece
+            if result.token.finish_reason:
+                return
+            position, rows = position + len(rows), np.array([result.token.token], np.int32)
+
+
+def _embedded(tokens: Tensor) -> Tensor:
+    return ((tokens[:, None].astype(np.int64) * 7 + np.arange(N_EMBD)) % PRIME).astype(np.float32)
+
+
+async def uncut(prompt: str, n_tokens: int) -> str:
+    """What one pool with every layer answers."""
+    pool, entry = FakePool(f"0:{N_LAYERS}"), fake_entry()
+    model = ModelFile(entry.model_id, entry.path)
+    tokens = await pool.tokenize(model, text=prompt)
+    text = b""
+    async with pool.generate(
+        model, request_id="uncut", tokens=tokens, sampling=Sampling(max_tokens=n_tokens)
+    ) as stream:
+        async for _, piece in stream:
+            text += piece
+    return text.decode()

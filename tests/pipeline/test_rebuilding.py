@@ -1,0 +1,360 @@
+"""A stream goes on with what its broken pipeline left: only lost stages compute again, wherever it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from swarmllm.errors import WorkerError
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm_proto.codec import decode_job, decode_request, encode_response
+from swarmllm_proto.swarm import LayerForward, PipelineAck, PipelineAssignment, ReplayRows
+
+from .arithmetic import FakePool, uncut
+from .fakes import open_swarm
+from .test_damage import damage_on_arrival
+from .test_survival import N_TOKENS, PROMPT, SETTINGS, kills, pools_of, read
+
+AT = 5
+"""The token after which something breaks."""
+
+
+def n_prefill_rows(pool: FakePool) -> int:
+    """Rows that came in pieces of several or in the middle of a prompt, as those of a prompt do."""
+    return sum(call[3] for call in pool.calls if call[0] == "forward" and call[2] < len(PROMPT))
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, N_TOKENS - 2])
+@pytest.mark.parametrize(
+    ("holdings", "victims", "spares"),
+    [
+        ({"a": "0:4", "b": "4:8", "c": "8:12", "d": "4:8"}, "b", "d"),
+        ({"a": "0:4", "b": "4:8", "c": "8:12", "d": "8:12"}, "c", "d"),
+        ({"a": "", "b": "0:4", "c": "4:12", "d": "0:4"}, "b", "d"),
+        ({"a": "0:3", "b": "3:6", "c": "6:9", "d": "9:12", "e": "3:6", "f": "6:9"}, "bc", "ef"),
+        ({"a": "0:3", "b": "3:6", "c": "6:9", "d": "9:12", "e": "3:6", "f": "9:12"}, "bd", "ef"),
+        ({"a": "", "b": "0:4", "c": "4:8", "d": "8:12", "e": "0:4", "f": "4:8"}, "bc", "ef"),
+    ],
+)
+async def test_only_the_lost_stages_compute_again(
+    holdings: dict[str, str], victims: str, spares: str, at: int
+) -> None:
+    async with open_swarm(pools_of(**holdings), settings=SETTINGS) as swarm:
+        pools = {node_id: node.pool for node_id, node in swarm.nodes.items()}
+        expected = await uncut(PROMPT, N_TOKENS)
+        route = swarm["a"].pipelines.stages_for(swarm.entry)
+        with trio.fail_after(5):
+            text, generation = await read(swarm, "a", kills(swarm, *victims, at=at))
+        assert text == expected
+        assert (generation.n_recoveries, generation.n_rebuilt) == (1, 1)
+        assert swarm["a"].pipelines.statistics().rebuilt == 1
+        mended = [stage.node_id for stage in generation.route]
+        replaced = iter(spares)
+        assert mended == [next(replaced) if s.node_id in victims else s.node_id for s in route]
+        for stage in route:
+            if stage.node_id not in victims and stage.node_id not in spares:
+                assert n_prefill_rows(pools[stage.node_id]) == len(PROMPT), stage.node_id
+        await swarm.quiet()
+
+
+@pytest.mark.parametrize(
+    ("victim", "spare", "ranges"), [("b", "c", "4:8 8:12"), ("b", "a", "0:4 4:8"), ("c", "a", "0:4 8:12")]
+)
+async def test_a_stage_that_stays_takes_the_lost_ones_place_beside_its_own(
+    victim: str, spare: str, ranges: str
+) -> None:
+    async with open_swarm(pools_of(a="0:4", b="4:8", c="8:12"), settings=SETTINGS) as swarm:
+        pool = swarm[spare].pool
+
+        async def act(index: int) -> None:
+            if index == AT:
+                pool.ranges = FakePool(*ranges.split()).ranges
+                await swarm[spare].announce(swarm.entry, pool.ranges)
+                while len(swarm["a"].registry.holders(swarm.entry.model_id)) < 4 and spare != "a":
+                    await trio.lowlevel.checkpoint()
+                swarm.kill(victim)
+
+        with trio.fail_after(5):
+            text, generation = await read(swarm, "a", act)
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert generation.n_rebuilt == 1
+        order = {"b": ["a", spare, "c"], "c": ["a", "b", spare]}[victim]
+        assert [stage.node_id for stage in generation.route] == order
+        await swarm.quiet()
+
+
+async def test_without_a_journal_the_stages_above_compute_again_and_those_below_do_not() -> None:
+    pools = pools_of(a="0:3", b="3:6", c="6:9", d="9:12", e="6:9")
+    pools["b"].keeps_journals = False
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        with trio.fail_after(5):
+            text, generation = await read(swarm, "a", kills(swarm, "c"))
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert generation.n_rebuilt == 1
+        # "b" is built from the journal of "a", which computes nothing.
+        assert [n_prefill_rows(pools[node_id]) // len(PROMPT) for node_id in "abde"] == [1, 2, 1, 1]
+        await swarm.quiet()
+
+
+async def test_with_no_journal_anywhere_the_origin_embeds_the_tokens_again() -> None:
+    pools = pools_of(a="0:4", b="4:8", c="8:12", d="4:8")
+    pools["a"].keeps_journals = False
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        with trio.fail_after(5):
+            text, generation = await read(swarm, "a", kills(swarm, "b"))
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert generation.n_rebuilt == 1
+        assert [n_prefill_rows(pools[node_id]) // len(PROMPT) for node_id in "acd"] == [2, 1, 1]
+        await swarm.quiet()
+
+
+async def test_the_spare_dies_too_and_then_another_one_goes_on() -> None:
+    pools = pools_of(a="0:4", b="4:8", c="8:12", d="4:8", e="4:8")
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+
+        async def die(position: int, layers: LayerRange) -> None:
+            if position == 8 and "d" in swarm.nodes:
+                swarm.kill("d")
+                await trio.sleep_forever()
+
+        pools["d"].before_forward = die
+        with trio.fail_after(5):
+            text, generation = await read(swarm, "a", kills(swarm, "b"))
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert (generation.n_recoveries, generation.n_rebuilt) == (1, 1)
+        assert [n_prefill_rows(pools[node_id]) // len(PROMPT) for node_id in "ace"] == [1, 1, 1]
+        await swarm.quiet()
+
+
+async def test_a_spare_that_is_lost_while_it_is_asked_costs_nobody_what_he_has() -> None:
+    pools = pools_of(a="0:4", b="4:8", c="8:12", d="4:8", e="4:8")
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        pipelines = swarm["d"].pipelines
+
+        async def die(sender: str, body: bytes) -> bytes:
+            swarm.kill("d")
+            await trio.sleep_forever()
+            raise AssertionError
+
+        async def busy(sender: str, body: bytes) -> bytes:
+            """Has not been reached when the other is lost."""
+            while "d" in swarm.nodes:
+                await trio.lowlevel.checkpoint()
+            return await serving(sender, body)
+
+        serving = swarm["c"].pipelines.on_request
+
+        async def act(index: int) -> None:
+            if index == AT:
+                swarm["d"].router.serve(die, pipelines.on_message)
+                swarm["c"].router.serve(busy, swarm["c"].pipelines.on_message)
+                swarm.kill("b")
+
+        with trio.fail_after(5):
+            text, generation = await read(swarm, "a", act)
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert [stage.node_id for stage in generation.route] == ["a", "e", "c"]
+        assert [n_prefill_rows(pools[node_id]) // len(PROMPT) for node_id in "ace"] == [1, 1, 1]
+        await swarm.quiet()
+
+
+async def test_a_spare_that_refuses_is_passed_over() -> None:
+    pools = pools_of(a="0:4", b="4:8", c="8:12", d="4:8", e="4:8")
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        pipelines = swarm["d"].pipelines
+
+        async def refuse(sender: str, body: bytes) -> bytes:
+            request = decode_request(body)
+            assert isinstance(request, PipelineAssignment)
+            return encode_response(PipelineAck(request_id=request.request_id, accepted=False, reason="no"))
+
+        swarm["d"].router.serve(refuse, pipelines.on_message)
+        with trio.fail_after(5):
+            text, generation = await read(swarm, "a", kills(swarm, "b"))
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert [stage.node_id for stage in generation.route] == ["a", "e", "c"]
+        await swarm.quiet()
+
+
+async def test_where_a_journal_cannot_be_read_after_all_everything_is_computed_again() -> None:
+    pools = pools_of(a="0:4", b="4:8", c="8:12", d="8:12", e="4:8")
+
+    async def unreadable(*arguments: Any, **more: Any) -> Any:
+        raise WorkerError("rows 0:4 of a journal that has 0", kind="position_gap")
+
+    pools["b"].read_journal = unreadable  # type: ignore[method-assign]
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        with trio.fail_after(5):
+            text, generation = await read(swarm, "a", kills(swarm, "c"))
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert generation.n_recoveries == 1
+        await swarm.quiet()
+
+
+@pytest.mark.parametrize("position", [0, 8, 20])
+async def test_a_row_that_is_damaged_while_a_stage_is_built_again_is_sent_again(position: int) -> None:
+    pools = pools_of(a="0:4", b="4:8", c="8:12", d="8:12")
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        positions = damage_on_arrival(swarm, "d", lambda job: job.position == position)
+        with trio.fail_after(5):
+            text, generation = await read(swarm, "a", kills(swarm, "c"))
+        assert positions == [position]
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert swarm["a"].pipelines.statistics().repeats == 1
+        assert generation.n_rebuilt == 1
+        await swarm.quiet()
+
+
+async def test_a_job_that_is_lost_costs_no_stage_anything(
+    patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody is there and has everything: the newest token walks once more."""
+    pools = pools_of(a="0:4", b="4:8", c="8:12")
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        router = swarm["b"].router
+        send, lost = router.send, []
+
+        async def lossy(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+            message = decode_job(header, payload)
+            if isinstance(message, LayerForward) and message.position == len(PROMPT) + AT and not lost:
+                lost.append(message)
+                return
+            await send(receiver, header, payload)
+
+        monkeypatch.setattr(router, "send", lossy)
+        text, generation = await read(swarm, "a", kills(swarm))
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert (len(lost), generation.n_rebuilt) == (1, 1)
+        assert [n_prefill_rows(pool) for pool in pools.values()] == [len(PROMPT)] * 3
+        await swarm.quiet()
+
+
+async def test_a_client_that_leaves_while_a_stage_is_built_again_leaves_nothing_behind() -> None:
+    pools = pools_of(a="0:4", b="4:8", c="8:12", d="4:8")
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        with trio.CancelScope() as client:
+
+            async def leave(position: int, layers: LayerRange) -> None:
+                if position == 8:
+                    client.cancel()
+                    await trio.lowlevel.checkpoint()
+
+            pools["d"].before_forward = leave
+            await read(swarm, "a", kills(swarm, "b"))
+        assert client.cancelled_caught
+        await swarm.quiet()
+
+
+async def test_what_is_held_of_a_lost_origin_is_let_go() -> None:
+    async with open_swarm(pools_of(a="0:4", b="4:8", c="8:12"), settings=SETTINGS) as swarm:
+        reading = trio.CancelScope()
+
+        async def both(index: int) -> None:
+            if index == AT:
+                swarm.kill("b")
+                await swarm_holds(swarm["c"])
+                swarm.kill("a")
+                reading.cancel()
+
+        with reading, trio.fail_after(5):
+            await read(swarm, "a", both)
+        await swarm.quiet()
+
+
+async def swarm_holds(node: Any) -> None:
+    while not node.pool.held:
+        await trio.lowlevel.checkpoint()
+
+
+async def test_what_nobody_resumes_is_let_go_in_time(patient_clock: MockClock) -> None:
+    settings = PipelineSettings(prefill_chunk_tokens=4, failover_timeout_s=3)
+    async with open_swarm(pools_of(a="0:4", b="4:8", c="8:12"), settings=settings) as swarm:
+        # The origin does not say so: to "c" its messages are lost.
+        send = swarm["a"].router.send
+
+        async def deaf(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+            if receiver != "c":
+                await send(receiver, header, payload)
+
+        swarm["a"].router.send = deaf  # type: ignore[method-assign]
+        with pytest.raises(Exception, match="nobody could go on"):
+            await read(swarm, "a", kills(swarm, "b"))
+        await trio.sleep(4)
+        await swarm.quiet()
+
+
+async def test_a_stranger_gets_nothing_of_what_is_held_and_has_nothing_sent() -> None:
+    """Another node names the request as if it resumed it, and asks for rows."""
+    pools = pools_of(a="0:4", b="4:8", c="8:12", x="0:4")
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        acks: list[PipelineAck] = []
+
+        async def steal(index: int) -> None:
+            if index != AT:
+                return
+            (request_id,) = swarm["b"].pipelines._sessions.by_request
+            session = swarm["b"].pipelines._sessions.by_request[request_id]
+            rows = ReplayRows(request_id=request_id, stage=1, position=0, n_tokens=4, until=2)
+            assert not session.arrive_replay("x", rows)
+            beyond = ReplayRows(request_id=request_id, stage=1, position=0, n_tokens=4, until=3)
+            assert not session.arrive_replay("a", beyond)
+            elsewhere = ReplayRows(request_id=request_id, stage=0, position=0, n_tokens=4, until=1)
+            assert not session.arrive_replay("a", elsewhere)
+            assignment = PipelineAssignment(
+                request_id="stolen",
+                model_id=swarm.entry.model_id,
+                origin="x",
+                stages=session.view.stages,
+                n_prompt_tokens=len(PROMPT),
+                sampling=session.context.sampling,
+                resumes=(request_id,),
+            )
+            acks.append(await swarm["b"].pipelines._sessions.acknowledge("x", assignment))
+            swarm["b"].pipelines._sessions.cancel("x", "stolen")
+
+        with trio.fail_after(5):
+            text, generation = await read(swarm, "a", steal)
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert (acks[0].accepted, acks[0].kept, generation.n_recoveries) == (True, (), 0)
+        await swarm.quiet()
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_wherever_and_whenever_one_node_dies_no_token_is_lost_or_repeated(
+    seed: int, patient_clock: MockClock
+) -> None:
+    """A node dies in the middle of some forward, not between two tokens."""
+    random = Random(seed)
+    n_cuts = random.randrange(1, 5)
+    bounds = [0, *sorted(random.sample(range(1, 12), n_cuts)), 12]
+    ranges = [f"{start}:{end}" for start, end in pairwise(bounds)]
+    holdings = {"a": random.choice(["", ranges[0]])}
+    holdings |= {f"n{i}": text for i, text in enumerate(ranges)} | {
+        f"s{i}": text for i, text in enumerate(ranges)
+    }
+    pools = pools_of(**holdings)
+    victim = random.choice([node_id for node_id in pools if node_id != "a"])
+    when = random.randrange(len(PROMPT) + 1, len(PROMPT) + N_TOKENS - 1)
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+
+        def at(when: int) -> Callable[[int, LayerRange], Any]:
+            async def die(position: int, layers: LayerRange) -> None:
+                if position == when and victim in swarm.nodes:
+                    swarm.kill(victim)
+                    await trio.sleep_forever()
+
+            return die
+
+        used = {stage.node_id for stage in swarm["a"].pipelines.stages_for(swarm.entry)}
+        pools[victim].before_forward = at(when)
+        text, generation = await read(swarm, "a", kills(swarm))
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert generation.n_rebuilt == generation.n_recoveries == (victim in used)
+        await swarm.quiet()
