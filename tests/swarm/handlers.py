@@ -1,0 +1,41 @@
+"""Handlers for routers under test, and two nodes that have met."""
+
+from __future__ import annotations
+
+import trio
+
+from swarmllm.swarm.router import Router
+
+from .conftest import DEADLINE_S, Swarm, meet
+
+
+async def no_request(sender: str, body: bytes) -> bytes:
+    raise AssertionError("no request was expected")
+
+
+async def no_message(sender: str, header: bytes, payload: memoryview) -> None:
+    raise AssertionError("no message was expected")
+
+
+class Inbox:
+    """A message handler that keeps what came, as bytes."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, bytes, bytes]] = []
+        self._news = trio.Event()
+
+    async def __call__(self, sender: str, header: bytes, payload: memoryview) -> None:
+        self.messages.append((sender, header, bytes(payload)))
+        self._news.set()
+        self._news = trio.Event()
+
+    async def wait_for(self, n_messages: int) -> None:
+        with trio.fail_after(DEADLINE_S):
+            while len(self.messages) < n_messages:
+                await self._news.wait()
+
+
+async def pair(swarm: Swarm) -> tuple[Router, Router]:
+    a, b = await swarm.start("a"), await swarm.start("b")
+    await meet(a, b)
+    return a, b
