@@ -16,7 +16,7 @@ from swarmllm_workers.pay import Pay
 
 
 def lookup(tokens: list[int], size_max: int = 4, n_max: int = 6) -> tuple[tuple[int, ...], str] | None:
-    draft = NgramLookup(size_max, 10).draft(np.array(tokens, np.int32), lambda _kind: n_max)
+    draft = NgramLookup(size_max, 10).draft(np.array(tokens, np.int32), lambda _kind, _start_s: n_max)
     return None if draft is None else (draft.tokens, draft.kind)
 
 
@@ -46,7 +46,7 @@ def test_lookup_agrees_with_searching_the_text(tokens: list[int], pieces: list[i
     at = 0
     for piece in [*pieces, len(tokens)]:
         at = min(at + piece, len(tokens))
-        draft = ngrams.draft(np.array(tokens[:at], np.int32), lambda _kind: 3)
+        draft = ngrams.draft(np.array(tokens[:at], np.int32), lambda _kind, _start_s: 3)
     expected = None
     for size in (4, 3, 2):
         ends = [e for e in range(size, len(tokens)) if tokens[e - size : e] == tokens[-size:]]
@@ -104,6 +104,44 @@ def test_pays_where_rows_are_cheap_and_guesses_right() -> None:
 @pytest.mark.parametrize(("rate", "row_cost"), [(0.05, 0.3), (0.95, 1.1), (0.3, 0.6)])
 def test_gives_up_where_it_does_not_pay(rate: float, row_cost: float) -> None:
     assert run(Pay(), rate, row_cost) > 0.95
+
+
+@given(st.floats(0, 1), st.floats(0.02, 3), st.integers(0, 5), st.sampled_from(["ngram-2", "model", "swift"]))
+@settings(max_examples=40, deadline=None)
+def test_whatever_the_text_trying_costs_a_hundredth_at_most(
+    rate: float, row_cost: float, seed: int, kind: str
+) -> None:
+    """And two steps, once per model. Text that changes its nature is the worst case."""
+    rng, pay, n_steps = random.Random(seed), Pay(), 1500
+    tokens, seconds = 0, 0.0
+    for step in range(n_steps):
+        n = pay.n_worth(kind, 6, 100)
+        n_right = 0
+        while n_right < n and rng.random() < (rate if step // 250 % 2 else 0.0):
+            n_right += 1
+        pay.judged(kind, n, n_right, 1.0 + row_cost * n)
+        tokens += n_right + 1
+        seconds += 1.0 + row_cost * n
+    assert seconds <= tokens * 1.01 + 2 + 6 * row_cost
+
+
+def test_a_start_that_takes_long_is_made_where_enough_is_left_to_gain() -> None:
+    pay = Pay()
+    run(pay, rate=0.9, row_cost=0.1)
+    later = pay.successor()
+    later.spare_s = 0.0
+    assert later.n_worth("kind", 4, n_left=500, start_s=50.0) > 0
+    assert later.n_worth("kind", 4, n_left=20, start_s=50.0) == 0
+
+
+def test_a_step_that_was_held_up_says_little() -> None:
+    pay = Pay()
+    run(pay, rate=0.9, row_cost=0.1)
+    assert pay.n_worth("kind", 6) == 6
+    pay.judged("kind", 6, 6, 1000.0)
+    pay.judged("kind", 0, 0, 1000.0)
+    assert pay.n_worth("kind", 6) > 0
+    assert pay.plain_s < 2
 
 
 def test_comes_back_when_the_text_changes() -> None:

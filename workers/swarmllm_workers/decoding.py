@@ -37,6 +37,11 @@ class Decoding:
         self._text = TextStream(sampling.stop)
 
     @property
+    def tokens(self) -> Sequence[int]:
+        """Generated so far."""
+        return self._tokens
+
+    @property
     def n_generated(self) -> int:
         return len(self._tokens)
 

@@ -33,6 +33,8 @@ class DraftModel:
     """Raises CallError bad_model where the file cannot serve, with field draft_path."""
 
     def __init__(self, path: Path, vocabulary: Vocabulary, settings: EngineSettings) -> None:
+        self.token_s = 0.0
+        """Of a prompt, as measured last."""
         try:
             source = GgufFile(path)
             refuse_impossible_rotation(source)
@@ -89,6 +91,7 @@ class ModelDrafter:
     """Of one request: what its slot in the draft model's cache holds, and guesses from there."""
 
     def __init__(self, model: DraftModel, slot: int, n_tokens_max: int) -> None:
+        self._model = model
         self._context = model.context
         self._slot = slot
         self._n_tokens_max = n_tokens_max
@@ -96,7 +99,7 @@ class ModelDrafter:
         self._context.truncate(slot, 0)
 
     def draft(self, history: np.ndarray, worth: Worth) -> Draft | None:
-        n = min(worth(KIND), self._n_tokens_max)
+        n = min(worth(KIND, self._catching_up_s(history)), self._n_tokens_max)
         if n < 1:
             return None
         try:
@@ -111,6 +114,11 @@ class ModelDrafter:
             return None
         return Draft(tuple(tokens), KIND, once_s)
 
+    def _catching_up_s(self, history: np.ndarray) -> float:
+        """What `_catch_up` would take, where that is more than a step's work."""
+        n_missing = len(history) - len(self._known)
+        return n_missing * self._model.token_s if n_missing > 2 * ROWS_MAX else 0.0
+
     def _catch_up(self, history: np.ndarray) -> float:
         """Hold all of `history` but its last token. Seconds, where that was more than a step's work."""
         started = time.perf_counter()
@@ -121,7 +129,11 @@ class ModelDrafter:
         self._known = history[:n_same].copy()
         for at in range(n_same, len(history) - 1, N_BATCH):
             self._run(history[at : min(at + N_BATCH, len(history) - 1)], wants_logits=False)
-        return time.perf_counter() - started if len(history) - n_same > 2 * ROWS_MAX else 0.0
+        n_missing, seconds = len(history) - n_same, time.perf_counter() - started
+        if n_missing <= 2 * ROWS_MAX:
+            return 0.0
+        self._model.token_s = seconds / n_missing
+        return seconds
 
     def _likeliest(self, token: int) -> int:
         self._run(np.array([token], np.int32), wants_logits=True)

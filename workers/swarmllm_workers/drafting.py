@@ -1,20 +1,22 @@
 """Guess the tokens that come next, from those that were: a pure core.
 
-Text repeats itself: names, quotations, code, tables, the question in the answer. Where the last tokens have
-been written before, what followed them then is a guess that costs nothing (prompt lookup decoding: Saxena
-2023; LLMA: Yang et al. 2023). The longest match wins, and of equally long ones the latest.
+A prompt that was answered before may be answered alike (`continuations.py`). And text repeats itself: names,
+quotations, code, tables, the question in the answer. Where the last tokens have been written before, what
+followed them then is a guess that costs nothing (prompt lookup decoding: Saxena 2023; LLMA: Yang et al.
+2023). The longest match wins, and of equally long ones the latest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
-Worth: TypeAlias = Callable[[str], int]
-"""How many guesses of a kind to make now; asked once per draft, before anything is spent on it."""
+Worth: TypeAlias = Callable[[str, float], int]
+"""How many guesses of a kind to make now; asked once per draft, before anything is spent on it, and told how
+many seconds go into what the drafts after it need not do again."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,11 @@ class Draft:
     kind: str
     """Drafts of one kind are judged together."""
     once_s: float = 0.0
-    """Seconds that went into what the next draft need not do again."""
+    """Seconds that went into what later drafts need not do again."""
+
+
+AGAIN: Final = "ngram-again"
+"""Costs what other guesses cost that are looked up."""
 
 
 class Drafter(Protocol):
@@ -34,6 +40,30 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """The request is over."""
+
+
+class Remembered:
+    """What followed the prompt the last time, as long as it comes true."""
+
+    def __init__(self, n_prompt: int, continuation: np.ndarray) -> None:
+        """`continuation`: i32, may be empty."""
+        self._n_prompt = n_prompt
+        self._tokens: list[int] = continuation.tolist()
+        self._n_true = 0
+
+    def draft(self, history: np.ndarray, worth: Worth) -> Draft | None:
+        if not self._tokens:
+            return None
+        at = len(history) - self._n_prompt
+        if history[self._n_prompt + self._n_true :].tolist() != self._tokens[self._n_true : at]:
+            self._tokens = []
+            return None
+        self._n_true = at
+        n = worth(AGAIN, 0.0) if at < len(self._tokens) else 0
+        return Draft(tuple(self._tokens[at : at + n]), AGAIN) if n else None
+
+    def close(self) -> None:
+        pass
 
 
 class NgramLookup:
@@ -52,18 +82,24 @@ class NgramLookup:
             end = self._ends.get(tuple(self._tokens[-size:]))
             if end is not None:
                 kind = f"ngram-{size}"
-                tokens = _continued(self._tokens, end, min(worth(kind), self._n_tokens_max))
+                tokens = _continued(self._tokens, end, min(worth(kind, 0.0), self._n_tokens_max))
                 return Draft(tuple(tokens), kind) if tokens else None
         return None
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Ends of runs are entered a token late: the last run of all is what is looked up."""
-        for token in tokens:
-            n = len(self._tokens)
+        start = len(self._tokens)
+        self._tokens += tokens
+        if len(tokens) == 1:
             for size in self._sizes:
-                if n >= size:
-                    self._ends[tuple(self._tokens[-size:])] = n
-            self._tokens.append(token)
+                if start >= size:
+                    self._ends[tuple(self._tokens[start - size : start])] = start
+            return
+        for size in self._sizes:
+            first = max(start, size)  # the first end to be entered
+            runs = self._tokens[first - size : -1]
+            windows = zip(*(runs[i:] for i in range(size)), strict=False)
+            self._ends.update(zip(windows, range(first, len(self._tokens)), strict=True))
 
     def close(self) -> None:
         pass

@@ -1,12 +1,14 @@
-"""Does guessing pay? Measured per request while it runs: a pure core, seconds come in as arguments.
+"""Does guessing pay? Measured while requests run: a pure core, seconds come in as arguments.
 
 A step that checks k guesses gives one token more than were right, and takes what making and checking them
-takes. Both are running means, per kind of guess; from them follows how many guesses, if any, give the most
-tokens per second. What has not been tried is estimated from its neighbours. How often guesses are right is a
-matter of the text, and learned anew by each request; what steps take is not, and handed on to the next.
+takes. What steps take is a matter of the machine: running means per number of guesses, handed on from request
+to request, the first of them measured before the first guess counts. How often guesses are right is a matter
+of the text: counted per kind of guess with the latest weighing most, and half forgotten between two requests.
+From both follows how many guesses, if any, give the most tokens per second.
 
-Where nothing pays no guess is made, and a few are tried again after a pause that doubles each time it did
-not pay: text changes, and so does who else uses the machine. What trying costs is bounded by that.
+What is known well enough to pay is done. Whatever else is tried comes out of an account: a small part of the
+time of all steps, and what guesses have saved. So a text without anything to guess is slower by that part at
+most, whatever the text, the model and the machine.
 """
 
 from __future__ import annotations
@@ -15,86 +17,152 @@ from dataclasses import dataclass, field
 from typing import Final
 
 LEARNING: Final = 0.2
-"""Weight of the newest observation."""
-HOPE: Final = 0.7
-"""Of guesses of a kind that has not been tried, the part that is right."""
+"""Weight of the newest step's duration."""
+OUTLIER: Final = 3.0
+"""A step that took so many times what was expected was held up by something else, and counts as this."""
+MEMORY: Final = 0.94
+"""Of what a guess weighs in how often guesses are right, what is left after the next one."""
+HOPE: Final = 0.6
+"""Of guesses of a kind that has not been tried, the part that is right; it weighs as much as HOPE_WEIGHT
+guesses."""
+HOPES: Final = {"ngram-2": 0.3, "ngram-3": 0.45, "ngram-again": 0.95, "model": 0.7}
+HOPE_WEIGHT: Final = 2.0
+SURE: Final = 4.5
+"""Guesses of a kind, hope among them, after which what is known of them is more than that."""
 GUESS_COST: Final = 0.3
 """Of a further guess, in steps without guesses, before one was measured."""
 GAIN_MIN: Final = 1.05
 """Below that a difference is noise."""
-PAUSE_MIN: Final = 8
-PAUSE_MAX: Final = 512
-N_TRIED: Final = 2
-"""Guesses after a pause."""
+ALLOWED: Final = 0.005
+"""Of the time of all steps, for trying what may not pay."""
+START_STEPS: Final = 2.0
+"""What may be lost on trying before that, in steps."""
+SAVED_STEPS_MAX: Final = 4.0
+"""Of what guesses have saved, what may be spent on trying, in steps."""
+N_TRIED: Final = 1
+"""Guesses where none are expected to pay."""
+N_MAX: Final = 16
+"""Guesses per step that are thought about."""
+N_ASKED: Final = 64
+"""Questions that are answered from one estimate: it takes as long as a tenth of a small model's step."""
 
 
 @dataclass
-class _Family:
-    """Kinds of guesses that cost the same: what their names begin with, up to a dash."""
+class _Record:
+    """Of one kind of guess."""
 
-    costs_s: dict[int, float] = field(default_factory=dict)
-    """Of a step, by its number of guesses."""
-    pause: int = PAUSE_MIN
-    """Chances to guess that are still to be let pass."""
-    next_pause: int = PAUSE_MIN
+    n_right: float
+    n_tried: float = HOPE_WEIGHT
+    gains: list[float] = field(default_factory=list)
+    """Tokens/s with 1, 2 ... guesses, in those without; an estimate that is made anew now and then."""
+    n_asked: int = 0
+    """Of that estimate."""
+
+    @property
+    def rate(self) -> float:
+        """The part that is right, given that those before it were."""
+        return self.n_right / self.n_tried
+
+    def saw(self, is_right: bool) -> None:
+        self.n_right = self.n_right * MEMORY + is_right
+        self.n_tried = self.n_tried * MEMORY + 1.0
+
+    def halved(self) -> _Record:
+        part = max(0.5, HOPE_WEIGHT / self.n_tried)
+        return _Record(self.n_right * part, self.n_tried * part)
 
 
 @dataclass
 class Pay:
-    """Of one request."""
+    """Of one request. Kinds of guesses whose names begin alike, up to a dash, cost the same."""
 
     n_guessed: int = 0
     n_right: int = 0
     plain_s: float = 0.0
     """Of a step without guesses; 0: there was none yet."""
-    _families: dict[str, _Family] = field(default_factory=dict)
-    _rates: dict[str, float] = field(default_factory=dict)
-    """The part of the guesses of a kind that are right, given that those before them were."""
+    spare_s: float | None = None
+    """May be lost on trying."""
+    _costs_s: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Of a step, by its number of guesses."""
+    _records: dict[str, _Record] = field(default_factory=dict)
 
     def successor(self) -> Pay:
         """For the next request."""
-        return type(self)(plain_s=self.plain_s, _families=self._families)
+        records = {kind: record.halved() for kind, record in self._records.items()}
+        return type(self)(
+            plain_s=self.plain_s, spare_s=self.spare_s, _costs_s=self._costs_s, _records=records
+        )
 
-    def _family(self, kind: str) -> _Family:
-        return self._families.setdefault(kind.partition("-")[0], _Family())
+    def measured(self, kind: str, plain_s: float, n_guessed: int, seconds: float) -> None:
+        """What a step takes without guesses and with some, found out beside any request."""
+        self.plain_s = plain_s
+        self._costs(kind)[n_guessed] = seconds
 
-    def n_worth(self, kind: str, n_max: int) -> int:
-        """How many guesses of a kind to make and check in the next step, at most `n_max`."""
+    def n_worth(self, kind: str, n_max: int, n_left: int = 1, start_s: float = 0.0) -> int:
+        """How many guesses of a kind to make and check in the next step, at most `n_max`. `n_left`: tokens
+        that may still come; `start_s`: what the first guess takes beside, once for all of those."""
         if not self.plain_s or n_max < 1:
             return 0  # a step without guesses comes first: it is what the others are compared with
-        family, rate = self._family(kind), self._rates.get(kind, HOPE)
-        best, n_best = GAIN_MIN / self.plain_s, 0
-        for n in range(1, n_max + 1):
-            speed = sum(rate**i for i in range(n + 1)) / self._cost_s(family, n)
-            if speed > best:
-                best, n_best = speed, n
-        if n_best:
-            family.pause = family.next_pause = PAUSE_MIN
+        record = self._record(kind)
+        if not record.gains or record.n_asked >= N_ASKED:
+            record.gains, record.n_asked = self._gains(kind, record.rate), 0
+        record.n_asked += 1
+        gains = record.gains[:n_max]
+        gain = max(gains)
+        n_best, pays = gains.index(gain) + 1, gain >= GAIN_MIN
+        if (
+            pays
+            and record.n_tried >= SURE
+            and (not start_s or (1.0 - 1.0 / gain) * self.plain_s * n_left >= start_s)
+        ):
             return n_best
-        if family.pause > 0:
-            family.pause -= 1
+        if self.spare_s is None:
+            self.spare_s = START_STEPS * self.plain_s
+        if self.spare_s <= start_s:
             return 0
-        family.pause, family.next_pause = family.next_pause, min(2 * family.next_pause, PAUSE_MAX)
-        return min(n_max, N_TRIED)
+        for n in (n_best, N_TRIED) if pays else (N_TRIED,):
+            if self._cost_s(kind, n) - self.plain_s + start_s <= self.spare_s:
+                return n
+        return 0
 
-    def judged(self, kind: str, n_guessed: int, n_right: int, seconds: float) -> None:
-        """A step with so many guesses took so long, and the first `n_right` of them were right."""
+    def judged(self, kind: str, n_guessed: int, n_right: int, seconds: float, start_s: float = 0.0) -> None:
+        """A step with so many guesses took so long, beside `start_s`, and the first `n_right` were right."""
         if not n_guessed:
-            self.plain_s = _mean(self.plain_s or seconds, seconds)
+            self.plain_s = _mean(self.plain_s, seconds)
+            self._spare(ALLOWED * self.plain_s)
             return
-        family = self._family(kind)
         self.n_guessed += n_guessed
         self.n_right += n_right
-        family.costs_s[n_guessed] = _mean(family.costs_s.get(n_guessed, seconds), seconds)
-        rate = self._rates.get(kind, HOPE)
+        costs, expected_s = self._costs(kind), self._cost_s(kind, n_guessed)
+        seconds = min(seconds, OUTLIER * expected_s)
+        costs[n_guessed] = _mean(costs.get(n_guessed, 0.0), seconds)
+        record = self._record(kind)
         for i in range(min(n_right + 1, n_guessed)):
-            rate = _mean(rate, 1.0 if i < n_right else 0.0)
-        self._rates[kind] = rate
-        if n_right == n_guessed:
-            family.pause = 0  # the text may have changed: look again at once
+            record.saw(i < n_right)
+        record.gains = []
+        self._spare((n_right + 1 + ALLOWED) * self.plain_s - costs[n_guessed] - start_s)
 
-    def _cost_s(self, family: _Family, n: int) -> float:
-        known = {0: self.plain_s, **family.costs_s}
+    def _spare(self, seconds: float) -> None:
+        if self.spare_s is None:
+            self.spare_s = START_STEPS * self.plain_s
+        self.spare_s = min(self.spare_s + seconds, SAVED_STEPS_MAX * self.plain_s)
+
+    def _record(self, kind: str) -> _Record:
+        return self._records.setdefault(kind, _Record(HOPES.get(kind, HOPE) * HOPE_WEIGHT))
+
+    def _costs(self, kind: str) -> dict[int, float]:
+        return self._costs_s.setdefault(kind.partition("-")[0], {})
+
+    def _gains(self, kind: str, rate: float) -> list[float]:
+        gains, n_tokens = [], 1.0
+        for n in range(1, N_MAX + 1):
+            n_tokens += rate**n
+            gains.append(n_tokens * self.plain_s / self._cost_s(kind, n))
+        return gains
+
+    def _cost_s(self, kind: str, n: int) -> float:
+        """Measured, or estimated from its neighbours."""
+        known = {0: self.plain_s, **self._costs(kind)}
         if n in known:
             return known[n]
         below = max(i for i in known if i < n)
@@ -109,4 +177,5 @@ class Pay:
 
 
 def _mean(old: float, new: float) -> float:
-    return old + LEARNING * (new - old)
+    """The first is taken as it is, later ones only so far as they are no outliers."""
+    return old + LEARNING * (min(new, OUTLIER * old) - old) if old else new

@@ -9,7 +9,8 @@ depend on what the machine had time for.)
 
 That holds to the bit only where a row's logits are the same in a batch as alone. Whether they are is tried
 out with the loaded model, once, before the first guess counts: a batch of rows against the same rows one by
-one. Where they differ nothing is guessed.
+one. Where they differ nothing is guessed. It also tells what checking guesses costs. A request that is long
+enough to gain by it tries in its course, else it is tried after a request, when nobody waits.
 
 Requests guess only while they are alone in the worker: others' rows fill a batch with certainties. Models
 with recurrent layers cannot take a row back, so they never guess.
@@ -19,15 +20,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from swarmllm_workers.continuations import Continuations
 from swarmllm_workers.draft_model import DraftModel, ModelDrafter
-from swarmllm_workers.drafting import Drafter, NgramLookup
+from swarmllm_workers.drafting import AGAIN, Drafter, NgramLookup, Remembered
 from swarmllm_workers.engine import Engine
+from swarmllm_workers.errors import CallError
 from swarmllm_workers.memory import Memory
 from swarmllm_workers.pay import Pay
 from swarmllm_workers.routes import Route
@@ -40,6 +44,8 @@ log = logging.getLogger(__name__)
 _TRIED_ROWS: Final = (ROWS_MAX, 3)
 """Sizes of batch that are tried, largest first. 3: what ggml computes row by row of weights that it
 rearranged when it loaded them."""
+_LONG: Final = 48
+"""Tokens that may still come, from which on a request tries in its course: trying takes some ten steps."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Speculation:
         self._engine = engine
         self.settings = settings
         self._draft_model: DraftModel | None = None
+        self.continuations = Continuations(engine.settings.prefixes)
         self.pay = Pay()
         """Of the latest request."""
         self._n_rows_exact: dict[tuple[Segment, ...], int] = {}
@@ -82,13 +89,14 @@ class Speculation:
         """Of the draft model."""
         return self._draft_model.memory if self._draft_model is not None else Memory()
 
-    def begin(self, route: Route, slot: int) -> Guesser | None:
+    def begin(self, route: Route, slot: int, prompt: np.ndarray) -> Guesser | None:
         """What guesses for a request; None where nothing does."""
-        if not self.is_on or any(segment.is_recurrent for segment in route.segments):
+        if not self.is_possible(route):
             return None
         settings = self.settings
         drafters: list[Drafter] = []
         if settings.ngram_size_max:
+            drafters.append(Remembered(len(prompt), self.continuations.recall(prompt, time.monotonic())))
             drafters.append(NgramLookup(settings.ngram_size_max, settings.ngram_tokens_max))
         if self._draft_model is not None:
             drafters.append(ModelDrafter(self._draft_model, slot, settings.draft_tokens_max))
@@ -96,28 +104,55 @@ class Speculation:
             drafters.append(SwiftDrafter(self._engine, route, slot, settings.swift_tokens_max))
         return Guesser(self, route, slot, drafters)
 
-    def is_tried(self, route: Route) -> bool:
-        return route.segments in self._n_rows_exact
+    def is_possible(self, route: Route) -> bool:
+        return self.is_on and not any(segment.is_recurrent for segment in route.segments)
 
-    def n_rows_exact(self, route: Route, slot: int, position: int, tokens: np.ndarray) -> int:
-        """How many rows of one batch have the logits, to the bit, that each has alone: at least 1. Found out
-        at the first call with these segments, by computing `tokens` (repeated) at `position`, where the
-        slot's rows then have to be written anew."""
-        known = self._n_rows_exact.get(route.segments)
-        if known is None:
-            known = next((n for n in _TRIED_ROWS if self._is_exact(route, slot, position, tokens, n)), 1)
-            self._n_rows_exact = {route.segments: known}
-            if known == 1:
-                log.info("no speculation: rows of a batch differ from single ones with this model and build")
+    def answered(self, prompt: np.ndarray, answer: Sequence[int]) -> None:
+        """A request is over."""
+        if self.settings.ngram_size_max:
+            self.continuations.remember(prompt, np.array(answer, np.int32), time.monotonic())
+
+    def n_rows_exact(self, route: Route) -> int | None:
+        """How many rows of one batch have the logits, to the bit, that each has alone: at least 1. None where
+        that has not been tried with these segments."""
+        return self._n_rows_exact.get(route.segments)
+
+    def try_out(self, route: Route, slot: int, position: int, tokens: np.ndarray) -> int:
+        """Compute `tokens` (repeated) at `position`, where the slot's rows then have to be written anew, and
+        know from then on. Needs cells for ROWS_MAX rows."""
+        known = next((n for n in _TRIED_ROWS if self._is_exact(route, slot, position, tokens, n)), 1)
+        self._n_rows_exact = {route.segments: known}
+        if known == 1:
+            log.info("no speculation: rows of a batch differ from single ones with this model and build")
         return known
 
+    def try_out_after(self, route: Route, slot: int, history: np.ndarray) -> None:
+        """The same after a request has ended whose slot has rows for all of `history`, where there is room
+        and nobody else is served."""
+        n_rows, settings = len(history) + ROWS_MAX, self._engine.settings
+        if self.n_rows_exact(route) is not None or n_rows > settings.n_ctx or not self.is_possible(route):
+            return
+        if self._engine.make_room(route, ROWS_MAX) < ROWS_MAX:
+            return
+        try:
+            self.try_out(route, slot, len(history), history[-ROWS_MAX:])
+        except CallError as error:  # the request has had its answer
+            log.info("guesses were not tried: %s", error.message)
+
     def _is_exact(self, route: Route, slot: int, position: int, tokens: np.ndarray, n_rows: int) -> bool:
-        rows = np.resize(tokens, n_rows)
-        together = self._engine.run(route, [Span(slot, position, rows, "rows")])[0].copy()
+        rows, together_s, alone_s = np.resize(tokens, n_rows), [], []
+        for _ in range(2):  # the first time libllama makes its graph
+            started = time.perf_counter()
+            together = self._engine.run(route, [Span(slot, position, rows, "rows")])[0]
+            together_s.append(time.perf_counter() - started)
+        together = together.copy()
         for i in range(n_rows):
-            span = Span(slot, position + i, rows[i : i + 1], "logits")
-            if not np.array_equal(self._engine.run(route, [span])[0], together[i]):
+            started = time.perf_counter()
+            alone = self._engine.run(route, [Span(slot, position + i, rows[i : i + 1], "logits")])[0]
+            alone_s.append(time.perf_counter() - started)
+            if not np.array_equal(alone, together[i]):
                 return False
+        self.pay.measured(AGAIN, float(np.median(alone_s)), n_rows - 1, min(together_s))
         return True
 
     def close(self) -> None:
@@ -137,36 +172,43 @@ class Guesser:
         self._kind = ""
         self._started_s = 0.0
         """When the step began, later by what does not count; 0 where it says nothing about guesses."""
+        self._once_s = 0.0
         self.pay = speculation.pay = speculation.pay.successor()
 
-    def guess(self, history: np.ndarray, n_rows_max: int) -> tuple[int, ...]:
+    def guess(self, history: np.ndarray, n_rows_max: int, n_left: int) -> tuple[int, ...]:
         """Tokens to be checked behind the last one of `history`, whose row is the only one that the slot
-        does not have yet; in all at most `n_rows_max` rows."""
-        n_rows_max = min(n_rows_max, ROWS_MAX)
-        is_tried = self._speculation.is_tried(self._route)
+        does not have yet. There is room for `n_rows_max` rows, and `n_left` tokens may still come."""
         self._started_s = 0.0
-        if n_rows_max < (2 if is_tried else ROWS_MAX):  # it is not alone, or at its end
+        if n_rows_max < 2:  # it is not alone, or at its end
             return ()
         self._started_s = time.perf_counter()
+        n_exact = self._speculation.n_rows_exact(self._route)
+        if n_exact is None and (n_left < _LONG or n_rows_max < ROWS_MAX):
+            return ()
+        n_max = min(n_rows_max, n_left, n_exact or ROWS_MAX) - 1
         for drafter in self._drafters:
-            draft = drafter.draft(history, lambda kind: self.pay.n_worth(kind, n_rows_max - 1))
+            draft = drafter.draft(history, lambda kind, once_s: self.pay.n_worth(kind, n_max, n_left, once_s))
             if draft is not None:
                 self._started_s += draft.once_s
+                self._once_s = draft.once_s
                 self._kind = draft.kind
-                return draft.tokens[: self._n_rows_exact(history, draft.tokens) - 1]
+                return draft.tokens[: self._n_checked(history, draft.tokens, n_exact)]
         return ()
 
-    def _n_rows_exact(self, history: np.ndarray, tokens: tuple[int, ...]) -> int:
-        started = time.perf_counter()
-        rows = np.array([history[-1], *tokens], np.int32)
-        n = self._speculation.n_rows_exact(self._route, self._slot, len(history) - 1, rows)
-        self._started_s += time.perf_counter() - started
-        return n
+    def _n_checked(self, history: np.ndarray, tokens: tuple[int, ...], n_exact: int | None) -> int:
+        if n_exact is None:
+            started = time.perf_counter()
+            rows = np.array([history[-1], *tokens], np.int32)
+            n_exact = self._speculation.try_out(self._route, self._slot, len(history) - 1, rows)
+            self._started_s += time.perf_counter() - started
+        return n_exact - 1
 
     def judged(self, n_guessed: int, n_right: int) -> None:
         """The step that began with `guess` is over; so many guesses were checked and so many right."""
         if self._started_s:
-            self.pay.judged(self._kind, n_guessed, n_right, time.perf_counter() - self._started_s)
+            seconds = time.perf_counter() - self._started_s
+            self.pay.judged(self._kind, n_guessed, n_right, seconds, self._once_s)
+        self._started_s = self._once_s = 0.0
 
     def close(self) -> None:
         for drafter in self._drafters:

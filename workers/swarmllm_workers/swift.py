@@ -34,7 +34,7 @@ class SwiftDrafter:
         self.is_possible = len(kept) < len(route.segments)
 
     def draft(self, history: np.ndarray, worth: Worth) -> Draft | None:
-        n = min(worth(KIND), self._n_tokens_max) if self.is_possible else 0
+        n = min(worth(KIND, 0.0), self._n_tokens_max) if self.is_possible else 0
         tokens: list[int] = []
         token = int(history[-1])
         for i in range(n):

@@ -230,6 +230,7 @@ class GenerateWork:
         self._guesser: Guesser | None = None
         self._guesses: tuple[int, ...] = ()
         """To be checked in this step, behind the last token."""
+        self._is_alone = False
 
     def route(self) -> Route:
         n_ctx = self._engine.settings.n_ctx
@@ -261,17 +262,18 @@ class GenerateWork:
 
     def look_ahead(self, n_rows_max: int) -> None:
         self._guesses = ()
-        if self._speculation is None or not self.is_decode:
+        self._is_alone = n_rows_max > 1
+        if self._speculation is None or self._n_history - self._position != 1:
             return
         if self._guesser is None:
             slot = self._engine.take_slot(self.request_id)
-            self._guesser = self._speculation.begin(self.route(), slot)
+            self._guesser = self._speculation.begin(self.route(), slot, self._history[: self._n_prompt])
             if self._guesser is None:
                 self._speculation = None
                 return
         n_left = self._decoding.sampling.max_tokens - self._decoding.n_generated
-        n_rows_max = min(n_rows_max, self._engine.settings.n_ctx - self._position, n_left)
-        self._guesses = self._guesser.guess(self._history[: self._n_history], n_rows_max)
+        n_rows_max = min(n_rows_max, self._engine.settings.n_ctx - self._position)
+        self._guesses = self._guesser.guess(self._history[: self._n_history], n_rows_max, n_left)
 
     def next_span(self, n_rows: int) -> Span:
         slot = self._engine.take_slot(self.request_id)
@@ -295,12 +297,13 @@ class GenerateWork:
             started = time.perf_counter()
             decoded = self._decode(np.atleast_2d(result), guesses)
             compute_s += time.perf_counter() - started
-        if is_prefill:
-            self._prefill_s += compute_s
+        if self._guesser is not None and decoded:
+            self._guesser.judged(len(guesses), len(decoded) - 1)
+        if is_prefill:  # its last row may bring tokens along that were guessed
+            self._prefill_s += compute_s / max(1, len(decoded))
+            self._decode_s += compute_s - compute_s / max(1, len(decoded))
         else:
             self._decode_s += compute_s
-            if self._guesser is not None and decoded:
-                self._guesser.judged(len(guesses), len(decoded) - 1)
         for i, one in enumerate(decoded):
             self._position += i > 0
             self._give(one, compute_s / len(decoded))
@@ -343,7 +346,6 @@ class GenerateWork:
         if self._position:
             self._engine.empty(self.request_id, self._position)
             self._engine.keep(self.request_id, self._history[: self._position], self._session)
-        self._engine.release(self.request_id)
         self._send(
             GenerateDone(
                 id=self.call_id,
@@ -358,6 +360,13 @@ class GenerateWork:
                 n_guessed_right=self._guesser.pay.n_right if self._guesser is not None else 0,
             )
         )
+        if self._speculation is not None:
+            self._speculation.answered(self._history[: self._n_prompt], self._decoding.tokens)
+            if self._guesser is not None and self._is_alone and reason != "cancelled":
+                self._speculation.try_out_after(
+                    self.route(), self._engine.take_slot(self.request_id), self._history[: self._position]
+                )
+        self._engine.release(self.request_id)
 
 
 def token_message(
