@@ -200,7 +200,8 @@ class StoreTable:
     """Models that come from other nodes, and what this node gives to others."""
 
     quota_gib: Annotated[float, Meta(ge=0, le=2**20)] = _setting(
-        0.0, "Disk space in GiB for models fetched from other nodes; 0 means no limit but the disk."
+        0.0,
+        "Disk space in GiB for models fetched from other nodes or the web; 0 means no limit but the disk.",
     )
     share: bool = _setting(
         True,

@@ -227,7 +227,7 @@ def open_catalogue(data_dir: Path) -> Catalogue:
 def open_store(config: Config, data_dir: Path, catalogue: Catalogue) -> Store:
     """The models that come from other nodes. Only with the data folder locked: it removes what an earlier
     run left half done."""
-    store = Store(catalogue, data_dir / "models", int(config.store.quota_gib * 2**30))
+    store = Store(catalogue, data_dir / "models", int(config.store.quota_gib * 2**30), data_dir / DOWNLOADS)
     if n_strays := store.sweep():
         log.info("%d unfinished folders removed from %s", n_strays, data_dir / "models")
     return store

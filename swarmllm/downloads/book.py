@@ -41,6 +41,7 @@ from swarmllm.downloads.whole import WholeFile
 from swarmllm.errors import Conflict, ModelNotFound, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.models.catalogue import check_name, normalise_name
+from swarmllm.models.store import allocated_bytes
 from swarmllm.travel import Travel
 
 if TYPE_CHECKING:
@@ -257,9 +258,10 @@ class Downloads:
     async def _whole(
         self, download: Download, remote: Remote, facts: Facts, name: str, settings: DownloadSettings
     ) -> CatalogueEntry:
-        await self._travel.make_room(facts.size_bytes)
         folder = self._folder_of(remote)
         whole = WholeFile(remote, folder, settings, download.progress)
+        here_bytes = await trio.to_thread.run_sync(allocated_bytes, whole.part)
+        await self._travel.make_room(max(0, facts.size_bytes - here_bytes))
         await whole.run(facts, download.sha256, lambda: setattr(download, "state", "checking"))
         entry = await self._travel.take_in(whole.part, name)
         await trio.to_thread.run_sync(whole.forget)

@@ -51,11 +51,15 @@ MAX_CONTAINER_HEADER_BYTES = MAX_HEADER_BYTES + MAX_GAP_BYTES
 
 
 class Store:
-    def __init__(self, catalogue: Catalogue, folder: Path, quota_bytes: int = 0) -> None:
-        """`folder` is made where it is missing. `quota_bytes` 0: no limit but the disk."""
+    def __init__(
+        self, catalogue: Catalogue, folder: Path, quota_bytes: int = 0, incoming: Path | None = None
+    ) -> None:
+        """`folder` is made where it is missing. `quota_bytes` 0: no limit but the disk. What lies in the
+        folders of `incoming` counts too: it is to become models."""
         self.catalogue = catalogue
         self._folder = folder
         self._quota_bytes = quota_bytes
+        self._incoming = incoming
         with disk_faults(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -224,7 +228,11 @@ class Store:
 
     def used_bytes(self) -> int:
         """On the disk, holes not counted."""
-        return sum(_allocated_bytes(entry.path) for entry in self._entries())
+        return sum(_allocated_bytes(entry.path) for entry in self._entries()) + self._incoming_bytes()
+
+    def _incoming_bytes(self) -> int:
+        parts = self._incoming.glob("*/*") if self._incoming is not None else ()
+        return sum(allocated_bytes(part) for part in parts)
 
     def make_room(self, n_bytes: int, may_go: Callable[[CatalogueEntry], bool]) -> list[CatalogueEntry]:
         """Remove what was not used for longest, as long as `n_bytes` more do not fit and it `may_go`;
@@ -234,7 +242,8 @@ class Store:
         with disk_faults(self._folder):
             excess = n_bytes - shutil.disk_usage(self._folder).free
         if self._quota_bytes:
-            excess = max(excess, sum(sizes.values()) + n_bytes - self._quota_bytes)
+            used_bytes = sum(sizes.values()) + self._incoming_bytes()
+            excess = max(excess, used_bytes + n_bytes - self._quota_bytes)
         going: list[CatalogueEntry] = []
         for entry in self._entries():
             if excess <= 0:
@@ -356,11 +365,14 @@ def _whole_seconds_ns() -> int:
 
 def _allocated_bytes(path: Path) -> int:
     """Of a container, with its segment files."""
-    n_bytes = 0
-    for file in (path, *(path.parent / FOLDER).glob("*")):
-        with suppress(OSError):
-            n_bytes += file.stat().st_blocks * 512
-    return n_bytes
+    return sum(allocated_bytes(file) for file in (path, *(path.parent / FOLDER).glob("*")))
+
+
+def allocated_bytes(file: Path) -> int:
+    """On the disk, holes not counted; 0 where there is no such file."""
+    with suppress(OSError):
+        return file.stat().st_blocks * 512
+    return 0
 
 
 def _sync(folder: Path) -> None:

@@ -68,14 +68,18 @@ async def open_stand(
     node_id: str = "node-a",
     believes: tuple[str, ...] | None = None,
     reask_s: float = 60.0,
+    quota_bytes: int = 0,
 ) -> AsyncIterator[Stand]:
     """`believes`: None: everybody. Leaving the block is the end of the node."""
     if network is None:
-        async with InMemoryNetwork() as alone, open_stand(folder, settings, alone, node_id) as stand:
+        async with (
+            InMemoryNetwork() as alone,
+            open_stand(folder, settings, alone, node_id, quota_bytes=quota_bytes) as stand,
+        ):
             yield stand
         return
     catalogue = Catalogue(folder / "catalogue.sqlite")
-    store = Store(catalogue, folder / "models")
+    store = Store(catalogue, folder / "models", quota_bytes, folder / "downloads")
     store.sweep()
 
     async def find(name: str) -> Any:

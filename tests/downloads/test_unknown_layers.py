@@ -327,6 +327,16 @@ async def test_what_is_being_fetched_is_not_removed(tmp_path: Path, shelf: Shelf
         await download.ended.wait()
 
 
+async def test_layers_that_wait_count_against_the_quota(tmp_path: Path, shelf: Shelf) -> None:
+    needed = n_bytes(wanted("4:8"))
+    async with open_stand(tmp_path, quota_bytes=2 * needed) as stand:
+        assert (await stand.fetch(shelf.url + GUIDE, layers="4:8")).state == "done"
+        assert needed < stand.store.used_bytes() < 2 * needed
+        full = await stand.fetch(shelf.url + GUIDE, layers="0:8")
+        assert "store.quota_gib" in full.error
+        assert stand.gathering.views()[0].layers == (LayerRange(4, 8),)
+
+
 async def test_layers_that_the_model_has_not_are_refused(tmp_path: Path, shelf: Shelf) -> None:
     async with open_stand(tmp_path) as stand:
         download = await stand.fetch(shelf.url + GUIDE, layers="8:16")
