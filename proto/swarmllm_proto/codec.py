@@ -171,9 +171,7 @@ def _refuse_other_version(data: Buffer) -> None:
 
 
 def _digest(unsigned_header: Buffer, payload: Buffer) -> bytes:
-    hasher = blake3(unsigned_header)
-    hasher.update(payload)
-    return hasher.digest()
+    return blake3(unsigned_header).update(payload).digest()
 
 
 def _encode_bounded(field: str, message: Any, maximum: int) -> bytes:

@@ -29,6 +29,8 @@ DTYPE_TAGS: Final[dict[np.dtype[Any], int]] = {
 _DTYPES: Final = {tag: dtype for dtype, tag in DTYPE_TAGS.items()}
 _U32: Final = Struct("<I")
 _HEADS: Final = tuple(Struct(f"<{ndim + 2}I") for ndim in range(TENSOR_MAX_NDIM + 1))
+_ROWS_HEAD: Final = _HEADS[2]
+_F32: Final = np.dtype("<f4")
 
 
 def tensor_size(shape: Sequence[int], dtype: npt.DTypeLike) -> int:
@@ -66,6 +68,16 @@ def decode_tensor(
     if view.format != "B" or view.ndim != 1:
         view = view.cast("B")
     n_bytes = len(view)
+    if n_bytes > _ROWS_HEAD.size:
+        # Rows of f32, which a decode step waits for: what is found below, in fewer lines of code.
+        n_axes, n_rows, width, kind = _ROWS_HEAD.unpack_from(view)
+        n_elements = n_rows * width
+        if (
+            (n_axes, kind) == (2, 0)
+            and n_elements <= max_elements
+            and n_bytes == _ROWS_HEAD.size + 4 * n_elements
+        ):
+            return np.ndarray((n_rows, width), _F32, view.toreadonly(), _ROWS_HEAD.size)
     if n_bytes < _U32.size:
         raise BadTensor(f"{field}.ndim", "the tensor is truncated")
     ndim: int = _U32.unpack_from(view)[0]

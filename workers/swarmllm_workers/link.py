@@ -94,11 +94,12 @@ class SendingLink:
             data = _LENGTH.pack(len(ciphertext)) + ciphertext
         else:
             data = self._seal_in_parts(memoryview(plaintext))
-        self._unsent.append(memoryview(data))
-        self._n_unsent += len(data)
-        if self._n_unsent > UNSENT_MAX:
-            raise LinkClosed("the neighbour does not read")
-        self.flush()
+        n_sent = 0 if self._unsent else self._write(data)
+        if n_sent < len(data):
+            self._unsent.append(memoryview(data)[n_sent:])
+            self._n_unsent += len(data) - n_sent
+            if self._n_unsent > UNSENT_MAX:
+                raise LinkClosed("the neighbour does not read")
 
     def _seal_in_parts(self, plaintext: memoryview) -> bytes:
         sealed: list[bytes] = []
@@ -110,17 +111,23 @@ class SendingLink:
     def flush(self) -> None:
         """Raises LinkClosed."""
         while self._unsent:
-            try:
-                n_sent = self.connection.send(self._unsent[0])
-            except BlockingIOError:
+            n_sent = self._write(self._unsent[0])
+            if n_sent == 0:
                 return
-            except OSError as error:
-                raise LinkClosed(f"lost ({error.strerror})") from None
             self._n_unsent -= n_sent
             if n_sent == len(self._unsent[0]):
                 self._unsent.popleft()
             else:
                 self._unsent[0] = self._unsent[0][n_sent:]
+
+    def _write(self, data: bytes | memoryview) -> int:
+        """How many bytes the kernel takes now. Raises LinkClosed."""
+        try:
+            return self.connection.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise LinkClosed(f"lost ({error.strerror})") from None
 
     def read_end(self) -> None:
         """Something can be read, and that is no good: the neighbour sends nothing here. Raises LinkClosed."""
