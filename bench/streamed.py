@@ -52,7 +52,8 @@ class Reading:
     n_prompt_tokens: int
 
     @staticmethod
-    def of(events: Sequence[Event]) -> Reading:
+    def of(events: Sequence[Event], *, is_whole: bool = True) -> Reading:
+        """Not whole: one that its reader left. It has no end, and nobody counted its tokens."""
         times_s: list[float] = []
         end_s = 0.0
         usage: dict[str, int] = {}
@@ -65,9 +66,10 @@ class Reading:
                     times_s.append(event.at_s)
                 if choice.get("finish_reason"):
                     end_s = event.at_s
-        if not end_s or not times_s:
+        if not times_s or (is_whole and not end_s):
             raise RuntimeError("the answer had no text or no end")
-        return Reading(tuple(times_s), end_s, usage["completion_tokens"], usage["prompt_tokens"])
+        n_tokens, n_prompt_tokens = usage.get("completion_tokens", 0), usage.get("prompt_tokens", 0)
+        return Reading(tuple(times_s), end_s, n_tokens, n_prompt_tokens)
 
     @property
     def first_s(self) -> float:
