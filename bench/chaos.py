@@ -56,7 +56,7 @@ REFUSED_PAUSE_S = 0.25
 
 
 class Refused(Exception):
-    """Before the first token, with 502 or 503."""
+    """Before the first token: with 502 or 503, or with the same error where the answer's head had been sent."""
 
 
 @dataclass
@@ -69,6 +69,8 @@ class Stream:
     n_recoveries: int = 0
     n_rebuilt: int = 0
     """Of these, after which only the lost stages computed again."""
+    recovery_s: float = 0.0
+    """From the daemon's knowing of a failure to the next token."""
     n_refusals: int = 0
     error: str = ""
     disturbed_by: str = ""
@@ -167,10 +169,13 @@ class Chaos:
                 raise Refused
             for line in response.raise_for_status().iter_lines():
                 event = json.loads(line[6:]) if line.startswith("data: {") else {}
+                if "error" in event and not n_pieces:
+                    raise Refused
                 if "error" in event:
                     raise RuntimeError(event["error"]["message"])
                 stream.n_recoveries += event.get("swarm", {}).get("recoveries", 0)
                 stream.n_rebuilt += event.get("swarm", {}).get("rebuilt", 0)
+                stream.recovery_s += event.get("swarm", {}).get("recovery_ms", 0.0) / 1000
                 text = next((c["delta"].get("content") for c in event.get("choices", ())), None)
                 if not text:
                     continue
@@ -187,14 +192,14 @@ class Chaos:
 
 
 @contextmanager
-def chaos(holdings: Mapping[str, list[str]] = HOLDINGS, n_threads: int = 1) -> Iterator[Chaos]:
+def chaos(holdings: Mapping[str, list[str]] = HOLDINGS, **inference: int) -> Iterator[Chaos]:
     """ "a" is asked, and first."""
     nodes = DemoNodes()
     try:
         bootstrap: list[str] = []
         found: dict[str, dict[str, Any]] = {}
         for name, load in holdings.items():
-            node = nodes.start(name, load, bootstrap, {"n_threads": n_threads})
+            node = nodes.start(name, load, bootstrap, {"n_threads": 1, **inference})
             found[name] = wait_for(node.announcement, f"{name} to start")
             bootstrap = bootstrap or list(found[name]["addresses"])
         for node in nodes.nodes:

@@ -22,6 +22,7 @@ def swarm_object(generation: Generation) -> Json:
         "decode_ms": milliseconds(timings.decode_s),
         "recoveries": generation.n_recoveries,
         "rebuilt": generation.n_rebuilt,
+        "recovery_ms": milliseconds(generation.recovery_s),
         "decode_tokens_per_s": None if tokens_per_s is None else round(tokens_per_s, 1),
     }
 

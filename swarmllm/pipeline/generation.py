@@ -167,6 +167,11 @@ class LastingSource(Source, Protocol):
         """Of these, how often only the lost stages were computed again."""
         ...
 
+    @property
+    def recovery_s(self) -> float:
+        """From knowing that a pipeline had broken to the next token, all in all."""
+        ...
+
 
 class Generation:
     """Iterate once for the text; everything else can be read at any time and grows with it."""
@@ -230,6 +235,11 @@ class Generation:
     def n_rebuilt(self) -> int:
         """Of these, how often only the lost stages were computed again."""
         return self._source.n_rebuilt
+
+    @property
+    def recovery_s(self) -> float:
+        """From knowing that a pipeline had broken to the next token, all in all."""
+        return self._source.recovery_s
 
     @property
     def timings(self) -> Timings:

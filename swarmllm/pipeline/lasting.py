@@ -54,6 +54,9 @@ class Lasting:
         self._latest_s = 0.0
         self._has_changed = False
         self.n_attempts = 0
+        self.recovery_s = 0.0
+        """From knowing that a pipeline had broken to the next token, all in all."""
+        self._broken_s: float | None = None
         self.n_rebuilt = 0
         """Of the recoveries, those after which only the lost stages were computed again."""
 
@@ -65,6 +68,7 @@ class Lasting:
                 assert self._source is not None
                 token, piece = await self._source.next()
             except SwarmLLMError as error:
+                self._broken_s = trio.current_time() if self._broken_s is None else self._broken_s
                 await self._leave(error)
                 again_s = self._recovery.failed(error, trio.current_time())
                 log.info(
@@ -102,6 +106,9 @@ class Lasting:
             self.n_rebuilt += 1
         self._recovery.token()
         self._latest_s = trio.current_time()
+        if self._broken_s is not None and self._generated:
+            self.recovery_s += self._latest_s - self._broken_s
+        self._broken_s = None
         if not self._generated:
             assert self._source is not None
             self._first_s, self._prefill_s = self._latest_s, self._source.prefill_s

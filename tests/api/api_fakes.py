@@ -67,6 +67,7 @@ class FakeGeneration:
         self.guesses = Guesses(checked=6, right=5)
         self.n_recoveries = 0
         self.n_rebuilt = 0
+        self.recovery_s = 0.0
         self.route = (StageReport("node-a", "küche", LayerRange(0, 12), compute_s=0.002, prefill_s=0.01),)
         self.timings = Timings(queue_s, tokenize_s=0.001, prefill_s=0.01, decode_s=0.5)
         self.n_prompt_tokens = 7
