@@ -56,7 +56,7 @@ REFUSED_PAUSE_S = 0.25
 
 
 class Refused(Exception):
-    """Before the first token: with 502 or 503, or with the same error where the answer's head had been sent."""
+    """Before the first token: with 502 or 503, or the same where the head had been sent."""
 
 
 @dataclass

@@ -5,7 +5,8 @@ from __future__ import annotations
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.swarm import VisionEncodeRequest, VisionEncodeResponse
 
-from .fakes import FakePool, open_swarm
+from .arithmetic import FakePool
+from .fakes import open_swarm
 
 
 async def test_a_picture_is_refused_at_once_and_by_name() -> None:
