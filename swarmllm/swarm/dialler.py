@@ -37,12 +37,6 @@ SLOW_S = 3.0
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 HOLD_BACK_S = 3.0
-LATE_S = 0.1
-"""A process that wakes up so much later than it wanted has more to do than it can, and takes on nothing new
-for some moments: dials that run into their deadlines are made again, and that load never ends by itself."""
-
-_WAITS_FOR_AIR_MAX = 5
-_LOOK_S = 0.02
 
 
 @dataclass
@@ -163,7 +157,6 @@ class Dialler:
     async def _try(self, dial: Dial, node_id: str, addresses: list[Address]) -> None:
         succeeded = unanswered = False
         try:
-            await self._wait_for_air()
             await dial(node_id, addresses)
             succeeded = True
         except NodeUnreachable as error:
@@ -171,15 +164,6 @@ class Dialler:
             log.debug("%s", error)
         finally:
             self.dialled(node_id, trio.current_time(), succeeded=succeeded, unanswered=unanswered)
-
-    async def _wait_for_air(self) -> None:
-        for _ in range(_WAITS_FOR_AIR_MAX):
-            began_s = trio.current_time()
-            await trio.sleep(_LOOK_S)
-            late_s = trio.current_time() - began_s - _LOOK_S
-            if late_s < LATE_S:
-                return
-            await trio.sleep(min(BACKOFF_MAX_S, 10 * late_s) * self._random.uniform(0.2, 1.0))
 
     def _backoff_s(self, candidate: _Candidate) -> float:
         longest_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * float(2 ** min(candidate.n_failures, 16)))
