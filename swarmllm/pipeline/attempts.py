@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
 TELL_TIMEOUT_S = 5.0
+UNSEEN_S = 1.5
+"""Nodes tell news once a second, and it takes its time to arrive."""
 AnyChain = TypeVar("AnyChain", bound=Chain)
 
 
@@ -135,6 +138,13 @@ class Attempts:
             return partial(chain.resume, session, left)
         n_known = await agree(self._pool, self._router, assignment, context, chain, timeout_s=timeout_s)
         return partial(chain.start, session, n_known)
+
+    def just_sent(self) -> Counter[str]:
+        """By node id: requests of this node that others have had for so short a time that their records need
+        not say so."""
+        since_s = trio.current_time() - UNSEEN_S
+        chains = [chain for chain in self.chains.values() if chain.began_s > since_s]
+        return Counter(stage.node_id for chain in chains for stage in chain.context.view.stages)
 
     def let_go(self, request_id: str, stages: Iterable[Stage]) -> None:
         """Nobody will go on with what these stages hold of a broken request."""

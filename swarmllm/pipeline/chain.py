@@ -203,6 +203,11 @@ class Chain:
                 await self._silent()
 
     @property
+    def began_s(self) -> float:
+        """By trio's clock; before it has begun, now."""
+        return self._started_s if self._session is not None else trio.current_time()
+
+    @property
     def silent_s(self) -> float:
         """Since when nothing has come."""
         return trio.current_time() - self._heard_s

@@ -11,6 +11,7 @@ Pure: what the router and the registry say comes in as values.
 from __future__ import annotations
 
 import statistics
+import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -22,16 +23,24 @@ from swarmllm_proto.swarm import NodeCapability
 
 EQUAL_FOR_ALL_S = 0.001
 """Per layer, where nothing is known of any node: any number would do."""
+LEAN = 0.05
+"""So much more than it takes may another node's computing count, for each origin and node another part of it:
+origins that choose in the same second, from the same records, would otherwise all choose the same nodes of
+many that are alike."""
 ROW_BYTES_PER_VALUE = 4
 """Hidden states travel as float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of this node: its own record may be older."""
+    """What this node knows better than the records that nodes publish about once a second."""
 
     n_active: int = 0
+    """Here."""
     is_full: bool = False
+    """Here."""
+    sent: Mapping[str, int] = field(default_factory=dict)
+    """By node id: requests of this node that have just been sent there, and are in no record yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ def circumstances(
     speeds = {}
     for node_id in node_ids:
         said = capabilities.get(node_id, NodeCapability())
-        n_active = said.active_requests + said.stage_requests
+        n_active = said.active_requests + said.stage_requests + load.sent.get(node_id, 0)
         is_full = 0 < said.max_requests <= n_active or not _has_room(said, work)
         if node_id == origin:
             n_active, is_full = load.n_active, load.is_full
@@ -111,7 +120,13 @@ def circumstances(
         places,
         dict(links.bytes_per_s),
         {(node_id, link.node_id): link.bytes_per_s for node_id, link in between if link.bytes_per_s},
+        {node_id: LEAN * _share(origin, node_id) for node_id in node_ids if node_id != origin},
     )
+
+
+def _share(origin: str, node_id: str) -> float:
+    """Between 0 and 1, for each pair another one and always the same."""
+    return zlib.crc32(f"{origin}>{node_id}".encode()) / 2**32
 
 
 def _has_room(said: NodeCapability, work: Workload) -> bool:

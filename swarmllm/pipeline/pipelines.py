@@ -358,7 +358,8 @@ class Pipelines:
 
     def _load(self, n_asking: int) -> Load:
         """`n_asking` of the active requests are the one that asks."""
-        return Load(max(0, len(self._own) - n_asking) + self._sessions.n_for_others())
+        n_active = max(0, len(self._own) - n_asking) + self._sessions.n_for_others()
+        return Load(n_active, sent=self._attempts.just_sent())
 
     def _start_session(self, session: Session) -> None:
         if self._nursery is None:

@@ -81,6 +81,9 @@ class Circumstances:
     origin_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     pair_bytes_per_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """As `pair_rtt_s`; the larger where both report."""
+    leans: Mapping[str, float] = field(default_factory=dict)
+    """By node id: the part by which the origin counts its computing dearer than it is, so that not all
+    origins choose alike."""
 
     def rtt_s(self, a: str, b: str) -> float:
         if a == b:
@@ -110,6 +113,7 @@ class Circumstances:
         """One layer of this node, for the whole request."""
         speed, work = self.speeds[node_id], self.workload
         rows_s = work.n_prompt_tokens * speed.prefill_s + work.n_output_tokens * speed.decode_s
+        rows_s *= 1 + self.leans.get(node_id, 0.0)
         return rows_s * (1 + speed.n_active) + (LAYER_TIE_S if node_id != self.origin else 0.0)
 
     def hop_s(self, a: str, b: str) -> float:

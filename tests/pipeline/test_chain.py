@@ -253,12 +253,13 @@ async def test_a_lost_origin_frees_the_stages() -> None:
 async def test_a_node_lost_before_the_first_token_is_replaced_by_another_holder() -> None:
     pools = {"a": FakePool("0:4"), "b": FakePool("4:12"), "c": FakePool("4:12")}
     async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
+        chosen = swarm["a"].pipelines.stages_for(swarm.entry)[1].node_id
 
         async def die(position: int, layers: LayerRange) -> None:
-            swarm.kill("b")
+            swarm.kill(chosen)
             await trio.sleep_forever()
 
-        pools["b"].before_forward = die
+        pools[chosen].before_forward = die
         with trio.fail_after(2):
             assert await ask(swarm, "a") == await uncut(PROMPT, 12)
         assert swarm["a"].pipelines.statistics().retries == 1

@@ -51,13 +51,14 @@ def believed(
     capabilities: dict[str, NodeCapability],
     observations: Observations | None = None,
     load: Load | None = None,
+    origin: str = "o",
 ) -> Circumstances:
     model = manifest()
     return circumstances(
-        "o",
+        origin,
         model,
         workload(model, 10, 20),
-        ["o", *capabilities],
+        [origin, *capabilities],
         capabilities,
         Links({"a": 0.01}),
         observations or Observations(),
@@ -159,10 +160,11 @@ class SlowResult(msgspec.Struct):
 async def test_a_request_goes_where_the_gossip_says_it_is_quicker() -> None:
     async with open_swarm({"a": FakePool(), "b": FakePool("0:12"), "c": FakePool("0:12")}) as swarm:
         pipelines, entry = swarm["a"].pipelines, swarm.entry
-        assert [stage.node_id for stage in pipelines.stages_for(entry)] == ["b"]
-        record = swarm["a"].registry.node("c")
+        (before,) = [stage.node_id for stage in pipelines.stages_for(entry)]
+        (other,) = {"b", "c"} - {before}
+        record = swarm["a"].registry.node(other)
         assert record is not None
-        latencies = {"b": 0.004, "c": 0.001}
+        latencies = {before: 0.004, other: 0.001}
         for node_id, decode_s in latencies.items():
             record = swarm["a"].registry.node(node_id)
             assert record is not None
@@ -171,18 +173,48 @@ async def test_a_request_goes_where_the_gossip_says_it_is_quicker() -> None:
             newer = msgspec.structs.replace(record, sequence=record.sequence + 1, capability=capability)
             await swarm[node_id].router.publish(encode_record(newer))
         with trio.fail_after(5):
-            while [stage.node_id for stage in pipelines.stages_for(entry)] != ["c"]:
+            while [stage.node_id for stage in pipelines.stages_for(entry)] != [other]:
                 await trio.lowlevel.checkpoint()
         plan = pipelines.plan(entry, RequestSize(100, 200))
         assert (plan.stages[0].node_id, plan.stages[0].standby, plan.stages[0].is_measured) == (
-            "c",
-            "b",
+            other,
+            before,
             True,
         )
         async with pipelines.generate(Prompt(text="hi"), entry, Sampling(max_tokens=3)) as generation:
-            assert [stage.node_id for stage in generation.route] == ["c"]
+            assert [stage.node_id for stage in generation.route] == [other]
             async for _ in generation:
                 pass
+
+
+def test_origins_lean_to_different_ones_of_like_nodes_and_to_none_that_is_clearly_slower() -> None:
+    alike = {f"n{i}": ran(0.004) for i in range(8)} | {"slow": ran(0.0044)}
+    chosen = set()
+    for i in range(40):
+        known = believed(alike, origin=f"o{i}")
+        assert all(known.speeds[node_id].decode_s == 0.004 for node_id in alike if node_id != "slow")
+        chosen.add(min(alike, key=lambda node_id, known=known: known.layer_s(node_id)))
+    assert chosen == set(alike) - {"slow"}
+
+
+def test_what_was_just_sent_elsewhere_counts_before_its_record_says_so() -> None:
+    speeds = believed(
+        {"a": NodeCapability(active_requests=1), "b": NodeCapability()}, load=Load(sent={"a": 2})
+    ).speeds
+    assert (speeds["a"].n_active, speeds["b"].n_active) == (3, 0)
+
+
+async def test_a_second_request_of_the_same_moment_goes_to_the_other_node() -> None:
+    pools = {"a": FakePool(), "b": FakePool("0:12"), "c": FakePool("0:12")}
+    async with open_swarm(pools) as swarm:
+        pipelines, prompt = swarm["a"].pipelines, Prompt(text="hi")
+        async with (
+            pipelines.generate(prompt, swarm.entry, Sampling(max_tokens=30)) as first,
+            pipelines.generate(prompt, swarm.entry, Sampling(max_tokens=30)) as second,
+        ):
+            nodes = {generation.route[0].node_id for generation in (first, second)}
+        assert nodes == {"b", "c"}
+        await swarm.quiet()
 
 
 def test_a_node_without_a_slot_or_without_kv_for_this_request_is_full() -> None:
