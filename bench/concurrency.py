@@ -5,7 +5,9 @@ one stream, and llama.cpp's own server.
 
 Each answer is followed by one client from its own socket; figures are of the time in which all streams ran.
 Rounds interleave servers and numbers of streams, so that the machine's drift hits all alike, and no prompt is
-asked twice. `--without-batching` adds a daemon that computes the same streams in turn.
+asked twice. What of the processor a token takes, its share of a prompt of eight tokens included, counts
+daemon and worker; with one thread (`--threads 1`) other programs on the machine hardly change it.
+`--without-batching` adds a daemon that computes the same streams in turn.
 """
 
 from __future__ import annotations
@@ -17,25 +19,27 @@ from contextlib import ExitStack
 import numpy as np
 
 from bench.decode import half_billion
-from bench.figures import Figure, ratios, table, write
-from bench.llama_server import NAME, add_option, llama_server
+from bench.figures import Figure, ratios, table, threads_suffix, write
+from bench.llama_server import add_option, llama_server
 from bench.shapes import HALF_BILLION
 from bench.streamed import Endpoint, Together, ask_all, letters
 from bench.swarm_nodes import swarm_of
 from swarmllm.guide import GUIDE_PATH
 
-N_PROMPT = 32
+N_PROMPT = 8
 CELLS_PER_STREAM = 512
 SPEED = "tokens/s"
-UNITS = (SPEED, "p50 ms between tokens", "p95 ms between tokens")
+UNITS = (SPEED, "p50 ms between tokens", "p95 ms between tokens", "ms of the processor per token")
 OURS = "daemon"
 
 
 def measure(endpoint: Endpoint, n_streams: int, n_tokens: int, seed: int) -> dict[str, float]:
     prompts = [letters(N_PROMPT, seed * 1000 + index) for index in range(n_streams)]
+    before_s = endpoint.cpu_s()
     together = Together.of(ask_all(endpoint, prompts, n_tokens))
-    p50_s, p95_s = np.percentile(together.gaps_s, [50, 95])
-    return dict(zip(UNITS, (together.tokens_per_s, p50_s * 1000, p95_s * 1000), strict=True))
+    used_s = (endpoint.cpu_s() - before_s) / (n_streams * n_tokens)
+    times_ms = np.array([*np.percentile(together.gaps_s, [50, 95]), used_s]) * 1000
+    return dict(zip(UNITS, (together.tokens_per_s, *times_ms.tolist()), strict=True))
 
 
 def start(arguments: argparse.Namespace, stack: ExitStack) -> list[Endpoint]:
@@ -47,13 +51,13 @@ def start(arguments: argparse.Namespace, stack: ExitStack) -> list[Endpoint]:
     common = {"n_threads": arguments.threads, "n_ctx": n_slots * CELLS_PER_STREAM}
     slots = {"n_slots": n_slots, "max_concurrent_requests": n_slots}
     swarm = stack.enter_context(swarm_of(1, gguf, n_layers, **common, **slots))
-    endpoints = [Endpoint(OURS, swarm.client.api_url, swarm.model)]
+    endpoints = [swarm.endpoint(OURS)]
     if arguments.without_batching:
         swarm = stack.enter_context(swarm_of(1, gguf, n_layers, **common, **slots, continuous_batching=False))
-        endpoints.append(Endpoint(f"{OURS}, in turn", swarm.client.api_url, swarm.model))
+        endpoints.append(swarm.endpoint(f"{OURS}, in turn"))
     if arguments.llama_server is not None:
-        url = stack.enter_context(llama_server(arguments.llama_server, gguf, n_slots=n_slots, **common))
-        endpoints.append(Endpoint(NAME, url, "any"))
+        server = llama_server(arguments.llama_server, gguf, n_slots=n_slots, **common)
+        endpoints.append(stack.enter_context(server))
     return endpoints
 
 
@@ -62,7 +66,8 @@ def run(arguments: argparse.Namespace) -> list[tuple[Figure, Figure | None]]:
     with ExitStack() as stack:
         endpoints = start(arguments, stack)
         for endpoint in endpoints:
-            measure(endpoint, max(arguments.streams), 8, 0)  # warm-up: page cache, graphs
+            prompts = [letters(N_PROMPT, seed) for seed in range(max(arguments.streams))]
+            ask_all(endpoint, prompts, 8)  # warm-up: page cache, graphs
         for index in range(arguments.rounds):
             for n_streams in arguments.streams:
                 for endpoint in endpoints:
@@ -106,7 +111,7 @@ def main() -> None:
         f"--streams {' '.join(map(str, arguments.streams))} "
         f"--tokens {arguments.tokens} --threads {arguments.threads}"
     )
-    write(f"concurrency-{arguments.model}", command, rows, text)
+    write(f"concurrency-{arguments.model}{threads_suffix(arguments.threads)}", command, rows, text)
 
 
 if __name__ == "__main__":

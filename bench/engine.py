@@ -17,13 +17,14 @@ import os
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import trio
 
 from bench.decode import half_billion
-from bench.figures import Figure, ratios, table, write
+from bench.figures import Figure, ratios, table, threads_suffix, write
 from bench.llama_server import NAME, add_option, llama_server
 from bench.shapes import HALF_BILLION
 from bench.streamed import Endpoint, ask_all, letters
@@ -71,10 +72,10 @@ def start_servers(
 ) -> list[Endpoint]:
     common = {"n_threads": arguments.threads, "n_ctx": N_CTX}
     swarm = stack.enter_context(swarm_of(1, gguf, n_layers, **common))
-    endpoints = [Endpoint(DAEMON, swarm.client.api_url, swarm.model)]
+    endpoints = [swarm.endpoint(DAEMON)]
     if arguments.llama_server is not None:
-        url = stack.enter_context(llama_server(arguments.llama_server, gguf, n_slots=1, **common))
-        endpoints.append(Endpoint(f"{NAME}, HTTP", url, "any"))
+        server = stack.enter_context(llama_server(arguments.llama_server, gguf, n_slots=1, **common))
+        endpoints.append(replace(server, name=f"{NAME}, HTTP"))
     return endpoints
 
 
@@ -160,7 +161,7 @@ def main() -> None:
         f"python -m bench.engine --model {arguments.model} --rounds {arguments.rounds} "
         f"--prompt {arguments.prompt} --tokens {arguments.tokens} --threads {arguments.threads}"
     )
-    write(f"engine-{arguments.model}", command, rows, text)
+    write(f"engine-{arguments.model}{threads_suffix(arguments.threads)}", command, rows, text)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,13 @@ def _spread(values: Sequence[float], form: str) -> str:
     return " / ".join(format(x, form) for x in _three(values))
 
 
+def threads_suffix(n_threads: int) -> str:
+    """For the name of a result that is not of as many threads as there are cores."""
+    if n_threads == len(os.sched_getaffinity(0)):
+        return ""
+    return f"-{n_threads}-thread{'s' if n_threads > 1 else ''}"
+
+
 def write(name: str, command: str, rows: Sequence[tuple[Figure, Figure | None]], text: str) -> Path:
     """bench/results/NAME.json and .md: the command, the machine, every single value."""
     RESULTS.mkdir(exist_ok=True)

@@ -23,6 +23,7 @@ import msgspec
 import trio
 
 from bench.figures import Figure, ratios, table, write
+from bench.streamed import cpu_s
 from swarmllm.cli.demo_nodes import DemoNodes
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.layers import LayerRange
@@ -100,13 +101,13 @@ async def _compare(arguments: argparse.Namespace, url: str, daemon_pid: int, fol
         for _ in range(arguments.rounds):
             for n in arguments.streams:
                 for name, (run, pid) in contestants.items():
-                    cpu_s, since_s = _cpu_s(pid), time.perf_counter()
+                    before_s, since_s = cpu_s(pid), time.perf_counter()
                     await run(n)
                     passed_s = time.perf_counter() - since_s
-                    cpu_s = _cpu_s(pid) - cpu_s
+                    used_s = cpu_s(pid) - before_s
                     for unit, value in (
                         ("tokens/s", n * N_TOKENS / passed_s),
-                        ("CPU us/token", cpu_s / (n * N_TOKENS) * 1e6),
+                        ("CPU us/token", used_s / (n * N_TOKENS) * 1e6),
                     ):
                         label = f"{name}, {n} stream{'s' if n > 1 else ''}"
                         figures.setdefault((n, name, unit), Figure(label, unit)).values.append(value)
@@ -142,11 +143,6 @@ async def _ask(http: httpx.AsyncClient) -> None:
         told = b"".join([chunk async for chunk in answer.aiter_raw()])
     usage = msgspec.json.decode(told.split(b"data: ")[-2])["usage"]
     assert usage["completion_tokens"] == N_TOKENS
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

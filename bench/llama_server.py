@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from bench.streamed import Endpoint
+
 VARIABLE = "SWARMLLM_BENCH_LLAMA_SERVER"
 NAME = "llama-server"
 START_TIMEOUT_S = 120.0
@@ -37,8 +39,10 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def llama_server(program: Path, gguf: Path, *, n_threads: int, n_ctx: int, n_slots: int) -> Iterator[str]:
-    """Its URL, once it has loaded the model. `n_ctx`: cells for all slots together."""
+def llama_server(
+    program: Path, gguf: Path, *, n_threads: int, n_ctx: int, n_slots: int
+) -> Iterator[Endpoint]:
+    """Where it listens, once it has loaded the model. `n_ctx`: cells for all slots together."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -59,7 +63,7 @@ def llama_server(program: Path, gguf: Path, *, n_threads: int, n_ctx: int, n_slo
                         f"{program} did not start: {log.read()[-2000:].decode(errors='replace')}"
                     )
                 time.sleep(0.1)
-            yield url
+            yield Endpoint(NAME, url, "any", (process.pid,))
         finally:
             process.terminate()
             try:

@@ -68,10 +68,10 @@ def main() -> None:
     figures: dict[tuple[str, str], Figure] = {}
     with ExitStack() as stack:
         swarm = stack.enter_context(swarm_of(1, gguf, HALF_BILLION.n_layers, **common, n_slots=SLOTS))
-        endpoints = [Endpoint(OURS, swarm.client.api_url, swarm.model)]
+        endpoints = [swarm.endpoint(OURS)]
         if arguments.llama_server is not None:
-            url = stack.enter_context(llama_server(arguments.llama_server, gguf, n_slots=SLOTS, **common))
-            endpoints.insert(0, Endpoint(NAME, url, "any"))
+            server = llama_server(arguments.llama_server, gguf, n_slots=SLOTS, **common)
+            endpoints.insert(0, stack.enter_context(server))
         for index in range(arguments.rounds):
             for endpoint in endpoints:
                 for what, value in admit(endpoint, arguments.prompt, 10 * index).items():

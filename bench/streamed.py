@@ -7,14 +7,21 @@ the answer had per event.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 from bench.raw_stream import Event, Question, stream_all
 
 PATH = "/v1/completions"
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def letters(n: int, seed: int) -> str:
@@ -27,6 +34,12 @@ class Endpoint:
     name: str
     api_url: str
     model: str
+    pids: tuple[int, ...] = ()
+    """Of all processes that answer."""
+
+    def cpu_s(self) -> float:
+        """What they have had of the processor since they began."""
+        return sum(map(cpu_s, self.pids))
 
     def question(self, prompt: str, n_tokens: int) -> Question:
         body = {
@@ -98,12 +111,11 @@ class Together:
         """From the moment that each has its first token until the first of them ends."""
         start_s = max(reading.first_s for reading in readings)
         end_s = min(reading.end_s for reading in readings)
-        if end_s <= start_s:
-            raise RuntimeError("the streams did not run at the same time: more tokens, or a shorter prompt")
-        return Together(
-            sum(reading.n_between(start_s, end_s) for reading in readings) / (end_s - start_s),
-            [gap_s for reading in readings for gap_s in reading.gaps_s(start_s, end_s)],
-        )
+        gaps_s = [gap_s for reading in readings for gap_s in reading.gaps_s(start_s, end_s)]
+        if not gaps_s:
+            raise RuntimeError("the streams hardly ran at the same time: they need more tokens")
+        n_tokens = sum(reading.n_between(start_s, end_s) for reading in readings)
+        return Together(n_tokens / (end_s - start_s), gaps_s)
 
 
 def ask_all(endpoint: Endpoint, prompts: Sequence[str], n_tokens: int) -> list[Reading]:

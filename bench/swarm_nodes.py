@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.raw_stream import stream_events
+from bench.streamed import Endpoint
 from swarmllm.cli.client import Client
-from swarmllm.cli.demo_nodes import DemoNodes
+from swarmllm.cli.demo_nodes import DemoNodes, family
 
 START_TIMEOUT_S = 120.0
 
@@ -37,6 +38,11 @@ class Swarm:
 
     def __init__(self, nodes: DemoNodes, client: Client, model: str) -> None:
         self.nodes, self.client, self.model = nodes, client, model
+
+    def endpoint(self, name: str) -> Endpoint:
+        """Of the first daemon; all of them answer."""
+        pids = [mark.pid for node in self.nodes.nodes for mark in family(node.process.pid)]
+        return Endpoint(name, self.client.api_url, self.model, tuple(pids))
 
     def ask(self, prompt: str, n_tokens: int) -> Answer:
         """Greedy, `n_tokens` exactly (EOS ignored). Times are the client's: first text to finish chunk."""
