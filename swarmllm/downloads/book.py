@@ -97,7 +97,8 @@ class Download:
         self.name = name
         self.sha256 = sha256
         self.state: DownloadState = "waiting"
-        self.model = self.waits_for = ""
+        self.model = ""
+        self.waits_for: Callable[[], str] = lambda: ""
         self.error = ""
         self.scope = trio.CancelScope()
         self.ended = trio.Event()
@@ -126,7 +127,7 @@ class Download:
             total_bytes=self.total_bytes,
             bytes_per_s=rate,
             model=self.model,
-            waits_for=self.waits_for,
+            waits_for=self.waits_for(),
             error=self.error,
         )
 
@@ -347,10 +348,16 @@ class Downloads:
         download.state = "checking"
         entry = await self.gathering.add(model)
         if entry is None:
-            download.model, download.waits_for = model.name, model.waits_for()
-            log.info("%s: layers %s wait for %s", model.name, layers, download.waits_for)
+            download.model = model.name
+            download.waits_for = partial(self._waits_for, folder)
+            log.info("%s: layers %s wait for %s", model.name, layers, download.waits_for())
             return None
         return await self._travel.ensure(entry, layers, download.progress)
+
+    def _waits_for(self, folder: Path) -> str:
+        """Empty as soon as it waits no longer."""
+        model = self.gathering.in_folder(folder)
+        return model.waits_for() if model is not None else ""
 
     def _folder_of(self, remote: Remote) -> Path:
         return self._folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]

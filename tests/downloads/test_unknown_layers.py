@@ -21,6 +21,9 @@ from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import CatalogueEntry, LayerRange, needed_tensors
 from swarmllm.swarm.memory import InMemoryNetwork
+from swarmllm_proto.codec import encode_response
+from swarmllm_proto.file_digests import DigestRun, Digests
+from swarmllm_proto.swarm import Piece
 
 NAME = "guide-q8_0"
 open_stand = partial(download_stand.open_stand, settings=replace(SETTINGS, piece_bytes=2**20))
@@ -84,15 +87,18 @@ async def test_only_the_header_and_the_layers_are_read_and_then_they_wait(
 async def test_three_nodes_find_out_together_which_model_it_is(tmp_path: Path, shelf: Shelf) -> None:
     async with InMemoryNetwork() as network, AsyncExitStack() as stack:
         stands = {}
+        downloads = []
         for name, layers in THIRDS.items():
             stand = open_stand(tmp_path / name, network=network, node_id=name)
             (tmp_path / name).mkdir()
             stands[name] = await stack.enter_async_context(stand)
             download = await stands[name].fetch(shelf.url + GUIDE, layers=layers)
             assert (download.state, download.error) == ("done", "")
+            downloads.append(download)
         assert download.view().waits_for == "", "the last one knows it at once"
         for name, layers in THIRDS.items():
             check_is_the_guide(await eventually(stands[name]), stands[name], layers)
+        assert [each.view().waits_for for each in downloads] == ["", "", ""]
     layers_bytes = sum(n_bytes(wanted(layers)) for layers in THIRDS.values())
     assert shelf.n_bytes == 3 * (1 + header_bytes()) + layers_bytes
 
@@ -226,6 +232,35 @@ async def test_a_node_that_is_not_trusted_says_nothing_that_counts(tmp_path: Pat
         await wary.fetch(shelf.url + GUIDE, layers="4:12")
         (view,) = wary.gathering.views()
         assert view.waits_for == "the hashes of layers 0:4, embedding"
+
+
+async def test_nodes_that_answer_nonsense_are_none(tmp_path: Path, shelf: Shelf) -> None:
+    beyond = Digests(status="whole", known=(DigestRun(60_000, bytes(32)),))
+    answers = {
+        "nothing": b"",
+        "noise": b"\xc1\xff" * 50,
+        "another answer": encode_response(Piece(status="busy")),
+        "tensors that are not": encode_response(beyond),
+    }
+    async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
+        for name, body in answers.items():
+
+            async def answer(sender: str, question: bytes, body: bytes = body) -> bytes:
+                return body
+
+            async def drop(sender: str, header: bytes, payload: memoryview) -> None:
+                raise AssertionError("nobody sends messages")
+
+            network.add(name).serve(answer, drop)
+        async with open_stand(tmp_path, network=network) as stand:
+            download = await stand.fetch(shelf.url + GUIDE, layers="4:8")
+            assert (download.state, download.error) == ("done", "")
+            (view,) = stand.gathering.views()
+            assert (view.waits_for, view.contradictions) == (
+                "the hashes of layers 0:4, 8:12, embedding, head",
+                (),
+            )
+        nursery.cancel_scope.cancel()
 
 
 async def test_files_with_another_sha256_are_not_mixed(tmp_path: Path, shelf: Shelf) -> None:
