@@ -144,7 +144,7 @@ async def messages() -> Response:
 @anthropic.post("/messages/count_tokens")
 async def count_tokens() -> Response:
     call = _call(await read_body(CountRequest))
-    prompt = Prompt(messages=call.messages, tools=call.tools)
+    prompt = Prompt(messages=call.messages, tools=call.tools, effort=call.effort)
     n_tokens = await current_node().texts.count_tokens(call.model, prompt)
     return Response(encode({"input_tokens": n_tokens}), content_type="application/json")
 
@@ -182,6 +182,7 @@ def _call(body: CountRequest, **sampling: object) -> ChatCall:
         messages=turns,
         tools=tools or None,
         tool_choice=_tool_choice(choice) if choice is not None else None,
+        reasoning_effort="none" if body.thinking is not None else None,
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         **sampling,  # type: ignore[arg-type]
     )

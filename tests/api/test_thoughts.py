@@ -102,6 +102,7 @@ async def test_every_dialect_tells_thought_and_answer_apart(tmp_path: Path) -> N
         ("/v1/chat/completions", {}, None),
         ("/v1/chat/completions", {"reasoning_effort": "high"}, "high"),
         ("/v1/responses", {"reasoning": {"effort": "low"}}, "low"),
+        ("/v1/messages", {"max_tokens": 5, "thinking": {"type": "disabled"}}, "none"),
         ("/api/chat", {"think": True}, "medium"),
         ("/api/chat", {"think": False}, "none"),
         ("/api/chat", {"think": "high"}, "high"),
