@@ -66,6 +66,15 @@ class NetworkTable:
         "Look for models that no connected node has in the swarm's DHT, and announce this node's; client: "
         "answer nobody there.",
     )
+    relay: bool = _setting(
+        True,
+        "Be reached through a relay of the swarm where no peer can dial this node, and reach such nodes.",
+    )
+    hole_punching: bool = _setting(
+        True,
+        "Try to replace a connection through a relay by a direct one: both ends dial at the same moment.",
+    )
+    relay_service: bool = _setting(False, "Carry connections between nodes that cannot reach each other.")
     direct_links: bool = _setting(
         True,
         "Workers of neighbouring stages send each other decode jobs directly, where the data port can be "

@@ -287,6 +287,9 @@ def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
         mdns=network.mdns,
         announce=network.announce,
         dht=network.dht,
+        relay=network.relay,
+        relay_service=network.relay_service,
+        hole_punching=network.hole_punching,
         lists=PeerLists.of(network.allow, network.deny, only_allowed=network.only_allowed),
     )
 

@@ -224,14 +224,17 @@ def _reachability(stats: dict[str, Any]) -> Iterator[Finding]:
     found = stats.get("reachability")
     if not found:
         return
+    has_relay = any("/p2p-circuit" in address for address in stats["addresses"])
+    level: Level = "warning" if has_relay else "problem"
+    relayed = "reached through a relay, slowly: " if has_relay else ""
     for plane, key in (("control", "network.libp2p_port"), ("data", "network.data_port")):
         tried = found[plane]
         reached = [each["address"] for each in tried if each["reached"]]
         if tried and not reached:
             yield Finding(
                 "reachability",
-                "problem",
-                f"another node could not dial this one's {plane} address {tried[0]['address']}",
+                level,
+                f"{relayed}another node could not dial this one's {plane} address {tried[0]['address']}",
                 f"open {key} in the firewall, forward it in the router, or set network.announce",
             )
         elif reached:

@@ -57,6 +57,26 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
+class CircuitAddress:
+    """Where a node can be reached through a relay: the relay's own address, and what relay it is."""
+
+    address: Address
+    relay_id: str
+
+    @classmethod
+    def parse(cls, text: str) -> CircuitAddress | None:
+        """None where it is of another form."""
+        where, found, rest = text.partition("/p2p-circuit")
+        if not found or rest:
+            return None
+        try:
+            relay = Address.parse(where)
+        except InvalidRequest:
+            return None
+        return cls(Address(relay.ip, relay.port), relay.node_id) if relay.node_id else None
+
+
+@dataclass(frozen=True, slots=True)
 class NodeAddress:
     """Where a person says a node is: an IP address or a name, and whom to expect there."""
 

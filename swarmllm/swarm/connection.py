@@ -29,6 +29,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from struct import Struct
+from typing import Literal
 
 import msgspec
 import trio
@@ -137,7 +138,7 @@ class Connection:
         return not self.ending
 
     @property
-    def wire_kind(self) -> str:
+    def wire_kind(self) -> Literal["direct", "libp2p", "relay"]:
         return self._wire.kind
 
     @property

@@ -61,7 +61,7 @@ Deliver = Callable[[str, bytes, memoryview], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class LinkStatus:
-    kind: Literal["direct", "libp2p", "none"]
+    kind: Literal["direct", "libp2p", "relay", "none"]
     rtt_s: float | None
     n_bytes_sent: int
     n_bytes_received: int
@@ -105,7 +105,7 @@ class DataPlane:
         self._note = note
         self.bulk = Bulk(nursery, partial(self._dial, bulk=True), answer)
         self._neighbours: dict[str, Neighbour] = {}
-        self.upgrades = Upgrades(self._neighbours, self.connections, self._dial)
+        self.upgrades = Upgrades(self._neighbours, self.connections, self._dial, self._reopen)
         self._message_at_s = -math.inf
         self._n_handshakes = 0
         self.port = 0
@@ -175,7 +175,7 @@ class DataPlane:
         live = self.connections(node_id)
         used = neighbour.sending if neighbour.sending in live else live[0] if live else None
         return LinkStatus(
-            "none" if used is None else "direct" if used.wire_kind == "direct" else "libp2p",
+            used.wire_kind if used else "none",
             used.rtt_s if used else None,
             neighbour.n_bytes_sent + sum(c.n_bytes_sent for c in neighbour.connections),
             neighbour.n_bytes_received + sum(c.n_bytes_received for c in neighbour.connections),
@@ -258,7 +258,20 @@ class DataPlane:
             await done.wait()
         if not opened:
             raise NodeUnreachable(f"node {node_id} cannot be reached on the data plane")
-        return self._start(node_id, StreamWire(opened[0], self._resetter(opened[0])), dialled=True)
+        return self._start(node_id, self._wire(opened[0]), dialled=True)
+
+    async def _reopen(self, node_id: str, old: Connection) -> Connection | None:
+        """A stream that goes through no relay, where `old` does."""
+        if old.wire_kind != "relay" or not self._host.is_direct(node_id):
+            return None
+        try:
+            return await self._open_stream(node_id)
+        except NodeUnreachable:
+            return None
+
+    def _wire(self, stream: Stream) -> StreamWire:
+        kind: Literal["relay", "libp2p"] = "relay" if self._host.is_relayed(stream) else "libp2p"
+        return StreamWire(stream, self._resetter(stream), kind)
 
     def _resetter(self, stream: Stream) -> Callable[[], None]:
         async def reset() -> None:
@@ -324,7 +337,7 @@ class DataPlane:
         if not self._may_come(sender):
             await stream.reset()
             return
-        connection = Connection(sender, StreamWire(stream, self._resetter(stream)), self._take, dialled=False)
+        connection = Connection(sender, self._wire(stream), self._take, dialled=False)
         self._neighbours.setdefault(sender, Neighbour()).connections.add(connection)
         await self._run(connection)
 

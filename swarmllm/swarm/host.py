@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -17,8 +18,11 @@ from typing import Any, Protocol
 import trio
 from libp2p import new_host
 from libp2p.abc import INotifee
+from libp2p.connection_types import ConnectionType
 from libp2p.custom_types import TProtocol
+from libp2p.io.trio import TrioTCPStream
 from libp2p.network.config import ConnectionConfig
+from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.connection.swarm_connection import Direction
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
@@ -36,6 +40,9 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 300
 _CLOSE_S = 3.0
+_HANDSHAKE_S = 10.0
+_PUNCH_S = 4.0
+"""A first packet that is dropped is sent again after 1 s and after 3 s."""
 
 
 class Stream(Protocol):
@@ -60,6 +67,7 @@ class _Watcher(INotifee):  # type: ignore[misc]
 
     async def connected(self, network: Any, conn: Any) -> None:
         host_guards.give_up_on_silent_network(conn)
+        host_guards.say_whether_relayed(conn)
         self._connected(str(conn.muxed_conn.peer_id))
 
     async def disconnected(self, network: Any, conn: Any) -> None:
@@ -85,11 +93,16 @@ class Host:
         self.port = 0
         """The TCP port it listens on, once it does; the same in every life."""
         self.libp2p_host: Any = None
+        self.listen_host = ""
+        self.sockets: weakref.WeakSet[trio.SocketStream] = weakref.WeakSet()
+        """All that its connections have; closed when it ends."""
         self._identity = identity
         self._doorkeeper = doorkeeper
         self._swarm: Any = None
         self._watcher: _Watcher | None = None
         self._handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {}
+        self.detour: Callable[[str], Awaitable[None]] | None = None
+        """Another way to a node none of whose addresses answers; raises NodeUnreachable."""
 
     @property
     def key_pair(self) -> Any:
@@ -148,8 +161,16 @@ class Host:
         if self.libp2p_host is not None:
             self.libp2p_host.set_stream_handler(TProtocol(protocol), handle)
 
-    async def dial(self, node_id: str, addresses: list[Address]) -> None:
+    async def dial(self, node_id: str, addresses: list[Address], *, may_detour: bool = True) -> None:
         """Raises NodeUnreachable. Not to be cancelled: run it in a task of its own."""
+        try:
+            await self._dial(node_id, addresses)
+        except NodeUnreachable:
+            if self.detour is None or not may_detour:
+                raise
+            await self.detour(node_id)
+
+    async def _dial(self, node_id: str, addresses: list[Address]) -> None:
         where = [Multiaddr(str(Address(a.ip, a.port))) for a in addresses]
         if self.libp2p_host is None:
             raise NodeUnreachable("libp2p is being started again")
@@ -171,6 +192,47 @@ class Host:
             raise NodeUnreachable(f"node {node_id} takes no stream: {type(error).__name__}") from error
         return stream
 
+    async def adopt(self, transport: Any, node_id: str, *, dialled: bool) -> None:
+        """Make a connection with that node out of what carries its bytes, by the same handshake as over TCP.
+        On failure the transport is closed. Raises NodeUnreachable. Not to be cancelled."""
+        where = transport.address()
+        raw = RawConnection(transport, dialled, ConnectionType.RELAYED, [where])
+        await self._upgrade(raw, where, node_id, dialled=dialled)
+
+    async def dial_from_listening_port(self, node_id: str, address: Address, *, as_listener: bool) -> None:
+        """So that a firewall takes one end's first packet for an answer to the other's; `as_listener`
+        takes the other part of the handshake. Raises NodeUnreachable. Not to be cancelled."""
+        stream = await _connect_from(self.listen_host, self.port, address)
+        self.sockets.add(stream)
+        where = Multiaddr(str(Address(address.ip, address.port)))
+        raw = RawConnection(TrioTCPStream(stream), not as_listener)
+        await self._upgrade(raw, where, node_id, dialled=not as_listener)
+
+    async def _upgrade(self, raw: RawConnection, where: Multiaddr, node_id: str, *, dialled: bool) -> None:
+        if self._swarm is None:
+            await raw.close()
+            raise NodeUnreachable("libp2p is being started again")
+        try:
+            with trio.fail_after(_HANDSHAKE_S):
+                if dialled:
+                    made = await self._swarm.upgrade_outbound_raw_conn(raw, ID.from_base58(node_id))
+                    muxed = made.muxed_conn
+                else:
+                    muxed = await self._swarm.upgrade_inbound_raw_conn(raw, where)
+        except Exception as error:
+            await raw.close()
+            raise NodeUnreachable(f"node {node_id} cannot be reached: {type(error).__name__}") from error
+        if str(muxed.peer_id) != node_id:
+            await muxed.close()
+            raise NodeUnreachable(f"{muxed.peer_id} answers in the place of node {node_id}")
+
+    def is_relayed(self, stream: Stream) -> bool:
+        return host_guards.is_relayed(stream.muxed_conn)
+
+    def is_direct(self, node_id: str) -> bool:
+        """Whether there is a connection that goes through no relay."""
+        return any(not host_guards.is_relayed(c.muxed_conn) for c in self._connections(node_id))
+
     def remote_ip(self, node_id: str) -> str:
         """Where a node's connection comes from; empty where that cannot be said."""
         for connection in self._connections(node_id):
@@ -185,14 +247,15 @@ class Host:
 
     def surplus(self, node_id: str) -> list[Any]:
         """Connections to a node that are one too many, for this end to close: of two nodes the one with the
-        smaller id decides. What it dialled itself stays, the latest of it, because whoever dials knew of no
-        other."""
+        smaller id decides. What goes through no relay stays, of that what it dialled itself, of that the
+        latest, because whoever dials knew of no other."""
         if self.node_id > node_id:
             return []
         # In the order in which they were made.
         connections = self._connections(node_id)
-        own = [c for c in connections if c.direction == Direction.OUTBOUND]
-        kept = (own or connections)[-1:]
+        direct = [c for c in connections if not host_guards.is_relayed(c.muxed_conn)]
+        own = [c for c in direct or connections if c.direction == Direction.OUTBOUND]
+        kept = (own or direct or connections)[-1:]
         return [c for c in connections if c not in kept]
 
     async def end_idle_surplus(self, node_id: str) -> None:
@@ -251,7 +314,8 @@ async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) ->
     host_guards.return_inbound_slots(swarm)
     host_guards.contain_handler_failures(libp2p_host, swarm)
     host_guards.dial_nobody_unasked(swarm)
-    sockets = host_guards.remember_sockets(swarm)
+    host_guards.remember_sockets(swarm, host.sockets)
+    host.listen_host = listen_host
     async with libp2p_host.run(listen_addrs=[listen]):
         try:
             host.attach(libp2p_host)
@@ -260,10 +324,30 @@ async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) ->
             host.detach()
             # Leaving run() alone leaks the sockets. A frozen peer must not hold up the end either.
             with trio.CancelScope(shield=True):
-                for stream in list(sockets):
+                for stream in list(host.sockets):
                     await trio.aclose_forcefully(stream)
                 with trio.move_on_after(_CLOSE_S):
                     await libp2p_host.close()
+
+
+async def _connect_from(listen_host: str, port: int, address: Address) -> trio.SocketStream:
+    """Raises NodeUnreachable."""
+    family = socket.AF_INET6 if ":" in address.ip else socket.AF_INET
+    connecting = trio.socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # As the library's listener does: two sockets may share the port if both say so.
+        connecting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        connecting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        await connecting.bind((listen_host, port))
+        with trio.fail_after(_PUNCH_S):
+            await connecting.connect((address.ip, address.port))
+        return trio.SocketStream(connecting)
+    except (OSError, trio.TooSlowError) as error:
+        connecting.close()
+        raise NodeUnreachable(f"{address} does not answer: {type(error).__name__}") from None
+    except BaseException:
+        connecting.close()
+        raise
 
 
 def _listening_port(swarm: Any) -> int:

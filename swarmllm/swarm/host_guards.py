@@ -22,6 +22,7 @@ import libp2p.pubsub.gossipsub as gossipsub
 import libp2p.pubsub.pubsub as pubsub
 import libp2p.stream_muxer.yamux.yamux as yamux
 import trio
+from libp2p.connection_types import ConnectionType
 from libp2p.network.config import RetryConfig
 from libp2p.network.exceptions import SwarmException
 from libp2p.tools.anyio_service import trio_tasks
@@ -174,11 +175,10 @@ def dial_nobody_unasked(swarm: Any) -> None:
     swarm.auto_connector.maybe_connect = leave_alone
 
 
-def remember_sockets(swarm: Any) -> weakref.WeakSet[trio.SocketStream]:
+def remember_sockets(swarm: Any, sockets: weakref.WeakSet[trio.SocketStream]) -> None:
     """A connection that is between the accept (or dial) and the end of its handshake is in no list of the
-    library's, and its socket leaks when the host ends. All sockets ever opened that still exist are in the
-    set returned here."""
-    sockets: weakref.WeakSet[trio.SocketStream] = weakref.WeakSet()
+    library's, and its socket leaks when the host ends. All sockets opened from here on that still exist are
+    in `sockets`."""
     handle = swarm._handle_inbound_connection
 
     async def handle_and_remember(stream: Any, address: Any) -> None:
@@ -188,7 +188,6 @@ def remember_sockets(swarm: Any) -> weakref.WeakSet[trio.SocketStream]:
     swarm._handle_inbound_connection = handle_and_remember
     for transport in swarm.transport_manager.get_transports():
         transport.dial = _remembering(transport.dial, sockets)
-    return sockets
 
 
 def _remembering(
@@ -210,6 +209,22 @@ def socket_stream(connection: Any) -> trio.SocketStream | None:
     except AttributeError:
         return None
     return stream if isinstance(stream, trio.SocketStream) else None
+
+
+def is_relayed(muxed_connection: Any) -> bool:
+    """Whether what is under a connection is a stream through a relay (which knows its `relay_id`)."""
+    try:
+        under = muxed_connection.secured_conn.conn.read_writer.read_write_closer.stream
+    except AttributeError:
+        return False
+    return hasattr(under, "relay_id")
+
+
+def say_whether_relayed(connection: Any) -> None:
+    """libp2p prefers direct connections for new streams, but what a connection is gets lost inside
+    its Noise session."""
+    kind = ConnectionType.RELAYED if is_relayed(connection.muxed_conn) else ConnectionType.DIRECT
+    connection.set_transport_info(connection.get_transport_addresses(), kind)
 
 
 def remote_ip(connection: Any) -> str:

@@ -49,7 +49,6 @@ from swarmllm.swarm.record_spread import TOPIC_SIZES_BYTES, RecordSpread, next_i
 from swarmllm.swarm.requests import Requests
 from swarmllm.swarm.router import (
     Change,
-    DhtMode,
     LinkEnd,
     LinkHandler,
     MessageHandler,
@@ -80,8 +79,8 @@ class Libp2pRouter:
         nursery: trio.Nursery,
         started_at_ms: int,
         memory: PeerMemory,
+        settings: SwarmSettings,
         note: Note = unnoted,
-        dht_mode: DhtMode = "on",
     ) -> None:
         self._identity = identity
         self._doorkeeper = doorkeeper
@@ -131,12 +130,13 @@ class Libp2pRouter:
             host,
             nursery,
             doorkeeper,
-            dht_mode,
-            whereabouts=self._control_addresses,
+            settings,
+            self.spread,
             reachability=lambda: self._checks.result,
             meet=partial(self.finding.meet, self._feed, self.connected),
             connected=self.connected,
             let_go=lambda node_id: self._liveness.drop(node_id, "goodbye"),
+            on_direct=self._turn_to_direct,
         )
         self._memory = memory
         self._to_self = MemoryLink(identity.node_id, self._deliver, LinkQuality())
@@ -241,7 +241,7 @@ class Libp2pRouter:
         self._nursery.start_soon(self._memory.run, self._where_peers_are)
         self._nursery.start_soon(self._checks.run)
         self._nursery.start_soon(self._keep_members_only)
-        self._nursery.start_soon(self.outreach.dht.run)
+        self._nursery.start_soon(self.outreach.run)
 
     async def stop(self) -> None:
         """Leave: tell the neighbours, and take nothing more to heart."""
@@ -257,9 +257,8 @@ class Libp2pRouter:
         envelope = self.spread.envelope(node_id)
         return usable(envelope.data_addresses) if envelope else []
 
-    def _control_addresses(self, node_id: str) -> tuple[Address, ...]:
-        envelope = self.spread.own if node_id == self.node_id else self.spread.envelope(node_id)
-        return tuple(usable(envelope.addresses)) if envelope else ()
+    async def _turn_to_direct(self, node_id: str) -> None:
+        await self.plane.upgrades.upgrade(node_id)
 
     async def _greet(self, node_id: str) -> None:
         await self.spread.exchange.synchronise(node_id)
@@ -358,9 +357,7 @@ async def _running_router(settings: SwarmSettings, note: Note) -> AsyncIterator[
             # it.
             stack.callback(nursery.cancel_scope.cancel)
             host = Host(identity, doorkeeper)
-            router = Libp2pRouter(
-                identity, doorkeeper, host, nursery, started_at_ms, memory, note, settings.dht
-            )
+            router = Libp2pRouter(identity, doorkeeper, host, nursery, started_at_ms, memory, settings, note)
             gossip = Gossip(
                 network.network_id, router.spread.validate, router.spread.receive, TOPIC_SIZES_BYTES
             )

@@ -1,4 +1,4 @@
-"""What reaches beyond the nodes that this one is connected to: who else has a model.
+"""What reaches beyond the nodes that this one is connected to, or can dial: the DHT, and relays.
 
 The DHT names candidates; only those that can be connected with count, and what they have they say themselves.
 What was sought in vain a moment ago is not sought again: a mistyped name would have the whole swarm asked
@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Protocol
 
 import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.dht.core import Whereabouts
 from swarmllm.swarm.dht.dht import Dht
 from swarmllm.swarm.dht.keys import keys_of, model_key, name_key
 from swarmllm.swarm.dht.messages import Contact
 from swarmllm.swarm.dht.providers import KEYS_PER_NODE
 from swarmllm.swarm.doorkeeper import Doorkeeper
+from swarmllm.swarm.finding import usable
 from swarmllm.swarm.host import Host
-from swarmllm.swarm.router import DhtMode, DhtStatistics, Reachability
+from swarmllm.swarm.record_spread import RecordSpread
+from swarmllm.swarm.relay.circuits import Circuits
+from swarmllm.swarm.relay.punching import Punching
+from swarmllm.swarm.relay.relaying import Relaying
+from swarmllm.swarm.relay.service import RelayService
+from swarmllm.swarm.router import DhtStatistics, Reachability
+from swarmllm.swarm.settings import SwarmSettings
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +39,8 @@ SEEK_AGAIN_S = 20.0
 _SEEKING_MAX = 4
 _REMEMBERED_MAX = 256
 _MEET_S = 8.0
+PUNCHED_MAX = 6
+"""Addresses of one node that are dialled at the agreed moment."""
 
 
 class Meet(Protocol):
@@ -43,8 +52,17 @@ class Meet(Protocol):
 class Outreach:
     """A Seeker."""
 
-    def __init__(self, dht: Dht, meet: Meet, connected: Callable[[], Iterable[str]]) -> None:
+    def __init__(
+        self,
+        dht: Dht,
+        meet: Meet,
+        connected: Callable[[], Collection[str]],
+        relaying: Relaying,
+        relay_service: RelayService | None,
+    ) -> None:
         self.dht = dht
+        self.relaying = relaying
+        self.relay_service = relay_service
         self._meet = meet
         self._connected = connected
         self._turns = trio.Semaphore(_SEEKING_MAX)
@@ -72,6 +90,12 @@ class Outreach:
         self._in_vain_at_s[name_or_id] = trio.current_time()
         return False
 
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.dht.run)
+            nursery.start_soon(self.relaying.run)
+
     def statistics(self) -> DhtStatistics:
         return self.dht.statistics()
 
@@ -98,27 +122,56 @@ def open_outreach(
     host: Host,
     nursery: trio.Nursery,
     doorkeeper: Doorkeeper,
-    mode: DhtMode,
+    settings: SwarmSettings,
+    spread: RecordSpread,
     *,
-    whereabouts: Whereabouts,
     reachability: Callable[[], Reachability | None],
     meet: Meet,
-    connected: Callable[[], Iterable[str]],
+    connected: Callable[[], Collection[str]],
     let_go: Callable[[str], None],
+    on_direct: Callable[[str], Awaitable[None]],
 ) -> Outreach:
     def may_be_dialled() -> bool:
         """Until a peer has tried in vain."""
         found = reachability()
         return found is None or any(reached for _, reached in found.control)
 
+    def addresses(node_id: str) -> tuple[str, ...]:
+        envelope = spread.own if node_id == host.node_id else spread.envelope(node_id)
+        return envelope.addresses if envelope else ()
+
     dht = Dht(
         host,
         nursery,
         network_id=doorkeeper.network_id,
-        mode=mode,
-        whereabouts=whereabouts,
+        mode=settings.dht,
+        whereabouts=lambda node_id: tuple(usable(addresses(node_id))),
         lets_in=doorkeeper.lets_in,
         serves=may_be_dialled,
         let_go=let_go,
     )
-    return Outreach(dht, meet, connected)
+
+    def where_to_punch() -> tuple[Address, ...]:
+        """Where another saw this node's connections come from, and what it knows of itself."""
+        own, found = usable(addresses(host.node_id)), reachability()
+        seen = [Address(found.observed_ip, host.port)] if found and found.observed_ip else []
+        return tuple(dict.fromkeys((*seen, *own)))[:PUNCHED_MAX]
+
+    punching = Punching(
+        host,
+        own_addresses=where_to_punch,
+        known_addresses=lambda node_id: tuple(usable(addresses(node_id)))[:PUNCHED_MAX],
+        on_direct=on_direct,
+    )
+    relaying = Relaying(
+        host,
+        Circuits(host, punching.punch if settings.hole_punching else None),
+        is_hidden=lambda: settings.relay and not may_be_dialled(),
+        connected=connected,
+        addresses=addresses,
+        tell=spread.reach_through,
+        randomness=random.Random(),
+    )
+    if settings.relay:
+        host.detour = relaying.detour
+    return Outreach(dht, meet, connected, relaying, RelayService(host) if settings.relay_service else None)

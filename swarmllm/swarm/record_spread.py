@@ -18,8 +18,18 @@ import msgspec
 import trio
 
 from swarmllm.errors import SwarmLLMError
+from swarmllm.swarm.addresses import CircuitAddress
 from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.envelope import ENVELOPE_MAX, HEARTBEAT_MAX, Envelope, Heartbeat, Verify, seal, unseal
+from swarmllm.swarm.envelope import (
+    ADDRESSES_MAX,
+    ENVELOPE_MAX,
+    HEARTBEAT_MAX,
+    Envelope,
+    Heartbeat,
+    Verify,
+    seal,
+    unseal,
+)
 from swarmllm.swarm.gossip import HEALTH, MODELS, Gossip
 from swarmllm.swarm.record_book import RecordBook
 from swarmllm.swarm.record_exchange import Ask, RecordExchange
@@ -94,6 +104,13 @@ class RecordSpread:
         self._feed.announce(Change("record", self._identity.node_id))
         if self._gossip is not None:
             await self._gossip.publish(MODELS, sealed)
+
+    async def reach_through(self, circuits: tuple[str, ...]) -> None:
+        """This node is to be found there too from now on, and through no other relays."""
+        own = [text for text in self.own.addresses if CircuitAddress.parse(text) is None]
+        addresses = (*own[: ADDRESSES_MAX - len(circuits)], *circuits)
+        self.own = msgspec.structs.replace(self.own, addresses=addresses)
+        await self.publish(self.own.record)
 
     def envelope(self, node_id: str) -> Envelope | None:
         return self._book.envelope(node_id)

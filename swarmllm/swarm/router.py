@@ -40,7 +40,8 @@ class PeerInfo:
     rtt_s: float | None = None
     bytes_per_s: float | None = None
     """Of large messages from there; None: none has come yet."""
-    data_plane: Literal["direct", "libp2p", "memory", "none"] = "none"
+    data_plane: Literal["direct", "libp2p", "relay", "memory", "none"] = "none"
+    """relay: a libp2p stream through one."""
     bytes_sent: int = 0
     bytes_received: int = 0
     connected_since: float = 0.0

@@ -28,5 +28,11 @@ class SwarmSettings:
     forwarding."""
     dht: DhtMode = "on"
     """Whether to look for models beyond the connected nodes, and to answer others that do."""
+    relay: bool = True
+    """Be reached through a relay where nobody can dial this node, and reach such nodes."""
+    relay_service: bool = False
+    """Be a relay for others."""
+    hole_punching: bool = True
+    """Replace connections through a relay by direct ones where that can be done."""
     lists: PeerLists = NO_LISTS
     """Who is let in, whatever they have earned."""

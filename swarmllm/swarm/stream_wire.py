@@ -23,10 +23,12 @@ _WINDOW_POLL_S = 0.01
 
 
 class StreamWire:
-    kind: Literal["libp2p"] = "libp2p"
     has_leftover = False
 
-    def __init__(self, stream: Stream, abort: Callable[[], None]) -> None:
+    def __init__(
+        self, stream: Stream, abort: Callable[[], None], kind: Literal["libp2p", "relay"] = "libp2p"
+    ) -> None:
+        self.kind: Literal["libp2p", "relay"] = kind
         self._stream = stream
         self._abort = abort
         self._closed = False
@@ -47,13 +49,18 @@ class StreamWire:
             position += len(piece)
 
     async def receive_frames(self, decoder: FrameDecoder) -> tuple[int, list[Frame]]:
+        received = await self.receive()
+        return len(received), decoder.feed(received)
+
+    async def receive(self) -> bytes:
+        """Some bytes, never none. Raises WireClosed. Cancelling it is safe."""
         try:
-            received = await self._stream.read(_PIECE_BYTES)
+            received: bytes = await self._stream.read(_PIECE_BYTES)
         except Exception as error:
             raise WireClosed(f"ended ({type(error).__name__})") from None
         if not received:
             raise WireClosed("ended by the peer")
-        return len(received), decoder.feed(received)
+        return received
 
     def abort(self) -> None:
         if not self._closed:

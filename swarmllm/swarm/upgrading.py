@@ -27,17 +27,19 @@ _HELLO_S = 5.0
 
 class Upgrades:
     """`connections(node_id)` are those that can carry messages, `dial(node_id)` opens a direct one or gives
-    None."""
+    None, `reopen(node_id, old)` a stream that goes a better way than `old`, or gives None."""
 
     def __init__(
         self,
         neighbours: dict[str, Neighbour],
         connections: Callable[[str], list[Connection]],
         dial: Callable[[str], Awaitable[Connection | None]],
+        reopen: Callable[[str, Connection], Awaitable[Connection | None]],
     ) -> None:
         self._neighbours = neighbours
         self._connections = connections
         self._dial = dial
+        self._reopen = reopen
 
     async def run(self) -> None:
         while True:
@@ -53,7 +55,7 @@ class Upgrades:
         if neighbour is None or old is None or not old.alive or old.wire_kind == "direct":
             return False
         async with neighbour.establishing:
-            new = await self._direct(node_id)
+            new = await self._direct(node_id) or await self._ready(await self._reopen(node_id, old))
             if new is None or neighbour.sending is not old:
                 return False
             return await self._turn(neighbour, old, new)
@@ -69,12 +71,14 @@ class Upgrades:
         for connection in self._connections(node_id):
             if connection.wire_kind == "direct":
                 return connection
-        dialled = await self._dial(node_id)
-        if dialled is not None:
+        return await self._ready(await self._dial(node_id))
+
+    async def _ready(self, connection: Connection | None) -> Connection | None:
+        if connection is not None:
             with trio.move_on_after(_HELLO_S):
-                await dialled.ready.wait()
-                return dialled
-            dialled.end("no hello came")
+                await connection.ready.wait()
+                return connection
+            connection.end("no hello came")
         return None
 
     async def _turn(self, neighbour: Neighbour, old: Connection, new: Connection) -> bool:

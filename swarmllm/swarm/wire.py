@@ -17,7 +17,7 @@ class WireClosed(Exception):
 
 class Wire(Protocol):
     @property
-    def kind(self) -> Literal["direct", "libp2p"]: ...
+    def kind(self) -> Literal["direct", "libp2p", "relay"]: ...
 
     def write_now(self, pieces: Sequence[bytes | memoryview]) -> bool:
         """Take all of these bytes without waiting, or none: False where that cannot be. What the kernel did

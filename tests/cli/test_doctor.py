@@ -160,6 +160,16 @@ def test_a_bootstrap_node_that_does_not_answer_is_a_problem(listening: int) -> N
             },
             [("reachability", "problem")],
         ),
+        (
+            {
+                "addresses": ["/ip4/10.0.0.9/tcp/8810/p2p/r/p2p-circuit/p2p/x"],
+                "reachability": {
+                    "control": [{"address": "/ip4/10.0.0.2/tcp/8810", "reached": False}],
+                    "data": [],
+                },
+            },
+            [("reachability", "warning")],
+        ),
     ],
 )
 def test_what_the_daemon_says_is_judged(changes: dict[str, Any], expected: list[tuple[str, str]]) -> None:

@@ -6,7 +6,6 @@ another transport, a peer whose id cannot be one. Lists are cut at what is ever 
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,16 +16,13 @@ from libp2p.peer.id import ID
 
 from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.dht.keys import KEY_MAX_BYTES
+from swarmllm.swarm.wire_ids import node_id_of, packed, unpacked
 from swarmllm_proto.errors import BadMessage
 
 MESSAGE_MAX_BYTES = 64 * 1024
 """On the wire. Forty peers with eight addresses each are 20 KiB; the libp2p specification allows 4 MiB."""
 CONTACTS_MAX = 32
 ADDRESSES_MAX = 8
-
-_IP4, _TCP, _IP6 = 0x04, 0x06, 0x29
-_IDENTITY, _SHA256 = b"\x00", b"\x12\x20"
-_ID_MAX_BYTES = 64
 
 
 class Kind(IntEnum):
@@ -84,7 +80,7 @@ def decode(content: bytes) -> Message:
 def _peer(contact: Contact) -> kademlia_pb2.Message.Peer:
     return kademlia_pb2.Message.Peer(
         id=ID.from_base58(contact.node_id).to_bytes(),
-        addrs=[_packed(address) for address in contact.addresses[:ADDRESSES_MAX]],
+        addrs=[packed(address) for address in contact.addresses[:ADDRESSES_MAX]],
         connection="CAN_CONNECT",
     )
 
@@ -92,39 +88,12 @@ def _peer(contact: Contact) -> kademlia_pb2.Message.Peer:
 def _contacts(peers: Sequence[kademlia_pb2.Message.Peer]) -> tuple[Contact, ...]:
     found: dict[str, Contact] = {}
     for peer in peers[:CONTACTS_MAX]:
-        node_id = _node_id(peer.id)
+        node_id = node_id_of(peer.id)
         if node_id:
             found[node_id] = Contact(node_id, _addresses(peer.addrs))
     return tuple(found.values())
 
 
-def _node_id(content: bytes) -> str:
-    """Empty where it cannot be the id of a node."""
-    is_hash = content[:2] == _SHA256 and len(content) == 34
-    is_key = content[:1] == _IDENTITY and 2 < len(content) <= _ID_MAX_BYTES and content[1] == len(content) - 2
-    return str(ID(content)) if is_hash or is_key else ""
-
-
 def _addresses(contents: Iterable[bytes]) -> tuple[Address, ...]:
-    found = (_unpacked(content) for content in list(contents)[:ADDRESSES_MAX])
+    found = (unpacked(content) for content in list(contents)[:ADDRESSES_MAX])
     return tuple(dict.fromkeys(address for address in found if address is not None))
-
-
-def _packed(address: Address) -> bytes:
-    """As a multiaddr of libp2p: two protocols with their values, nothing else."""
-    ip = ipaddress.ip_address(address.ip)
-    return bytes((_IP4 if ip.version == 4 else _IP6,)) + ip.packed + bytes((_TCP,)) + address.port.to_bytes(2)
-
-
-def _unpacked(content: bytes) -> Address | None:
-    """None for any other transport. What follows the port can only be the node's id, which is known."""
-    size = {_IP4: 4, _IP6: 16}.get(content[0]) if content else None
-    if size is None or len(content) < size + 4 or content[size + 1] != _TCP:
-        return None
-    rest = content[size + 4 :]
-    port = int.from_bytes(content[size + 2 : size + 4])
-    if not port or (rest and rest[:2] != b"\xa5\x03"):
-        return None
-    if rest and len(rest) != 3 + rest[2]:
-        return None
-    return Address(str(ipaddress.ip_address(content[1 : size + 1])), port)
