@@ -14,12 +14,12 @@ from typing import TypeVar
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, WorkerDied
+from swarmllm.errors import DeadlineExceeded, InvalidRequest, WorkerDied
 from swarmllm.workerpool.calls import Call, OnProgress, Pending, TokenStream
 from swarmllm.workerpool.channel import Channel, ChannelClosed
 from swarmllm.workerpool.process import WorkerProcess, describe_exit
 from swarmllm_proto.codec import encode_ipc
-from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.errors import BadMessage, FrameTooLarge
 from swarmllm_proto.frames import Payload
 from swarmllm_proto.ipc import (
     AnyDaemonMessage,
@@ -225,7 +225,11 @@ class Worker:
     async def _send(
         self, message: AnyDaemonMessage, payload: Payload, pending: Pending, descriptor: int | None = None
     ) -> float:
-        pieces = encode_ipc(message, payload)
+        try:
+            pieces = encode_ipc(message, payload)
+        except FrameTooLarge as error:
+            # Refused here, before a byte of it is written: the worker could only hang up.
+            raise InvalidRequest(f"the request is too large for a worker: {error}") from error
         if self.alive:
             await self._channel.room()
         if not self.alive:

@@ -247,6 +247,8 @@ async def test_faults_of_one_call_leave_the_worker_serving(tmp_path: Path) -> No
             with pytest.raises(WorkerError) as caught:
                 await forward(**changed)
             assert caught.value.kind == kind
+        with pytest.raises(InvalidRequest, match="too large for a worker: header"):
+            await pool.tokenize(GUIDE, text="a" * 65 * 2**20)
         await forward()
         assert pids(pool) == [pid]
 

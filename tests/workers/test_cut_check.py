@@ -15,12 +15,14 @@ from swarmllm_proto.architectures import ARCHITECTURES, generic, units_to_try
 from swarmllm_workers.cut_check import check_cuts
 from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.segment import EngineSettings
+from swarmllm_workers.segment_file import plan_values
 
 from .blueprint import Family, write
 from .conftest import StartWorker
 from .factory import Spec, build
-from .families import FAMILIES
+from .families import BASE, FAMILIES, NO_BIAS
 from .generic_families import CUT_EXACTLY, RUN_WHOLE
 from .test_exactness import N_CTX, chain_logits, cuts, tokens_for, uncut_logits
 
@@ -99,6 +101,16 @@ def test_the_verdict_counts_only_where_the_table_says_nothing(tmp_path: Path) ->
     engine = Engine(path, tmp_path / "segments", replace(SETTINGS, checked_unit=1))
     assert engine.rule.cut_alignment == 4
     engine.close()
+
+
+def test_lists_of_unknown_meaning_follow_the_layers_of_an_unknown_architecture(tmp_path: Path) -> None:
+    lists = {"of_layers": [11, 12, 13, 14], "of_five": [1, 2, 3, 4, 5]}
+    for name, expected in (("bitnet", [13, 14]), ("llama", [11, 12, 13, 14])):
+        made = Family(name, {**BASE, **lists}, absent=(NO_BIAS,), n_layers=4)
+        source = GgufFile(write(tmp_path / f"{name}.gguf", made))
+        values = plan_values(source, ARCHITECTURES.get(name) or generic(name), 2, 4, 32)
+        assert values[f"{name}.of_layers"].numbers().tolist() == expected
+        assert values[f"{name}.of_five"].numbers().tolist() == [1, 2, 3, 4, 5]
 
 
 def test_units_are_few_and_of_every_period() -> None:
