@@ -129,7 +129,7 @@ def test_a_start_that_takes_long_is_made_where_enough_is_left_to_gain() -> None:
     pay = Pay()
     run(pay, rate=0.9, row_cost=0.1)
     later = pay.successor()
-    later.spare_s = 0.0
+    later.spare_steps = 0.0
     assert later.n_worth("kind", 4, n_left=500, start_s=50.0) > 0
     assert later.n_worth("kind", 4, n_left=20, start_s=50.0) == 0
 
@@ -142,6 +142,17 @@ def test_a_step_that_was_held_up_says_little() -> None:
     pay.judged("kind", 0, 0, 1000.0)
     assert pay.n_worth("kind", 6) > 0
     assert pay.plain_s < 2
+
+
+def test_a_number_of_guesses_that_was_slow_once_is_tried_again() -> None:
+    """More of them were quicker since."""
+    pay = Pay()
+    pay.measured("kind", 1.0, 6, 2.0)
+    for _ in range(9):
+        pay.judged("kind", 3, 3, 50.0)
+    for _ in range(30):
+        pay.judged("kind", 6, 6, 2.0)
+    assert pay.n_worth("kind", 3) == 3
 
 
 def test_comes_back_when_the_text_changes() -> None:

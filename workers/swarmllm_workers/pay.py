@@ -34,7 +34,7 @@ GUESS_COST: Final = 0.3
 GAIN_MIN: Final = 1.05
 """Below that a difference is noise."""
 ALLOWED: Final = 0.005
-"""Of the time of all steps, for trying what may not pay."""
+"""Of all steps, for trying what may not pay."""
 START_STEPS: Final = 2.0
 """What may be lost on trying before that, in steps."""
 SAVED_STEPS_MAX: Final = 4.0
@@ -74,29 +74,30 @@ class _Record:
 
 @dataclass
 class Pay:
-    """Of one request. Kinds of guesses whose names begin alike, up to a dash, cost the same."""
+    """Of one request. Kinds of guesses whose names begin alike, up to a dash, cost the same. Costs are in
+    steps as one without guesses takes at the time, so that other programs on the machine change little."""
 
     n_guessed: int = 0
     n_right: int = 0
     plain_s: float = 0.0
     """Of a step without guesses; 0: there was none yet."""
-    spare_s: float | None = None
+    spare_steps: float = START_STEPS
     """May be lost on trying."""
-    _costs_s: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Of a step, by its number of guesses."""
+    _costs: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Steps that one with so many guesses takes."""
     _records: dict[str, _Record] = field(default_factory=dict)
 
     def successor(self) -> Pay:
         """For the next request."""
         records = {kind: record.halved() for kind, record in self._records.items()}
         return type(self)(
-            plain_s=self.plain_s, spare_s=self.spare_s, _costs_s=self._costs_s, _records=records
+            plain_s=self.plain_s, spare_steps=self.spare_steps, _costs=self._costs, _records=records
         )
 
     def measured(self, kind: str, plain_s: float, n_guessed: int, seconds: float) -> None:
         """What a step takes without guesses and with some, found out beside any request."""
         self.plain_s = plain_s
-        self._costs(kind)[n_guessed] = seconds
+        self._costs_of(kind)[n_guessed] = seconds / plain_s
 
     def n_worth(self, kind: str, n_max: int, n_left: int = 1, start_s: float = 0.0) -> int:
         """How many guesses of a kind to make and check in the next step, at most `n_max`. `n_left`: tokens
@@ -109,73 +110,62 @@ class Pay:
         record.n_asked += 1
         gains = record.gains[:n_max]
         gain = max(gains)
-        n_best, pays = gains.index(gain) + 1, gain >= GAIN_MIN
-        if (
-            pays
-            and record.n_tried >= SURE
-            and (not start_s or (1.0 - 1.0 / gain) * self.plain_s * n_left >= start_s)
-        ):
+        n_best, pays, start_steps = gains.index(gain) + 1, gain >= GAIN_MIN, start_s / self.plain_s
+        if pays and record.n_tried >= SURE and (1.0 - 1.0 / gain) * n_left >= start_steps:
             return n_best
-        if self.spare_s is None:
-            self.spare_s = START_STEPS * self.plain_s
-        if self.spare_s <= start_s:
+        if self.spare_steps <= start_steps:
             return 0
         for n in (n_best, N_TRIED) if pays else (N_TRIED,):
-            if self._cost_s(kind, n) - self.plain_s + start_s <= self.spare_s:
+            if self._cost(kind, n) - 1.0 + start_steps <= self.spare_steps:
                 return n
         return 0
 
     def judged(self, kind: str, n_guessed: int, n_right: int, seconds: float, start_s: float = 0.0) -> None:
         """A step with so many guesses took so long, beside `start_s`, and the first `n_right` were right."""
         if not n_guessed:
-            self.plain_s = _mean(self.plain_s, seconds)
-            self._spare(ALLOWED * self.plain_s)
+            self.plain_s = _mean(self.plain_s, seconds) if self.plain_s else seconds
+            self._spare(ALLOWED)
             return
         self.n_guessed += n_guessed
         self.n_right += n_right
-        costs, expected_s = self._costs(kind), self._cost_s(kind, n_guessed)
-        seconds = min(seconds, OUTLIER * expected_s)
-        costs[n_guessed] = _mean(costs.get(n_guessed, 0.0), seconds)
+        costs, expected, cost = self._costs_of(kind), self._cost(kind, n_guessed), seconds / self.plain_s
+        costs[n_guessed] = _mean(expected, cost) if costs else cost
         record = self._record(kind)
         for i in range(min(n_right + 1, n_guessed)):
             record.saw(i < n_right)
         record.gains = []
-        self._spare((n_right + 1 + ALLOWED) * self.plain_s - costs[n_guessed] - start_s)
+        self._spare(n_right + 1 + ALLOWED - costs[n_guessed] - start_s / self.plain_s)
 
-    def _spare(self, seconds: float) -> None:
-        if self.spare_s is None:
-            self.spare_s = START_STEPS * self.plain_s
-        self.spare_s = min(self.spare_s + seconds, SAVED_STEPS_MAX * self.plain_s)
+    def _spare(self, n_steps: float) -> None:
+        self.spare_steps = min(self.spare_steps + n_steps, SAVED_STEPS_MAX)
 
     def _record(self, kind: str) -> _Record:
         return self._records.setdefault(kind, _Record(HOPES.get(kind, HOPE) * HOPE_WEIGHT))
 
-    def _costs(self, kind: str) -> dict[int, float]:
-        return self._costs_s.setdefault(kind.partition("-")[0], {})
+    def _costs_of(self, kind: str) -> dict[int, float]:
+        return self._costs.setdefault(kind.partition("-")[0], {})
 
     def _gains(self, kind: str, rate: float) -> list[float]:
         gains, n_tokens = [], 1.0
         for n in range(1, N_MAX + 1):
             n_tokens += rate**n
-            gains.append(n_tokens * self.plain_s / self._cost_s(kind, n))
+            gains.append(n_tokens / self._cost(kind, n))
         return gains
 
-    def _cost_s(self, kind: str, n: int) -> float:
-        """Measured, or estimated from its neighbours."""
-        known = {0: self.plain_s, **self._costs(kind)}
-        if n in known:
-            return known[n]
-        below = max(i for i in known if i < n)
+    def _cost(self, kind: str, n: int) -> float:
+        """Measured, or estimated from its neighbours; never more than with more guesses."""
+        known = {0: 1.0, **self._costs_of(kind)}
+        most = min((cost for i, cost in known.items() if i >= n), default=float("inf"))
+        below = max(i for i in known if i <= n)
         above = min((i for i in known if i > n), default=0)
         if above:
             slope = (known[above] - known[below]) / (above - below)
         elif below:
-            slope = max(known[below] - self.plain_s, 0.0) / below
+            slope = max(known[below] - 1.0, 0.0) / below
         else:
-            slope = GUESS_COST * self.plain_s
-        return known[below] + (n - below) * slope
+            slope = GUESS_COST
+        return min(known[below] + (n - below) * slope, most)
 
 
 def _mean(old: float, new: float) -> float:
-    """The first is taken as it is, later ones only so far as they are no outliers."""
-    return old + LEARNING * (min(new, OUTLIER * old) - old) if old else new
+    return old + LEARNING * (min(new, OUTLIER * old) - old)
