@@ -297,7 +297,8 @@ def main() -> None:
     print(text)
     for error in data["errors"]:
         print(error)
-    data |= {"machine": machine(), "command": f"python -m bench.chaos --seed {arguments.seed}"}
+    command = f"python -m bench.chaos --streams {arguments.streams} --disturbed {arguments.disturbed}"
+    data |= {"machine": machine(), "command": f"{command} --seed {arguments.seed}"}
     (RESULTS / "chaos.json").write_text(json.dumps(data, indent=1) + "\n")
     (RESULTS / "chaos.md").write_text(text + "\n")
 
