@@ -62,7 +62,7 @@ def main() -> None:
                 n_ctx=2 * N_FOREIGN,
                 n_slots=FOREIGN + 1,
                 n_threads=1,
-                n_outputs_max=FOREIGN,
+                n_outputs_max=FOREIGN + 1,
                 flash_attention=kernel,
             ),
         )
