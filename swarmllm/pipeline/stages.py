@@ -261,6 +261,9 @@ class Sessions:
     def _hold(self, session: Session) -> None:
         self._close(session)
         self.held[session.context.request_id] = session
+        if len(self.held) > self.settings.max_stage_requests:
+            # No more than could run: origins may break as many requests as they like.
+            self.held.pop(next(iter(self.held))).let_go()
 
     def _close(self, session: Session) -> None:
         for sessions in (self.by_request, self.held):

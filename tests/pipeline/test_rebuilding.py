@@ -15,9 +15,10 @@ from swarmllm.errors import WorkerError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm_proto.codec import decode_job, decode_request, encode_response
+from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward, PipelineAck, PipelineAssignment, ReplayRows
 
-from .arithmetic import FakePool, uncut
+from .arithmetic import FakePool, _Slot, uncut
 from .fakes import open_swarm
 from .test_damage import damage_on_arrival
 from .test_survival import N_TOKENS, PROMPT, SETTINGS, kills, pools_of, read
@@ -287,6 +288,33 @@ async def test_what_nobody_resumes_is_let_go_in_time(patient_clock: MockClock) -
         with pytest.raises(Exception, match="nobody could go on"):
             await read(swarm, "a", kills(swarm, "b"))
         await trio.sleep(4)
+        await swarm.quiet()
+
+
+async def test_no_more_is_held_than_could_run() -> None:
+    settings = PipelineSettings(prefill_chunk_tokens=4, max_stage_requests=2)
+    async with open_swarm(pools_of(a="0:4", b="4:12"), settings=settings) as swarm:
+        sessions, pool = swarm["b"].pipelines._sessions, swarm["b"].pool
+        for i in range(5):
+            assignment = PipelineAssignment(
+                request_id=f"r{i}",
+                model_id=swarm.entry.model_id,
+                origin="a",
+                stages=swarm["a"].pipelines.stages_for(swarm.entry),
+                n_prompt_tokens=len(PROMPT),
+                sampling=Sampling(),
+            )
+            assert (await sessions.acknowledge("a", assignment)).accepted
+            pool.slots[f"r{i}"] = _Slot()
+            session = sessions.by_request[f"r{i}"]
+            assert sessions.cancel("a", f"r{i}", hold=True)
+            await session.done.wait()
+        with trio.fail_after(5):
+            while len(pool.slots) > 2:
+                await trio.lowlevel.checkpoint()
+        assert set(sessions.held) == set(pool.slots) == {"r3", "r4"}
+        for request_id in ("r3", "r4"):
+            sessions.cancel("a", request_id)
         await swarm.quiet()
 
 
