@@ -2,9 +2,9 @@
 
 ggml's fused attention skips cells of other requests, where the plain one multiplies with all cells up to the
 last that is in use and masks what is not the request's own. Measured with llama-cpp-python 0.3.36 on an
-EPYC, one thread, a 0.5B model in Q8_0, ms of the processor per step of 1, 4 and 16 streams: 18, 30 and 90
-plain, 17, 26 and 92 fused; while 3,584 more cells hold what earlier requests left, 28, 71 and 169 plain, 18,
-29 and 103 fused.
+EPYC, one thread, a 0.5B model in Q8_0, ms of the processor per step of 1, 4 and 16 streams: 23, 34 and 103
+plain, 21, 27 and 94 fused; while 3,584 more cells hold what earlier requests left, 32, 73 and 179 plain, 21,
+30 and 109 fused (`python -m bench.attention`).
 
 But from 512 cells on it cuts the work of a single row into one part per thread, each summed up by itself, so
 its bits depend on the number of threads, and differ from those that the row gets in a batch of two. Two
