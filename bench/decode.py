@@ -5,7 +5,8 @@
 
 All contestants are resident; they take turns, round by round, so that the machine's drift hits all alike.
 Ours are timed by an HTTP client of the first daemon (first text to finish chunk), the rival inside its own
-loop: every cost is on our side.
+loop: every cost is on our side. What cutting alone costs is the second table: the same against one daemon of
+ours, which computes and samples as the others do. Nobody guesses tokens: a random model repeats itself.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def main() -> None:
         uncut = Uncut(gguf, N_CTX, arguments.threads)
         stack.callback(uncut.close)
         swarms: dict[int, Swarm] = {
-            n: stack.enter_context(swarm_of(n, gguf, n_layers, n_threads=arguments.threads, n_ctx=N_CTX))
+            n: stack.enter_context(
+                swarm_of(
+                    n, gguf, n_layers, n_threads=arguments.threads, n_ctx=N_CTX, ngram_lookup_enabled=False
+                )
+            )
             for n in arguments.nodes
         }
         prompt: list[int] = []
@@ -65,7 +70,11 @@ def main() -> None:
                 ours[n].values.append(each.tokens_per_s)
                 last[n] = each
     rows = [(rival, None), *((figure, ratios(figure, rival)) for figure in ours.values())]
-    text = table(rows) + "\n\n" + "\n\n".join(stages(n, answer) for n, answer in last.items())
+    parts = [table(rows), *(stages(n, answer) for n, answer in last.items())]
+    if 1 in ours and len(ours) > 1:
+        cut = [(figure, ratios(figure, ours[1])) for n, figure in ours.items() if n > 1]
+        parts.insert(1, table([(ours[1], None), *cut]))
+    text = "\n\n".join(parts)
     print(text)
     write(f"decode-{arguments.model}", command, rows, text)
 
