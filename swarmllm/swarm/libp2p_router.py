@@ -66,6 +66,7 @@ log = logging.getLogger(__name__)
 _GOODBYE_S = 1.0
 _EXCHANGE_S = 10.0
 _MEMBERSHIP_CHECK_S = 2.0
+_TURN_TRIES, _TURN_AGAIN_S = 8, 1.0
 
 
 class Libp2pRouter:
@@ -258,7 +259,11 @@ class Libp2pRouter:
         return usable(envelope.data_addresses) if envelope else []
 
     async def _turn_to_direct(self, node_id: str) -> None:
-        await self.plane.upgrades.upgrade(node_id)
+        for _ in range(_TURN_TRIES):
+            # The first data connection may still be on its way, through the relay.
+            if await self.plane.upgrades.upgrade(node_id) or self.plane.status(node_id).kind == "libp2p":
+                return
+            await trio.sleep(_TURN_AGAIN_S)
 
     async def _greet(self, node_id: str) -> None:
         await self.spread.exchange.synchronise(node_id)

@@ -111,7 +111,12 @@ class Relaying:
     def _worth_asking(self, now: float, connected: Collection[str]) -> list[str]:
         """Relays whose reservation is half over, then others, until there are enough."""
         held = self.circuits.reserved_until_s
-        due = [relay_id for relay_id in held if self._asked_at_s.get(relay_id, 0.0) < now - ASK_AGAIN_S]
+        asked_at_s = {relay_id: self._asked_at_s.get(relay_id, 0.0) for relay_id in held}
+        due = [
+            relay_id
+            for relay_id, until_s in held.items()
+            if now - asked_at_s[relay_id] >= (until_s - asked_at_s[relay_id]) / 2
+        ]
         if len(held) >= RELAYS:
             return due
         strangers = [

@@ -1,0 +1,155 @@
+"""When a node asks for reservations, renews them, lets them lapse, and its way to a hidden node."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.relay.relaying import ASK_AGAIN_S, LOOK_EVERY_S, RELAYS, Relaying
+
+from ..dht.swarm_of import contacts
+
+RESERVED_S = 3600.0
+ME, HIDDEN, *OTHERS = [contact.node_id for contact in contacts(8)]
+
+
+class Circuits:
+    """As many relays as `willing`; each reservation lasts an hour."""
+
+    def __init__(self, willing: set[str]) -> None:
+        self.willing = willing
+        self.reserved_until_s: dict[str, float] = {}
+        self.asked: list[str] = []
+        self.ways: list[tuple[str, str]] = []
+
+    async def reserve(self, relay_id: str) -> None:
+        self.asked.append(relay_id)
+        if relay_id not in self.willing:
+            raise NodeUnreachable("no relay")
+        self.reserved_until_s[relay_id] = trio.current_time() + RESERVED_S
+
+    async def connect(self, relay_id: str, node_id: str) -> None:
+        self.ways.append((relay_id, node_id))
+        if relay_id not in self.willing:
+            raise NodeUnreachable("no relay")
+
+
+class Host:
+    node_id = ME
+
+    def __init__(self, connected: set[str]) -> None:
+        self.reached = connected
+        self.dialled: list[tuple[str, list[Address]]] = []
+
+    def is_connected(self, node_id: str) -> bool:
+        return node_id in self.reached
+
+    async def dial(self, node_id: str, addresses: list[Address], *, may_detour: bool = True) -> None:
+        assert not may_detour
+        self.dialled.append((node_id, addresses))
+
+
+class Scene:
+    def __init__(self, willing: set[str], connected: set[str]) -> None:
+        self.circuits = Circuits(willing)
+        self.host = Host(connected)
+        self.is_hidden = True
+        self.connected = connected
+        self.told: list[tuple[str, ...]] = []
+        self.known: dict[str, tuple[str, ...]] = {}
+        self.relaying = Relaying(
+            self.host,  # type: ignore[arg-type]
+            self.circuits,  # type: ignore[arg-type]
+            is_hidden=lambda: self.is_hidden,
+            connected=lambda: self.connected,
+            addresses=lambda node_id: self.known.get(node_id, (f"/ip4/192.0.2.1/tcp/{len(node_id)}",)),
+            tell=self.tell,
+            randomness=random.Random(0),
+        )
+
+    async def tell(self, addresses: tuple[str, ...]) -> None:
+        self.told.append(addresses)
+
+
+async def test_a_hidden_node_asks_until_it_has_enough_and_tells(autojump_clock: trio.abc.Clock) -> None:
+    scene = Scene(set(OTHERS), set(OTHERS))
+    await scene.relaying.look()
+    assert len(scene.relaying.relays) == RELAYS == len(scene.circuits.asked)
+    (told,) = scene.told
+    assert told == tuple(f"/ip4/192.0.2.1/tcp/52/p2p/{r}/p2p-circuit" for r in scene.relaying.relays)
+    await scene.relaying.look()
+    assert len(scene.circuits.asked) == RELAYS
+    assert len(scene.told) == 1
+
+
+async def test_a_node_that_can_be_dialled_asks_nobody(autojump_clock: trio.abc.Clock) -> None:
+    scene = Scene(set(OTHERS), set(OTHERS))
+    scene.is_hidden = False
+    await scene.relaying.look()
+    assert scene.circuits.asked == scene.told == []
+
+
+async def test_who_is_no_relay_is_left_alone_for_a_while(autojump_clock: trio.abc.Clock) -> None:
+    scene = Scene(set(), set(OTHERS[:2]))
+    await scene.relaying.look()
+    await scene.relaying.look()
+    assert sorted(scene.circuits.asked) == sorted(OTHERS[:2])
+    await trio.sleep(ASK_AGAIN_S)
+    await scene.relaying.look()
+    assert len(scene.circuits.asked) == 4
+
+
+async def test_reservations_are_renewed_in_half_of_their_time(autojump_clock: trio.abc.Clock) -> None:
+    scene = Scene({OTHERS[0]}, {OTHERS[0]})
+    await scene.relaying.look()
+    await trio.sleep(RESERVED_S / 2 - 1)
+    await scene.relaying.look()
+    assert len(scene.circuits.asked) == 1
+    await trio.sleep(1)
+    await scene.relaying.look()
+    assert len(scene.circuits.asked) == 2
+    assert len(scene.told) == 1
+
+
+async def test_a_relay_that_is_lost_is_told_no_more_and_lapsed_ones_neither(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    scene = Scene({OTHERS[0]}, {OTHERS[0]})
+    await scene.relaying.look()
+    scene.connected = set()
+    await scene.relaying.look()
+    assert scene.told[-1] == ()
+    scene.connected = {OTHERS[0]}
+    await trio.sleep(ASK_AGAIN_S)
+    await scene.relaying.look()
+    assert scene.told[-1]
+    scene.is_hidden = False
+    await trio.sleep(RESERVED_S + LOOK_EVERY_S)
+    await scene.relaying.look()
+    assert scene.told[-1] == ()
+
+
+async def test_the_detour_takes_connected_relays_first_and_dials_others() -> None:
+    near, far = OTHERS[:2]
+    scene = Scene({far}, {near})
+    scene.known[HIDDEN] = (
+        "/ip4/192.0.2.5/tcp/1",
+        f"/ip4/192.0.2.2/tcp/8810/p2p/{far}/p2p-circuit",
+        f"/ip4/192.0.2.3/tcp/8810/p2p/{near}/p2p-circuit",
+        f"/ip4/192.0.2.4/tcp/8810/p2p/{ME}/p2p-circuit",
+    )
+    await scene.relaying.detour(HIDDEN)
+    assert scene.circuits.ways == [(near, HIDDEN), (far, HIDDEN)]
+    assert scene.host.dialled == [(far, [Address("192.0.2.2", 8810)])]
+
+
+@pytest.mark.parametrize("known", [(), ("/ip4/192.0.2.5/tcp/1",)])
+async def test_without_a_relay_there_is_no_detour(known: tuple[str, ...]) -> None:
+    scene = Scene(set(), set())
+    scene.known[HIDDEN] = known
+    with pytest.raises(NodeUnreachable):
+        await scene.relaying.detour(HIDDEN)
