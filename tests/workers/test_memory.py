@@ -22,6 +22,7 @@ from .test_batching import OpenRoom, open_room  # noqa: F401
 SETTINGS = {
     "plain": EngineSettings(n_ctx=2048),
     "long": EngineSettings(n_ctx=8192, n_slots=2),
+    "auto": EngineSettings(n_ctx=8192, flash_attention="auto"),
     "q8_0": EngineSettings(n_ctx=8192, kv_type="q8_0", flash_attention="on"),
 }
 

@@ -170,13 +170,6 @@ class ContextSettings:
     eval_user_data: int | None = None
 
 
-def _attention(settings: ContextSettings) -> FlashAttention:
-    """Fused attention is not chosen by itself where it would give a row other bits alone than in a batch."""
-    if settings.flash_attention == "auto" and settings.kv_type == "f16" and not row_attention.is_installed():
-        return "off"
-    return settings.flash_attention
-
-
 class Context:
     """KV cells, compute buffers and one reusable batch for a model."""
 
@@ -187,7 +180,9 @@ class Context:
         params.n_seq_max = settings.n_slots
         params.n_outputs_max = settings.n_outputs_max
         params.n_threads = params.n_threads_batch = settings.n_threads
-        params.flash_attn_type = _FLASH_ATTENTION[_attention(settings)]
+        params.flash_attn_type = _FLASH_ATTENTION[
+            row_attention.chosen(settings.flash_attention, settings.kv_type)
+        ]
         params.type_k = params.type_v = _KV_TYPES[settings.kv_type]
         params.kv_unified = True
         params.swa_full = True

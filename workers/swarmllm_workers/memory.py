@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from swarmllm_workers import row_attention
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
 from swarmllm_workers.libllama import N_BATCH
@@ -87,13 +88,22 @@ def _work_bytes(source: GgufFile, settings: EngineSettings, *, has_head: bool) -
     n_layers = _number(source, "block_count")
     n_heads = max((_number(source, "attention.head_count", layer) for layer in range(n_layers)), default=0)
     n_masks = 2 if _number(source, "attention.sliding_window") else 1
-    n_scores = 1.5 * n_masks if settings.flash_attention == "on" else n_heads + 2 * n_masks
+    n_scores = n_masks if _is_fused(settings, source) else n_heads + 2 * n_masks
     n_ff = max((_number(source, "feed_forward_length", layer) for layer in range(n_layers)), default=0)
     n_ff = max(n_ff, _number(source, "expert_feed_forward_length") * _number(source, "expert_used_count"))
     width = 2 * n_ff + 4 * _number(source, "embedding_length")
     n_outputs = settings.n_slots + settings.prefixes.n_cells_entries if has_head else 0
     n_vocab = source.tensors["token_embd.weight"].shape[-1] if "token_embd.weight" in source.tensors else 0
     return int(N_BATCH * _F32 * (n_scores * settings.n_ctx + width)) + n_outputs * n_vocab * _F32
+
+
+def _is_fused(settings: EngineSettings, source: GgufFile) -> bool:
+    """On a GPU "auto" may turn out to be plain, and is predicted as that; libllama has no fused attention for
+    Grok."""
+    attention = row_attention.chosen(settings.flash_attention, settings.kv_type)
+    if attention == "auto":
+        return not settings.n_gpu_layers and source.text("general.architecture") != "grok"
+    return attention == "on"
 
 
 def _number(source: GgufFile, key: str, layer: int = 0, default: int = 0) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 
+from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_workers.interposing import stand_before_libllama
 
 _library: ctypes.CDLL | None = None
@@ -32,6 +33,11 @@ def install() -> None:
 
 def is_installed() -> bool:
     return _library is not None
+
+
+def chosen(setting: FlashAttention, kv_type: KvType) -> FlashAttention:
+    """Fused attention is not taken by itself where it would give a row other bits alone than in a batch."""
+    return "off" if setting == "auto" and kv_type == "f16" and not is_installed() else setting
 
 
 def is_asked() -> bool:
