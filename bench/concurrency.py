@@ -7,20 +7,22 @@ Each answer is followed by one client from its own socket; figures are of the ti
 Rounds interleave servers and numbers of streams, so that the machine's drift hits all alike, and no prompt is
 asked twice. What of the processor a token takes, its share of a prompt of eight tokens included, counts
 daemon and worker; with one thread (`--threads 1`) other programs on the machine hardly change it.
-`--without-batching` adds a daemon that computes the same streams in turn.
+llama.cpp's server has as many slots as there are streams. `--without-batching` adds a daemon that computes
+the same streams in turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import numpy as np
 
 from bench.decode import half_billion
 from bench.figures import Figure, ratios, table, threads_suffix, write
-from bench.llama_server import add_option, llama_server
+from bench.llama_server import NAME, add_option, llama_server
 from bench.shapes import HALF_BILLION
 from bench.streamed import Endpoint, Together, ask_all, letters
 from bench.swarm_nodes import swarm_of
@@ -42,51 +44,80 @@ def measure(endpoint: Endpoint, n_streams: int, n_tokens: int, seed: int) -> dic
     return dict(zip(UNITS, (together.tokens_per_s, *times_ms.tolist()), strict=True))
 
 
-def start(arguments: argparse.Namespace, stack: ExitStack) -> list[Endpoint]:
+Servers = dict[str, Callable[[int], Endpoint]]
+"""By name: who answers so many streams."""
+
+
+def start(arguments: argparse.Namespace, stack: ExitStack) -> Servers:
     n_slots = max(arguments.streams)
     if arguments.model == "guide":
         gguf, n_layers = GUIDE_PATH, 12
     else:
         gguf, n_layers = half_billion(), HALF_BILLION.n_layers
-    common = {"n_threads": arguments.threads, "n_ctx": n_slots * CELLS_PER_STREAM}
-    slots = {"n_slots": n_slots, "max_concurrent_requests": n_slots}
-    swarm = stack.enter_context(swarm_of(1, gguf, n_layers, **common, **slots))
-    endpoints = [swarm.endpoint(OURS)]
-    if arguments.without_batching:
-        swarm = stack.enter_context(swarm_of(1, gguf, n_layers, **common, **slots, continuous_batching=False))
-        endpoints.append(swarm.endpoint(f"{OURS}, in turn"))
+
+    def daemon(name: str, **inference: object) -> Callable[[int], Endpoint]:
+        swarm = swarm_of(
+            1,
+            gguf,
+            n_layers,
+            n_threads=arguments.threads,
+            n_ctx=n_slots * CELLS_PER_STREAM,
+            n_slots=n_slots,
+            max_concurrent_requests=n_slots,
+            **inference,
+        )
+        endpoint = stack.enter_context(swarm).endpoint(name)
+        return lambda _: endpoint
+
+    servers: Servers = {}
     if arguments.llama_server is not None:
-        server = llama_server(arguments.llama_server, gguf, n_slots=n_slots, **common)
-        endpoints.append(stack.enter_context(server))
-    return endpoints
+        # One for each number of streams, with as many slots: what suits it best.
+        rivals = {
+            n: stack.enter_context(
+                llama_server(
+                    arguments.llama_server,
+                    gguf,
+                    n_threads=arguments.threads,
+                    n_ctx=n * CELLS_PER_STREAM,
+                    n_slots=n,
+                )
+            )
+            for n in arguments.streams
+        }
+        servers[NAME] = rivals.__getitem__
+    if arguments.without_batching:
+        servers[f"{OURS}, in turn"] = daemon(f"{OURS}, in turn", continuous_batching=False)
+    return servers | {OURS: daemon(OURS)}
 
 
 def run(arguments: argparse.Namespace) -> list[tuple[Figure, Figure | None]]:
     found: dict[tuple[str, int, str], Figure] = {}
     with ExitStack() as stack:
-        endpoints = start(arguments, stack)
-        for endpoint in endpoints:
-            prompts = [letters(N_PROMPT, seed) for seed in range(max(arguments.streams))]
-            ask_all(endpoint, prompts, 8)  # warm-up: page cache, graphs
+        servers = start(arguments, stack)
+        for n_streams in arguments.streams:
+            for server in servers.values():
+                prompts = [letters(N_PROMPT, seed) for seed in range(n_streams)]
+                ask_all(server(n_streams), prompts, 4)  # warm-up: page cache, graphs
         for index in range(arguments.rounds):
             for n_streams in arguments.streams:
-                for endpoint in endpoints:
-                    values = measure(endpoint, n_streams, arguments.tokens, 100 * (index + 1) + n_streams)
+                for name, server in servers.items():
+                    seed = 100 * (index + 1) + n_streams
+                    values = measure(server(n_streams), n_streams, arguments.tokens, seed)
                     for unit, value in values.items():
-                        name = f"{n_streams} stream{'s' if n_streams > 1 else ''}, {endpoint.name}"
-                        figure = found.setdefault((endpoint.name, n_streams, unit), Figure(name, unit))
+                        label = f"{n_streams} stream{'s' if n_streams > 1 else ''}, {name}"
+                        figure = found.setdefault((name, n_streams, unit), Figure(label, unit))
                         figure.values.append(value)
     rows: list[tuple[Figure, Figure | None]] = []
     for unit in UNITS:
         for n_streams in arguments.streams:
-            *rivals, ours = (found[each.name, n_streams, unit] for each in reversed(endpoints))
+            *rivals, ours = (found[name, n_streams, unit] for name in servers)
             rows += [(rival, None) for rival in rivals]
             rows.append((ours, ratios(ours, rivals[0]) if rivals else None))
-    for endpoint in endpoints:
-        alone = found[endpoint.name, arguments.streams[0], SPEED]
+    for name in servers:
+        alone = found[name, arguments.streams[0], SPEED]
         for n_streams in arguments.streams[1:]:
-            gain = ratios(found[endpoint.name, n_streams, SPEED], alone)
-            gain.name = f"{endpoint.name}: {n_streams} streams / {arguments.streams[0]}"
+            gain = ratios(found[name, n_streams, SPEED], alone)
+            gain.name = f"{name}: {n_streams} streams / {arguments.streams[0]}"
             rows.append((gain, None))
     return rows
 
