@@ -277,3 +277,30 @@ async def test_text_survives_the_way_to_tokens_and_back(tmp_path: Path) -> None:
         assert (await pool.tokenize(GUIDE, messages=messages, effort="none")).tolist() == tokens.tolist()
         # The worker is none the worse for it.
         assert (await pool.tokenize(GUIDE, messages=messages)).tolist() == tokens.tolist()
+
+
+async def test_kept_kv_goes_from_worker_to_worker(tmp_path: Path) -> None:
+    names, layers = b"".join(bytes([i]) * 32 for i in range(3)), LayerRange(0, 4)
+    tokens = np.random.default_rng(4).integers(300, 2000, 193).astype(np.int32)
+    async with real_pool(tmp_path / "a") as giving, real_pool(tmp_path / "b") as taking:
+        for pool in (giving, taking):
+            await pool.load(GUIDE, layers)
+        rows = await giving.embed(GUIDE, tokens)
+        known = {"layers": layers, "names": names, "scope": "s"}
+        assert await giving.name_prefix(GUIDE, request_id="r", **known) == 0
+        await giving.forward(GUIDE, request_id="r", layers=layers, position=0, tensor=rows, want="hidden")
+        await giving.release(GUIDE.model_id, "r")
+        snapshot, data = await giving.export_prefix(GUIDE, layers, names, "s")
+        assert snapshot.n_blocks == 3
+        with pytest.raises(WorkerError, match="digest"):
+            await taking.import_prefix(GUIDE, layers, names, snapshot, bytes(len(data)), "s")
+        assert await taking.import_prefix(GUIDE, layers, names, snapshot, bytes(data), "s") == 3
+        found = []
+        for pool in (giving, taking):
+            assert await pool.name_prefix(GUIDE, request_id="t", **known) == 3
+            result = await pool.forward(
+                GUIDE, request_id="t", layers=layers, position=192, tensor=rows[192:], want="hidden"
+            )
+            assert result.tensor is not None
+            found.append(result.tensor)
+        np.testing.assert_allclose(found[0], found[1], atol=1e-3)
