@@ -142,6 +142,14 @@ class InferenceTable:
     prefix_cache_min_tokens: Annotated[int, Meta(ge=1, le=65536)] = _setting(
         32, "A prompt that shares fewer tokens with an earlier one is computed anew."
     )
+    share_prefix_cache_with_peers: bool = _setting(
+        False,
+        "Announce hashes of the prompts whose KV is kept, of models that run here whole: tells peers that a "
+        "prompt with this beginning was seen here.",
+    )
+    cross_node_prefix_trust_min: Annotated[float, Meta(ge=0, le=1)] = _setting(
+        0.5, "Such announcements of nodes that are trusted less are not listed."
+    )
     kv_cache_ttl_secs: Seconds = _setting(600.0, "How long KV is kept that no request asks for.")
     session_timeout_seconds: Seconds = _setting(600.0, "The same for that of sessions (session_id).")
     n_threads: Annotated[int, Meta(ge=0, le=1024)] = _setting(

@@ -134,7 +134,8 @@ async def _open_rooms(
     settings = worker_settings(config, data_dir)
     pool = WorkerPool(settings, data_dir / "run", on_change=lambda: node.holdings_changed())
     async with pool.running(), trio.open_nursery() as nursery:
-        registry = Registry(router.node_id, trust.may_work)
+        trust_min = config.inference.cross_node_prefix_trust_min
+        registry = Registry(router.node_id, trust.may_work, lambda node_id: trust.score(node_id) >= trust_min)
         await nursery.start(follow_router, registry, router)
         observations = Observations()
         travel = Travel(
@@ -258,6 +259,7 @@ def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
         prefix_min_tokens=inference.prefix_cache_min_tokens,
         prefix_ttl_s=inference.kv_cache_ttl_secs,
         session_ttl_s=inference.session_timeout_seconds,
+        tell_prefixes=inference.share_prefix_cache_with_peers,
         max_model_bytes=int(config.resources.max_model_gib * 2**30),
         kv_type=inference.kv_type,
         flash_attention=inference.flash_attention,

@@ -40,15 +40,10 @@ from swarmllm_proto.ipc_prefix import (
     ImportPrefixSnapshot,
     PrefixFetchProbe,
     PrefixFetchResult,
+    PrefixManifestUpdate,
     PrefixSnapshotResponse,
 )
-from swarmllm_proto.ipc_resume import (  # noqa: F401
-    HoldRequest,
-    KeptRows,
-    ReadJournal,
-    Resumed,
-    ResumeRequest,
-)
+from swarmllm_proto.ipc_resume import HoldRequest, KeptRows, ReadJournal, Resumed, ResumeRequest  # noqa: F401
 from swarmllm_proto.ipc_ring import Arrived, CloseLinks, LinkLost, Relay, TakeLink, TakeSeat, Turned
 
 KvType = Literal["f16", "q8_0"]
@@ -84,6 +79,8 @@ class Open(DaemonMessage, frozen=True, tag=True):
     """How long KV is kept that nobody asks for."""
     session_ttl_s: Seconds = 600.0
     """The same for that of sessions."""
+    tell_prefixes: bool = False
+    """Say with PrefixManifestUpdate what is kept."""
     max_bytes: SizeBytes = 0
     """What layers may take by prediction; 0: what the machine has left."""
     kv_type: KvType = "f16"
@@ -393,6 +390,7 @@ AnyWorkerMessage: TypeAlias = (
     | Resumed
     | PrefixFetchResult
     | PrefixSnapshotResponse
+    | PrefixManifestUpdate
     | Error
     | Bye
 )

@@ -83,6 +83,14 @@ class PrefixSnapshotResponse(WorkerMessage, frozen=True, tag=True, kw_only=True)
     """BLAKE3 of the payload."""
 
 
+class PrefixManifestUpdate(WorkerMessage, frozen=True, tag=True, kw_only=True):
+    """Unasked, where the Open wanted it: which prompts' beginnings are kept of all layers now, where that has
+    changed. Payload: of each the hash of its last complete block, the most recently used first."""
+
+    n_blocks: Annotated[tuple[Annotated[int, Meta(ge=1, le=2**20)], ...], Meta(max_length=256)]
+    """Of each, in the order of the payload."""
+
+
 def join_names(names: Sequence[bytes]) -> bytes:
     return b"".join(names)
 

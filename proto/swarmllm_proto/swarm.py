@@ -38,6 +38,9 @@ from swarmllm_proto.swarm_base import ModelId as ModelId
 from swarmllm_proto.swarm_base import NodeId as NodeId
 from swarmllm_proto.swarm_base import ShortText as ShortText
 from swarmllm_proto.swarm_base import TensorName as TensorName
+from swarmllm_proto.swarm_prefix import PREFIX_MODELS_MAX
+from swarmllm_proto.swarm_prefix import KeptPrefix as KeptPrefix
+from swarmllm_proto.swarm_prefix import PrefixCacheAnnounce as PrefixCacheAnnounce
 from swarmllm_proto.swarm_resume import ReplayRows as ReplayRows
 from swarmllm_proto.swarm_resume import StageRows as StageRows
 from swarmllm_proto.swarm_vision import VisionEncodeRequest as VisionEncodeRequest
@@ -151,6 +154,8 @@ class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     models: Annotated[tuple[ShardAnnounce, ...], Meta(max_length=256)] = ()
     capability: NodeCapability = NodeCapability()
     files: Annotated[tuple[FileAnnounce, ...], Meta(max_length=256)] = ()
+    prefix_caches: Annotated[tuple[PrefixCacheAnnounce, ...], Meta(max_length=PREFIX_MODELS_MAX)] = ()
+    """Only where its user wants others to know."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):

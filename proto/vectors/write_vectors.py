@@ -118,6 +118,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             prefix_min_tokens=64,
             prefix_ttl_s=60.5,
             session_ttl_s=3600.0,
+            tell_prefixes=True,
             max_bytes=2**36,
             kv_type="q8_0",
             flash_attention="on",
@@ -297,6 +298,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ),
     ("done", ipc.Done(id=10), b""),
     ("resumed", ipc.Resumed(id=22, kept=(ipc.KeptRows(130, 128), ipc.KeptRows())), b""),
+    ("prefix-manifest-update", ipc.PrefixManifestUpdate(n_blocks=(3, 1)), bytes(range(64))),
     ("prefix-fetch-result", ipc.PrefixFetchResult(id=15, n_blocks=2), b""),
     (
         "prefix-snapshot-response",
@@ -434,6 +436,12 @@ RECORD = swarm.NodeRecord(
     files=(
         swarm.FileAnnounce(
             model_id=MODEL_ID, name="guide", n_layers=12, layers=((0, 4),), embedding=True, head=True
+        ),
+    ),
+    prefix_caches=(
+        swarm.PrefixCacheAnnounce(
+            model_id=MODEL_ID,
+            prefixes=(swarm.KeptPrefix(bytes(range(32)), 3), swarm.KeptPrefix(bytes(range(32, 64)), 1)),
         ),
     ),
 )

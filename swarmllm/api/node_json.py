@@ -149,6 +149,7 @@ def peer_json(view: PeerView) -> Json:
         "bytes_received": info.bytes_received,
         "bytes_per_s": None if info.bytes_per_s is None else round(info.bytes_per_s),
         "damaged_jobs": view.n_damaged,
+        "announced_prefixes": view.n_prefixes,
         "trust": round(view.trust, 4),
         "connected_s": round(trio.current_time() - info.connected_since, 3),
         "memory_total_bytes": capability.memory_total_bytes,

@@ -74,6 +74,8 @@ def _overview(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "traffic", f"{size(link['bytes_sent'])} sent, {size(link['bytes_received'])} received{speed}"
         if link["damaged_jobs"]:
             yield "", f"{link['damaged_jobs']} jobs arrived damaged and were sent again"
+        if link["announced_prefixes"]:
+            yield "keeps", f"the KV of {link['announced_prefixes']} prompts' beginnings"
         for address in link["addresses"]:
             yield "address", address
     why = f"{trust['listed']} by the settings" if trust["listed"] else "0.50 is where everybody starts"

@@ -27,6 +27,7 @@ class Acquaintances:
                 self._registry.node(info.node_id),
                 self._trust.score(info.node_id),
                 self._trust.count(info.node_id, Deed.DAMAGED),
+                self._registry.n_prefixes(info.node_id),
             )
             for info in self._router.peers()
         )

@@ -17,6 +17,7 @@ from swarmllm import __version__
 from swarmllm.models import Catalogue, LayerRange
 from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import float_among, is_news
+from swarmllm.node.prefix_sharing import prefix_announcements
 from swarmllm.node.speed_probe import machine_speed
 from swarmllm.scheduling.observation import Observations
 from swarmllm.swarm.registry import Registry
@@ -24,7 +25,7 @@ from swarmllm.swarm.router import Router
 from swarmllm.travel import Travel
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import encode_record
-from swarmllm_proto.swarm import FileAnnounce, NodeCapability, NodeRecord, ShardAnnounce
+from swarmllm_proto.swarm import FileAnnounce, NodeCapability, NodeRecord, PrefixCacheAnnounce, ShardAnnounce
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -36,8 +37,8 @@ know load from five seconds ago all run to the same nodes, and requests take thr
 could; from one second ago, half as long again."""
 FLOAT_S = 5.0
 """How often this node looks where it is among the others, and what it holds, without being told to."""
-Holdings = tuple[tuple[ShardAnnounce, ...], tuple[FileAnnounce, ...]]
-"""(layers ready to run, files to give)"""
+Holdings = tuple[tuple[ShardAnnounce, ...], tuple[FileAnnounce, ...], tuple[PrefixCacheAnnounce, ...]]
+"""(layers ready to run, files to give, prompts' beginnings whose KV is kept)"""
 
 
 class Herald:
@@ -107,7 +108,7 @@ class Herald:
             if holdings != self._published or is_news(self._capability, capability):
                 self._sequence += 1
                 await self._router.publish(encode_record(self._record(holdings, capability)))
-                ready, files = holdings
+                ready, files, _ = holdings
                 names = {each.model_id: each.name for each in ready} | {f.model_id: f.name for f in files}
                 self._travel.announce_far(names.items())
                 self._published, self._capability = holdings, capability
@@ -127,7 +128,9 @@ class Herald:
             for model_id in sorted({*held, *self._placing.model_ids})
             if model_id in entries and (model_id in held or self._placing.loading(model_id))
         )
-        return ready, self._travel.announcements(entries.values())
+        # No call of `look` follows a request: what is kept changes with each, and is told every FLOAT_S.
+        kept = prefix_announcements(self._pool.kept_prefixes(), ready)
+        return ready, self._travel.announcements(entries.values()), kept
 
     def _record(self, holdings: Holdings, capability: NodeCapability) -> NodeRecord:
         return NodeRecord(
@@ -139,6 +142,7 @@ class Herald:
             models=holdings[0],
             capability=capability,
             files=holdings[1],
+            prefix_caches=holdings[2],
         )
 
 

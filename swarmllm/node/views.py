@@ -61,6 +61,8 @@ class PeerView:
     trust: float
     n_damaged: int = 0
     """Jobs that arrived from it with a wrong digest, and so were sent again."""
+    n_prefixes: int = 0
+    """Prompts' beginnings of which it announces the KV, where it is trusted enough."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ applied last counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmllm.models.layers import LayerRange
+from swarmllm.swarm.prefix_index import PrefixIndex, PrefixMatch
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
@@ -37,10 +38,18 @@ class SwarmModel:
 
 
 class Registry:
-    def __init__(self, node_id: str, may_work: Callable[[str], bool] = lambda node_id: True) -> None:
-        """`may_work(node_id)`: whether what that node offers counts (see trust.py)."""
+    def __init__(
+        self,
+        node_id: str,
+        may_work: Callable[[str], bool] = lambda node_id: True,
+        may_share: Callable[[str], bool] = lambda node_id: True,
+    ) -> None:
+        """`may_work(node_id)`: whether what that node offers counts (see trust.py); `may_share(node_id)`:
+        whether what it says of kept KV does."""
         self._node_id = node_id
         self._may_work = may_work
+        self._may_share = may_share
+        self._prefixes = PrefixIndex()
         self._records: dict[str, NodeRecord] = {}
         self._connected: frozenset[str] = frozenset()
 
@@ -56,10 +65,12 @@ class Registry:
         if decoded.node_id != node_id:
             raise BadMessage("node_id", f"{node_id} may not write the record of {decoded.node_id}")
         self._records[node_id] = decoded
+        self._prefixes.put(node_id, decoded.prefix_caches)
         return decoded
 
     def forget(self, node_id: str) -> None:
         self._records.pop(node_id, None)
+        self._prefixes.forget(node_id)
 
     def set_connected(self, node_ids: Iterable[str]) -> None:
         self._connected = frozenset(node_ids)
@@ -118,6 +129,18 @@ class Registry:
             if node_id != self._node_id:
                 files.setdefault(announced.model_id, {})[node_id] = announced
         return files
+
+    def holders_of_prefix(self, model_id: str, hashes: Sequence[bytes]) -> PrefixMatch:
+        """The longest beginning of a prompt, whose complete blocks have these hashes, of which other
+        connected nodes that are trusted enough announce the KV, and those nodes."""
+        return self._prefixes.longest(model_id, hashes, self._shares)
+
+    def n_prefixes(self, node_id: str) -> int:
+        """Prompts' beginnings of which that node announces the KV; 0 where its word does not count."""
+        return self._prefixes.count(node_id) if self._shares(node_id) else 0
+
+    def _shares(self, node_id: str) -> bool:
+        return node_id != self._node_id and self._counts(node_id) and self._may_share(node_id)
 
     def _announced_files(self) -> Iterable[tuple[str, FileAnnounce]]:
         for node_id, record in self._records.items():

@@ -212,6 +212,7 @@ class HostedModel:
                 prefix_min_tokens=settings.prefix_min_tokens,
                 prefix_ttl_s=settings.prefix_ttl_s,
                 session_ttl_s=settings.session_ttl_s,
+                tell_prefixes=settings.tell_prefixes,
                 max_bytes=settings.max_model_bytes,
                 kv_type=settings.kv_type,
                 flash_attention=settings.flash_attention,

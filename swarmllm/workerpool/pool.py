@@ -51,6 +51,7 @@ from swarmllm_proto.ipc import (
     Generate,
     LayerResult,
     Opened,
+    PrefixManifestUpdate,
     ReleaseRequestKv,
     Sampling,
     Text,
@@ -86,6 +87,7 @@ class WorkerPool(HoldingCalls, PrefixCalls, CutCheckCalls, ResumeCalls):
         self._command = command
         self._on_change = on_change or (lambda: None)
         self._hosted = {}
+        self._manifests = {}
         self._nursery: trio.Nursery | None = None
         self._socket_dir = runtime_dir
         self.ring = RingCalls(self._worker)
@@ -110,6 +112,7 @@ class WorkerPool(HoldingCalls, PrefixCalls, CutCheckCalls, ResumeCalls):
         finally:
             self._nursery = None
             self._hosted.clear()
+            self._manifests.clear()
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
 
@@ -310,7 +313,11 @@ class WorkerPool(HoldingCalls, PrefixCalls, CutCheckCalls, ResumeCalls):
 
     def _notice(self, model_id: str, worker: Worker, message: AnyWorkerMessage, payload: memoryview) -> None:
         # What the last worker had to say concerns nobody any more.
-        if self.on_notice is not None and worker is self._worker(model_id):
+        if worker is not self._worker(model_id):
+            return
+        if isinstance(message, PrefixManifestUpdate):
+            self._keep_manifest(model_id, worker, message, payload)
+        elif self.on_notice is not None:
             self.on_notice(model_id, message, payload)
 
     def _background(self, work: Callable[[], Awaitable[T]]) -> Background[T]:

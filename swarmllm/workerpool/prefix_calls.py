@@ -7,21 +7,48 @@ from abc import ABC, abstractmethod
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.hosted import HostedModel
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm.workerpool.worker import Worker
+from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.frames import Payload, as_pieces
 from swarmllm_proto.ipc import (
     ExportPrefixSnapshot,
     ImportPrefixSnapshot,
     PrefixFetchProbe,
     PrefixFetchResult,
+    PrefixManifestUpdate,
     PrefixSnapshotResponse,
 )
+from swarmllm_proto.ipc_prefix import split_names
+from swarmllm_proto.swarm_prefix import KeptPrefix
 
 
 class PrefixCalls(ABC):
     _settings: WorkerSettings
+    _manifests: dict[str, tuple[Worker, tuple[KeptPrefix, ...]]]
+    """By model id, what which worker said last."""
+
+    @abstractmethod
+    def _worker(self, model_id: str) -> Worker | None: ...
 
     @abstractmethod
     def _host(self, model: ModelFile) -> HostedModel: ...
+
+    def kept_prefixes(self) -> dict[str, tuple[KeptPrefix, ...]]:
+        """By model id, the beginnings of prompts of which workers that are up have the KV, the most recently
+        used first; nothing where the settings do not want it told."""
+        return {
+            model_id: kept
+            for model_id, (worker, kept) in self._manifests.items()
+            if worker is self._worker(model_id)
+        }
+
+    def _keep_manifest(
+        self, model_id: str, worker: Worker, message: PrefixManifestUpdate, payload: memoryview
+    ) -> None:
+        names = split_names(payload)
+        if len(names) != len(message.n_blocks):
+            raise BadMessage("n_blocks", f"{len(message.n_blocks)} numbers for {len(names)} names")
+        self._manifests[model_id] = worker, tuple(map(KeptPrefix, names, message.n_blocks))
 
     async def name_prefix(
         self, model: ModelFile, *, request_id: str, layers: LayerRange, names: bytes, scope: str

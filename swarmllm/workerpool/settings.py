@@ -90,6 +90,8 @@ class WorkerSettings:
     """How long KV is kept that nobody asks for."""
     session_ttl_s: float = 600.0
     """The same for that of sessions."""
+    tell_prefixes: bool = False
+    """Workers say what they keep, for other nodes to know (`kept_prefixes`)."""
     journal_max_bytes: int = 2**28
     """Host memory for rows that running requests have sent on to the next stage."""
     max_model_bytes: int = 0

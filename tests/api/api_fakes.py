@@ -38,7 +38,7 @@ from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerStatistics
 from swarmllm.workerpool.settings import ModelMemory
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.ipc import Sampling, TokenLogprob
-from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
+from swarmllm_proto.swarm import KeptPrefix, NodeRecord, ShardAnnounce
 
 
 @dataclass
@@ -147,6 +147,9 @@ class FakePool:
         self.held: dict[str, tuple[LayerRange, ...]] = {}
         self.failure: SwarmLLMError | None = None
         self.options: dict[str, LoadOptions] = {}
+
+    def kept_prefixes(self) -> dict[str, tuple[KeptPrefix, ...]]:
+        return {}
 
     async def load(
         self, model: Any, layers: LayerRange, progress: Any, options: LoadOptions = AS_CONFIGURED

@@ -95,6 +95,7 @@ PEER: dict[str, Any] = {
     "connected_s": 12.0,
     "bytes_per_s": 250_000_000,
     "damaged_jobs": 2,
+    "announced_prefixes": 3,
     "trust": 0.5,
     "models": [{"name": "guide", "model_id": "ab" * 32, "layers": ["4:12"]}],
 }

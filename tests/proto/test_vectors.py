@@ -141,7 +141,13 @@ def test_every_message_of_the_protocol_has_a_golden_file() -> None:
 def test_every_field_takes_another_value_than_its_default_in_some_golden_file() -> None:
     messages = [message for _, message, _ in (*script.IPC_MESSAGES, *script.JOB_MESSAGES)]
     messages += [script.RECORD, script.REQUEST, script.RESPONSE, script.RECORD.capability, script.SAMPLING]
-    messages += [script.FETCH_PIECE, script.PIECE, *script.RECORD.files, script.VISION_ENCODE]
+    messages += [
+        script.FETCH_PIECE,
+        script.PIECE,
+        *script.RECORD.files,
+        *script.RECORD.prefix_caches,
+        script.VISION_ENCODE,
+    ]
     messages += [script.FETCH_DIGESTS, script.DIGESTS, *script.FETCH_DIGESTS.known]
     unseen = {(type(m).__name__, name) for m in messages for name in type(m).__struct_fields__}
     for message in messages:
@@ -158,5 +164,7 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
             if name not in defaults or value != defaults[name]
         }
     # `v` moves with the protocol; the digest is filled in by the encoder; what nobody asked for has id 0.
-    unasked = {(name, "id") for name in ("Ready", "Arrived", "Relay", "Turned", "LinkLost")}
+    unasked = {
+        (name, "id") for name in ("Ready", "Arrived", "Relay", "Turned", "LinkLost", "PrefixManifestUpdate")
+    }
     assert {pair for pair in unseen if pair[1] not in ("v", "digest")} == unasked

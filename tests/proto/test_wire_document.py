@@ -34,7 +34,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *(swarm.NodeRecord, swarm.ShardAnnounce, swarm.NodeCapability),
     *(swarm.ObservedLatency, swarm.ObservedLink, swarm.NetworkCoordinate),
     *(swarm.PipelineAssignment, swarm.Stage, swarm.PipelineAck, swarm.StageTiming, swarm.StageBlocks),
-    swarm.StageRows,
+    *(swarm.StageRows, swarm.PrefixCacheAnnounce, swarm.KeptPrefix),
     *(swarm.FileAnnounce, swarm.FetchPiece, swarm.Piece, swarm.Outline),
     *(file_digests.FetchDigests, file_digests.Digests, file_digests.DigestRun),
     *(swarm.ProbeStage, swarm.StageState),

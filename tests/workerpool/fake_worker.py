@@ -70,6 +70,10 @@ def obey(order: str, call_id: int) -> bool:
         connection.sendall(b"\xff\xff\xff\xff")
     if order == "stranger":
         send(ipc.Done(id=call_id + 1000))
+    if order == "keeps-two":
+        send(ipc.PrefixManifestUpdate(n_blocks=(2, 1)), bytes(64))
+    if order == "counts-wrong":
+        send(ipc.PrefixManifestUpdate(n_blocks=(2, 1)), bytes(32))
     if order == "wrong-answer":
         send(ipc.Tokens(id=call_id))
     if order == "context-full":
@@ -81,7 +85,16 @@ def obey(order: str, call_id: int) -> bool:
         sys.exit(1)
     if order == "hang":
         time.sleep(60)
-    return order in ("garbage", "oversized", "stranger", "wrong-answer", "context-full", "no-slot", "ignore")
+    return order in (
+        "garbage",
+        "oversized",
+        "counts-wrong",
+        "stranger",
+        "wrong-answer",
+        "context-full",
+        "no-slot",
+        "ignore",
+    )
 
 
 def handle(frame: Frame) -> None:

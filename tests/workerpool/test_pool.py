@@ -16,6 +16,7 @@ from swarmllm.errors import BadModel, Conflict, ContextFull, Overloaded, WorkerD
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool import WorkerPool, WorkerSettings
 from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import KeptPrefix
 
 # Each test spawns processes, and a Python process takes a quarter of a second to start.
 pytestmark = pytest.mark.slow
@@ -134,6 +135,18 @@ async def test_what_is_unloaded_while_the_worker_is_dead_does_not_come_back(tmp_
         assert pool.statistics()[0].n_starts == n_starts
 
 
+async def test_what_a_worker_keeps_is_known_while_it_lives(tmp_path: Path) -> None:
+    async with fake_pool(tmp_path) as pool:
+        await forward(pool)
+        assert pool.kept_prefixes() == {}
+        await forward(pool, "keeps-two")
+        kept = KeptPrefix(bytes(32), 2), KeptPrefix(bytes(32), 1)
+        assert pool.kept_prefixes() == {MODEL.model_id: kept}
+        with pytest.raises(WorkerDied):
+            await forward(pool, "die")
+        assert pool.kept_prefixes() == {}
+
+
 @pytest.mark.parametrize(
     ("order", "reason"),
     [
@@ -141,6 +154,7 @@ async def test_what_is_unloaded_while_the_worker_is_dead_does_not_come_back(tmp_
         ("garbage", "sent a broken message (message: "),
         ("oversized", "sent a broken message (header: 4294967295 bytes"),
         ("stranger", "sent a broken message (id: "),
+        ("counts-wrong", "sent a broken message (n_blocks: 2 numbers for 1 names"),
         ("wrong-answer", "sent a broken message (type: Tokens answers a call that expects LayerResult)"),
     ],
 )

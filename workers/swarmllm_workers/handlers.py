@@ -25,6 +25,7 @@ from swarmllm_workers.load_handlers import LoadHandlers
 from swarmllm_workers.opening import engine_settings, speculation_settings
 from swarmllm_workers.planner import Planner
 from swarmllm_workers.prefix_handlers import PrefixHandlers
+from swarmllm_workers.prefix_manifest import PrefixManifest
 from swarmllm_workers.ring import Ring, Seat, Watch
 from swarmllm_workers.ring_work import RingWork
 from swarmllm_workers.runner import Runner
@@ -48,6 +49,7 @@ class Handlers:
         self.ring = Ring(send, self._forward_by_link, watch)
         self._arrived_at = 0.0
         self._engine: Engine | None = None
+        self._manifest: PrefixManifest | None = None
         self._runner: Runner | None = None
         self._speculation: Speculation | None = None
         self._decodings: dict[str, Decoding] = {}
@@ -85,14 +87,20 @@ class Handlers:
         of a ring (what has expired is dropped, what is due is told); not at all with work, and a moment where
         all of that waits for room."""
         if self._runner is not None and self._runner.has_work:
+            self._tell_prefixes()
             return STARVED_MS if self._runner.is_starved else 0
         if self._engine is None:
             return None
         until_s = self._engine.expire()
+        self._tell_prefixes()
         sleeps_ms = [SLEEP_MAX_MS if until_s is None else min(int(until_s * 1000) + 1, SLEEP_MAX_MS)]
         if (news_ms := self.ring.tell_news()) is not None:
             sleeps_ms.append(news_ms)
         return min(sleeps_ms)
+
+    def _tell_prefixes(self) -> None:
+        if self._manifest is not None and self._engine is not None:
+            self._manifest.tell(self._engine.prefixes)
 
     def step(self) -> None:
         """One round of the works in progress."""
@@ -142,6 +150,7 @@ class Handlers:
             owns_path=message.owns_path,
         )
         self._engine = engine
+        self._manifest = PrefixManifest(self._send) if message.tell_prefixes else None
         self.ring.has_spare_core = engine.settings.n_threads < len(os.sched_getaffinity(0))
         self._speculation = Speculation(engine, speculation_settings(message))
         self._runner = Runner(engine, Planner(batching=message.continuous_batching), self._answer_work)

@@ -49,6 +49,11 @@ class PrefixCache:
         """Host memory in use."""
         return self._index.n_bytes
 
+    @property
+    def n_changes(self) -> int:
+        """Entries that came or went, ever."""
+        return self._index.n_changes
+
     def n_free(self, where: Segments) -> int:
         """KV rows that every segment has left."""
         return min(self._n_ctx - segment.n_rows for segment in where)

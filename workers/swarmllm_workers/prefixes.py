@@ -93,6 +93,8 @@ class Prefixes:
         self._settings = settings
         self._free = list(range(first, first + settings.n_cells_entries))
         self._kept: list[Kept] = []
+        self.n_changes = 0
+        """Entries that came or went, ever."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -152,6 +154,7 @@ class Prefixes:
     def add(self, kept: Kept) -> list[Kept]:
         """`kept` has a sequence of `take_sequence`, or states."""
         self._kept.append(kept)
+        self.n_changes += 1
         return self._trim()
 
     def take_sequence(self) -> int:
@@ -204,6 +207,7 @@ class Prefixes:
     def _dropped(self, gone: list[Kept]) -> list[Kept]:
         for kept in gone:
             self._kept.remove(kept)
+            self.n_changes += 1
             if kept.sequence is not None:
                 self._release(kept.sequence)
         return gone

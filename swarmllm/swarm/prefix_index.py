@@ -1,0 +1,69 @@
+"""Which node has said that it kept the KV of which prompts' beginnings.
+
+Pure. A node's last word replaces what it said before, and only so much of it is taken: what the index holds
+is bounded by the number of nodes, whatever they send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from swarmllm_proto.swarm import PrefixCacheAnnounce
+
+NODE_PREFIXES_MAX: Final = 64
+"""Of one node, all its models together."""
+NODES_MAX: Final = 4096
+"""As many as there are records; who comes after them is not listed."""
+Beginning = tuple[str, bytes, int]
+"""(model id, hash of the last block, number of blocks)"""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    n_blocks: int = 0
+    """0: nobody has any of it."""
+    node_ids: frozenset[str] = frozenset()
+
+
+class PrefixIndex:
+    def __init__(self, nodes_max: int = NODES_MAX) -> None:
+        self._nodes_max = nodes_max
+        self._by_node: dict[str, tuple[Beginning, ...]] = {}
+        self._nodes_of: dict[Beginning, set[str]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_node.values()))
+
+    def put(self, node_id: str, announced: Sequence[PrefixCacheAnnounce]) -> None:
+        """All that the node says now."""
+        self.forget(node_id)
+        said = ((each.model_id, kept.hash, kept.n_blocks) for each in announced for kept in each.prefixes)
+        beginnings = tuple(islice(dict.fromkeys(said), NODE_PREFIXES_MAX))
+        if not beginnings or len(self._by_node) >= self._nodes_max:
+            return
+        self._by_node[node_id] = beginnings
+        for beginning in beginnings:
+            self._nodes_of.setdefault(beginning, set()).add(node_id)
+
+    def forget(self, node_id: str) -> None:
+        for beginning in self._by_node.pop(node_id, ()):
+            nodes = self._nodes_of[beginning]
+            nodes.remove(node_id)
+            if not nodes:
+                del self._nodes_of[beginning]
+
+    def count(self, node_id: str) -> int:
+        """Beginnings that the node has announced."""
+        return len(self._by_node.get(node_id, ()))
+
+    def longest(self, model_id: str, hashes: Sequence[bytes], counts: Callable[[str], bool]) -> PrefixMatch:
+        """The most of a prompt's complete blocks (`hashes`, see swarmllm_proto.blocks) of which some node
+        that `counts` has all, and those nodes."""
+        for n_blocks in range(len(hashes), 0, -1):
+            nodes = self._nodes_of.get((model_id, hashes[n_blocks - 1], n_blocks), ())
+            if found := frozenset(node_id for node_id in nodes if counts(node_id)):
+                return PrefixMatch(n_blocks, found)
+        return PrefixMatch()
