@@ -9,8 +9,9 @@ the longest common prefix is found by comparing lists. Model and layer range are
 the same tokens differs between models and between ranges. Tokens after the last complete block have no name:
 KV is shared in whole blocks only.
 
-What is named to other nodes begins with a keyed hash of the root instead, so that nobody can look up a prompt
-that was guessed.
+What is named to the stages of a request begins with a keyed hash of the root instead, so that nobody can look
+up a prompt that was guessed. Only what a node announces because its user wants it to (see `swarm_prefix`)
+begins with the root itself.
 """
 
 from __future__ import annotations
