@@ -2,7 +2,7 @@
 
     python -m bench.convergence --hosts 3 10 50 --in-memory 1000
 
-All hosts run in one process, which is one core: with fifty, the handshakes of 1225 pairs are most of it.
+The real hosts share one process per core: with fifty, the handshakes of 1225 pairs are most of what they do.
 Nodes are told the address of the first one only. Measured are the times until each node is connected to all
 others and has all records, and until a new record of one node has reached all.
 """
@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,47 +31,107 @@ from swarmllm.swarm.settings import SwarmSettings
 DEADLINE_S = 300.0
 LOOK_EVERY_S = 0.02
 LATENCY_S = 0.02
+NEWS = b"news"
 
 
-async def everywhere(routers: Sequence[Router], writer: Router, record: bytes) -> None:
+async def everywhere(routers: Sequence[Router]) -> None:
     with trio.fail_after(DEADLINE_S):
         for router in routers:
-            while router.records().get(writer.node_id) != record:  # noqa: ASYNC110 (one look per node and turn)
+            while NEWS not in router.records().values():  # noqa: ASYNC110 (one look per node and turn)
                 await trio.sleep(LOOK_EVERY_S)
 
 
-async def complete(routers: Sequence[Router]) -> None:
+async def complete(routers: Sequence[Router], n_nodes: int) -> None:
     with trio.fail_after(DEADLINE_S):
         for router in routers:
-            while len(router.connected()) < len(routers) - 1 or len(router.records()) < len(routers):  # noqa: ASYNC110
+            while len(router.connected()) < n_nodes - 1 or len(router.records()) < n_nodes:  # noqa: ASYNC110
                 await trio.sleep(LOOK_EVERY_S)
 
 
-async def real_hosts(n_hosts: int, folder: Path) -> tuple[float, float]:
-    """(seconds until complete, seconds until news of one reached all)"""
+async def some_hosts(n_mine: int, n_nodes: int, bootstrap: tuple[str, ...], folder: Path) -> None:
+    """One process of several; it and `real_hosts` talk in lines."""
     routers: list[Libp2pRouter] = []
 
     async def run(index: int, *, task_status: trio.TaskStatus[Libp2pRouter]) -> None:
-        bootstrap = routers[0].addresses if routers else ()
-        settings = SwarmSettings(folder / str(index), "127.0.0.1", 0, 0, bootstrap=bootstrap, mdns=False)
+        known = bootstrap or (routers[0].addresses if routers else ())
+        settings = SwarmSettings(folder / str(index), "127.0.0.1", 0, 0, bootstrap=known, mdns=False)
         async with open_libp2p_router(settings) as router:
-            await router.publish(b"%d" % index)
+            await router.publish(b"%d %d" % (os.getpid(), index))
             task_status.started(router)
             await trio.sleep_forever()
 
     async with trio.open_nursery() as nursery:
         routers.append(await nursery.start(run, 0))
-        start_s = time.perf_counter()
-        for index in range(1, n_hosts):
+        print(*routers[0].addresses, flush=True)
+        for index in range(1, n_mine):
             routers.append(await nursery.start(run, index))  # noqa: PERF401 (each reads the list)
-        await complete(routers)
+        await complete(routers, n_nodes)
+        print("complete", flush=True)
+        if await trio.to_thread.run_sync(sys.stdin.readline) == "publish\n":
+            await routers[-1].publish(NEWS)
+        await everywhere(routers)
+        print("known", flush=True)
+        await trio.to_thread.run_sync(sys.stdin.readline)
+        nursery.cancel_scope.cancel()
+
+
+def real_hosts(n_hosts: int, n_processes: int, folder: Path) -> tuple[float, float]:
+    """(seconds until complete, seconds until news of one reached all)"""
+    n_processes = min(n_processes, n_hosts)
+    processes: list[subprocess.Popen[str]] = []
+    bootstrap: list[str] = []
+
+    def answers(expected: str) -> None:
+        for process in processes:
+            assert process.stdout is not None
+            answer = process.stdout.readline().strip()
+            if answer != expected:
+                raise SystemExit(f"{n_hosts} hosts: not {expected} after {DEADLINE_S:.0f} s")
+
+    def tell(process: subprocess.Popen[str], line: str) -> None:
+        assert process.stdin is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+
+    try:
+        start_s = time.perf_counter()
+        for index in range(n_processes):
+            n_mine = n_hosts * (index + 1) // n_processes - n_hosts * index // n_processes
+            own = folder / str(index)
+            command = [
+                sys.executable,
+                "-m",
+                "bench.convergence",
+                "--part",
+                str(n_mine),
+                str(n_hosts),
+                str(own),
+            ]
+            process = subprocess.Popen(
+                [*command, *bootstrap], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            processes.append(process)
+            assert process.stdout is not None
+            addresses = process.stdout.readline().split()
+            if not bootstrap:
+                start_s = time.perf_counter()
+                bootstrap = addresses
+        answers("complete")
         complete_s = time.perf_counter() - start_s
         start_s = time.perf_counter()
-        await routers[-1].publish(b"news")
-        await everywhere(routers, routers[-1], b"news")
+        for process in processes:
+            tell(process, "publish" if process is processes[-1] else "wait")
+        answers("known")
         news_s = time.perf_counter() - start_s
-        nursery.cancel_scope.cancel()
-    return complete_s, news_s
+        for process in processes:
+            tell(process, "leave")
+        for process in processes:
+            process.wait(30)
+        return complete_s, news_s
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 async def in_memory(n_nodes: int) -> tuple[float, float]:
@@ -78,11 +141,11 @@ async def in_memory(n_nodes: int) -> tuple[float, float]:
         routers = [network.add(f"node-{index}") for index in range(n_nodes)]
         for router in routers:
             await router.publish(router.node_id.encode())
-        await complete(routers)
+        await complete(routers, n_nodes)
         complete_s = trio.current_time() - start_s
         start_s = trio.current_time()
-        await routers[-1].publish(b"news")
-        await everywhere(routers, routers[-1], b"news")
+        await routers[-1].publish(NEWS)
+        await everywhere(routers)
         return complete_s, trio.current_time() - start_s
 
 
@@ -90,14 +153,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, nargs="*", default=[3, 10, 50])
     parser.add_argument("--in-memory", type=int, default=1000)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
+    if arguments.part:
+        n_mine, n_nodes, folder, *bootstrap = arguments.part
+        trio.run(some_hosts, int(n_mine), int(n_nodes), tuple(bootstrap), Path(folder))
+        return
     print("| nodes | of | all know all, s | news of one known to all, s | wall clock s |")
     print("|---|---|---|---|---|")
     for n_hosts in arguments.hosts:
         start_s = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            complete_s, news_s = trio.run(real_hosts, n_hosts, Path(folder))
+            complete_s, news_s = real_hosts(n_hosts, arguments.processes, Path(folder))
         wall_s = time.perf_counter() - start_s
         print(
             f"| {n_hosts} | real hosts, loopback | {complete_s:.2f} | {news_s:.2f} | {wall_s:.0f} |",
