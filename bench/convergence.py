@@ -4,7 +4,8 @@
 
 The real hosts share one process per core: with fifty, the handshakes of 1225 pairs are most of what they do.
 Nodes are told the address of the first one only. Measured are the times until each node is connected to all
-others and has all records, and until a new record of one node has reached all.
+others and has all records, and until a new record of one node has reached all. `--joining N`: N hosts in one
+process join one after the other, each when the swarm is complete again; the time is that of the last one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import trio
@@ -48,23 +50,26 @@ async def complete(routers: Sequence[Router], n_nodes: int) -> None:
                 await trio.sleep(LOOK_EVERY_S)
 
 
+async def run_host(
+    folder: Path, bootstrap: tuple[str, ...], *, task_status: trio.TaskStatus[Libp2pRouter]
+) -> None:
+    settings = SwarmSettings(folder, "127.0.0.1", 0, 0, bootstrap=bootstrap, mdns=False)
+    async with open_libp2p_router(settings) as router:
+        await router.publish(str(folder).encode())
+        task_status.started(router)
+        await trio.sleep_forever()
+
+
 async def some_hosts(n_mine: int, n_nodes: int, bootstrap: tuple[str, ...], folder: Path) -> None:
     """One process of several; it and `real_hosts` talk in lines."""
     routers: list[Libp2pRouter] = []
 
-    async def run(index: int, *, task_status: trio.TaskStatus[Libp2pRouter]) -> None:
-        known = bootstrap or (routers[0].addresses if routers else ())
-        settings = SwarmSettings(folder / str(index), "127.0.0.1", 0, 0, bootstrap=known, mdns=False)
-        async with open_libp2p_router(settings) as router:
-            await router.publish(b"%d %d" % (os.getpid(), index))
-            task_status.started(router)
-            await trio.sleep_forever()
-
     async with trio.open_nursery() as nursery:
-        routers.append(await nursery.start(run, 0))
-        print(*routers[0].addresses, flush=True)
-        for index in range(1, n_mine):
-            routers.append(await nursery.start(run, index))  # noqa: PERF401 (each reads the list)
+        for index in range(n_mine):
+            routers.append(await nursery.start(run_host, folder / str(index), bootstrap))
+            if index == 0:
+                print(*routers[0].addresses, flush=True)
+                bootstrap = bootstrap or routers[0].addresses
         await complete(routers, n_nodes)
         print("complete", flush=True)
         if await trio.to_thread.run_sync(sys.stdin.readline) == "publish\n":
@@ -134,6 +139,26 @@ def real_hosts(n_hosts: int, n_processes: int, folder: Path) -> tuple[float, flo
             process.wait()
 
 
+async def joining(n_hosts: int, folder: Path) -> tuple[float, float]:
+    """(seconds until the last of them was complete, seconds until its news reached all)"""
+    routers: list[Libp2pRouter] = []
+
+    async with trio.open_nursery() as nursery:
+        complete_s = 0.0
+        for index in range(n_hosts):
+            start_s = time.perf_counter()
+            bootstrap = routers[0].addresses if routers else ()
+            routers.append(await nursery.start(run_host, folder / str(index), bootstrap))
+            await complete(routers, len(routers))
+            complete_s = time.perf_counter() - start_s
+        start_s = time.perf_counter()
+        await routers[-1].publish(NEWS)
+        await everywhere(routers)
+        news_s = time.perf_counter() - start_s
+        nursery.cancel_scope.cancel()
+    return complete_s, news_s
+
+
 async def in_memory(n_nodes: int) -> tuple[float, float]:
     """The same in simulated seconds."""
     async with InMemoryNetwork(LinkQuality(latency_s=LATENCY_S)) as network:
@@ -153,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, nargs="*", default=[3, 10, 50])
     parser.add_argument("--in-memory", type=int, default=1000)
+    parser.add_argument("--joining", type=int, nargs="*", default=[])
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -164,21 +190,29 @@ def main() -> None:
     print("| nodes | of | all know all, s | news of one known to all, s | wall clock s |")
     print("|---|---|---|---|---|")
     for n_hosts in arguments.hosts:
-        start_s = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            complete_s, news_s = real_hosts(n_hosts, arguments.processes, Path(folder))
-        wall_s = time.perf_counter() - start_s
-        print(
-            f"| {n_hosts} | real hosts, loopback | {complete_s:.2f} | {news_s:.2f} | {wall_s:.0f} |",
-            flush=True,
-        )
+        with tempfile.TemporaryDirectory() as folder, row(n_hosts, "real hosts, loopback") as times:
+            times += real_hosts(n_hosts, arguments.processes, Path(folder))
+    for n_hosts in arguments.joining:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            row(n_hosts, "real hosts, the last of which joins") as times,
+        ):
+            times += trio.run(joining, n_hosts, Path(folder))
     if arguments.in_memory:
-        start_s = time.perf_counter()
-        clock = MockClock(autojump_threshold=0)
-        complete_s, news_s = trio.run(in_memory, arguments.in_memory, clock=clock)
-        wall_s = time.perf_counter() - start_s
         where = f"in memory, {LATENCY_S * 1e3:.0f} ms links, simulated time"
-        print(f"| {arguments.in_memory} | {where} | {complete_s:.2f} | {news_s:.2f} | {wall_s:.0f} |")
+        with row(arguments.in_memory, where) as times:
+            times += trio.run(in_memory, arguments.in_memory, clock=MockClock(autojump_threshold=0))
+
+
+@contextmanager
+def row(n_nodes: int, what: str) -> Iterator[list[float]]:
+    """A row of the table, from the two times that are put into the list."""
+    times: list[float] = []
+    start_s = time.perf_counter()
+    yield times
+    complete_s, news_s = times
+    wall_s = time.perf_counter() - start_s
+    print(f"| {n_nodes} | {what} | {complete_s:.2f} | {news_s:.2f} | {wall_s:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
