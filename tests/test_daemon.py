@@ -35,7 +35,7 @@ def test_a_signal_ends_it_cleanly(tmp_path: Path, number: signal.Signals) -> Non
         assert found["api_url"] == node.url
         assert found["pid"] == node.process.pid
         assert found["node_id"] == node.stats()["node_id"]
-        assert "\nswarmllm_dht_nodes 0\n" in node.http.get("/metrics").text
+        assert "\nswarmllm_dht_nodes 0" in node.http.get("/metrics").text
         (worker,) = wait_for(node.worker_pids, 30, "a worker")
         node.process.send_signal(number)
         assert node.process.wait(10) == 0
