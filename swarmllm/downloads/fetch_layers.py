@@ -21,11 +21,12 @@ from swarmllm.downloads.remote import Facts, Remote
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.waiting import WaitingModel
 from swarmllm.downloads.whole import write_at
-from swarmllm.errors import BadModel, SwarmLLMError
+from swarmllm.errors import BadModel
 from swarmllm.models import LayerRange, TensorEntry
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES
 from swarmllm.models.tensor_digest import TensorHasher
 from swarmllm.models.tensor_writer import pieces
+from swarmllm.travel.lanes import share_out
 
 Progress = Callable[[int, int], None]
 
@@ -87,22 +88,7 @@ class FetchLayers:
                     self._model.layout = None
 
     async def _tensors(self, pending: list[TensorEntry]) -> None:
-        failure: SwarmLLMError | None = None
-        async with trio.open_nursery() as nursery:
-
-            async def lane() -> None:
-                nonlocal failure
-                try:
-                    while pending:
-                        await self._tensor(pending.pop(0))
-                except SwarmLLMError as error:
-                    failure = failure or error
-                    nursery.cancel_scope.cancel()
-
-            for _ in range(self._settings.n_lanes):
-                nursery.start_soon(lane)
-        if failure is not None:
-            raise failure
+        await share_out(self._settings.n_lanes, pending, self._tensor)
 
     async def _tensor(self, tensor: TensorEntry) -> None:
         model = self._model

@@ -16,9 +16,10 @@ from swarmllm.downloads.errors import Broken
 from swarmllm.downloads.patience import Patience
 from swarmllm.downloads.remote import Facts, Remote
 from swarmllm.downloads.settings import DownloadSettings
-from swarmllm.errors import BadModel, SwarmLLMError
+from swarmllm.errors import BadModel
 from swarmllm.models import CatalogueEntry, Store, TensorEntry
 from swarmllm.models.tensor_writer import TensorWriter
+from swarmllm.travel.lanes import share_out
 
 MAX_WRONG = 2
 """Attempts at one tensor whose bytes are not the model's."""
@@ -67,22 +68,7 @@ class Parts:
 
     async def run(self) -> None:
         """Raises DownloadError, BadModel, StoreFull; what has arrived is kept."""
-        failure: SwarmLLMError | None = None
-        async with trio.open_nursery() as nursery:
-
-            async def lane() -> None:
-                nonlocal failure
-                try:
-                    while self._pending:
-                        await self._tensor(self._pending.pop(0))
-                except SwarmLLMError as error:
-                    failure = failure or error
-                    nursery.cancel_scope.cancel()
-
-            for _ in range(self._settings.n_lanes):
-                nursery.start_soon(lane)
-        if failure is not None:
-            raise failure
+        await share_out(self._settings.n_lanes, self._pending, self._tensor)
 
     async def _tensor(self, tensor: TensorEntry) -> None:
         writer = await trio.to_thread.run_sync(self._store.open_tensor, self._entry, tensor)

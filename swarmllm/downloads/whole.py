@@ -22,7 +22,8 @@ from swarmllm.downloads.patience import Patience
 from swarmllm.downloads.remote import Facts, Remote
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.spans import Span, cut, joined, missing, n_bytes
-from swarmllm.errors import StoreFull, SwarmLLMError
+from swarmllm.errors import StoreFull
+from swarmllm.travel.lanes import share_out
 
 log = logging.getLogger(__name__)
 
@@ -103,22 +104,11 @@ class WholeFile:
     async def _fetch(self, left: list[Span]) -> None:
         size_bytes = self._settings.piece_bytes if self._facts.has_ranges else self._facts.size_bytes
         pieces = cut(left, size_bytes)
-        failure: SwarmLLMError | None = None
-        async with trio.open_nursery() as nursery:
 
-            async def lane() -> None:
-                nonlocal failure
-                try:
-                    while pieces:
-                        await self._piece(*pieces.pop(0))
-                except SwarmLLMError as error:
-                    failure = failure or error
-                    nursery.cancel_scope.cancel()
+        async def fetch(piece: Span) -> None:
+            await self._piece(*piece)
 
-            for _ in range(min(self._settings.n_lanes, len(pieces))):
-                nursery.start_soon(lane)
-        if failure is not None:
-            raise failure
+        await share_out(self._settings.n_lanes, pieces, fetch)
 
     async def _piece(self, start: int, end: int) -> None:
         """All of it, however often the connection breaks."""

@@ -160,11 +160,6 @@ class DataPlane:
         connections = neighbour.connections if neighbour else ()
         return [c for c in connections if c.alive and c.ready.is_set() and not c.bulk]
 
-    def all_connections(self, node_id: str) -> list[Connection]:
-        """Whatever they are for, and whether ready or not."""
-        neighbour = self._neighbours.get(node_id)
-        return list(neighbour.connections) if neighbour else []
-
     def has_connection(self, node_id: str) -> bool:
         return bool(self.connections(node_id))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import trio
@@ -27,6 +28,7 @@ from swarmllm.models.tensor_digest import CHUNK_BYTES, chunk_list_bytes, digest_
 from swarmllm.models.tensor_writer import TensorWriter
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.trust import Deed, Note, unnoted
+from swarmllm.travel.lanes import run_lanes
 from swarmllm.travel.plan import Plan, Task
 from swarmllm.travel.settings import TravelSettings
 from swarmllm_proto.codec import decode_response, encode_request
@@ -158,22 +160,11 @@ class Fetch:
     async def run(self) -> None:
         """Raises NodeUnreachable where something is left that nobody gives, StoreFull, BadModel; what has
         arrived is kept."""
-        failure: SwarmLLMError | None = None
-        async with trio.open_nursery() as nursery:
-
-            async def lane(node_id: str) -> None:
-                nonlocal failure
-                try:
-                    await self._lane(node_id)
-                except SwarmLLMError as error:
-                    failure = failure or error
-                    nursery.cancel_scope.cancel()
-
-            for node_id in sorted(self.plan.holders):
-                for _ in range(self._settings.lanes_per_holder):
-                    nursery.start_soon(lane, node_id)
-        if failure is not None:
-            raise failure
+        await run_lanes(
+            partial(self._lane, node_id)
+            for node_id in sorted(self.plan.holders)
+            for _ in range(self._settings.lanes_per_holder)
+        )
         if not self.plan.is_done:
             left = self.plan.left
             why = f" ({self._last_failure.message})" if self._last_failure else ""

@@ -28,10 +28,6 @@ class RelayBook:
         return f"<RelayBook {len(self._until_s)} reservations, {self.n_circuits} circuits>"
 
     @property
-    def n_reservations(self) -> int:
-        return len(self._until_s)
-
-    @property
     def n_circuits(self) -> int:
         return sum(self._circuits.values())
 
