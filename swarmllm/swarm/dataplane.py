@@ -156,9 +156,12 @@ class DataPlane:
 
     def connections(self, node_id: str) -> list[Connection]:
         """The ones over which messages can pass now."""
+        return [c for c in self.all_connections(node_id) if c.alive and c.ready.is_set() and not c.bulk]
+
+    def all_connections(self, node_id: str) -> list[Connection]:
+        """Whatever they are for, and whether ready or not."""
         neighbour = self._neighbours.get(node_id)
-        connections = neighbour.connections if neighbour else ()
-        return [c for c in connections if c.alive and c.ready.is_set() and not c.bulk]
+        return list(neighbour.connections) if neighbour else []
 
     def has_connection(self, node_id: str) -> bool:
         return bool(self.connections(node_id))
