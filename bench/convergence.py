@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import trio
 from trio.testing import MockClock
@@ -29,6 +30,10 @@ from swarmllm.swarm.memory import InMemoryNetwork
 from swarmllm.swarm.memory_link import LinkQuality
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.settings import SwarmSettings
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
 
 DEADLINE_S = 300.0
 LOOK_EVERY_S = 0.02
@@ -51,7 +56,7 @@ async def complete(routers: Sequence[Router], n_nodes: int) -> None:
 
 
 async def run_host(
-    folder: Path, bootstrap: tuple[str, ...], *, task_status: trio.TaskStatus[Libp2pRouter]
+    folder: Path, bootstrap: tuple[str, ...], *, task_status: TaskStatus[Libp2pRouter]
 ) -> None:
     settings = SwarmSettings(folder, "127.0.0.1", 0, 0, bootstrap=bootstrap, mdns=False)
     async with open_libp2p_router(settings) as router:

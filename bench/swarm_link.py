@@ -49,7 +49,7 @@ async def echo_with_router(folder: Path) -> None:
 
         router.serve(answer, echo)
         print(router.addresses[0], flush=True)
-        await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
+        await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)  # type: ignore[call-arg]
 
 
 async def echo_with_tcp() -> None:
@@ -62,7 +62,7 @@ async def echo_with_tcp() -> None:
     print(listeners[0].socket.getsockname()[1], flush=True)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trio.serve_listeners, echo, listeners)
-        await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
+        await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)  # type: ignore[call-arg]
         nursery.cancel_scope.cancel()
 
 

@@ -17,6 +17,7 @@ from download_stand import (
     open_stand,
 )
 from shelf import Shelf, status, well
+from trio.testing import MockClock
 
 from swarmllm.config import DownloadsTable
 from swarmllm.downloads.errors import Busy, DownloadError, Offline, Refused
@@ -58,7 +59,7 @@ async def test_a_server_that_asks_for_an_hour_is_given_up_at_once(tmp_path: Path
         assert "3600 s of patience" in download.error
 
 
-async def test_patience_is_what_the_server_asks_for(autojump_clock: trio.testing.MockClock) -> None:
+async def test_patience_is_what_the_server_asks_for(autojump_clock: MockClock) -> None:
     patience = Patience(SETTINGS)
     await patience.wait(Busy("busy", 7.0))
     assert trio.current_time() == 7.0

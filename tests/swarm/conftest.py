@@ -5,13 +5,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 import trio
 
 from swarmllm.swarm.memory import InMemoryNetwork
 from swarmllm.swarm.router import Router
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+    from swarmllm.swarm.libp2p_router import Libp2pRouter
+
 
 DEADLINE_S = 15.0
 
@@ -60,8 +66,8 @@ class Libp2pSwarm:
         self._first: tuple[str, ...] = ()
         self._running: dict[str, tuple[trio.CancelScope, trio.Event]] = {}
 
-    async def start(self, name: str) -> Router:
-        router: Router = await self._nursery.start(self._run, name)
+    async def start(self, name: str) -> Libp2pRouter:
+        router: Libp2pRouter = await self._nursery.start(self._run, name)
         self._first = self._first or router.addresses
         return router
 
@@ -74,7 +80,7 @@ class Libp2pSwarm:
         scope.cancel()
         await stopped.wait()
 
-    async def _run(self, name: str, *, task_status: trio.TaskStatus[Router]) -> None:
+    async def _run(self, name: str, *, task_status: TaskStatus[Libp2pRouter]) -> None:
         from swarmllm.swarm.libp2p_router import open_libp2p_router
         from swarmllm.swarm.settings import SwarmSettings
 

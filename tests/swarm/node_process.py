@@ -30,7 +30,7 @@ async def main(data_dir: Path, bootstrap: tuple[str, ...]) -> None:
         router.serve(echo_request, echo_message)
         await router.publish(b"a process")
         print(router.addresses[0], flush=True)
-        await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
+        await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)  # type: ignore[call-arg]
 
 
 if __name__ == "__main__":

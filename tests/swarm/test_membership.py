@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
@@ -33,6 +33,10 @@ from swarmllm.swarm.settings import SwarmSettings
 
 from .conftest import DEADLINE_S, meet, until
 
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+
 pytestmark = pytest.mark.slow
 
 
@@ -55,7 +59,7 @@ class Swarms:
         await router.publish(name.encode())
         return router
 
-    async def _run(self, settings: SwarmSettings, *, task_status: trio.TaskStatus[Libp2pRouter]) -> None:
+    async def _run(self, settings: SwarmSettings, *, task_status: TaskStatus[Libp2pRouter]) -> None:
         async with open_libp2p_router(settings) as router:
             task_status.started(router)
             await trio.sleep_forever()

@@ -19,7 +19,7 @@ from swarmllm.models.hashing import FileState
 from swarmllm.models.places import Places
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.segment_names import FOLDER
-from swarmllm_workers import segment_home
+from swarmllm_workers import segment_file, segment_home
 from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
@@ -92,10 +92,11 @@ def test_whatever_is_loaded_nothing_is_lost_and_nothing_lies_there_twice(
         if step == "whole":
             assert home.whole().read_bytes() == container.data
             continue
-        path = home.ensure(ARCHITECTURE, *step)
+        first, end = step
+        path = home.ensure(ARCHITECTURE, first, end)
         cut_from_the_file = container.path.with_name("expected.gguf")
         original = GgufFile(model)
-        segment_home.segment_file.cut(original, ARCHITECTURE, *step, cut_from_the_file)
+        segment_file.cut(original, ARCHITECTURE, first, end, cut_from_the_file)
         assert path.read_bytes() == cut_from_the_file.read_bytes()
         cut_from_the_file.unlink()
         container.check(places)

@@ -7,7 +7,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
@@ -36,6 +36,10 @@ from swarmllm.swarm.stream_framing import framed
 from ..conftest import DEADLINE_S
 from .swarm_of import contacts
 
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+
 pytestmark = pytest.mark.slow
 
 KEY = name_key("guide")
@@ -49,7 +53,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     ports: dict[str, int] = {}
     async with trio.open_nursery() as nursery:
 
-        async def run(name: str, mode: DhtMode, *, task_status: trio.TaskStatus[tuple[Host, Dht]]) -> None:
+        async def run(name: str, mode: DhtMode, *, task_status: TaskStatus[tuple[Host, Dht]]) -> None:
             host = Host(load_or_create_identity(_folder(tmp_path / name)), Doorkeeper())
 
             def whereabouts(node_id: str) -> tuple[Address, ...]:
