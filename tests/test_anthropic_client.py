@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,12 @@ def test_a_stream_builds_up_the_same_message(client: anthropic.Anthropic) -> Non
     assert kinds[-2:] == ["message_delta", "message_stop"]
     counted = client.messages.count_tokens(model="guide", messages=QUESTION)  # type: ignore[arg-type]
     assert counted.input_tokens == whole.usage.input_tokens
+
+
+def test_an_answer_follows_a_schema(client: anthropic.Anthropic) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    said = ask(client, output_config={"format": {"type": "json_schema", "schema": schema}}, max_tokens=60)
+    assert type(json.loads(said.content[0].text)["n"]) is int
 
 
 def test_limits_and_stop_sequences_are_kept(client: anthropic.Anthropic) -> None:
@@ -126,7 +133,11 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             "messages[0].content[0]",
         ),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, anthropic.BadRequestError, "thinking"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000},
+            anthropic.BadRequestError,
+            "thinking",
+        ),
         ({"extra_body": {"temprature": 1}}, anthropic.BadRequestError, "temprature"),
         ({"extra_body": {"temperature": 1.5}}, anthropic.BadRequestError, "temperature"),
     ],

@@ -17,10 +17,11 @@ from werkzeug.exceptions import HTTPException
 from swarmllm.api import schema
 from swarmllm.api.answering import answer
 from swarmllm.api.anthropic_reply import AnthropicReply, error_body
+from swarmllm.api.anthropic_thinking import OutputConfig, Thinking, effort_of, format_of, shows_thoughts
 from swarmllm.api.chat_reply import encode
 from swarmllm.api.chat_request import ChatCall, chat_call, no_eyes
 from swarmllm.api.context import current_node
-from swarmllm.api.errors import as_swarmllm_error, read_body
+from swarmllm.api.errors import as_swarmllm_error, failure_response, read_body
 from swarmllm.api.schema import Body, Json, MaxTokens, ModelName, Name, Share, StopText, Text
 from swarmllm.api.spoken import prepare
 from swarmllm.errors import InvalidRequest
@@ -106,7 +107,8 @@ class CountRequest(Body, frozen=True, kw_only=True):
     system: Text | Annotated[list[TextBlock], Meta(max_length=4096)] | None = None
     tools: Annotated[list[ToolParam], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Json | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -138,7 +140,8 @@ async def messages() -> Response:
         top_k=body.top_k,
     )
     ask, (spoken,) = await prepare(call)
-    return await answer(ask, AnthropicReply(body.model, spoken), stream=bool(body.stream))
+    reply = AnthropicReply(body.model, spoken, shows_thoughts=shows_thoughts(body.thinking))
+    return await answer(ask, reply, stream=bool(body.stream))
 
 
 @anthropic.post("/messages/count_tokens")
@@ -158,15 +161,14 @@ async def framework_error(error: HTTPException) -> Response:
 @anthropic.errorhandler(Exception)
 async def any_error(error: Exception) -> Response:
     failure = as_swarmllm_error(error)
+    if failure.field == "reasoning_effort":
+        failure.field = "thinking"
     message = f"{failure.field}: {failure.message}" if failure.field else failure.message
-    body = error_body(message, failure.http_status)
-    return Response(body, status=failure.http_status, content_type="application/json")
+    return failure_response(failure, error_body(message, failure.http_status))
 
 
-def _call(body: CountRequest, **sampling: object) -> ChatCall:
+def _call(body: CountRequest, max_tokens: int | None = None, **sampling: object) -> ChatCall:
     """Raises InvalidRequest."""
-    if body.thinking is not None and body.thinking.get("type") != "disabled":
-        raise InvalidRequest("is not supported here; leave it out.", field="thinking")
     choice = body.tool_choice
     turns: list[schema.Message] = []
     if body.system:
@@ -182,7 +184,9 @@ def _call(body: CountRequest, **sampling: object) -> ChatCall:
         messages=turns,
         tools=tools or None,
         tool_choice=_tool_choice(choice) if choice is not None else None,
-        reasoning_effort="none" if body.thinking is not None else None,
+        reasoning_effort=effort_of(body.thinking, body.output_config, max_tokens),
+        response_format=format_of(body.output_config),
+        max_tokens=max_tokens,
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         **sampling,  # type: ignore[arg-type]
     )

@@ -42,9 +42,11 @@ def error_body(message: str, status: int) -> bytes:
 class AnthropicReply:
     """One message on its way out."""
 
-    def __init__(self, model: str, spoken: Spoken) -> None:
+    def __init__(self, model: str, spoken: Spoken, *, shows_thoughts: bool = True) -> None:
+        """Without `shows_thoughts` a thought is a block without words."""
         self._model = model
         self._spoken = spoken
+        self._shows_thoughts = shows_thoughts
         self._n_blocks = 0
         self._open_kind = ""
         """"text" or "thinking" while such a block is being told."""
@@ -57,7 +59,8 @@ class AnthropicReply:
         heard = self._spoken.whole(passage.text)
         blocks: list[Json] = []
         if heard.thought:
-            blocks.append({"type": "thinking", "thinking": heard.thought, "signature": ""})
+            thought = heard.thought if self._shows_thoughts else ""
+            blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
         if heard.text.strip() or not heard.calls:
             blocks.append({"type": "text", "text": heard.text})
         blocks += [_tool_use(call) | {"input": msgspec.json.decode(call.arguments)} for call in heard.calls]
@@ -103,6 +106,8 @@ class AnthropicReply:
             return self._close_open() + self._call(item)
         if isinstance(item, Thought):
             opening = self._begin("thinking", {"thinking": "", "signature": ""})
+            if not self._shows_thoughts:
+                return opening
             return opening + self._delta({"type": "thinking_delta", "thinking": item.text})
         return self._begin("text", {"text": ""}) + self._delta({"type": "text_delta", "text": item})
 

@@ -97,6 +97,11 @@ def error_object(error: SwarmLLMError) -> dict[str, object]:
 
 def error_response(error: SwarmLLMError) -> Response:
     body = msgspec.json.encode({"error": error_object(error)})
+    return failure_response(error, body)
+
+
+def failure_response(error: SwarmLLMError, body: bytes) -> Response:
+    """`body` with the status and the headers of the error, whatever dialect words it."""
     response = Response(body, status=error.http_status, content_type="application/json")
     if error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
         wait_s = error.retry_after_s if isinstance(error, Overloaded) else DEFAULT_RETRY_AFTER_S

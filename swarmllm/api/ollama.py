@@ -20,7 +20,7 @@ from swarmllm.api.answering import Ask, answer
 from swarmllm.api.chat_reply import encode
 from swarmllm.api.chat_request import chat_call, json_schema, no_eyes
 from swarmllm.api.context import current_config, current_node
-from swarmllm.api.errors import as_swarmllm_error, read_body
+from swarmllm.api.errors import as_swarmllm_error, failure_response, read_body
 from swarmllm.api.ollama_reply import ChatWords, GenerateWords, OllamaReply, timestamp
 from swarmllm.api.sampling import SAMPLING_NAMES, sampling_of
 from swarmllm.api.schema import (
@@ -233,18 +233,18 @@ async def show() -> Response:
 
 @ollama.errorhandler(HTTPException)
 async def framework_error(error: HTTPException) -> Response:
-    return _failure(f"{error.name}", error.code or 500)
+    return Response(_error(error.name), status=error.code or 500, content_type="application/json")
 
 
 @ollama.errorhandler(Exception)
 async def any_error(error: Exception) -> Response:
     failure = as_swarmllm_error(error)
     message = f"{failure.field}: {failure.message}" if failure.field else failure.message
-    return _failure(message, failure.http_status)
+    return failure_response(failure, _error(message))
 
 
-def _failure(message: str, status: int) -> Response:
-    return Response(encode({"error": message}), status=status, content_type="application/json")
+def _error(message: str) -> bytes:
+    return encode({"error": message})
 
 
 async def catalogue_name(asked: str) -> str:

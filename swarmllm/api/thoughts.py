@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TAGS = {"<think>": "</think>", "<thinking>": "</thinking>", "<thought>": "</thought>", "[THINK]": "[/THINK]"}
+from swarmllm_proto.thoughts import THOUGHT_TAGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Thought:
 def opened_thought(prompt: str) -> str:
     """The tag that a rendered prompt leaves open, "" where there is none."""
     end = prompt[-32:].rstrip()
-    return next((tag for tag in TAGS if end.endswith(tag)), "")
+    return next((tag for tag in THOUGHT_TAGS if end.endswith(tag)), "")
 
 
 class ThoughtSplitter:
@@ -29,7 +29,7 @@ class ThoughtSplitter:
 
     def __init__(self, opened: str = "") -> None:
         """`opened`: the tag that the prompt has left open."""
-        self._closing = TAGS[opened] if opened else ""
+        self._closing = THOUGHT_TAGS[opened] if opened else ""
         self._held = ""
         self._is_fresh = bool(opened)
         """No word of the thought, or of what follows it, has come yet."""
@@ -62,10 +62,10 @@ class ThoughtSplitter:
     def _open(self) -> bool:
         """False while it is open whether the answer begins with a thought."""
         start = self._held.lstrip()
-        tag = next((tag for tag in TAGS if start.startswith(tag)), "")
+        tag = next((tag for tag in THOUGHT_TAGS if start.startswith(tag)), "")
         if tag:
-            self._closing, self._held, self._is_fresh = TAGS[tag], start[len(tag) :], True
-        elif not any(tag.startswith(start) for tag in TAGS):
+            self._closing, self._held, self._is_fresh = THOUGHT_TAGS[tag], start[len(tag) :], True
+        elif not any(tag.startswith(start) for tag in THOUGHT_TAGS):
             self.is_over = True
         return bool(tag) or self.is_over
 

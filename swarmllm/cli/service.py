@@ -130,11 +130,14 @@ def require_root() -> None:
 def prepare_system() -> None:
     """The user of the machine's node. Raises WrongUsage where it could not run this installation."""
     require_root()
-    private = first_private_folder(Path(sys.executable))
+    python = Path(sys.executable)
+    # The program of a virtual environment is a link to the one that made it, wherever that lives.
+    private = first_private_folder(python, python.resolve(), Path(__file__))
     if private is not None:
         raise WrongUsage(
-            f"The user {SYSTEM_USER} may not enter {private}, where this installation is: install SwarmLLM "
-            "where everybody may read it, /opt/swarmllm for example, and run this command from there."
+            f"The user {SYSTEM_USER} may not enter {private}, where this installation or its Python is: "
+            "install SwarmLLM where everybody may read it, /opt/swarmllm for example, with a Python that "
+            "everybody may run, and run this command from there."
         )
     try:
         pwd.getpwnam(SYSTEM_USER)

@@ -4,6 +4,9 @@ A user's unit needs no root, and its node may read the models that the user may 
 user's manager can do without namespaces. The machine's unit runs as a user of its own that owns nothing but
 its state folder, and sees the rest of the system read-only. It gets no dynamic user: an operator has to be
 able to run `swarmllm key` as the owner of the node's files.
+
+A configuration that cannot be used does not get better by starting again, so that is not tried. A worker
+that the kernel kills for memory is the daemon's to replace: systemd's own policy would end the whole node.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from swarmllm.cli.errors import WrongUsage
+from swarmllm.cli.errors import EXIT_USAGE, WrongUsage
 
 UNIT_NAME = "swarmllm.service"
 SYSTEM_USER = "swarmllm"
@@ -32,9 +35,12 @@ ExecStart={command}
 ExecReload=/bin/kill -HUP $MAINPID
 Restart=on-failure
 RestartSec=2
+RestartPreventExitStatus={exit_usage}
+OOMPolicy=continue
 WatchdogSec=60
 TimeoutStartSec=300
 TimeoutStopSec=30
+LimitNOFILE=65536
 NoNewPrivileges=yes
 LockPersonality=yes
 RestrictRealtime=yes
@@ -82,6 +88,7 @@ def unit_text(config_file: Path | None, *, system: bool) -> str:
     words += ["--config", str(config_file)] if config_file else []
     return UNIT.format(
         command=" ".join(map(quoted, words)),
+        exit_usage=EXIT_USAGE,
         more=SYSTEM_HARDENING if system else "",
         target="multi-user.target" if system else "default.target",
     )
@@ -95,7 +102,7 @@ def quoted(word: str) -> str:
     return f'"{escaped}"'
 
 
-def first_private_folder(path: Path) -> Path | None:
-    """The outermost folder on the way to `path` that only its owner or group may enter."""
-    closed = [folder for folder in path.parents if not folder.stat().st_mode & 0o001]
-    return closed[-1] if closed else None
+def first_private_folder(*paths: Path) -> Path | None:
+    """The outermost folder on the way to one of `paths` that only its owner or group may enter."""
+    folders = [folder for path in paths for folder in reversed(path.parents)]
+    return next((folder for folder in folders if not folder.stat().st_mode & 0o001), None)

@@ -244,14 +244,17 @@ async def test_an_unknown_model_is_a_404_that_names_the_field(tmp_path: Path) ->
     assert answer.json()["error"]["code"] == "model_not_found"
 
 
-async def test_a_full_node_answers_429_with_retry_after(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/api/chat"])
+async def test_a_full_node_answers_429_with_retry_after(tmp_path: Path, path: str) -> None:
     async with serve_node(tmp_path, max_concurrent_requests=1, max_queued_requests=0) as stand:
         stand.pipelines.script = Script(hold_after=0)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lambda: stand.http.post(CHAT, json=HELLO))
             await stand.pipelines.started.wait()
-            answer = await stand.http.post(CHAT, json=HELLO)
+            answer = await stand.http.post(
+                path, json=HELLO | ({"max_tokens": 5} if path.startswith("/v1") else {})
+            )
             nursery.cancel_scope.cancel()
     assert answer.status_code == 429
     assert int(answer.headers["retry-after"]) >= 1
-    assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert path == "/api/chat" or answer.json()["error"]["type"] == "rate_limit_error"

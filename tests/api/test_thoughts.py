@@ -16,6 +16,7 @@ from swarmllm.api.spoken import Spoken
 from swarmllm.api.thoughts import Thought, opened_thought
 from swarmllm.api.tool_calls import FoundCall, ToolCallParser
 
+BUDGET: dict[str, Any] = {"type": "enabled"}
 HELLO: dict[str, Any] = {"model": "guide", "messages": [{"role": "user", "content": "hello"}]}
 THINKING = ["<th", "ink>\nA greeting", ". I greet.\n</", "think>\n\nHello", " there."]
 
@@ -92,6 +93,12 @@ async def test_every_dialect_tells_thought_and_answer_apart(tmp_path: Path) -> N
         assert "".join(delta.get("content", "") for delta in deltas) == "Hello there."
         claude = (await stand.http.post("/v1/messages", json=HELLO | {"max_tokens": 50})).json()
         assert [block["type"] for block in claude["content"]] == ["thinking", "text"]
+        hidden = {"max_tokens": 50, "thinking": {"type": "adaptive", "display": "omitted"}}
+        claude = (await stand.http.post("/v1/messages", json=HELLO | hidden)).json()
+        assert [block.get("thinking") for block in claude["content"]] == ["", None]
+        stream = (await stand.http.post("/v1/messages", json=HELLO | hidden | {"stream": True})).text
+        assert '"type":"thinking"' in stream
+        assert "greeting" not in stream
         ollama = (await stand.http.post("/api/chat", json=HELLO | {"stream": False})).json()["message"]
         assert (ollama["thinking"], ollama["content"]) == ("A greeting. I greet.", "Hello there.")
 
@@ -103,6 +110,11 @@ async def test_every_dialect_tells_thought_and_answer_apart(tmp_path: Path) -> N
         ("/v1/chat/completions", {"reasoning_effort": "high"}, "high"),
         ("/v1/responses", {"reasoning": {"effort": "low"}}, "low"),
         ("/v1/messages", {"max_tokens": 5, "thinking": {"type": "disabled"}}, "none"),
+        ("/v1/messages", {"max_tokens": 5, "thinking": {"type": "adaptive"}}, None),
+        ("/v1/messages", {"max_tokens": 5000, "thinking": BUDGET | {"budget_tokens": 1024}}, "low"),
+        ("/v1/messages", {"max_tokens": 5000, "thinking": BUDGET | {"budget_tokens": 2048}}, "medium"),
+        ("/v1/messages", {"max_tokens": 5000, "thinking": BUDGET | {"budget_tokens": 4096}}, "high"),
+        ("/v1/messages", {"max_tokens": 5, "output_config": {"effort": "max"}}, "xhigh"),
         ("/api/chat", {"think": True}, "medium"),
         ("/api/chat", {"think": False}, "none"),
         ("/api/chat", {"think": "high"}, "high"),
@@ -116,3 +128,23 @@ async def test_how_much_to_think_reaches_the_template(
         assert (await stand.http.post(path, json=body | fields)).status_code == 200
         (call,) = stand.pipelines.calls
         assert call.prompt.effort == effort
+
+
+@pytest.mark.parametrize(
+    ("thinking", "field"),
+    [
+        ({"type": "enabled"}, "thinking.budget_tokens"),
+        ({"type": "enabled", "budget_tokens": 1000}, "thinking.budget_tokens"),
+        ({"type": "enabled", "budget_tokens": 2000}, "thinking.budget_tokens"),
+        ({"type": "between_tools"}, "thinking.type"),
+        ({"type": "adaptive", "budget_tokens": 2000}, "thinking.budget_tokens"),
+    ],
+)
+async def test_anthropics_thinking_is_examined(
+    tmp_path: Path, thinking: dict[str, object], field: str
+) -> None:
+    async with serve_node(tmp_path) as stand:
+        body = HELLO | {"max_tokens": 2000, "thinking": thinking}
+        refused = await stand.http.post("/v1/messages", json=body)
+    assert refused.status_code == 400
+    assert field in refused.json()["error"]["message"]

@@ -120,7 +120,7 @@ def test_a_node_of_the_machine_gets_a_user_of_its_own(
     file = tmp_path / "system" / "swarmllm.service"
     monkeypatch.setattr(service_command, "unit_file", lambda *, system: file)
     monkeypatch.setattr(service_command, "SYSTEM_USER", "nobody-knows-me")
-    monkeypatch.setattr(service_command, "first_private_folder", lambda path: None)
+    monkeypatch.setattr(service_command, "first_private_folder", lambda *paths: None)
     result = as_user(monkeypatch, 0, "install", "--system")
     assert result.exit_code == 0, result.output
     assert calls.read_text().splitlines() == [
@@ -139,7 +139,7 @@ def test_a_node_of_the_machine_gets_a_user_of_its_own(
 def test_a_node_of_the_machine_does_not_run_from_a_private_folder(
     tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_command, "first_private_folder", lambda path: Path("/root"))
+    monkeypatch.setattr(service_command, "first_private_folder", lambda *paths: Path("/root"))
     result = as_user(monkeypatch, 0, "install", "--system")
     assert (result.exit_code, "may not enter /root" in result.output) == (errors.EXIT_USAGE, True)
     private = tmp_path / "private"
@@ -148,6 +148,11 @@ def test_a_node_of_the_machine_does_not_run_from_a_private_folder(
     private.chmod(0o700)
     (private / "venv").chmod(0o700)
     assert first_private_folder(private / "venv" / "bin" / "python") in {private, *tmp_path.parents}
+    python, inside = tmp_path / "python", private / "python"
+    inside.touch()
+    python.symlink_to(inside)
+    everybodys = first_private_folder(python)
+    assert first_private_folder(python, python.resolve()) == (everybodys or private), "links are followed"
     assert unit_file(system=True) == Path("/etc/systemd/system/swarmllm.service")
 
 

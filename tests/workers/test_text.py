@@ -133,6 +133,8 @@ GPT_OSS = (
 QWEN = "{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{%- endif %}."
 GRANITE = "{%- if thinking %}Think first.{%- else %}Answer.{%- endif %}"
 
+DEEPSEEK_R1 = "{{ 'Answer.</think>'.split('</think>')[0] }}"
+
 
 @pytest.mark.parametrize(
     ("source", "effort", "rendered"),
@@ -145,6 +147,7 @@ GRANITE = "{%- if thinking %}Think first.{%- else %}Answer.{%- endif %}"
         (GRANITE, None, "Answer."),
         (GRANITE, "minimal", "Think first."),
         ("same", "none", "same"),
+        (DEEPSEEK_R1, "low", "Answer."),
     ],
 )
 def test_templates_learn_how_much_to_think_in_their_own_words(

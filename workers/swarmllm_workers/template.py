@@ -17,6 +17,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from swarmllm_proto.ipc import Effort
+from swarmllm_proto.thoughts import THOUGHT_TAGS
 from swarmllm_workers.bounded import bounded
 from swarmllm_workers.errors import CallError
 
@@ -79,6 +80,7 @@ class ChatTemplate:
             with bounded(RENDER_S):
                 tree = environment.parse(source or CHATML)
                 self._names = {each.name for each in tree.find_all(jinja2.nodes.Name)}
+                self._thinks = any(end in source for end in THOUGHT_TAGS.values())
                 self._template = environment.from_string(tree)
         except (
             jinja2.TemplateError,
@@ -125,7 +127,8 @@ class ChatTemplate:
         return "".join(parts)
 
     def _thinking(self, effort: Effort | None) -> dict[str, object]:
-        """Names by which templates know it: a level (gpt-oss), or only whether (Qwen, DeepSeek, Granite)."""
+        """Names by which templates know it: a level (gpt-oss), or only whether (Qwen, DeepSeek, Granite).
+        Of models that always think (DeepSeek R1) they only know where a thought ends."""
         if effort is None:
             return {}
         known: dict[str, object] = {
@@ -134,7 +137,7 @@ class ChatTemplate:
             "thinking": effort != "none",
         }
         read = {name: value for name, value in known.items() if name in self._names}
-        if not read and effort != "none":
+        if not read and effort != "none" and not self._thinks:
             raise CallError(
                 "bad_template",
                 "this model's chat template cannot say how much to think; leave it out",
