@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 
 DAEMON_FILE = "daemon.json"
 MACHINE_FILE = "machine.json"
+SEGMENTS = "segments"
 GUIDE_NAME = "guide"
 
 
@@ -228,9 +229,10 @@ def open_catalogue(data_dir: Path) -> Catalogue:
 def open_store(config: Config, data_dir: Path, catalogue: Catalogue) -> Store:
     """The models that come from other nodes. Only with the data folder locked: it removes what an earlier
     run left half done."""
-    store = Store(catalogue, data_dir / "models", int(config.store.quota_gib * 2**30), data_dir / DOWNLOADS)
+    quota_bytes = int(config.store.quota_gib * 2**30)
+    store = Store(catalogue, data_dir / "models", quota_bytes, data_dir / DOWNLOADS, data_dir / SEGMENTS)
     if n_strays := store.sweep():
-        log.info("%d unfinished folders removed from %s", n_strays, data_dir / "models")
+        log.info("%d files and folders of no model removed from %s", n_strays, data_dir)
     return store
 
 
@@ -245,7 +247,7 @@ def travel_settings(config: Config) -> TravelSettings:
 def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
     inference = config.inference
     return WorkerSettings(
-        cache_dir=data_dir / "segments",
+        cache_dir=data_dir / SEGMENTS,
         store_dir=data_dir / "models",
         n_ctx=config.inference.n_ctx,
         n_slots=config.inference.n_slots,

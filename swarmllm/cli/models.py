@@ -165,7 +165,8 @@ def show(name: str, as_json: bool, api_url: str) -> None:
 def verify(name: str, as_json: bool, api_url: str) -> None:
     """Read what is here of a model and compare its hashes; exits with 1 where something is damaged.
 
-    Damaged parts that came from other nodes are fetched again by the next load.
+    Damaged parts that came from other nodes are fetched again by the next load, and segment files that were
+    cut from a file of yours are cut again. What is loaded already stays as it is until it is loaded anew.
     """
     with Client(api_url) as client:
         events = client.post_progress(_path(name, "verify"), {})
@@ -176,9 +177,10 @@ def verify(name: str, as_json: bool, api_url: str) -> None:
     elif not damaged:
         click.echo(f"{safe(result['model']['name'])}: what is here is right.")
     if damaged:
-        remedy = "load it again to fetch them" if result["model"]["stored"] else "replace its file"
+        is_own = not result["model"]["stored"] and any(not part.startswith("segment ") for part in damaged)
+        remedy = "replace its file" if is_own else "load it again to replace them (unload it first)"
         shown = ", ".join(map(safe, damaged[:5])) + (" ..." if len(damaged) > 5 else "")
-        raise CommandFailed(f"{len(damaged)} tensors of {safe(name)} are damaged ({shown}); {remedy}.")
+        raise CommandFailed(f"{len(damaged)} parts of {safe(name)} are damaged ({shown}); {remedy}.")
 
 
 @models.command(short_help="Keep a fetched model when room is needed.")

@@ -41,7 +41,7 @@ from swarmllm.downloads.whole import WholeFile
 from swarmllm.errors import Conflict, ModelNotFound, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.models.catalogue import check_name, normalise_name
-from swarmllm.models.store import allocated_bytes
+from swarmllm.models.disk import allocated_bytes
 from swarmllm.travel import Travel
 
 if TYPE_CHECKING:

@@ -26,19 +26,31 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from swarmllm.errors import BadModel, Conflict, ModelNotFound, StoreFull
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.models.cuts import with_hearsay
+from swarmllm.models.disk import MTIME_STEP_NS, allocated_bytes, share_file, sync_folder, whole_seconds_ns
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES, read_header
-from swarmllm.models.hashing import READ_BYTES, FileState, Progress, hash_model, manifest_of
+from swarmllm.models.hashing import FileState, Progress, hash_model, manifest_of
+from swarmllm.models.header_copy import mend_header, write_copy
 from swarmllm.models.manifest import Manifest, TensorEntry
 from swarmllm.models.places import Places
 from swarmllm.models.tensor_digest import TensorHasher, digest_of
 from swarmllm.models.tensor_writer import TensorWriter, disk_faults, pieces
+from swarmllm.models.verification import (
+    HEADER,
+    SegmentPlace,
+    Verification,
+    header_is_right,
+    seal_is_right,
+    segments_of,
+    strays_of_copies,
+    tensors_of,
+    unfinished_files,
+)
 from swarmllm_proto.segment_names import FOLDER
 from swarmllm_proto.swarm import Outline
 
@@ -46,20 +58,26 @@ FILE_NAME = "model.gguf"
 INCOMING = ".incoming-"
 MAX_GAP_BYTES = 2**20
 """Between two tensors: the largest alignment a GGUF may have."""
-MTIME_STEP_NS = 10**9
 MAX_CONTAINER_HEADER_BYTES = MAX_HEADER_BYTES + MAX_GAP_BYTES
 
 
 class Store:
     def __init__(
-        self, catalogue: Catalogue, folder: Path, quota_bytes: int = 0, incoming: Path | None = None
+        self,
+        catalogue: Catalogue,
+        folder: Path,
+        quota_bytes: int = 0,
+        incoming: Path | None = None,
+        copies: Path | None = None,
     ) -> None:
         """`folder` is made where it is missing. `quota_bytes` 0: no limit but the disk. What lies in the
-        folders of `incoming` counts too: it is to become models."""
+        folders of `incoming` counts too: it is to become models. `copies`: where workers keep segment files
+        of users' files."""
         self.catalogue = catalogue
         self._folder = folder
         self._quota_bytes = quota_bytes
         self._incoming = incoming
+        self._copies = copies
         with disk_faults(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -67,10 +85,20 @@ class Store:
         return f"<Store {self._folder}>"
 
     def sweep(self) -> int:
-        """Remove what belongs to no model; returns the number of folders. Only while nothing else uses the
-        store."""
-        known = {entry.path.parent for entry in self._entries()}
+        """Remove what belongs to no model or was not finished; returns how many files and folders. Only while
+        nothing else uses the store."""
+        stored = self._entries()
+        known = {entry.path.parent for entry in stored}
         strays = [path for path in self._folder.iterdir() if path not in known]
+        for entry in stored:
+            # A kill while damage was being removed: its file still lies there, and would be read.
+            absent = {tensor.name for tensor in entry.absent(tensors_of(entry.manifest))}
+            n_layers = entry.manifest.n_layers
+            segments = segments_of(entry, None)
+            spoilt = [s for s in segments if any(s.name.holds(name, n_layers) for name in absent)]
+            self._lose(entry, (), spoilt)
+            strays += unfinished_files(entry.path.parent)
+        strays += strays_of_copies(self._copies, self.catalogue.list())
         for path in strays:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return len(strays)
@@ -91,7 +119,7 @@ class Store:
                 if final.exists():
                     shutil.rmtree(final)
                 incoming.rename(final)
-                _sync(self._folder)
+                sync_folder(self._folder)
             return self.catalogue.adopt(replace(entry, path=final / FILE_NAME))
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
@@ -128,7 +156,7 @@ class Store:
         tensors = [tensor for shard in manifest.shards for tensor in shard.tensors if tensor.name in names]
         with disk_faults(part), part.open("rb") as file:
             hashed = {tensor.name: _chunk_list(file.fileno(), tensor) for tensor in tensors}
-            state = FileState(os.fstat(file.fileno()).st_size, _whole_seconds_ns())
+            state = FileState(os.fstat(file.fileno()).st_size, whole_seconds_ns())
         right = [tensor for tensor in tensors if digest_of(hashed[tensor.name]) == tensor.blake3]
         try:
             known = self.catalogue.resolve(manifest.model_id)
@@ -136,7 +164,7 @@ class Store:
             with disk_faults(part):
                 os.utime(part, ns=(state.mtime_ns, state.mtime_ns))
             chunk_lists = {tensor.name: hashed[tensor.name] for tensor in right}
-            return self._settle(manifest, name, state, chunk_lists, lambda target: _share(part, target))
+            return self._settle(manifest, name, state, chunk_lists, lambda target: share_file(part, target))
         if not known.is_stored:
             return known
         self.copy_tensors(known, known.absent(right), part)
@@ -158,8 +186,9 @@ class Store:
             if final.exists():
                 shutil.rmtree(final)
             bring(incoming / FILE_NAME)
+            write_copy(incoming / FILE_NAME, min(tensor.offset for tensor in tensors_of(manifest)))
             incoming.rename(final)
-            _sync(self._folder)
+            sync_folder(self._folder)
         entry = self.catalogue.adopt(
             CatalogueEntry(manifest.model_id, name, final / FILE_NAME, manifest, state)
         )
@@ -228,7 +257,7 @@ class Store:
 
     def used_bytes(self) -> int:
         """On the disk, holes not counted."""
-        return sum(_allocated_bytes(entry.path) for entry in self._entries()) + self._incoming_bytes()
+        return sum(_size_on_disk(entry) for entry in self._entries()) + self._incoming_bytes()
 
     def _incoming_bytes(self) -> int:
         parts = self._incoming.glob("*/*") if self._incoming is not None else ()
@@ -238,7 +267,7 @@ class Store:
         """Remove what was not used for longest, as long as `n_bytes` more do not fit and it `may_go`;
         returns what was removed. What is pinned stays. Raises StoreFull where that is not enough, having
         removed nothing."""
-        sizes = {entry.model_id: _allocated_bytes(entry.path) for entry in self._entries()}
+        sizes = {entry.model_id: _size_on_disk(entry) for entry in self._entries()}
         with disk_faults(self._folder):
             excess = n_bytes - shutil.disk_usage(self._folder).free
         if self._quota_bytes:
@@ -266,50 +295,57 @@ class Store:
         self.catalogue.remove(entry.model_id)
         if entry.is_stored:
             shutil.rmtree(entry.path.parent, ignore_errors=True)
+        else:
+            for copy in segments_of(entry, self._copies):
+                copy.path.unlink(missing_ok=True)
 
     def verify(self, entry: CatalogueEntry, progress: Progress) -> tuple[str, ...]:
-        """Read and hash every tensor that is there; returns the names of the damaged ones. In a container
-        those are absent from then on, so that the next load fetches them again. Raises BadModel."""
-        tensors = [tensor for shard in entry.manifest.shards for tensor in shard.tensors]
-        there = sorted(
-            (tensor for tensor in tensors if entry.present is None or tensor.name in entry.present),
-            key=lambda tensor: tensor.offset,
-        )
-        total_bytes = sum(tensor.size_bytes for tensor in there)
-        done_bytes = 0
-        damaged = []
-        places = Places(entry)
+        """Read and hash all that is there; returns the names of the damaged parts: tensors, HEADER, segments.
+        In a container damaged tensors are absent from then on, so that the next load fetches them again, and
+        the header is mended; copies of a user's layers go, to be made again. Raises BadModel."""
         with disk_faults(entry.path):
-            for tensor in there:
-                hasher = TensorHasher()
-                for offset in range(0, tensor.size_bytes, READ_BYTES):
-                    data = places.read(tensor, offset, min(READ_BYTES, tensor.size_bytes - offset))
-                    hasher.update(data)
-                    done_bytes += len(data)
-                    progress(done_bytes, total_bytes)
-                if hasher.hexdigest() != tensor.blake3:
-                    damaged.append(tensor.name)
-        if damaged and entry.is_stored:
-            self._lose(entry, set(damaged), places)
-        return tuple(damaged)
+            damaged = [] if header_is_right(entry, entry.path) else [HEADER]
+            if entry.is_stored and not mend_header(entry):
+                raise BadModel(
+                    f"the header of {entry.path} is damaged and cannot be mended; remove the model and load"
+                    f" it again: swarmllm models rm {entry.name}"
+                )
+            segments = segments_of(entry, self._copies)
+            spoilt = [segment for segment in segments if not seal_is_right(segment)]
+            entry = self._lose(entry, (), spoilt)
+            left = [segment for segment in segments if segment not in spoilt]
+            reading = Verification(entry, left, progress)
+            names = tuple(reading.damaged_tensors(Places(entry)))
+            wrong = tuple(reading.damaged_segments())
+            n_layers = entry.manifest.n_layers
+            held = [each for each in left if any(each.name.holds(name, n_layers) for name in names)]
+            self._lose(entry, names, [*wrong, *(held if entry.is_stored else ())])
+        return (*damaged, *map(str, (*spoilt, *wrong)), *names)
 
-    def _lose(self, entry: CatalogueEntry, names: set[str], places: Places) -> None:
-        """With a segment file goes all that it holds: what is fetched again goes into the container."""
-        files = places.files()
-        spoilt = [file for file, inside in files.items() if names & inside]
-        names = names.union(*(files[file] for file in spoilt))
-        with self.catalogue.database() as database:
-            database.executemany(
-                "DELETE FROM tensors WHERE model_id = ? AND name = ?",
-                [(entry.model_id, name) for name in names],
-            )
-            database.execute(
-                "UPDATE models SET mtime_ns = mtime_ns + ? WHERE model_id = ?",
-                (MTIME_STEP_NS, entry.model_id),
-            )
-        for file in spoilt:
-            file.unlink(missing_ok=True)
-        self.seal(entry)
+    def _lose(
+        self, entry: CatalogueEntry, names: Iterable[str], segments: Collection[SegmentPlace]
+    ) -> CatalogueEntry:
+        """With a segment file goes all that has moved there: what is fetched again goes into the
+        container."""
+        if entry.is_stored and (names or segments):
+            n_layers = entry.manifest.n_layers
+            gone = {
+                tensor.name
+                for tensor in tensors_of(entry.manifest)
+                if any(segment.name.holds(tensor.name, n_layers) for segment in segments)
+            }
+            with self.catalogue.database() as database:
+                database.executemany(
+                    "DELETE FROM tensors WHERE model_id = ? AND name = ?",
+                    [(entry.model_id, name) for name in gone.union(names)],
+                )
+                database.execute(
+                    "UPDATE models SET mtime_ns = mtime_ns + ? WHERE model_id = ?",
+                    (MTIME_STEP_NS, entry.model_id),
+                )
+        for segment in segments:
+            segment.path.unlink(missing_ok=True)
+        return self.seal(entry) if entry.is_stored else entry
 
     def _entries(self) -> list[CatalogueEntry]:
         """The containers, those that were not used for longest first."""
@@ -337,10 +373,11 @@ class Store:
             manifest = with_hearsay(manifest_of(file, parsed, outline.digests, name), outline.checked_unit)
             if manifest.model_id != model_id:
                 raise BadModel("the header or the tensors' digests are those of another model")
-            state = FileState(outline.size_bytes, _whole_seconds_ns())
+            state = FileState(outline.size_bytes, whole_seconds_ns())
             os.utime(file.fileno(), ns=(state.mtime_ns, state.mtime_ns))
             os.fsync(file.fileno())
-        _sync(path.parent)
+        write_copy(path, n_bytes)
+        sync_folder(path.parent)
         return CatalogueEntry(model_id, name, path, manifest, state)
 
 
@@ -351,34 +388,7 @@ def _chunk_list(file: int, tensor: TensorEntry) -> bytes:
     return hasher.chunk_list()
 
 
-def _share(part: Path, target: Path) -> None:
-    try:
-        os.link(part, target)
-    except OSError:
-        # A file system without hard links.
-        part.rename(target)
-
-
-def _whole_seconds_ns() -> int:
-    return time.time_ns() // MTIME_STEP_NS * MTIME_STEP_NS
-
-
-def _allocated_bytes(path: Path) -> int:
+def _size_on_disk(entry: CatalogueEntry) -> int:
     """Of a container, with its segment files."""
-    return sum(allocated_bytes(file) for file in (path, *(path.parent / FOLDER).glob("*")))
-
-
-def allocated_bytes(file: Path) -> int:
-    """On the disk, holes not counted; 0 where there is no such file."""
-    with suppress(OSError):
-        return file.stat().st_blocks * 512
-    return 0
-
-
-def _sync(folder: Path) -> None:
-    """Make a rename in `folder` outlast a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    folder = entry.path.parent
+    return sum(allocated_bytes(file) for file in (*folder.glob("*.gguf"), *(folder / FOLDER).glob("*")))

@@ -108,7 +108,7 @@ class ModelKeeper:
         return self._view(entry, self._registry.models().get(entry.model_id))
 
     async def verify(self, name_or_id: str, progress: Progress) -> tuple[ModelView, tuple[str, ...]]:
-        """Hash what is here of a model; the names of its damaged tensors. Raises ModelNotFound, BadModel."""
+        """Hash what is here of a model; the names of its damaged parts. Raises ModelNotFound, BadModel."""
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         damaged = await self._travel.verify(entry, progress)
         return await self.get(entry.model_id), damaged

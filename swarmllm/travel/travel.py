@@ -226,7 +226,7 @@ class Travel:
             self._uploads.forget(other.model_id)
 
     async def verify(self, entry: CatalogueEntry, progress: Progress) -> tuple[str, ...]:
-        """Names of the tensors whose bytes are not what they should be; `progress` is called in a thread.
+        """Names of the parts whose bytes are not what they should be; `progress` is called in a thread.
         Raises BadModel."""
 
         def report(done_bytes: int, total_bytes: int) -> None:
@@ -237,7 +237,7 @@ class Travel:
             entry = await trio.to_thread.run_sync(self._store.catalogue.resolve, entry.model_id)
             damaged = await trio.to_thread.run_sync(self._store.verify, entry, report)
             if damaged:
-                log.warning("%d tensors of %s are damaged: %s", len(damaged), entry.name, damaged[0])
+                log.warning("%d parts of %s are damaged: %s", len(damaged), entry.name, damaged[0])
                 self._changed(entry)
             return damaged
 

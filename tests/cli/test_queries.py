@@ -439,7 +439,7 @@ def test_verify_fails_where_something_is_damaged(run: Run, node: FakeNode) -> No
     wrong = run("models", "verify", "guide", "--json")
     assert wrong.exit_code == EXIT_FAILED
     assert json.loads(wrong.stdout)["damaged"] == ["blk.0.x", "blk.1.x"]
-    assert "2 tensors of guide are damaged (blk.0.x, blk.1.x); load it again" in wrong.stderr
+    assert "2 parts of guide are damaged (blk.0.x, blk.1.x); load it again" in wrong.stderr
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 
 from swarmllm_proto.architectures import Architecture, generic, units_to_try
+from swarmllm_proto.segment_names import TRIAL
 from swarmllm_workers import segment_file
 from swarmllm_workers.embedding import Embedding
 from swarmllm_workers.errors import CallError
@@ -138,7 +139,7 @@ class _Check:
 
     def _chain(self, unit: int, data: Sequence[np.ndarray]) -> np.ndarray:
         for start, end in self._architecture.pieces(0, self._n_layers, unit):
-            with tempfile.TemporaryDirectory(dir=self._cache_dir, prefix="check-") as folder:
+            with tempfile.TemporaryDirectory(dir=self._cache_dir, prefix=TRIAL) as folder:
                 path = Path(folder) / f"{start}-{end}.gguf"
                 segment_file.cut(self._source, self._architecture, start, end, path)
                 refuse_what_aborts(path)

@@ -11,18 +11,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection
-from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
 from swarmllm_proto.architectures import Architecture
+from swarmllm_proto.segment_names import copy_name, copy_prefix
 from swarmllm_workers import segment_file
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.ranges import Range
 
-LAYOUT_VERSION: Final = 2
-"""To be raised when `segment_file` writes something else for the same range."""
 QUOTA_BYTES: Final = 64 * 2**30
 YOUNG_S: Final = 120.0
 """Files used this recently are never pruned: their worker may be about to open them."""
@@ -34,15 +32,14 @@ class SegmentCache:
         self._source = source
         self._quota_bytes = quota_bytes
         status = source.path.stat()
-        identity = f"{source.path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{LAYOUT_VERSION}"
-        self._prefix = blake2b(identity.encode(), digest_size=12).hexdigest()
+        self._prefix = copy_prefix(str(source.path.resolve()), status.st_size, status.st_mtime_ns)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise CallError("bad_message", f"{folder}: {error.strerror}", "cache_dir") from error
 
     def path(self, start: int, end: int) -> Path:
-        return self._folder / f"{self._prefix}-{start}-{end}.gguf"
+        return self._folder / copy_name(self._prefix, start, end)
 
     def ensure(
         self, architecture: Architecture, start: int, end: int, progress: segment_file.Progress | None = None

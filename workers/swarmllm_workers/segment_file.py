@@ -30,6 +30,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from swarmllm_proto.architectures import PER_LAYER_KEYS, Architecture
+from swarmllm_proto.segment_names import NO_SEAL, SEAL_KEY, UNFINISHED, seal
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import (
     ARRAY,
@@ -236,7 +237,7 @@ def cut(
     tensors = list(plan_tensors(source, start, end, has_head=has_head, n_vocab=n_vocab))
     values = plan_values(source, architecture, start, end, n_vocab if has_head else DUMMY_VOCABULARY)
     header, offsets, size = _encode_header(values, tensors, source.alignment)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary = target.with_name(f"{UNFINISHED}{target.name}.{os.getpid()}")
     try:
         with ExitStack() as stack, temporary.open("wb") as writer:
             paths = {source.path, *(path for path, _ in places.values())}
@@ -266,7 +267,9 @@ def _encode_header(
     values: dict[str, Value], tensors: list[Planned], alignment: int
 ) -> tuple[bytes, list[int], int]:
     """The bytes before the tensor data, each tensor's offset in the file, and the file's size."""
-    parts = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(values))]
+    parts = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(values) + 1)]
+    parts += [_string(SEAL_KEY), struct.pack("<I", STRING), _string(NO_SEAL)]
+    seal_at = sum(map(len, parts)) - len(NO_SEAL)
     for key, value in values.items():
         parts += [_string(key), struct.pack("<I", value.type), bytes(value.raw)]
     relative = 0
@@ -279,7 +282,7 @@ def _encode_header(
         relative += -(-tensor.size_bytes // alignment) * alignment
     header = b"".join(parts)
     header += bytes(-len(header) % alignment)
-    return header, [len(header) + position for position in positions], len(header) + relative
+    return seal(header, seal_at), [len(header) + position for position in positions], len(header) + relative
 
 
 def _copy(reader: int, read_at: int, pages: PageWriter, write_at: int, size: int) -> Iterator[int]:

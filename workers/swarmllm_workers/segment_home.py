@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Final
 
 from swarmllm_proto.architectures import Architecture
-from swarmllm_proto.segment_names import SegmentName, parse_segment_name
+from swarmllm_proto.segment_names import LAYOUT_VERSION, SegmentName, parse_segment_name
 from swarmllm_workers import segment_file
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile, TensorInfo
 from swarmllm_workers.ranges import Range
-from swarmllm_workers.segment_cache import LAYOUT_VERSION
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,198 @@
+"""What of a model's files is not what it should be: every byte that is used is read and held against a hash.
+
+Tensors have theirs in the manifest. The header of the GGUF has none of its own; it is right if it gives the
+ModelId together with the tensors' digests. A segment file's header is the worker's work and carries its own
+hash (`segment_names`); beside the layers that moved there it holds copies of small tensors, which are read
+too. What nobody reads (padding, holes, the dummy vocabulary of a segment) is not looked at. Blocking.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from swarmllm.errors import BadModel
+from swarmllm.models.catalogue import CatalogueEntry
+from swarmllm.models.gguf_header import GgufHeader, read_header
+from swarmllm.models.hashing import READ_BYTES, Progress, manifest_of
+from swarmllm.models.manifest import Manifest, TensorEntry
+from swarmllm.models.places import Places
+from swarmllm.models.tensor_digest import TensorHasher
+from swarmllm_proto.segment_names import (
+    FOLDER,
+    LAYOUT_VERSION,
+    NO_SEAL,
+    SEAL_KEY,
+    TRIAL,
+    UNFINISHED,
+    SegmentName,
+    copy_prefix,
+    header_hash,
+    parse_copy_name,
+    parse_segment_name,
+)
+
+HEADER = "header"
+"""How a damaged header is called among damaged tensors."""
+_STRING_HEAD_BYTES = 4 + 8
+
+
+@dataclass(frozen=True)
+class SegmentPlace:
+    path: Path
+    name: SegmentName
+
+    def __str__(self) -> str:
+        return f"segment {self.name.start}:{self.name.end}"
+
+
+def tensors_of(manifest: Manifest) -> list[TensorEntry]:
+    return [tensor for shard in manifest.shards for tensor in shard.tensors]
+
+
+def segments_of(entry: CatalogueEntry, copies: Path | None) -> list[SegmentPlace]:
+    """The segment files of a model that this version reads. `copies`: the folder for those of users'
+    files."""
+    if entry.is_stored:
+        folder: Path | None = entry.path.parent / FOLDER
+        named = {path: parse_segment_name(path.name) for path in _files(folder)}
+    else:
+        folder = copies
+        state = entry.state
+        prefix = copy_prefix(str(entry.path.resolve()), state.size_bytes, state.mtime_ns)
+        named = {path: parse_copy_name(path.name, prefix) for path in _files(folder)}
+    return [SegmentPlace(path, name) for path, name in named.items() if name is not None]
+
+
+def unfinished_files(container_folder: Path) -> list[Path]:
+    """What a worker that was killed has left beside a container's segment files."""
+    return [path for path in _files(container_folder / FOLDER) if _is_unfinished(path)]
+
+
+def strays_of_copies(copies: Path | None, entries: Iterable[CatalogueEntry]) -> list[Path]:
+    """Of the folder for copies: what was not finished, and copies of files that no model has any more."""
+    wanted = {
+        segment.path for entry in entries if not entry.is_stored for segment in segments_of(entry, copies)
+    }
+    return [path for path in _files(copies) if path not in wanted]
+
+
+def header_is_right(entry: CatalogueEntry, path: Path) -> bool:
+    """Whether `path` begins with the header of this model, in the same layout. Raises OSError."""
+    manifest = entry.manifest
+    digests = {tensor.name: tensor.blake3 for tensor in tensors_of(manifest)}
+    try:
+        with path.open("rb", buffering=2**20) as file:
+            found = manifest_of(file, read_header(file), digests, manifest.name)
+    except BadModel:
+        return False
+    offsets = {tensor.name: tensor.offset for tensor in tensors_of(manifest)}
+    return (
+        found.model_id == entry.model_id
+        and {tensor.name: tensor.offset for tensor in tensors_of(found)} == offsets
+    )
+
+
+def seal_is_right(segment: SegmentPlace) -> bool:
+    """Whether the header of a segment file is as it was written. Raises OSError."""
+    if segment.name.layout != LAYOUT_VERSION:
+        # Written before headers had their hash; the next load writes it anew.
+        return True
+    try:
+        with segment.path.open("rb") as file:
+            parsed = read_header(file)
+            seal = parsed.keys[SEAL_KEY]
+            file.seek(0)
+            header = file.read(_data_offset(parsed))
+    except FileNotFoundError:
+        # Its layers have moved on since.
+        return True
+    except (BadModel, KeyError):
+        return False
+    at = seal.offset + _STRING_HEAD_BYTES
+    found = header[at : at + len(NO_SEAL)]
+    return seal.size_bytes == _STRING_HEAD_BYTES + len(NO_SEAL) and found == header_hash(header, at)
+
+
+class Verification:
+    """Reads what is there of a model and tells how far it is."""
+
+    def __init__(self, entry: CatalogueEntry, segments: Sequence[SegmentPlace], progress: Progress) -> None:
+        """`segments`: those with a right header."""
+        self._entry = entry
+        self._progress = progress
+        self._there = sorted(
+            (t for t in tensors_of(entry.manifest) if entry.present is None or t.name in entry.present),
+            key=lambda tensor: tensor.offset,
+        )
+        self._inside = {segment: list(self._copied(segment)) for segment in segments}
+        self._total_bytes = sum(tensor.size_bytes for tensor in self._there)
+        self._total_bytes += sum(t.size_bytes for each in self._inside.values() for t, _ in each)
+        self._done_bytes = 0
+
+    def damaged_tensors(self, places: Places) -> Iterator[str]:
+        """Of the model itself, wherever they lie. Raises OSError, BadModel."""
+        for tensor in self._there:
+            hasher = TensorHasher()
+            for offset in range(0, tensor.size_bytes, READ_BYTES):
+                n_bytes = min(READ_BYTES, tensor.size_bytes - offset)
+                self._take(hasher, places.read(tensor, offset, n_bytes))
+            if hasher.hexdigest() != tensor.blake3:
+                yield tensor.name
+
+    def damaged_segments(self) -> Iterator[SegmentPlace]:
+        """Those that hold a wrong copy of a tensor. Raises OSError."""
+        for segment, inside in self._inside.items():
+            try:
+                with segment.path.open("rb", buffering=0) as file:
+                    is_right = [self._is_right(file, tensor, offset) for tensor, offset in inside]
+            except FileNotFoundError:
+                continue
+            if not all(is_right):
+                yield segment
+
+    def _copied(self, segment: SegmentPlace) -> Iterator[tuple[TensorEntry, int]]:
+        """(tensor, offset) of the copies in a segment file. What has moved there is no copy."""
+        manifest = self._entry.manifest
+        by_name = {tensor.name: tensor for tensor in tensors_of(manifest)}
+        try:
+            with segment.path.open("rb") as file:
+                header = read_header(file)
+        except FileNotFoundError:
+            return
+        for found in header.tensors:
+            tensor = by_name.get(segment.name.in_model(found.name) or "")
+            has_moved = self._entry.is_stored and segment.name.moved(found.name, manifest.n_layers)
+            is_unread = found.name == "token_embd.weight" and not manifest.tied_embedding
+            if tensor is not None and found.shape == tensor.shape and not has_moved and not is_unread:
+                yield tensor, found.offset
+
+    def _is_right(self, file: BinaryIO, tensor: TensorEntry, offset: int) -> bool:
+        hasher = TensorHasher()
+        for at in range(offset, offset + tensor.size_bytes, READ_BYTES):
+            n_bytes = min(READ_BYTES, offset + tensor.size_bytes - at)
+            self._take(hasher, os.pread(file.fileno(), n_bytes, at))
+        return hasher.hexdigest() == tensor.blake3
+
+    def _take(self, hasher: TensorHasher, data: bytes) -> None:
+        hasher.update(data)
+        self._done_bytes += len(data)
+        self._progress(self._done_bytes, self._total_bytes)
+
+
+def _data_offset(header: GgufHeader) -> int:
+    return min((tensor.offset for tensor in header.tensors), default=header.data_offset)
+
+
+def _is_unfinished(path: Path) -> bool:
+    return path.name.startswith((UNFINISHED, TRIAL))
+
+
+def _files(folder: Path | None) -> list[Path]:
+    try:
+        return sorted(folder.iterdir()) if folder is not None else []
+    except FileNotFoundError:
+        return []
