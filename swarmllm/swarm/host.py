@@ -33,6 +33,7 @@ from multiaddr import Multiaddr
 from swarmllm.errors import ConfigError, NodeUnreachable
 from swarmllm.swarm import host_guards
 from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.bounded_yamux import hold_peers_to_their_windows
 from swarmllm.swarm.doorkeeper import Doorkeeper, GuardedNoise
 from swarmllm.swarm.identity import Identity
 
@@ -275,6 +276,7 @@ class Host:
 async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) -> AsyncIterator[None]:
     """Listen and run until the context is left. Raises ConfigError when the port is taken."""
     host_guards.one_yamux_frame_per_noise_message()
+    hold_peers_to_their_windows()
     host_guards.batch_window_updates()
     host_guards.describe_oneself_rarely()
     host_guards.contain_task_failures()

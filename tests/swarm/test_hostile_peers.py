@@ -4,8 +4,7 @@ the library."""
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -35,45 +34,10 @@ from swarmllm.swarm.requests import PROTOCOL
 from swarmllm.swarm.wire import WireClosed
 from swarmllm_proto.frames import encode_frame
 
-from .conftest import DEADLINE_S, Libp2pSwarm, meet
+from .conftest import DEADLINE_S, Libp2pSwarm
+from .hostile import stranger, works_before_and_after
 
 pytestmark = pytest.mark.slow
-
-
-@asynccontextmanager
-async def works_before_and_after(swarm: Libp2pSwarm) -> AsyncIterator[Libp2pRouter]:
-    """Two nodes that talk to each other, before and after what is done to the first."""
-    victim, friend = await swarm.start("victim"), await swarm.start("friend")
-    await meet(victim, friend)
-    arrived = trio.Event()
-
-    async def answer(sender: str, body: bytes) -> bytes:
-        return body + b"!"
-
-    async def note(sender: str, header: bytes, payload: memoryview) -> None:
-        arrived.set()
-
-    victim.serve(answer, note)
-    yield victim  # type: ignore[misc]
-    assert victim.connected() == {friend.node_id}
-    with trio.fail_after(DEADLINE_S):
-        assert await friend.request(victim.node_id, b"alive") == b"alive!"
-        await friend.send(victim.node_id, b"alive")
-        await arrived.wait()
-
-
-@asynccontextmanager
-async def stranger(victim: Libp2pRouter) -> AsyncIterator[Any]:
-    """A stock libp2p host that is connected to the victim."""
-    host = new_host(key_pair=create_new_key_pair())
-    async with host.run(listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")]):
-        try:
-            with trio.fail_after(DEADLINE_S):
-                await host.connect(info_from_p2p_addr(Multiaddr(victim.addresses[0])))
-            yield host
-        finally:
-            with trio.CancelScope(shield=True):
-                await host.close()
 
 
 async def read_to_the_end(read: Callable[[], Awaitable[bytes]]) -> None:

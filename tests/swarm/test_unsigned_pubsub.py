@@ -22,6 +22,7 @@ from swarmllm.swarm.doorkeeper import Doorkeeper
 from swarmllm.swarm.gossip import MODELS, Gossip, run_gossip
 from swarmllm.swarm.host import Host, run_libp2p
 from swarmllm.swarm.identity import load_or_create_identity
+from swarmllm.swarm.unsigned_pubsub import UnsignedGossipSub
 
 pytestmark = pytest.mark.slow
 
@@ -208,3 +209,23 @@ async def test_what_a_peer_says_of_its_addresses_is_neither_checked_nor_made_ane
         described, _ = pubsub.env_to_send_in_RPC(a.host.libp2p_host)
         assert described == env_to_send_in_RPC(a.host.libp2p_host)[0]
         assert pubsub.env_to_send_in_RPC(a.host.libp2p_host)[0] is described
+
+
+async def test_the_heart_beats_as_fast_where_the_mesh_is_in_a_bad_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is kept of recent messages is cleared away at its beats."""
+    beats = trio.lowlevel.ParkingLot()
+    beat = UnsignedGossipSub.mesh_heartbeat
+
+    def count(self: UnsignedGossipSub) -> Any:
+        beats.unpark_all()
+        self.network_health_score = 0.0
+        self._update_network_health = lambda: None
+        return beat(self)
+
+    monkeypatch.setattr(UnsignedGossipSub, "mesh_heartbeat", count)
+    async with listener(tmp_path / "alone"):
+        with trio.fail_after(DEADLINE_S):
+            for _ in range(3):
+                await beats.park()

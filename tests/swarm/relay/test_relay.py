@@ -33,7 +33,7 @@ from swarmllm.swarm.stream_framing import framed, read_framed
 
 from ..conftest import DEADLINE_S, until
 from ..dht.swarm_of import contacts
-from ..test_hostile_peers import stranger
+from ..hostile import stranger
 
 pytestmark = pytest.mark.slow
 
