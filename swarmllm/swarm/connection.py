@@ -52,8 +52,8 @@ _CHECK_S = 1.0
 _ASK_AGAIN_S = 0.1
 _CHUNKS_PER_TURN = 8
 """Pieces of at most 64 KiB decoded before other tasks get their turn."""
-_BULK_CHUNKS_PER_TURN = 4
-_BULK_SLICE_BYTES = 256 * 1024
+_BULK_SLICE_BYTES = 65519
+"""One Noise message: what a transfer may move before messages get their turn."""
 _RTT_WEIGHT = 0.2
 _TIME = Struct("<d")
 _NUMBER = Struct("<Q")
@@ -188,7 +188,8 @@ class Connection:
         size_bytes = sum(len(piece) for piece in pieces)
         await trio.lowlevel.checkpoint_if_cancelled()
         self._require_alive()
-        if not self._write_at_once(pieces):
+        is_long = self.bulk and size_bytes > _BULK_SLICE_BYTES
+        if is_long or not self._write_at_once(pieces):
             await self._write_in_turn(_Outgoing(pieces, is_message=True))
         else:
             self.deliveries.sent(trio.current_time())
@@ -285,15 +286,20 @@ class Connection:
         if not self.bulk:
             await self._wire.write(pieces)
             return
+        n_unpaused = 0
         for piece in pieces:
             view = memoryview(piece)
             for start in range(0, len(view), _BULK_SLICE_BYTES):
-                await self._wire.write([view[start : start + _BULK_SLICE_BYTES]])
-                with trio.CancelScope(shield=True):
-                    await self._give_way()
+                part = view[start : start + _BULK_SLICE_BYTES]
+                await self._wire.write([part])
+                n_unpaused += len(part)
+                if n_unpaused >= _BULK_SLICE_BYTES:
+                    n_unpaused = 0
+                    with trio.CancelScope(shield=True):
+                        await self._give_way()
 
     async def _read(self) -> None:
-        n_chunks = 0
+        n_chunks = n_unpaused = 0
         while True:
             n_bytes, frames = await self._wire.receive_frames(self._decoder)
             self._heard_at_s = trio.current_time()
@@ -304,7 +310,9 @@ class Connection:
             for frame in frames:
                 await self._take(frame)
             n_chunks += 1
-            if self.bulk and n_chunks % _BULK_CHUNKS_PER_TURN == 0:
+            n_unpaused += n_bytes
+            if self.bulk and n_unpaused >= _BULK_SLICE_BYTES:
+                n_unpaused = 0
                 await self._give_way()
             elif n_chunks % _CHUNKS_PER_TURN == 0:
                 await trio.lowlevel.checkpoint()

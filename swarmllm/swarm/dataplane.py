@@ -17,7 +17,6 @@ learn of it now.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from swarmllm.errors import ConfigError, NodeUnreachable
 from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.bulk import Bulk
 from swarmllm.swarm.connection import Connection
+from swarmllm.swarm.courtesy import Courtesy
 from swarmllm.swarm.doorkeeper import Doorkeeper
 from swarmllm.swarm.host import Host, Stream
 from swarmllm.swarm.identity import Identity
@@ -48,9 +48,6 @@ CONNECTIONS_PER_PEER = 6
 HANDSHAKES_MAX = 64
 """Accepted connections of which the peer is not known yet; more are closed at once."""
 
-_MESSAGES_PASS_S = 0.05
-_STEP_BACK_S = 0.002
-"""256 KiB in this time are 128 MB/s that transfers keep at most while messages pass."""
 _DIAL_S = 3.0
 _HELLO_S = 5.0
 _BACKOFF_FIRST_S = 0.25
@@ -106,7 +103,7 @@ class DataPlane:
         self.bulk = Bulk(nursery, partial(self._dial, bulk=True), answer)
         self._neighbours: dict[str, Neighbour] = {}
         self.upgrades = Upgrades(self._neighbours, self.connections, self._dial, self._reopen)
-        self._message_at_s = -math.inf
+        self._courtesy = Courtesy()
         self._n_handshakes = 0
         self.port = 0
         self.on_link: LinkHandler | None = None
@@ -127,15 +124,16 @@ class DataPlane:
         connection = neighbour.sending if neighbour else None
         if connection is None or not connection.alive:
             connection = await self.reach(node_id)
-        self._message_at_s = trio.current_time()
+        self._courtesy.message(trio.current_time())
         await connection.send(header, payload)
 
     async def _give_way(self) -> None:
-        """Transfers step back while messages pass: these are what somebody waits for."""
-        if trio.current_time() - self._message_at_s < _MESSAGES_PASS_S:
-            await trio.sleep(_STEP_BACK_S)
-        else:
-            await trio.lowlevel.checkpoint()
+        since_s = trio.current_time()
+        # In the first turn it is noticed which messages can be read, in the second they have been.
+        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint()
+        while (wait_s := self._courtesy.wait_s(since_s, trio.current_time())) > 0:  # noqa: ASYNC110
+            await trio.sleep(wait_s)
 
     async def reach(self, node_id: str) -> Connection:
         """The connection to send on, established if need be. Raises NodeUnreachable."""
@@ -351,7 +349,7 @@ class DataPlane:
         if connection.bulk:
             await self.bulk.take(connection, header, payload)
             return
-        self._message_at_s = trio.current_time()
+        self._courtesy.message(trio.current_time())
         neighbour = self._neighbours.get(connection.node_id)
         if neighbour is None or connection.retired:
             return

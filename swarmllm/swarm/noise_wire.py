@@ -202,7 +202,7 @@ def _undecryptable(error: Exception) -> WireClosed:
 def _plaintexts(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
     """The same bytes in as few Noise messages as need no large copy."""
     if sum(len(p) for p in pieces) <= PLAINTEXT_MAX:
-        yield b"".join(pieces)
+        yield pieces[0] if len(pieces) == 1 else b"".join(pieces)
         return
     for piece in pieces:
         view = memoryview(piece)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
 
@@ -272,3 +272,38 @@ async def test_who_acknowledges_what_was_never_sent_breaks_the_protocol(
         await a.ended.wait()
         assert a.connection.broke_protocol
         assert "ack" in a.connection.ending
+
+
+async def test_a_transfer_gives_way_after_every_slice_on_both_ends(autojump_clock: MockClock) -> None:
+    out, into = trio.open_memory_channel[bytes](PIECES_UNDER_WAY)
+    back, home = trio.open_memory_channel[bytes](PIECES_UNDER_WAY)
+    n_given_way = {"a": 0, "b": 0}
+    arrived = trio.Event()
+
+    def give_way(name: str) -> Callable[[], Awaitable[None]]:
+        async def pause() -> None:
+            n_given_way[name] += 1
+            await trio.sleep(1.0)
+
+        return pause
+
+    async def receive(connection: Connection, header: bytes, payload: memoryview) -> None:
+        arrived.set()
+
+    slice_bytes, n_slices = 65519, 20
+    a = Connection("b", MemoryWire(out, home), receive, dialled=True, bulk=True, give_way=give_way("a"))
+    b = Connection("a", MemoryWire(back, into), receive, dialled=False, give_way=give_way("b"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(a.run)
+        nursery.start_soon(b.run)
+        await a.ready.wait()
+        await b.ready.wait()
+        await a.send(b"small", b"")
+        await arrived.wait()
+        assert n_given_way == {"a": 0, "b": 0}
+        arrived = trio.Event()
+        await a.send(b"large", bytes(slice_bytes * n_slices))
+        await arrived.wait()
+        assert n_given_way["a"] == n_slices
+        assert n_slices - 1 <= n_given_way["b"] <= n_slices
+        nursery.cancel_scope.cancel()
