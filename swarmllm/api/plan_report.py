@@ -51,7 +51,8 @@ def plan_report(model: str, size: RequestSize, plan: Plan, nickname_of: Callable
                 "measured": stage.is_measured,
                 "standby": stage.standby,
                 "alternatives": [
-                    on(other.node_id) | {"extra_s": other.extra_s, "full": other.is_full}
+                    with_layers(other.node_id, other.layers)
+                    | {"extra_s": other.extra_s, "full": other.is_full}
                     for other in stage.alternatives
                 ],
             }

@@ -61,12 +61,7 @@ def plan(model: str, prompt_tokens: int, output_tokens: int, as_json: bool, api_
 
 
 def _row(stage: dict[str, Any]) -> tuple[object, ...]:
-    reasons = [
-        f"{_name(other)} is full"
-        if other["full"]
-        else f"{_name(other)} +{duration(max(0, other['extra_s']))}"
-        for other in stage["alternatives"]
-    ]
+    reasons = [_reason(other, stage["layers"]) for other in stage["alternatives"]]
     standby = next((other for other in stage["alternatives"] if other["node_id"] == stage["standby"]), None)
     return (
         stage["nickname"] or "-",
@@ -80,10 +75,17 @@ def _row(stage: dict[str, Any]) -> tuple[object, ...]:
     )
 
 
+def _reason(other: dict[str, Any], layers: str) -> str:
+    name = _name(other)
+    if other.get("layers", layers) != layers:
+        name += f" with {other['layers']}"
+    return f"{name} is full" if other["full"] else f"{name} +{duration(max(0, other['extra_s']))}"
+
+
 def _rival(rival: dict[str, Any], answer: dict[str, Any]) -> str:
     name = f"{rival['name']}: "
     if rival["cost_s"] is None:
-        return name + "not possible, layers are missing"
+        return name + "not possible, layers are missing or cut elsewhere"
     if _places(rival) == _places(answer):
         return name + "this route"
     route = " -> ".join(f"{stage['layers']}@{_name(stage)}" for stage in rival["stages"])

@@ -1,33 +1,27 @@
 """Why a route was chosen: its cost taken apart, and what the alternatives would have cost.
 
-The search keeps no record of what it rejected; the reasons are worked out afterwards, by putting each
-alternative into the route and asking for its cost. That is cheap (a plan is for people), and it cannot
-disagree with the search, because both count with `cost`.
+The search keeps no record of what it rejected; the reasons are worked out afterwards (see `alternatives`), by
+asking for the cost of each. A plan is for people, so that is cheap enough, and it cannot disagree with the
+search, because both count with `cost`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from swarmllm.models.layers import LayerRange
+from swarmllm.scheduling.alternatives import (
+    Alternative,
+    OtherCuts,
+    best_with_others,
+    is_at_home,
+    same_cuts,
+)
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.constraints import Refusal
 from swarmllm.scheduling.cost import Circumstances
-from swarmllm.scheduling.route import RouteStage, choose_route, composes, usable
-
-MAX_ALTERNATIVES = 4
-"""Per stage; the cheapest are shown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """Another holder of a stage's layers."""
-
-    node_id: str
-    extra_s: float
-    """What the request would take longer with it in that stage."""
-    is_full: bool
+from swarmllm.scheduling.route import RouteStage, choose_route, usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +34,18 @@ class PlannedStage:
     """For the whole request: from this stage to the next, after the last one back to the first."""
     is_measured: bool
     alternatives: tuple[Alternative, ...]
-    """Best first. The first that is not full is the standby."""
+    """Those with the stage's cuts first, best first. The first of these that is not full is the standby."""
 
     @property
     def standby(self) -> str | None:
-        return next((other.node_id for other in self.alternatives if not other.is_full), None)
+        return next(
+            (
+                other.node_id
+                for other in self.alternatives
+                if not other.is_full and other.layers == self.layers
+            ),
+            None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +80,24 @@ def make_plan(
     if route is None:
         return None
     allowed = {node_id: usable(ranges, n_layers, cut_alignment) for node_id, ranges in holders.items()}
-    cost_s = route_cost_s(route, circumstances)
+    cost_s, speeds = route_cost_s(route, circumstances), circumstances.speeds
+    others = OtherCuts(n_layers, cut_alignment, allowed, circumstances)
     stages = tuple(
         PlannedStage(
             node_id=stage.node_id,
             layers=stage.layers,
             compute_s=circumstances.layer_s(stage.node_id) * len(stage.layers),
             network_s=_network_s(route, index, circumstances),
-            is_measured=circumstances.speeds[stage.node_id].is_measured,
-            alternatives=_alternatives(route, index, allowed, circumstances, cost_s),
+            is_measured=speeds[stage.node_id].is_measured,
+            alternatives=(
+                *same_cuts(route, index, allowed, circumstances, cost_s),
+                *others.of(stage, cost_s),
+            ),
         )
         for index, stage in enumerate(route)
     )
     home = {circumstances.origin: allowed.get(circumstances.origin, [])}
-    rivals = (
+    rivals = [
         _rival(
             "all at home", choose_route(n_layers, cut_alignment, home, circumstances.origin), circumstances
         ),
@@ -101,9 +106,14 @@ def make_plan(
             choose_route(n_layers, cut_alignment, allowed, circumstances.origin),
             circumstances,
         ),
-    )
+    ]
+    if is_at_home(route, circumstances):
+        others_free = {node_id: allowed[node_id] for node_id in allowed if not speeds[node_id].is_full}
+        if any(others_free[node_id] for node_id in others_free.keys() - home):
+            away = best_with_others(n_layers, cut_alignment, home | others_free, circumstances)
+            rivals.append(_rival("with other nodes", away, circumstances))
     ends_s = circumstances.entry_s(route[0].node_id) + circumstances.exit_s(route[-1].node_id)
-    return Plan(stages, cost_s, ends_s, rivals, refused)
+    return Plan(stages, cost_s, ends_s, tuple(rivals), refused)
 
 
 def standbys_of(
@@ -114,7 +124,7 @@ def standbys_of(
     cost_s = route_cost_s(route, circumstances)
     found = []
     for index in range(len(route)):
-        others = _alternatives(route, index, holders, circumstances, cost_s)
+        others = same_cuts(route, index, holders, circumstances, cost_s)
         found.append(next((other.node_id for other in others if not other.is_full), None))
     return tuple(found)
 
@@ -124,25 +134,6 @@ def _network_s(route: Sequence[RouteStage], index: int, circumstances: Circumsta
     if index + 1 < len(route):
         return circumstances.hop_s(here, route[index + 1].node_id)
     return circumstances.closing_s(here, route[0].node_id)
-
-
-def _alternatives(
-    route: Sequence[RouteStage],
-    index: int,
-    allowed: Mapping[str, Iterable[LayerRange]],
-    circumstances: Circumstances,
-    cost_s: float,
-) -> tuple[Alternative, ...]:
-    stage = route[index]
-    found = []
-    for node_id, ranges in allowed.items():
-        if node_id != stage.node_id and composes(ranges, stage.layers):
-            other = [*route[:index], replace(stage, node_id=node_id), *route[index + 1 :]]
-            extra_s = route_cost_s(other, circumstances) - cost_s
-            found.append(Alternative(node_id, extra_s, circumstances.speeds[node_id].is_full))
-    return tuple(
-        sorted(found, key=lambda other: (other.is_full, other.extra_s, other.node_id))[:MAX_ALTERNATIVES]
-    )
 
 
 def _rival(name: str, route: tuple[RouteStage, ...] | None, circumstances: Circumstances) -> Rival:

@@ -11,11 +11,15 @@ from api_fakes import serve_node
 
 from swarmllm.errors import NoPipeline
 from swarmllm.models import CatalogueEntry
-from swarmllm.node.capability import is_news
+from swarmllm.node.admission import Admission
+from swarmllm.node.capability import MAX_LINKS, describe, is_news
 from swarmllm.node.speed_probe import machine_speed
+from swarmllm.pipeline.occupancy import Room
 from swarmllm.pipeline.routes import RequestSize
-from swarmllm.scheduling.observation import MachineSpeed
+from swarmllm.scheduling.observation import MAX_MODELS, MachineSpeed, Observations
 from swarmllm.scheduling.plan import Plan
+from swarmllm.scheduling.tiers import tier_caps
+from swarmllm.swarm.router import PeerInfo
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.swarm import NodeCapability, ObservedLatency, ObservedLink
 
@@ -102,6 +106,18 @@ def test_what_a_route_could_feel_is_news(new: NodeCapability, expected: bool) ->
 
 def test_the_round_trip_of_a_neighbour_may_jitter() -> None:
     assert not is_news(capability(rtt_s=0.0002), capability(rtt_s=0.0009))
+
+
+def test_the_swarm_is_told_of_the_models_that_ran_last_and_of_the_nearest_peers() -> None:
+    observations = Observations()
+    for i in range(MAX_MODELS + 8):
+        observations.observe(f"{i:064x}", "decode", 0.001 * (i + 1), 1, 1)
+    peers = [PeerInfo(node_id=f"p{i}", rtt_s=0.001 * (MAX_LINKS + 8 - i)) for i in range(MAX_LINKS + 8)]
+    said = describe(observations, peers, Admission(tier_caps(1, 1), 0, 0.0), 0, Room(), (), 0)
+    told = [latency.model_id for latency in said.observed_latencies]
+    assert told == [f"{i:064x}" for i in range(MAX_MODELS + 7, 7, -1)]
+    assert said.observed_latencies[0].decode_s == pytest.approx(0.001 * (MAX_MODELS + 8))
+    assert [link.node_id for link in said.observed_links] == [f"p{i}" for i in range(MAX_LINKS + 7, 7, -1)]
 
 
 @pytest.mark.slow

@@ -275,7 +275,13 @@ PLAN: dict[str, Any] = {
             "measured": True,
             "standby": None,
             "alternatives": [
-                {"node_id": "12D3KooWBusy", "nickname": "cellar", "extra_s": 0.1, "full": True},
+                {
+                    "node_id": "12D3KooWBusy",
+                    "nickname": "cellar",
+                    "layers": "0:8",
+                    "extra_s": 0.1,
+                    "full": True,
+                },
             ],
         },
         {
@@ -287,7 +293,20 @@ PLAN: dict[str, Any] = {
             "measured": False,
             "standby": "12D3KooWAway",
             "alternatives": [
-                {"node_id": "12D3KooWAway", "nickname": "shed", "extra_s": 3.0, "full": False},
+                {
+                    "node_id": "12D3KooWAway",
+                    "nickname": "shed",
+                    "layers": "8:12",
+                    "extra_s": 3.0,
+                    "full": False,
+                },
+                {
+                    "node_id": "12D3KooWLoft",
+                    "nickname": "loft",
+                    "layers": "6:12",
+                    "extra_s": 4.0,
+                    "full": False,
+                },
             ],
         },
     ],
@@ -310,10 +329,10 @@ def test_plan_shows_the_route_and_why_not_another(run: Run, node: FakeNode) -> N
     assert head == "guide, 10 + 300 tokens: 1.2 s expected"
     for expected in ("kitchen", "0:8", "500.0 ms", "250.0 ms", "measured", "cellar is full"):
         assert expected in first
-    for expected in ("attic\\x1b[2J", "8:12", "estimate", "shed", "shed +3.0 s"):
+    for expected in ("attic\\x1b[2J", "8:12", "estimate", "shed", "shed +3.0 s", "loft with 6:12 +4.0 s"):
         assert expected in second
     assert "0.5 ms" in ends
-    assert home == "all at home: not possible, layers are missing"
+    assert home == "all at home: not possible, layers are missing or cut elsewhere"
     assert fewest == "fewest stages: 2.5 s (0:12@shed)"
 
 

@@ -3,6 +3,7 @@ that the swarm has less than before."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,9 +110,15 @@ class MemoryPool:
 class Member:
     """A manager with its node's registry; `tell` is its gossip."""
 
-    def __init__(self, node_id: str, n_layers: int, max_pipes: int = 0) -> None:
+    def __init__(
+        self,
+        node_id: str,
+        n_layers: int,
+        max_pipes: int = 0,
+        may_work: Callable[[str], bool] = lambda node_id: True,
+    ) -> None:
         self.node_id, self.pool = node_id, MemoryPool()
-        self.registry = Registry(node_id)
+        self.registry = Registry(node_id, may_work)
         self.acts: list[str] = []
         self.failure: NodeUnreachable | None = None
         self.manager = AutoShardManager(
@@ -161,11 +168,31 @@ class Member:
         )
 
 
-async def live(members: list[Member], n_ticks: int, since_s: float = 0.0) -> None:
-    """Gossip, then one look of everybody, `n_ticks` times."""
+def tell(member: Member, record: NodeRecord) -> None:
+    """What another node says of itself."""
+    member.registry.apply(record.node_id, encode_record(record))
+
+
+def holder(node_id: str, *, ready: str = "", loading: str = "") -> NodeRecord:
+    """It takes part and has no room left."""
+    announced = ShardAnnounce(
+        model_id=ENTRY.model_id,
+        name="m",
+        n_layers=12,
+        ranges=tuple((each.start, each.end) for each in ranges(*ready.split())),
+        loading=tuple((each.start, each.end) for each in ranges(*loading.split())),
+    )
+    capability = NodeCapability(placed_models=(ENTRY.model_id,))
+    return NodeRecord(node_id=node_id, models=(announced,), capability=capability)
+
+
+async def live(members: list[Member], n_ticks: int, since_s: float = 0.0, others: Iterable[str] = ()) -> None:
+    """Gossip, then one look of everybody, `n_ticks` times; `others` are connected too."""
     for tick in range(n_ticks):
         for member in members:
-            member.registry.set_connected({other.node_id for other in members} - {member.node_id})
+            member.registry.set_connected(
+                {other.node_id for other in members} - {member.node_id} | set(others)
+            )
             for other in members:
                 member.registry.apply(other.node_id, other.record())
         for member in members:
@@ -213,6 +240,34 @@ async def test_what_a_user_loaded_is_never_dropped_and_counts() -> None:
     assert covers(loaded.pool.held, LayerRange(0, 6))
     assert covers(layers_of([loaded, other]), WHOLE)
     assert not any(act.startswith("drop") for act in loaded.acts)
+
+
+async def test_what_others_are_still_loading_is_not_dropped_here() -> None:
+    """Layers 6:9 are to be b's; until it has them, the copy here is the last."""
+    member = Member("a", 6)
+    member.pool.held = member.manager.models[0].managed = ranges("6:12")
+    tell(member, holder("b", loading="0:9"))
+    await live([member], 8, others="b")
+    assert member.acts == []
+    assert member.manager.models[0].state == "waits for another holder of 6:9"
+    tell(member, holder("b", ready="0:9"))
+    await live([member], CONSISTENT_TICKS, 100.0, others="b")
+    assert member.acts == ["drop 6:9"]
+
+
+@pytest.mark.parametrize(
+    ("connected", "trusted", "acts"),
+    [("b", "b", ["load 6:12"]), ("", "b", []), ("b", "", [])],
+    ids=["counts", "gone", "not trusted"],
+)
+async def test_only_who_is_connected_and_trusted_is_planned_with(
+    connected: str, trusted: str, acts: list[str]
+) -> None:
+    """There is room for half of the model here; the other half is said to be on b."""
+    member = Member("a", 6, may_work=lambda node_id: node_id in trusted)
+    tell(member, holder("b", ready="0:6"))
+    await live([member], CONSISTENT_TICKS + 1, others=connected)
+    assert member.acts == acts
 
 
 async def test_a_step_that_failed_is_tried_again_later_and_says_why() -> None:

@@ -10,10 +10,12 @@ import trio
 
 from swarmllm.errors import InvalidRequest, NoPipeline
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.assembly import Question, assemble
+from swarmllm.pipeline.assembly import Question, assemble, plan_route
 from swarmllm.pipeline.prompt import Prompt
+from swarmllm.scheduling.cheapest import route_cost_s
 from swarmllm.scheduling.constraints import Constraints, Pin
 from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
+from swarmllm.scheduling.route import RouteStage
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import Stage
 
@@ -63,6 +65,18 @@ def test_step_2_a_conversation_goes_where_it_was_if_that_is_at_most_half_as_slow
     assert (slower.stages, slower.is_reused) == (stages("a 0:6", "b 6:12"), False)
 
 
+@pytest.mark.parametrize(("times", "is_reused"), [(1.49, True), (1.51, False)])
+def test_step_2_half_as_slow_again_is_counted_on_the_whole_route(times: float, is_reused: bool) -> None:
+    question = ask(held(b="0:12", c="0:12"), previous=stages("c 0:12"), rtt_s=0.0)
+    known = question.circumstances
+    best_s = route_cost_s((RouteStage("b", LayerRange(0, 12)),), known)
+    ends_s = known.entry_s("c") + known.exit_s("c")
+    scale = (times * best_s - ends_s) / (best_s - ends_s)
+    speeds = {**known.speeds, "c": NodeSpeed(0.001 * scale, 0.0001 * scale)}
+    slower = replace(question, circumstances=replace(known, speeds=speeds))
+    assert assemble(slower).is_reused is is_reused
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -97,6 +111,15 @@ def test_step_4_only_who_is_connected_lives_whatever_records_say() -> None:
     assert assemble(replace(ask(held(a="0:12")), connected=())).stages == stages("a 0:12")
 
 
+def test_a_plan_is_made_of_who_is_connected_too() -> None:
+    question = ask(held(b="0:12", c="0:12"))
+    plan = plan_route(replace(question, connected={"c"}))
+    assert [stage.node_id for stage in plan.stages] == ["c"]
+    assert not plan.stages[0].alternatives
+    with pytest.raises(NoPipeline, match="no connected node holds layers 0:12"):
+        plan_route(replace(question, connected=()))
+
+
 def test_step_5_load_and_latency_count() -> None:
     assert assemble(ask(held(b="0:12", c="0:12"), slow="b")).stages == stages("c 0:12")
     assert assemble(ask(held(b="0:12", c="0:12"), full="b")).stages == stages("c 0:12")
@@ -117,6 +140,8 @@ def test_step_7_a_private_pipeline_begins_and_ends_at_home() -> None:
     assert assemble(replace(question, constraints=Constraints())).stages == stages("c 0:12")
     with pytest.raises(NoPipeline, match=r"private: the ends stay at home.*holds layers 2:12"):
         assemble(ask(held(a="0:2", b="2:12"), constraints=Constraints(is_private=True)))
+    with pytest.raises(NoPipeline, match=r"private: the ends stay at home.*holds layers 0:10"):
+        assemble(ask(held(a="10:12", b="0:10"), constraints=Constraints(is_private=True)))
 
 
 def test_step_7_pinned_layers_run_where_they_are_pinned_and_only_of_that_model() -> None:

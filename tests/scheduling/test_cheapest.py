@@ -21,7 +21,6 @@ from swarmllm.scheduling.cost import (
     NodeSpeed,
     Workload,
 )
-from swarmllm.scheduling.plan import make_plan
 from swarmllm.scheduling.route import RouteStage, choose_route, composes, usable
 
 N_LAYERS = 6
@@ -262,33 +261,3 @@ def test_more_stages_than_a_request_carries_give_way_to_fewer() -> None:
     assert both is not None
     assert len(both) == 2
     assert cheapest_route(6, 1, held, swift, max_stages=1) == (RouteStage("o", WHOLE),)
-
-
-@given(CASES)
-def test_a_plan_adds_up_and_no_alternative_in_it_is_better(case: tuple[Holders, Circumstances, int]) -> None:
-    held, circumstances, alignment = case
-    plan = make_plan(N_LAYERS, alignment, held, circumstances)
-    route = cheapest_route(N_LAYERS, alignment, held, circumstances)
-    assert (plan is None) == (route is None)
-    if plan is None:
-        return
-    parts_s = sum(stage.compute_s + stage.network_s for stage in plan.stages) + plan.ends_s
-    assert parts_s == pytest.approx(plan.cost_s)
-    for stage in plan.stages:
-        assert stage.node_id not in [other.node_id for other in stage.alternatives]
-        for other in stage.alternatives:
-            assert other.extra_s >= -1e-7
-            assert composes(held[other.node_id], stage.layers)
-    for rival in plan.rivals:
-        assert rival.cost_s is None or rival.cost_s >= plan.cost_s - 1e-7
-
-
-def test_the_standby_of_a_stage_is_the_best_other_holder_that_is_not_full() -> None:
-    full = replace(QUICK, is_full=True)
-    speeds = {"a": QUICK, "b": full, "c": SLOW}
-    plan = make_plan(
-        6, 1, {node_id: [WHOLE] for node_id in "abc"}, known(speeds, dict.fromkeys("abc", 0.001))
-    )
-    assert plan is not None
-    assert (plan.stages[0].node_id, plan.stages[0].standby) == ("a", "c")
-    assert plan.rivals[0].cost_s is None

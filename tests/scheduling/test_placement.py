@@ -166,6 +166,12 @@ def test_a_gap_is_filled_before_a_new_pipeline_is_begun() -> None:
     assert len(one.pipelines) == 1
 
 
+def test_where_there_are_pipelines_enough_no_gap_is_filled_either() -> None:
+    nodes = [node("a", 0, held=(WHOLE,)), node("b", 0, held=(LayerRange(0, 6),)), node("c", 6)]
+    assert place(SHAPE, nodes, 1).targets["c"] == ()
+    assert place(SHAPE, nodes, 2).targets["c"] == (LayerRange(6, 12),)
+
+
 def test_a_node_next_to_a_gap_grows_into_it_before_others_are_asked() -> None:
     plan = place(SHAPE, [node("a", 6, held=(LayerRange(0, 6),)), node("b", 12)], 1)
     assert plan.targets["a"] == (WHOLE,)

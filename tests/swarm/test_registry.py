@@ -43,6 +43,16 @@ def test_holders_are_the_connected_nodes_and_oneself_in_order() -> None:
     assert registry.holders(OTHER) == []
 
 
+def test_what_a_node_offers_that_is_not_trusted_does_not_count() -> None:
+    registry = Registry("me", lambda node_id: node_id == "friend")
+    registry.set_connected({"friend", "liar"})
+    for node_id in ("me", "friend", "liar"):
+        registry.apply(node_id, record(node_id, announce((0, 8), name=node_id)))
+    assert [holder.node_id for holder in registry.holders(MODEL)] == ["friend", "me"]
+    assert registry.trusted_nodes().keys() == {"me", "friend"}
+    assert registry.nodes().keys() == {"me", "friend", "liar"}
+
+
 def test_a_newer_record_replaces_what_a_node_held() -> None:
     registry = Registry("me")
     registry.set_connected({"near"})

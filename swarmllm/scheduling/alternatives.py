@@ -1,0 +1,130 @@
+"""What else could have been chosen in the place of a route, and what it would have cost.
+
+Another holder of a stage's layers is put into the route. A node whose ranges are cut elsewhere cannot stand
+in for a stage; what it would cost is the best route through one of its ranges: the same search where nobody
+else holds those layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from swarmllm.models.layers import LayerRange
+from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
+from swarmllm.scheduling.cost import Circumstances
+from swarmllm.scheduling.route import RouteStage, composes
+
+MAX_ALTERNATIVES = 4
+"""Per stage, with its cuts, and as many with others; the cheapest are shown."""
+MAX_SEARCHES = 16
+"""For one plan, in swarms that are cut in many ways: each takes as long as choosing a route."""
+
+Holders = Mapping[str, Sequence[LayerRange]]
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another holder of a stage's layers."""
+
+    node_id: str
+    layers: LayerRange
+    """What it would run: the stage's, or where it is cut elsewhere, a range that shares some of them."""
+    extra_s: float
+    """What the request would take longer with it."""
+    is_full: bool
+    """It would refuse one more, or another node would that is needed with it."""
+
+
+def same_cuts(
+    route: Sequence[RouteStage],
+    index: int,
+    allowed: Mapping[str, Iterable[LayerRange]],
+    circumstances: Circumstances,
+    cost_s: float,
+) -> tuple[Alternative, ...]:
+    stage = route[index]
+    found = []
+    for node_id, ranges in allowed.items():
+        if node_id != stage.node_id and composes(ranges, stage.layers):
+            other = [*route[:index], replace(stage, node_id=node_id), *route[index + 1 :]]
+            extra_s = route_cost_s(other, circumstances) - cost_s
+            is_full = circumstances.speeds[node_id].is_full
+            found.append(Alternative(node_id, stage.layers, extra_s, is_full))
+    return _best(found)
+
+
+def _best(found: Iterable[Alternative]) -> tuple[Alternative, ...]:
+    order = sorted(found, key=lambda other: (other.is_full, other.extra_s, other.node_id, other.layers))
+    return tuple(order[:MAX_ALTERNATIVES])
+
+
+class OtherCuts:
+    """What routes would cost through ranges that share layers with a stage, but not its cuts."""
+
+    def __init__(
+        self, n_layers: int, cut_alignment: int, allowed: Holders, circumstances: Circumstances
+    ) -> None:
+        self._n_layers = n_layers
+        self._cut_alignment = cut_alignment
+        self._allowed = allowed
+        self._known = circumstances
+        self._n_searches = 0
+
+    def of(self, stage: RouteStage, cost_s: float) -> tuple[Alternative, ...]:
+        """Where there are more of them than may be searched for, the quickest nodes' are."""
+        held = [
+            (self._known.layer_s(node_id), node_id, layers)
+            for node_id, ranges in self._allowed.items()
+            if node_id != stage.node_id and not composes(ranges, stage.layers)
+            for layers in ranges
+            if layers.overlaps(stage.layers)
+        ]
+        found = []
+        for _, node_id, layers in sorted(held):
+            if self._n_searches == MAX_SEARCHES or len(found) == MAX_ALTERNATIVES:
+                break
+            self._n_searches += 1
+            route = self._through(node_id, layers)
+            if route is not None:
+                is_full = any(self._known.speeds[each.node_id].is_full for each in route)
+                found.append(Alternative(node_id, layers, route_cost_s(route, self._known) - cost_s, is_full))
+        return _best(found)
+
+    def _through(self, node_id: str, layers: LayerRange) -> tuple[RouteStage, ...] | None:
+        rest = {
+            other: [each for each in ranges if not each.overlaps(layers)]
+            for other, ranges in self._allowed.items()
+        }
+        rest[node_id].append(layers)
+        return cheapest_route(self._n_layers, self._cut_alignment, rest, self._known)
+
+
+def best_with_others(
+    n_layers: int, cut_alignment: int, allowed: Holders, circumstances: Circumstances
+) -> tuple[RouteStage, ...] | None:
+    """The cheapest route that is not all at home: it does without at least one range of every way to stay
+    there."""
+    home = circumstances.origin
+    best: tuple[RouteStage, ...] | None = None
+    waiting = [frozenset[LayerRange]()]
+    seen = set(waiting)
+    for _ in range(MAX_SEARCHES + 1):
+        if not waiting:
+            break
+        without = waiting.pop(0)
+        kept = [layers for layers in allowed[home] if layers not in without]
+        route = cheapest_route(n_layers, cut_alignment, {**allowed, home: kept}, circumstances)
+        if route is not None and is_at_home(route, circumstances):
+            shorter = {without | {layers} for layers in kept} - seen
+            seen |= shorter
+            waiting += sorted(shorter, key=sorted)
+        elif route is not None and (
+            best is None or route_cost_s(route, circumstances) < route_cost_s(best, circumstances)
+        ):
+            best = route
+    return best
+
+
+def is_at_home(route: Sequence[RouteStage], circumstances: Circumstances) -> bool:
+    return all(stage.node_id == circumstances.origin for stage in route)

@@ -1,0 +1,105 @@
+"""What a plan says besides its route: that it adds up, and what everything else would have cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from swarmllm.models.layers import LayerRange
+from swarmllm.scheduling.alternatives import MAX_ALTERNATIVES
+from swarmllm.scheduling.cheapest import cheapest_route
+from swarmllm.scheduling.cost import Circumstances
+from swarmllm.scheduling.plan import make_plan
+from swarmllm.scheduling.route import RouteStage, composes, usable
+
+from .test_cheapest import CASES, N_LAYERS, ORIGIN, QUICK, SLOW, WHOLE, Holders, every_route, felt_s, known
+
+
+@given(CASES)
+def test_a_plan_adds_up_and_no_alternative_in_it_is_better(case: tuple[Holders, Circumstances, int]) -> None:
+    held, circumstances, alignment = case
+    plan = make_plan(N_LAYERS, alignment, held, circumstances)
+    route = cheapest_route(N_LAYERS, alignment, held, circumstances)
+    assert (plan is None) == (route is None)
+    if plan is None:
+        return
+    parts_s = sum(stage.compute_s + stage.network_s for stage in plan.stages) + plan.ends_s
+    assert parts_s == pytest.approx(plan.cost_s)
+    for stage in plan.stages:
+        assert stage.node_id not in [other.node_id for other in stage.alternatives]
+        for other in stage.alternatives:
+            assert other.extra_s >= -1e-7
+            assert other.layers.overlaps(stage.layers)
+            assert composes(held[other.node_id], other.layers)
+    for rival in plan.rivals:
+        assert rival.cost_s is None or rival.cost_s >= plan.cost_s - 1e-7
+
+
+def test_the_standby_of_a_stage_is_the_best_other_holder_that_is_not_full() -> None:
+    full = replace(QUICK, is_full=True)
+    speeds = {"a": QUICK, "b": full, "c": SLOW}
+    plan = make_plan(
+        6, 1, {node_id: [WHOLE] for node_id in "abc"}, known(speeds, dict.fromkeys("abc", 0.001))
+    )
+    assert plan is not None
+    assert (plan.stages[0].node_id, plan.stages[0].standby) == ("a", "c")
+    assert plan.rivals[0].cost_s is None
+
+
+@given(CASES)
+def test_what_else_there_is_has_the_cost_of_the_best_route_through_it(
+    case: tuple[Holders, Circumstances, int],
+) -> None:
+    held, circumstances, alignment = case
+    plan = make_plan(N_LAYERS, alignment, held, circumstances)
+    if plan is None:
+        return
+    allowed = {node_id: usable(ranges, N_LAYERS, alignment) for node_id, ranges in held.items()}
+    routes = [(felt_s(segments, circumstances), segments) for segments in every_route(allowed)]
+    for stage in plan.stages:
+        for other in stage.alternatives:
+            if other.layers != stage.layers:
+                through = [cost_s for cost_s, segments in routes if (other.node_id, other.layers) in segments]
+                assert other.extra_s + plan.cost_s == pytest.approx(min(through), rel=1e-9, abs=1e-7)
+    away = [rival.cost_s for rival in plan.rivals if rival.name == "with other nodes"]
+    if {stage.node_id for stage in plan.stages} == {ORIGIN}:
+        others = [cost_s for cost_s, segments in routes if any(node_id != ORIGIN for node_id, _ in segments)]
+        assert away == (
+            [pytest.approx(min(others), rel=1e-9, abs=1e-7)]
+            if others
+            else [None] * any(allowed[node_id] for node_id in allowed.keys() - {ORIGIN})
+        )
+    else:
+        assert not away
+
+
+def test_a_plan_that_stays_at_home_says_what_the_split_would_cost() -> None:
+    halves = {"a": [LayerRange(0, 3)], "b": [LayerRange(3, 6)]}
+    circumstances = known({"o": SLOW, "a": QUICK, "b": QUICK}, {"a": 0.2, "b": 0.2})
+    plan = make_plan(6, 1, {"o": [WHOLE], **halves}, circumstances)
+    assert plan is not None
+    assert [stage.node_id for stage in plan.stages] == ["o"]
+    split = plan.rivals[-1]
+    assert split.name == "with other nodes"
+    assert split.stages == (RouteStage("a", LayerRange(0, 3)), RouteStage("b", LayerRange(3, 6)))
+    assert split.cost_s is not None
+    assert split.cost_s > 2 * plan.cost_s
+    for other, (node_id, (layers,)) in zip(plan.stages[0].alternatives, halves.items(), strict=True):
+        assert (other.node_id, other.layers, other.is_full) == (node_id, layers, False)
+        assert other.extra_s == pytest.approx(split.cost_s - plan.cost_s)
+    assert plan.stages[0].standby is None
+    full = replace(circumstances, speeds={**circumstances.speeds, "b": replace(QUICK, is_full=True)})
+    plan = make_plan(6, 1, {"o": [WHOLE], **halves}, full)
+    assert plan is not None
+    assert [other.is_full for other in plan.stages[0].alternatives] == [True, True]
+    assert plan.rivals[-1].cost_s is None
+
+
+def test_of_many_nodes_with_other_cuts_a_plan_names_four_at_most() -> None:
+    firsts = {f"n{i:02}": [LayerRange(0, 1 + i % 5)] for i in range(60)}
+    held = {"o": [WHOLE], "p": [LayerRange(i, 6) for i in range(1, 6)], **firsts}
+    plan = make_plan(6, 1, held, known({"o": QUICK, "p": SLOW} | dict.fromkeys(firsts, SLOW)))
+    assert plan is not None
+    assert len(plan.stages[0].alternatives) == MAX_ALTERNATIVES
