@@ -1,14 +1,15 @@
 """How fast this machine reads memory and multiplies: a guess for layers that have never run here.
 
-One second, once: the result stays in the data folder, because a probe at every start would measure what
-else is starting. Both figures are a lower bound of what libllama reaches (one thread sums; the product uses
-what numpy's BLAS takes); the route scales estimates by how far those of observed nodes were off, so only
-their ratio between machines matters.
+One second, once: the result stays in the data folder. What else runs at that moment must not be in it, or a
+node would look slow for ever and never be asked to prove otherwise; so one thread works, and the time that
+counts is what the processor gave to it. Both figures are a lower bound of what libllama reaches; the route
+scales estimates by how far those of observed nodes were off, so only their ratio between machines matters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,10 @@ MIN_RUNS = 5
 """However long they take: the first one meets cold caches and threads that are still starting."""
 SUM_BYTES = 64 * 2**20
 """More than the caches of most machines."""
-PRODUCT_SIZE = 384
+PRODUCT_SIZE = 64
+"""BLAS gives no threads to products as small as this; threads that wait for each other on busy cores have made
+a machine look seventy times slower than it is."""
+N_PRODUCTS = 64
 FILE_MAX_BYTES = 4096
 
 
@@ -61,20 +65,21 @@ def _memory_bytes_per_s() -> float:
 
 
 def _flops() -> float:
-    matrix = np.ones((PRODUCT_SIZE, PRODUCT_SIZE), np.float32)
-    return 2 * PRODUCT_SIZE**3 / _best_s(lambda: float((matrix @ matrix)[0, 0]), FLOPS_BUDGET_S)
+    matrices = np.ones((N_PRODUCTS, PRODUCT_SIZE, PRODUCT_SIZE), np.float32)
+    product_s = _best_s(lambda: float((matrices @ matrices)[0, 0, 0]), FLOPS_BUDGET_S) / N_PRODUCTS
+    return len(os.sched_getaffinity(0)) * 2 * PRODUCT_SIZE**3 / product_s
 
 
 def _best_s(work: Callable[[], object], budget_s: float) -> float:
-    """The quickest of as many runs as fit the budget: what disturbs only ever makes it slower."""
+    """The quickest of as many runs as fit the budget, in processor time: what disturbs only ever makes it
+    slower."""
     best_s = float("inf")
     end_s = time.perf_counter() + budget_s
     n_runs = 0
     while True:
         n_runs += 1
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         work()
-        now_s = time.perf_counter()
-        best_s = min(best_s, now_s - began_s)
-        if now_s >= end_s and n_runs >= MIN_RUNS:
+        best_s = min(best_s, time.thread_time() - began_s)
+        if time.perf_counter() >= end_s and n_runs >= MIN_RUNS:
             return max(best_s, 1e-9)

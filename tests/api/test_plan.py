@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from swarmllm.errors import NoPipeline
 from swarmllm.models import CatalogueEntry
 from swarmllm.node.admission import Admission
 from swarmllm.node.capability import MAX_LINKS, describe, is_news
-from swarmllm.node.speed_probe import machine_speed
+from swarmllm.node.speed_probe import _best_s, machine_speed
 from swarmllm.pipeline.occupancy import Room
 from swarmllm.pipeline.routes import RequestSize
 from swarmllm.scheduling.observation import MAX_MODELS, MachineSpeed, Observations
@@ -142,3 +143,8 @@ def test_a_spoiled_measurement_is_made_again(tmp_path: Path, text: str) -> None:
     speed = machine_speed(file)
     assert min(speed.memory_bytes_per_s, speed.flops) > 0
     assert msgspec.json.decode(file.read_bytes())["flops"] == speed.flops
+
+
+def test_what_else_runs_does_not_make_a_machine_look_slower() -> None:
+    """Time in which this thread gets no processor is not counted."""
+    assert _best_s(lambda: time.sleep(0.01), 0.0) < 0.01
