@@ -86,7 +86,7 @@ class Chaos:
     by_name: dict[str, DemoNode]
     ids: dict[str, str]
     url: str
-    ways: tuple[str, ...] = ("kill", "freeze")
+    ways: tuple[str, ...]
     spared: frozenset[str] = frozenset({"a"})
     down: set[str] = field(default_factory=set)
     repairs: queue.Queue[tuple[DemoNode, str]] = field(default_factory=queue.Queue)
@@ -192,7 +192,11 @@ class Chaos:
 
 
 @contextmanager
-def chaos(holdings: Mapping[str, list[str]] = HOLDINGS, **inference: int) -> Iterator[Chaos]:
+def chaos(
+    holdings: Mapping[str, list[str]] = HOLDINGS,
+    ways: tuple[str, ...] = ("kill", "freeze"),
+    **inference: int,
+) -> Iterator[Chaos]:
     """ "a" is asked, and first."""
     nodes = DemoNodes()
     try:
@@ -211,7 +215,7 @@ def chaos(holdings: Mapping[str, list[str]] = HOLDINGS, **inference: int) -> Ite
                 "everybody to be connected",
             )
         ids = {name: announced["node_id"] for name, announced in found.items()}
-        yield Chaos(nodes, {node.name: node for node in nodes.nodes}, ids, url)
+        yield Chaos(nodes, {node.name: node for node in nodes.nodes}, ids, url, ways)
     finally:
         for node in nodes.nodes:
             for mark in family(node.process.pid):

@@ -59,8 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--journal-mb", type=int, default=256)
     arguments = parser.parse_args()
-    with chaos(HOLDINGS, journal_max_mb=arguments.journal_mb) as swarm:
-        swarm.ways = ("kill",)
+    with chaos(HOLDINGS, ("kill",), journal_max_mb=arguments.journal_mb) as swarm:
         swarm.spared = frozenset({"a", "c"})
         streams = [one(swarm, number) for number in range(arguments.rounds + 1)][1:]
     assert not any(stream.error for stream in streams), [stream.error for stream in streams]

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.chaos import chaos, run
+from bench.chaos import Chaos, chaos, run
+from swarmllm.cli.client import Client
 
 pytestmark = pytest.mark.slow
 
@@ -21,3 +22,21 @@ def test_streams_complete_with_the_same_text_whatever_dies() -> None:
     assert any(stream.disturbed_by for stream in streams)
     assert any(stream.n_recoveries for stream in streams)
     assert any(stream.n_rebuilt for stream in streams)
+
+
+def test_a_stream_waits_for_its_only_neighbour_and_follows_it_to_another_address() -> None:
+    """b has what nobody else has; it is killed under the stream, and comes back on other ports."""
+    with chaos({"a": ["guide:0:6"], "b": ["guide:6:12"]}, ways=("kill",)) as swarm:
+        before = peer_addresses(swarm)
+        undisturbed, (stream,) = run(swarm, n_streams=1, n_disturbed=1, n_tokens=60, seed=7)
+        after = peer_addresses(swarm)
+    assert (stream.disturbed_by, stream.error, stream.n_recoveries) == ("kill", "", 1)
+    assert stream.text in {each.text for each in undisturbed if each.prompt == stream.prompt}
+    assert before
+    assert not before & after
+
+
+def peer_addresses(swarm: Chaos) -> set[str]:
+    with Client(swarm.url) as client:
+        (peer,) = client.get("/api/admin/peers")["peers"]
+    return set(peer["addresses"])

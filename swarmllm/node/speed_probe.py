@@ -29,8 +29,8 @@ MIN_RUNS = 5
 SUM_BYTES = 64 * 2**20
 """More than the caches of most machines."""
 PRODUCT_SIZE = 64
-"""BLAS gives no threads to products as small as this; threads that wait for each other on busy cores have made
-a machine look seventy times slower than it is."""
+"""BLAS gives no threads to products as small as this; threads that wait for each other on busy cores have
+made a machine look seventy times slower than it is."""
 N_PRODUCTS = 64
 FILE_MAX_BYTES = 4096
 

@@ -287,13 +287,15 @@ class Pipelines:
         """Pipelines, by the request id that each had."""
 
         def attempt(generated: tuple[int, ...], avoid: set[str]) -> AbstractAsyncContextManager[Source]:
-            previous = () if generated else self._affinity.previous(entry.model_id, session)
+            # A retry prefers nothing: what it would prefer has just failed.
+            is_first = source.n_attempts == 1
+            previous = self._affinity.previous(entry.model_id, session) if is_first else ()
             broken = tried[-1][1] if generated and tried else None
             assembly = self._assemble(entry, size, avoid, previous, broken)
             self._affinity.remember(entry.model_id, session, assembly.stages)
             may_resume = broken is not None and len(assembly.stages) > 1
             assignment = PipelineAssignment(
-                request_id=request_id if source.n_attempts == 1 else uuid.uuid4().hex,
+                request_id=request_id if is_first else uuid.uuid4().hex,
                 model_id=entry.model_id,
                 origin=self._node_id,
                 stages=assembly.stages,
@@ -304,7 +306,7 @@ class Pipelines:
             )
             tried.append((assignment.request_id, assembly))
             rows = np.concatenate((tokens, np.array(generated, np.int32))) if generated else tokens
-            if not generated and source.n_attempts > 1:
+            if not generated and not is_first:
                 self._counts.retries += 1
             context = replace(request_context(assignment, entry, self._node_id), session=session)
             opening = self._attempts.open(context, assignment, rows, avoid)

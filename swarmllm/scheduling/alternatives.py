@@ -80,7 +80,7 @@ class OtherCuts:
             for layers in ranges
             if layers.overlaps(stage.layers)
         ]
-        found = []
+        found: list[Alternative] = []
         for _, node_id, layers in sorted(held):
             if self._n_searches == MAX_SEARCHES or len(found) == MAX_ALTERNATIVES:
                 break

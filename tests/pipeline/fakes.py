@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import trio
 
 from swarmllm.errors import WorkerError
@@ -19,7 +20,7 @@ from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.swarm.trust_keeper import Trust
 from swarmllm_proto.codec import encode_record
-from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
+from swarmllm_proto.swarm import NodeCapability, NodeRecord, ShardAnnounce
 
 from .arithmetic import fake_entry
 
@@ -57,6 +58,13 @@ class FakeNode:
             node_id=self.node_id, nickname=f"nick-{self.node_id}", models=(announced,) if ranges else ()
         )
         await self.router.publish(encode_record(record))
+
+    async def say(self, capability: NodeCapability) -> None:
+        """What it has announced stays; its load and speed are this from now on."""
+        record = self.registry.node(self.node_id)
+        assert record is not None
+        newer = msgspec.structs.replace(record, sequence=record.sequence + 1, capability=capability)
+        await self.router.publish(encode_record(newer))
 
 
 class Swarm:

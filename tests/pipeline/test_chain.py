@@ -18,6 +18,7 @@ from swarmllm.errors import (
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling
 
 from .arithmetic import FakePool, uncut
@@ -105,6 +106,34 @@ async def test_the_prompt_never_leaves_the_origin() -> None:
     n_prompt = len(PROMPT)
     assert sum(call[1] for call in pools["a"].calls if call[0] == "embed") == n_prompt
     assert not [call for pool in (pools["b"], pools["c"]) for call in pool.calls if call[0] == "embed"]
+
+
+async def test_no_message_carries_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither jobs nor the assignment: not its text, and rows instead of its tokens."""
+    pools = {"a": FakePool(), "b": FakePool("0:6"), "c": FakePool("6:12")}
+    secret, said = "Quixotic whimsy, hushed.", list[bytes]()
+    async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
+        router = swarm["a"].router
+        send, request = router.send, router.request
+
+        async def overheard(node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+            said.append(header + bytes(payload))
+            await send(node_id, header, payload)
+
+        async def overheard_request(node_id: str, body: bytes, *, timeout_s: float) -> bytes:
+            said.append(body)
+            return await request(node_id, body, timeout_s=timeout_s)
+
+        monkeypatch.setattr(router, "send", overheard)
+        monkeypatch.setattr(router, "request", overheard_request)
+        await ask(swarm, "a", secret, n_tokens=3)
+        tokens = await pools["a"].tokenize(ModelFile.of(swarm.entry), text=secret)
+    assert len(said) >= 2 + len(secret) // 4  # Two assignments, and the chunks of the prompt.
+    for at in range(len(secret) - 3):
+        assert not [message for message in said if secret[at : at + 4].encode() in message]
+        for kind in (np.uint8, np.int32, np.int64, np.float32):
+            ids = tokens[at : at + 4].astype(kind).tobytes()
+            assert not [message for message in said if ids in message]
 
 
 async def test_chunks_overlap_within_the_window() -> None:

@@ -10,10 +10,12 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from swarmllm.errors import NodeUnreachable, WorkerDied
 from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.suspects import MAX_PER_ACCUSER, SUSPECT_S, Suspects
 from swarmllm_proto.codec import decode_job
-from swarmllm_proto.swarm import LayerForward
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import LayerForward, NodeCapability, ObservedLatency
 
 from .arithmetic import uncut
 from .fakes import open_swarm
@@ -50,6 +52,33 @@ async def test_a_job_that_is_dropped_silently_is_missed_within_the_time_of_an_ac
         assert generation.n_recoveries == 1
         assert trio.current_time() - started_s == pytest.approx(ACK_S, abs=0.5)
         await swarm.quiet()
+
+
+async def test_a_retry_prefers_no_pipeline(patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation returns to its nodes, though others are a little quicker, but not when that has just
+    failed without anybody being to blame."""
+    async with open_swarm(pools_of(a="0:4", b="4:12", c="4:12"), settings=SETTINGS) as swarm:
+        pipelines, model_id = swarm["a"].pipelines, swarm.entry.model_id
+
+        async def turn() -> str:
+            prompt = Prompt(text=PROMPT, session="talk")
+            async with pipelines.generate(prompt, swarm.entry, Sampling(max_tokens=3)) as generation:
+                async for _ in generation:
+                    pass
+                return generation.route[1].node_id
+
+        first = await turn()
+        (other,) = {"b", "c"} - {first}
+        for node_id, decode_s in ((first, 0.0012), (other, 0.001)):
+            latency = ObservedLatency(model_id=model_id, decode_s=decode_s, prefill_s=decode_s)
+            await swarm[node_id].say(NodeCapability(observed_latencies=(latency,)))
+        with trio.fail_after(5):
+            while pipelines.stages_for(swarm.entry)[1].node_id != other:
+                await trio.lowlevel.checkpoint()
+        assert await turn() == first
+        drop_one(swarm, "a", monkeypatch, at=0)
+        assert await turn() == other
+        assert pipelines.statistics().retries == 1
 
 
 async def test_a_stage_that_knows_nothing_of_the_request_is_found_out_at_the_first_look(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -28,7 +29,9 @@ from swarmllm.pipeline.processor import (
 )
 from swarmllm.pipeline.walker import RequestContext, Walker
 from swarmllm.workerpool import ModelFile
-from swarmllm_proto.ipc import Sampling
+from swarmllm.workerpool.forward_result import ForwardResult
+from swarmllm_proto.codec import decode_job
+from swarmllm_proto.ipc import Sampling, Token
 from swarmllm_proto.swarm import Stage
 
 from .arithmetic import FakePool
@@ -235,6 +238,49 @@ class TestHead:
         job = self.sampled(0)
         assert next_state(State.HEAD, after_head(job, view("a", "a"))) is State.PROCESS_LAYERS
         assert (job.step, job.position, job.n_tokens) == (ComputeStep.LAYER, 15, 1)
+
+
+class TestPassedOn:
+    """The worker has sent its result on by a link; what it says is what a daemon gets to know."""
+
+    @staticmethod
+    async def sent(seen: RequestView, job: Job, result: ForwardResult) -> list[tuple[str, str]]:
+        """(receiver, kind of message)"""
+        messages: list[tuple[str, str]] = []
+
+        class Pool(FakePool):
+            async def forward(self, *args: object, **call: object) -> ForwardResult:  # type: ignore[override]
+                return result
+
+        class Listening:
+            async def send(self, node_id: str, header: bytes, payload: bytes = b"") -> None:
+                messages.append((node_id, type(decode_job(header, payload)).__name__))
+
+        context = RequestContext("r", ModelFile("m", Path("/nowhere")), 4, 1, Sampling(), seen)
+        walker = Walker(context, Pool("0:2", "2:4"), Listening(), None)  # type: ignore[arg-type]
+        await walker.walk(job)
+        return messages
+
+    async def test_from_process_layers_to_done(self) -> None:
+        job = Job(ComputeStep.LAYER, position=5, n_tokens=1, tensor=ROWS)
+        passed_on = ForwardResult(None, None, b"", 0.0, onward=True)
+        assert await self.sent(view("a", "a", "b"), job, passed_on) == []
+        kept = ForwardResult(ROWS, None, b"", 0.1)
+        job = Job(ComputeStep.LAYER, position=5, n_tokens=1, tensor=ROWS)
+        assert await self.sent(view("a", "a", "b"), job, kept) == [("b", "LayerForward")]
+
+    async def test_from_head_to_done_and_an_origin_without_a_link_is_told(self) -> None:
+        token = Token(request_id="r", index=3, token=7)
+        passed_on = ForwardResult(None, token, b"x", 0.1, onward=True)
+
+        def last() -> Job:
+            return Job(ComputeStep.LAYER, stage=1, position=5, n_tokens=1, tensor=ROWS)
+
+        assert await self.sent(view("b", "a", "b", origin="a"), last(), passed_on) == []
+        assert await self.sent(view("b", "a", "b"), last(), passed_on) == [("o", "StreamingToken")]
+        here = replace(passed_on, onward=False)
+        told = await self.sent(view("b", "a", "b"), last(), here)
+        assert told == [("a", "LayerForward"), ("o", "StreamingToken")]
 
 
 def test_send_ends_the_walk() -> None:

@@ -18,7 +18,7 @@ from swarmllm.errors import (
     SwarmLLMError,
     WorkerDied,
 )
-from swarmllm.pipeline.recovery import FIRST_ATTEMPTS, LONGEST_PAUSE_S, MAX_FAULTS, Recovery
+from swarmllm.pipeline.recovery import LONGEST_PAUSE_S, MAX_FAULTS, Recovery
 
 LOST = NodeUnreachable("lost")
 NOBODY = NoPipeline("nobody")
@@ -32,8 +32,7 @@ def begun(patience_s: float = 60.0) -> Recovery:
 
 def test_before_the_first_token_a_remote_failure_is_retried_once() -> None:
     recovery = Recovery(60.0)
-    for _ in range(FIRST_ATTEMPTS - 1):
-        assert recovery.failed(RemoteError("refused"), 1.0) == 1.0
+    assert recovery.failed(RemoteError("refused"), 1.0) == 1.0
     with pytest.raises(RemoteError, match="again"):
         recovery.failed(RemoteError("again"), 1.0)
 

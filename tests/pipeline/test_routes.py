@@ -20,7 +20,6 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.scheduling.cost import LINK_BYTES_PER_S, UNMEASURED_RTT_S, Circumstances
 from swarmllm.scheduling.observation import MachineSpeed, Observations
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.codec import encode_record
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, ObservedLatency, ObservedLink
 
@@ -162,16 +161,9 @@ async def test_a_request_goes_where_the_gossip_says_it_is_quicker() -> None:
         pipelines, entry = swarm["a"].pipelines, swarm.entry
         (before,) = [stage.node_id for stage in pipelines.stages_for(entry)]
         (other,) = {"b", "c"} - {before}
-        record = swarm["a"].registry.node(other)
-        assert record is not None
-        latencies = {before: 0.004, other: 0.001}
-        for node_id, decode_s in latencies.items():
-            record = swarm["a"].registry.node(node_id)
-            assert record is not None
+        for node_id, decode_s in {before: 0.004, other: 0.001}.items():
             observed = (ObservedLatency(model_id=entry.model_id, decode_s=decode_s, prefill_s=decode_s),)
-            capability = NodeCapability(observed_latencies=observed)
-            newer = msgspec.structs.replace(record, sequence=record.sequence + 1, capability=capability)
-            await swarm[node_id].router.publish(encode_record(newer))
+            await swarm[node_id].say(NodeCapability(observed_latencies=observed))
         with trio.fail_after(5):
             while [stage.node_id for stage in pipelines.stages_for(entry)] != [other]:
                 await trio.lowlevel.checkpoint()
