@@ -100,6 +100,11 @@ class ApiTable:
     allowed_hosts: tuple[str, ...] = _setting(
         (), "Names accepted in the Host header besides localhost and the loopback addresses."
     )
+    allowed_origins: tuple[str, ...] = _setting(
+        (),
+        "Origins (https://app.example) of other sites' pages that may use the models from a browser (CORS), "
+        "not administer; * is any page.",
+    )
     certfile: str = _setting("", "PEM file with the certificate chain; serves HTTPS, needs keyfile.")
     keyfile: str = _setting("", "PEM file with the certificate's private key, not encrypted.")
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**30)] = _setting(

@@ -109,6 +109,9 @@ def stream_response(events: AsyncIterator[bytes], reply: Reply, feed: Feed) -> R
 async def _events(feed: Feed, reply: Reply) -> AsyncIterator[bytes]:
     """Nothing here may wait in a `finally`: a client that leaves closes this generator in passing."""
     waiting = [reply.first(feed.generation)]
+    if feed.generation is None:
+        # Somebody has been patient already, and a proxy may be waiting for the first byte.
+        yield waiting.pop()
     while True:
         passage = await feed.take(WAITING_EVERY_S)
         if passage is None:

@@ -20,7 +20,7 @@ from swarmllm.api.downloads import downloads
 from swarmllm.api.embeddings import embeddings
 from swarmllm.api.errors import as_swarmllm_error, error_response, http_error_response
 from swarmllm.api.events import PULSE, Pulse, events
-from swarmllm.api.guard import check_host, check_origin
+from swarmllm.api.guard import Origins, check_host
 from swarmllm.api.health import health
 from swarmllm.api.ollama_embed import ollama
 from swarmllm.api.openapi import openapi
@@ -55,22 +55,28 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
         app.register_blueprint(blueprint)
     allowed_hosts = frozenset(name.lower() for name in config.api.allowed_hosts)
 
+    origins = Origins(config.api.allowed_origins)
     doorkeeper = Doorkeeper(keys)
 
     @app.before_request
-    async def check() -> None:
+    async def check() -> Response | None:
         g.request_id = f"req_{secrets.token_hex(12)}"
         host = request.headers.get("Host", "")
+        preflight = origins.answer_preflight(request)
+        if preflight is not None:
+            return preflight
         key = g.key = await doorkeeper.admit(request)
         # A page on a re-pointed domain has no key, and a node reached from elsewhere has names unknown to it.
         if key is None and not (keys and keys.is_required):
             check_host(host, allowed_hosts)
-        check_origin(request.headers.get("Origin"), host)
+        origins.check(request.headers.get("Origin"), host, request.path)
+        return None
 
     @app.after_request
     async def stamp(response: Response) -> Response:
         response.headers["x-request-id"] = response.headers["request-id"] = g.get("request_id", "")
         response.headers["X-Content-Type-Options"] = "nosniff"
+        origins.stamp(request, response)
         return response
 
     @app.errorhandler(HTTPException)

@@ -13,6 +13,7 @@ from quart import Request
 
 from swarmllm.api.dashboard import FILES_PREFIX, PAGE_PATH
 from swarmllm.api.errors import Forbidden
+from swarmllm.api.guard import ADMIN_PREFIXES
 from swarmllm.errors import ConfigError, InvalidRequest
 from swarmllm.keys import ApiKey, KeyRing
 
@@ -22,7 +23,6 @@ REFRESH_EVERY_S = 1.0
 OPEN_PATHS = ("/health", "/health/ready", PAGE_PATH)
 """For load balancers and service managers, which have no keys: they tell nothing but that. And the page that
 asks a person for a key, with its files."""
-ADMIN_PREFIXES = ("/api/admin/", "/api/events")
 
 
 class Unauthorized(InvalidRequest):

@@ -2,8 +2,8 @@
 
 A page in the user's browser can send requests to 127.0.0.1. Two checks keep it out. The Host header must be a
 name of this machine, or a page whose own domain was re-pointed at 127.0.0.1 (DNS rebinding) would count as
-same-origin. And a request that carries the Origin of another site is refused outright, reads included; there
-is no CORS.
+same-origin. And a request that carries the Origin of another site is refused outright, reads included, unless
+the operator let that site in (CORS). No other site's page is let in to administration.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
+from quart import Request, Response
+
 from swarmllm.api.errors import Forbidden
 
+ADMIN_PREFIXES = ("/api/admin/", "/api/events")
+EXPOSED = "Retry-After, Server-Timing, x-request-id, x-swarm-nodes, x-swarm-route"
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 
 
@@ -28,10 +32,47 @@ def check_host(host: str, allowed: Collection[str]) -> None:
         )
 
 
-def check_origin(origin: str | None, host: str) -> None:
-    """Raises Forbidden unless there is no Origin or it is this server's own."""
-    if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-        raise Forbidden("Requests from other web sites are not accepted.", field="Origin")
+class Origins:
+    """Whose pages may send requests."""
+
+    def __init__(self, allowed: Collection[str] = ()) -> None:
+        self._allowed = frozenset(origin.lower().rstrip("/") for origin in allowed)
+
+    def check(self, origin: str | None, host: str, path: str) -> None:
+        """Raises Forbidden unless there is no Origin, or it is this server's own or one that is let in."""
+        if origin is None or urlsplit(origin).netloc.lower() == host.lower() or self.lets_in(origin, path):
+            return
+        raise Forbidden(
+            f"Pages of {origin[:100]!r} are not let in; api.allowed_origins names sites whose pages may use "
+            "the models.",
+            field="Origin",
+        )
+
+    def lets_in(self, origin: str | None, path: str) -> bool:
+        if origin is None or path.startswith(ADMIN_PREFIXES):
+            return False
+        return "*" in self._allowed or origin.lower() in self._allowed
+
+    def answer_preflight(self, request: Request) -> Response | None:
+        """What a browser asks before it lets a page send a request; it sends no key with that."""
+        is_preflight = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        if not is_preflight or not self.lets_in(request.headers.get("Origin"), request.path):
+            return None
+        response = Response(b"", status=204)
+        response.headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
+        response.headers["Access-Control-Allow-Headers"] = request.headers.get(
+            "Access-Control-Request-Headers", ""
+        )
+        response.headers["Access-Control-Max-Age"] = "600"
+        return response
+
+    def stamp(self, request: Request, response: Response) -> None:
+        """Tells the browser that the page may read this."""
+        origin = request.headers.get("Origin")
+        if origin is not None and self.lets_in(origin, request.path):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = EXPOSED
+            response.headers["Vary"] = "Origin"
 
 
 def is_loopback(host: str) -> bool:

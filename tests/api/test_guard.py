@@ -12,8 +12,9 @@ from api_fakes import serve_node
 
 from swarmllm.api import server
 from swarmllm.api.errors import Forbidden
-from swarmllm.api.guard import check_host, check_origin, is_loopback
+from swarmllm.api.guard import Origins, check_host, is_loopback
 from swarmllm.api.server import bind
+from swarmllm.config import ApiTable, Config
 from swarmllm.errors import ConfigError
 
 CHAT = "/v1/chat/completions"
@@ -54,11 +55,12 @@ def test_other_hosts_are_kept_out(host: str) -> None:
 
 
 def test_only_our_own_origin_is_let_in() -> None:
-    check_origin(None, "localhost:8800")
-    check_origin("http://localhost:8800", "localhost:8800")
+    Origins().check(None, "localhost:8800", CHAT)
+    Origins().check("http://localhost:8800", "localhost:8800", CHAT)
     for origin in ("null", "http://evil.com", "http://localhost:9999", "http://localhost", ""):
         with pytest.raises(Forbidden):
-            check_origin(origin, "localhost:8800")
+            Origins().check(origin, "localhost:8800", CHAT)
+    assert not Origins(["https://app.example"]).lets_in("https://app.example.evil.com", CHAT)
 
 
 def test_loopback_addresses() -> None:
@@ -106,6 +108,32 @@ async def test_every_door_is_guarded_over_http(tmp_path: Path) -> None:
         assert set(error) == {"message", "type", "param", "code"}
         assert error["message"]
     assert "POST" in method.headers["allow"]
+
+
+@pytest.mark.parametrize("allowed", ["https://app.example/", "*"])
+async def test_a_page_of_a_site_that_is_let_in_may_use_models_and_no_more(
+    tmp_path: Path, allowed: str
+) -> None:
+    page = {"Origin": "https://app.example"}
+    before = page | {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    config = Config(api=ApiTable(port=0, allowed_origins=(allowed,)))
+    async with serve_node(tmp_path, config=config) as stand:
+        asked = await stand.http.request("OPTIONS", CHAT, headers=before)
+        said = await stand.http.post(CHAT, json={"model": "nobody", "messages": []}, headers=page)
+        admin = await stand.http.get("/api/admin/stats", headers=page)
+        before_admin = await stand.http.request("OPTIONS", "/api/admin/stats", headers=before)
+        other = await stand.http.get("/v1/models", headers={"Origin": "https://evil.com"})
+    assert (asked.status_code, said.status_code) == (204, 400)
+    assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+    for answer in (asked, said):
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+    assert "x-swarm-route" in said.headers["access-control-expose-headers"]
+    assert (admin.status_code, before_admin.status_code) == (403, 403)
+    assert "access-control-allow-origin" not in admin.headers
+    assert other.status_code == (200 if allowed == "*" else 403)
 
 
 async def test_a_body_without_end_is_answered_and_then_cut_off(tmp_path: Path) -> None:
