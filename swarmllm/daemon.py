@@ -288,6 +288,7 @@ def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
         libp2p_port=network.libp2p_port,
         data_port=network.data_port,
         bootstrap=network.bootstrap,
+        max_peers=network.max_peers,
         mdns=network.mdns,
         announce=network.announce,
         dht=network.dht,

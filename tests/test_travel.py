@@ -174,3 +174,54 @@ def test_a_node_can_start_with_layers_that_only_others_have(tmp_path: Path, mode
         with running_daemon(tmp_path, "b", load=[f"{NAME}:4:8"], bootstrap=a.addresses) as b:
             wait_for(lambda: b.http.get("/health/ready").status_code == 200, 40, "b to have its layers")
             assert b.stats()["models"][0]["layers"] == ["4:8"]
+
+
+def peers(node: DaemonProcess) -> set[str]:
+    return {peer["node_id"] for peer in node.http.get("/api/admin/peers").json()["peers"]}
+
+
+def test_a_model_of_a_node_beyond_the_connected_ones_is_found_by_the_dht_and_the_dead_are_not(
+    tmp_path: Path, model_file: Path
+) -> None:
+    """Each node looks for one connection only, as in a swarm too large for a full mesh. Only the one in the
+    middle answers in the DHT, so that no lookup meets the holder by the way."""
+    few, aside = {"max_peers": 1}, {"max_peers": 1, "dht": "client"}
+    model_id = build_manifest(model_file).model_id
+    with running_daemon(tmp_path, "middle", load=[], network=few) as middle:
+
+        def one_more(name: str) -> Any:
+            return running_daemon(tmp_path, name, load=[], bootstrap=middle.addresses, network=aside)
+
+        def knows_its_way(node: DaemonProcess) -> bool:
+            return peers(node) == {middle.node_id} and bool(node.stats()["dht"]["n_nodes"])
+
+        with one_more("holder") as holder:
+            assert lines(holder, "", {"path": str(model_file), "name": NAME})[-1]["type"] == "result"
+            told = holder.stats()["dht"]["n_announced"]
+            assert told == 4, "two keys for the guide, two for this one"
+            wait_for(lambda: middle.stats()["dht"]["n_records"] == told, 30, "the DHT to have them")
+            with one_more("by-name") as seeker:
+                wait_for(lambda: knows_its_way(seeker), 30, "it to know the one in the middle")
+                assert not gives(seeker), "no connected node has it"
+                assert load(seeker, "4:8")[-1]["model"]["loaded"] == ["4:8"]
+                assert peers(seeker) == {middle.node_id, holder.node_id}
+                assert seeker.stop() == 0
+            with one_more("by-id") as seeker:
+                wait_for(lambda: knows_its_way(seeker), 30, "it to know the one in the middle")
+                found = lines(seeker, f"/{model_id}/load", {"layers": "0:4"})[-1]
+                assert found["model"]["files"] == {"layers": ["0:4"], "embedding": True, "head": False}
+                assert seeker.stop() == 0
+            os.kill(holder.process.pid, signal.SIGKILL)
+            wait_for(lambda: holder.node_id not in peers(middle), 30, "the dead to be missed")
+        n_kept = middle.stats()["dht"]["n_records"]
+        assert n_kept >= told, "the DHT names the dead for hours"
+        with one_more("late") as late:
+            wait_for(lambda: knows_its_way(late), 30, "it to know the one in the middle")
+            for wanted in (NAME, model_id):
+                refused = late.http.post(f"/api/admin/models/{wanted}/load", json={"layers": "0:4"})
+                assert refused.status_code == 404
+            assert late.stats()["dht"]["n_lookups"] >= 2
+            assert peers(late) == {middle.node_id}
+            assert late.http.get(f"/api/admin/models/{NAME}/status").status_code == 404
+            assert late.stop() == 0
+        assert middle.stop() == 0

@@ -24,7 +24,7 @@ from swarmllm.swarm.addresses import Address
 log = logging.getLogger(__name__)
 
 PEERS_MAX = 256
-"""Connections looked for; a larger swarm is not a full mesh."""
+"""Connections looked for, unless the settings say otherwise; a larger swarm is not a full mesh."""
 CANDIDATES_MAX = 4096
 ADDRESSES_PER_NODE = 12
 DIALS_FIRST = 2
@@ -60,12 +60,13 @@ class Unanswering(NodeUnreachable):
 
 
 class Dialler:
-    def __init__(self, node_id: str, randomness: random.Random) -> None:
+    def __init__(self, node_id: str, randomness: random.Random, peers_max: int = PEERS_MAX) -> None:
         self._node_id = node_id
         self._random = randomness
         self._candidates: dict[str, _Candidate] = {}
         self._news = trio.Event()
         self._n_dials_max = DIALS_FIRST
+        self._peers_max = peers_max
 
     def suggest(
         self,
@@ -113,7 +114,7 @@ class Dialler:
     def due(self, now: float, connected: set[str]) -> tuple[list[tuple[str, list[Address]]], float]:
         """(whom to dial now, when to ask again). The ones returned count as being dialled until `dialled`."""
         n_dialling = sum(c.dialling_since_s is not None for c in self._candidates.values())
-        room = min(self._n_dials_max - n_dialling, PEERS_MAX - len(connected))
+        room = min(self._n_dials_max - n_dialling, self._peers_max - len(connected))
         ready: list[tuple[str, list[Address]]] = []
         next_s = math.inf
         for node_id, candidate in self._candidates.items():

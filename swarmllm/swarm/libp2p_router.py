@@ -89,7 +89,7 @@ class Libp2pRouter:
         self._feed = ChangeFeed()
         self._on_request: RequestHandler | None = None
         self._on_message: MessageHandler | None = None
-        dialler = Dialler(identity.node_id, random.Random())
+        dialler = Dialler(identity.node_id, random.Random(), settings.max_peers)
         self.finding = Finding(host, nursery, dialler, doorkeeper.lets_in)
         self._requests = Requests(host, nursery, self._answer)
         self.spread = RecordSpread(

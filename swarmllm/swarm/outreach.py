@@ -149,6 +149,7 @@ def open_outreach(
         lets_in=doorkeeper.lets_in,
         serves=may_be_dialled,
         let_go=let_go,
+        peers_max=settings.max_peers,
     )
 
     def where_to_punch() -> tuple[Address, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarmllm.swarm.dialler import PEERS_MAX
 from swarmllm.swarm.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.router import DhtMode
 
@@ -21,6 +22,8 @@ class SwarmSettings:
     """Data plane; 0 takes any free port."""
     bootstrap: tuple[str, ...] = ()
     """Multiaddrs with /p2p/ID of nodes to find the swarm through; tried until connected."""
+    max_peers: int = PEERS_MAX
+    """Connections looked for. Others may connect beyond that, and holders of a model that is asked for."""
     mdns: bool = True
     """Find and be found on the local network. Never on a loopback address."""
     announce: tuple[str, ...] = ()

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import trio
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm import dialler
 from swarmllm.swarm.dht.messages import MESSAGE_MAX_BYTES, Contact, Message, decode, encode
 from swarmllm.swarm.host import Host, Stream
 from swarmllm.swarm.stream_framing import framed, read_framed
@@ -43,14 +42,16 @@ class Asking:
         protocol: str,
         lets_in: Callable[[str], bool],
         let_go: Callable[[str], None],
+        peers_max: int,
     ) -> None:
-        """`let_go(node_id)` ends the connection with a node that was asked in passing, when this one has as
-        many as it looks for."""
+        """`let_go(node_id)` ends the connection with a node that was asked in passing, when this one has
+        `peers_max`: as many as it looks for."""
         self._host = host
         self._nursery = nursery
         self._protocol = protocol
         self._lets_in = lets_in
         self._let_go = let_go
+        self._peers_max = peers_max
         self._turns = trio.Semaphore(UNDER_WAY_MAX)
 
     async def ask(self, contact: Contact, question: Message) -> Message:
@@ -107,6 +108,6 @@ class Asking:
                     await (stream.close() if exchange.answer is not None else stream.reset())
                 except Exception as error:
                     log.debug("ending a stream of the DHT: %s", type(error).__name__)
-        if is_stranger and len(self._host.connected()) > dialler.PEERS_MAX:
+        if is_stranger and len(self._host.connected()) > self._peers_max:
             self._let_go(contact.node_id)
         exchange.over.set()

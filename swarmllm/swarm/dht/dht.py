@@ -19,6 +19,7 @@ from swarmllm.swarm.dht.keys import node_key, place
 from swarmllm.swarm.dht.lookup import PARALLEL, Lookup
 from swarmllm.swarm.dht.messages import Contact, Kind, Message
 from swarmllm.swarm.dht.serving import Serving
+from swarmllm.swarm.dialler import PEERS_MAX
 from swarmllm.swarm.host import Host
 from swarmllm.swarm.router import DhtMode, DhtStatistics
 
@@ -54,12 +55,13 @@ class Dht:
         lets_in: Callable[[str], bool] = lambda node_id: True,
         serves: Callable[[], bool] = lambda: True,
         let_go: Callable[[str], None] = lambda node_id: None,
+        peers_max: int = PEERS_MAX,
     ) -> None:
         self._host = host
         self._mode = mode
         self._own_key = node_key(host.node_id)
         self.core = DhtCore(host.node_id, whereabouts, host.connected)
-        self._asking = Asking(host, nursery, protocol_name(network_id), lets_in, let_go)
+        self._asking = Asking(host, nursery, protocol_name(network_id), lets_in, let_go, peers_max)
         self._serving = Serving(self.core, serves)
         self._news = trio.Event()
         self._met: set[str] = set()

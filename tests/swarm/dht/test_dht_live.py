@@ -20,13 +20,13 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
-from swarmllm.swarm import dialler
 from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.dht import dht as dht_module
 from swarmllm.swarm.dht import serving
 from swarmllm.swarm.dht.dht import PROTOCOL, Dht, protocol_name
 from swarmllm.swarm.dht.keys import name_key, node_key
 from swarmllm.swarm.dht.messages import MESSAGE_MAX_BYTES, Contact, Kind, Message, encode
+from swarmllm.swarm.dialler import PEERS_MAX
 from swarmllm.swarm.doorkeeper import Doorkeeper
 from swarmllm.swarm.host import Host, run_libp2p
 from swarmllm.swarm.identity import load_or_create_identity
@@ -53,21 +53,23 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     ports: dict[str, int] = {}
     async with trio.open_nursery() as nursery:
 
-        async def run(name: str, mode: DhtMode, *, task_status: TaskStatus[tuple[Host, Dht]]) -> None:
+        async def run(
+            name: str, mode: DhtMode, peers_max: int, *, task_status: TaskStatus[tuple[Host, Dht]]
+        ) -> None:
             host = Host(load_or_create_identity(_folder(tmp_path / name)), Doorkeeper())
 
             def whereabouts(node_id: str) -> tuple[Address, ...]:
                 return (Address("127.0.0.1", ports[node_id]),) if node_id in ports else ()
 
             async with trio.open_nursery() as inner, run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]):
-                dht = Dht(host, inner, mode=mode, whereabouts=whereabouts)
+                dht = Dht(host, inner, mode=mode, whereabouts=whereabouts, peers_max=peers_max)
                 ports[host.node_id] = host.port
                 inner.start_soon(dht.run)
                 task_status.started((host, dht))
                 await trio.sleep_forever()
 
-        async def start_one(name: str, mode: DhtMode = "on") -> tuple[Host, Dht]:
-            started: tuple[Host, Dht] = await nursery.start(run, name, mode)
+        async def start_one(name: str, mode: DhtMode = "on", peers_max: int = PEERS_MAX) -> tuple[Host, Dht]:
+            started: tuple[Host, Dht] = await nursery.start(run, name, mode, peers_max)
             return started
 
         yield start_one
@@ -115,7 +117,7 @@ async def test_what_one_provides_is_found_by_one_that_never_heard_of_it(start: S
         assert await seeker.find_providers(name_key("something else")) == []
 
 
-async def test_the_dead_are_named_and_it_costs_little(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_dead_are_named_and_it_costs_little(start: Start) -> None:
     """Its answer is no word on liveness; that is why it is only ever dialled."""
     middle, seeker = await start("middle"), await start("seeker")
     await introduce(seeker, middle)
@@ -132,8 +134,7 @@ async def test_the_dead_are_named_and_it_costs_little(start: Start, monkeypatch:
 async def test_whom_it_asks_in_passing_it_lets_go_when_it_has_enough(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dialler, "PEERS_MAX", 1)
-    chain = [await start(name) for name in "abc"]
+    chain = [await start(name, peers_max=1) for name in "abc"]
     await introduce(chain[0], chain[1])
     dht, let_go = chain[2][1], list[str]()
     monkeypatch.setattr(dht._asking, "_let_go", let_go.append)

@@ -12,7 +12,6 @@ from gguf_parts import LLAMA, gguf_bytes
 
 from swarmllm.errors import ModelNotFound
 from swarmllm.models import Catalogue, Store
-from swarmllm.swarm import dialler
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.network_key import NetworkFile, new_secret, private_network
 from swarmllm.swarm.registry import Registry
@@ -75,7 +74,7 @@ async def node(
     home.mkdir()
     if secret is not None:
         NetworkFile(home).change(lambda _: private_network(secret))
-    settings = SwarmSettings(home, "127.0.0.1", 0, 0, bootstrap=bootstrap, mdns=False, dht=dht)
+    settings = SwarmSettings(home, "127.0.0.1", 0, 0, bootstrap=bootstrap, max_peers=1, mdns=False, dht=dht)
     async with open_libp2p_router(settings) as router, trio.open_nursery() as nursery:
         made = Node(router, home)
         await nursery.start(follow_router, made.registry, router)
@@ -84,11 +83,8 @@ async def node(
 
 
 @pytest.mark.parametrize("is_private", [False, True], ids=["open", "private"])
-async def test_it_is_found_fetched_and_its_holder_connected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_private: bool
-) -> None:
+async def test_it_is_found_fetched_and_its_holder_connected(tmp_path: Path, is_private: bool) -> None:
     # A swarm larger than what one node connects with, in small; clients are not dialled by lookups either.
-    monkeypatch.setattr(dialler, "PEERS_MAX", 1)
     secret = new_secret() if is_private else None
     async with (
         node(tmp_path, "middle", dht="on", secret=secret) as middle,
