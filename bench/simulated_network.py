@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import trio
 
-from swarmllm.swarm.memory import InMemoryNetwork, InMemoryRouter, _Record
+from swarmllm.swarm.memory import InMemoryNetwork
 from swarmllm.swarm.memory_link import LinkQuality
+from swarmllm.swarm.memory_router import InMemoryRouter, Record
 
 REGION_POINTS_S = ((0.0, 0.0), (0.09, 0.0), (0.03, 0.15))
 """Round trips between regions: 90 to 160 ms."""
@@ -67,7 +68,7 @@ class SimulatedNetwork(InMemoryNetwork):
                 for writer, record in news.items() if source == others[0] else [(source, news[source])]:
                     self.router(target).learn(writer, record)
 
-    def spread(self, origin: InMemoryRouter, writer: str, record: _Record) -> None:
+    def spread(self, origin: InMemoryRouter, writer: str, record: Record) -> None:
         """At once, to whoever `origin` is connected with."""
         origin._records[writer] = record
         for node_id in origin._connected_since:

@@ -1,9 +1,9 @@
 """A swarm without a network: every node in one process, under trio's clock.
 
 `InMemoryRouter` keeps the promises of `Router` with the same errors, the same order and the same
-back-pressure as the libp2p one (one contract test-suite runs over both), and adds what a real network will
-not give on command: latency, bandwidth and loss per link, `cut`, `heal` and `kill`. Under trio's autojump
-clock a simulated minute costs milliseconds.
+back-pressure as the libp2p one (one contract test-suite runs over both), acknowledges messages by the same
+rules, and adds what a real network will not give on command: latency, bandwidth and loss per link, `cut`,
+`silence`, `heal` and `kill`. Under trio's autojump clock a simulated minute costs milliseconds.
 
     async with InMemoryNetwork() as network:
         a, b = network.add("a"), network.add("b")
@@ -15,234 +15,20 @@ on their way; where a link is cut they go round it, as gossip would.
 
 from __future__ import annotations
 
-import math
 import random
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import defaultdict, deque
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from types import MappingProxyType, TracebackType
-from typing import Any
+from types import TracebackType
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError
-from swarmllm.swarm.answering import (
-    RequestRefused,
-    answer,
-    check_message,
-    check_record,
-    check_request,
-    deliver,
-)
-from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.memory_link import LinkQuality, MemoryLink
-from swarmllm.swarm.router import Change, MessageHandler, PeerInfo, RequestHandler
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.connection import SILENCE_S
+from swarmllm.swarm.memory_link import Line, LinkQuality, MemoryLink
+from swarmllm.swarm.memory_router import InMemoryRouter, Record
 
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    version: tuple[int, int]
-    """(incarnation of its writer, count of its publications): the larger is the newer."""
-    content: bytes
-
-
-class _Exchange:
-    """One request under way: where its caller waits, and whoever learns the end of it says so."""
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.response = b""
-        self.failure: SwarmLLMError | None = None
-
-    def finish(self, response: bytes = b"", failure: SwarmLLMError | None = None) -> None:
-        if not self.done.is_set():
-            self.response, self.failure = response, failure
-            self.done.set()
-
-
-class InMemoryRouter:
-    """One node; made by `InMemoryNetwork.add`."""
-
-    def __init__(self, network: InMemoryNetwork, node_id: str, incarnation: int) -> None:
-        self._network = network
-        self._node_id = node_id
-        self._version = (incarnation, 0)
-        self._records: dict[str, _Record] = {}
-        self._feed = ChangeFeed()
-        self._connected_since: dict[str, float] = {}
-        self._links: dict[str, MemoryLink] = {}
-        self._exchanges: dict[str, set[_Exchange]] = {}
-        self._scopes: set[trio.CancelScope] = set()
-        self._alive = True
-        self._on_request: RequestHandler | None = None
-        self._on_message: MessageHandler | None = None
-
-    def __repr__(self) -> str:
-        return f"<InMemoryRouter {self._node_id} connected={len(self._connected_since)}>"
-
-    @property
-    def node_id(self) -> str:
-        return self._node_id
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return (f"/memory/{self._node_id}/p2p/{self._node_id}",)
-
-    @property
-    def reachability(self) -> None:
-        """In memory there is nothing in between."""
-        return None
-
-    def records(self) -> Mapping[str, bytes]:
-        return MappingProxyType({node_id: record.content for node_id, record in self._records.items()})
-
-    async def publish(self, record: bytes) -> None:
-        check_record(record)
-        await trio.lowlevel.checkpoint()
-        self._version = (self._version[0], self._version[1] + 1)
-        self._network.spread(self, self._node_id, _Record(self._version, bytes(record)))
-
-    def connected(self) -> frozenset[str]:
-        return frozenset(self._connected_since)
-
-    def peers(self) -> tuple[PeerInfo, ...]:
-        return tuple(self._peer(node_id, since) for node_id, since in sorted(self._connected_since.items()))
-
-    def changes(self) -> AbstractAsyncContextManager[AsyncIterator[Change]]:
-        return self._feed.subscribe()
-
-    def serve(self, on_request: RequestHandler, on_message: MessageHandler) -> None:
-        self._on_request, self._on_message = on_request, on_message
-
-    async def connect(self, address: str, *, timeout_s: float = 10.0) -> str:
-        await trio.lowlevel.checkpoint()
-        node_id = address.rpartition("/")[2]
-        if node_id != self._node_id and node_id not in self._connected_since:
-            raise NodeUnreachable(f"nothing answers at {address}")
-        return node_id
-
-    async def request(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
-        check_request(body)
-        target = self if node_id == self._node_id else self._network.router(self._require(node_id))
-        exchange = _Exchange()
-        waiting = self._exchanges.setdefault(node_id, set())
-        waiting.add(exchange)
-        try:
-            target.start(target._answer, self, bytes(body), exchange)
-            with trio.move_on_after(timeout_s):
-                await exchange.done.wait()
-        finally:
-            waiting.discard(exchange)
-        if exchange.failure is not None:
-            raise exchange.failure
-        if not exchange.done.is_set():
-            raise DeadlineExceeded(f"node {node_id} did not answer within {timeout_s:g} s")
-        return exchange.response
-
-    async def fetch(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
-        return await self.request(node_id, body, timeout_s=timeout_s)
-
-    async def send(self, node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
-        size_bytes = check_message(header, payload)
-        if not self._alive:
-            raise NodeUnreachable("this node is dead")
-        if node_id != self._node_id:
-            self._require(node_id)
-        await self._link(node_id).send(bytes(header), bytes(payload), size_bytes)
-
-    # What the network does to its nodes.
-
-    def start(self, task: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """Run a task that dies with this node."""
-        self._network.nursery.start_soon(self._run_while_alive, task, args)
-
-    def meet(self, node_id: str) -> None:
-        self._connected_since[node_id] = trio.current_time()
-        self._feed.announce(Change("connected", node_id))
-
-    def lose(self, node_id: str) -> None:
-        if link := self._links.pop(node_id, None):
-            link.close()
-        for exchange in self._exchanges.pop(node_id, set()):
-            exchange.finish(failure=NodeUnreachable(f"node {node_id} was lost while it was asked"))
-        if self._connected_since.pop(node_id, None) is not None:
-            self._feed.announce(Change("disconnected", node_id))
-
-    def learn(self, writer: str, record: _Record) -> None:
-        if self._alive and self.is_news(writer, record):
-            self._records[writer] = record
-            self._feed.announce(Change("record", writer))
-
-    def is_news(self, writer: str, record: _Record) -> bool:
-        return writer not in self._records or self._records[writer].version < record.version
-
-    def known(self) -> dict[str, _Record]:
-        return dict(self._records)
-
-    def die(self) -> None:
-        self._alive = False
-        for node_id in [*self._connected_since, self._node_id]:
-            self.lose(node_id)
-        for scope in self._scopes:
-            scope.cancel()
-
-    def _peer(self, node_id: str, since: float) -> PeerInfo:
-        there, back = self._links.get(node_id), self._network.router(node_id)._links.get(self._node_id)
-        return PeerInfo(
-            node_id=node_id,
-            addresses=self._network.router(node_id).addresses,
-            rtt_s=self._network.quality(self._node_id, node_id).latency_s
-            + self._network.quality(node_id, self._node_id).latency_s,
-            bytes_per_s=_finite(self._network.quality(node_id, self._node_id).bytes_per_s),
-            data_plane="memory",
-            bytes_sent=there.n_bytes if there else 0,
-            bytes_received=back.n_bytes if back else 0,
-            connected_since=since,
-        )
-
-    def _require(self, node_id: str) -> str:
-        if node_id not in self._connected_since:
-            raise NodeUnreachable(f"node {node_id} is not connected")
-        return node_id
-
-    def _link(self, node_id: str) -> MemoryLink:
-        if (link := self._links.get(node_id)) is None:
-            receiver = self._network.router(node_id)
-            link = MemoryLink(
-                self._node_id,
-                receiver._deliver,
-                self._network.quality(self._node_id, node_id),
-                self._network.rng,
-            )
-            self._links[node_id] = link
-            receiver.start(link.carry)
-        return link
-
-    async def _deliver(self, sender: str, header: bytes, payload: memoryview) -> None:
-        await deliver(self._on_message, sender, header, payload)
-
-    async def _answer(self, caller: InMemoryRouter, body: bytes, exchange: _Exchange) -> None:
-        await trio.sleep(self._network.quality(caller.node_id, self._node_id).way_s(self._network.rng))
-        try:
-            response = await answer(self._on_request, caller.node_id, body)
-        except RequestRefused as refusal:
-            failure = RemoteError(f"node {self._node_id}: {refusal}")
-            await trio.sleep(self._network.quality(self._node_id, caller.node_id).way_s(self._network.rng))
-            exchange.finish(failure=failure)
-        else:
-            await trio.sleep(self._network.quality(self._node_id, caller.node_id).way_s(self._network.rng))
-            exchange.finish(response=bytes(response))
-
-    async def _run_while_alive(self, task: Callable[..., Awaitable[None]], args: tuple[Any, ...]) -> None:
-        if not self._alive:
-            return
-        with trio.CancelScope() as scope:
-            self._scopes.add(scope)
-            try:
-                await task(*args)
-            finally:
-                self._scopes.discard(scope)
+_MEET_AGAIN_S = 1.0
+"""After two nodes have lost each other although the line between them is good."""
 
 
 class InMemoryNetwork:
@@ -255,6 +41,7 @@ class InMemoryNetwork:
         self._qualities: dict[tuple[str, str], LinkQuality] = {}
         self._routers: dict[str, InMemoryRouter] = {}
         self._cuts: set[frozenset[str]] = set()
+        self._lines: defaultdict[tuple[str, str], Line] = defaultdict(Line)
         self._n_added = 0
         self._nursery_manager: AbstractAsyncContextManager[trio.Nursery] | None = None
         self.nursery: trio.Nursery
@@ -297,14 +84,29 @@ class InMemoryNetwork:
     def cut(self, a: str, b: str) -> None:
         """No bytes between two nodes until `heal`."""
         self._cuts.add(frozenset((a, b)))
-        for here, there in ((a, b), (b, a)):
-            if here in self._routers:
-                self._routers[here].lose(there)
+        self._part(a, b)
+
+    def silence(self, sender: str, receiver: str) -> None:
+        """Nothing that one sends arrives at the other, until `heal`, and no end of anything tells of it: a
+        frozen node, a dead line. They lose each other after SILENCE_S, as without a heartbeat."""
+        line = self.line(sender, receiver)
+        if not line.is_silent:
+            line.fall_silent()
+            self.nursery.start_soon(self._miss, sender, receiver)
+
+    def lose_acknowledgements(self, sender: str, receiver: str) -> None:
+        """Of what is sent until the two have lost each other over it."""
+        self._routers[sender].link(receiver).loses_acknowledgements = True
 
     def heal(self, a: str, b: str) -> None:
-        if frozenset((a, b)) in self._cuts:
-            self._cuts.discard(frozenset((a, b)))
-            if a in self._routers and b in self._routers:
+        is_ill = not self._is_up(a, b)
+        self._cuts.discard(frozenset((a, b)))
+        for line in (self.line(a, b), self.line(b, a)):
+            line.speak()
+        if is_ill and a in self._routers and b in self._routers:
+            if b in self._routers[a].connected():
+                self._exchange_records(a, b)
+            else:
                 self._join(a, b)
 
     def set_link(self, a: str, b: str, quality: LinkQuality) -> None:
@@ -319,6 +121,22 @@ class InMemoryNetwork:
             return LinkQuality()
         return self._qualities.get((sender, receiver), self._quality)
 
+    def line(self, sender: str, receiver: str) -> Line:
+        return self._lines[sender, receiver]
+
+    async def pass_way(self, sender: str, receiver: str) -> None:
+        """Returns when something small, sent now, has arrived."""
+        await trio.sleep(self.quality(sender, receiver).way_s(self.rng))
+        await self.line(sender, receiver).opened()
+
+    async def keep_acknowledged(self, link: MemoryLink, sender: str, receiver: str) -> None:
+        back_latency_s = self.quality(receiver, sender).latency_s
+        if not await link.acknowledge(self.line(receiver, sender), back_latency_s):
+            self._part(sender, receiver)
+            await trio.sleep(_MEET_AGAIN_S)
+            if {sender, receiver} <= self._routers.keys() and self._is_up(sender, receiver):
+                self._join(sender, receiver)
+
     def router(self, node_id: str) -> InMemoryRouter:
         """Raises NodeUnreachable when no such node is alive."""
         try:
@@ -326,7 +144,7 @@ class InMemoryNetwork:
         except KeyError:
             raise NodeUnreachable(f"node {node_id} is not connected") from None
 
-    def spread(self, origin: InMemoryRouter, writer: str, record: _Record) -> None:
+    def spread(self, origin: InMemoryRouter, writer: str, record: Record) -> None:
         """To every node that can be reached from `origin`, directly or through others, each link's latency on
         the way."""
         origin.learn(writer, record)
@@ -350,7 +168,7 @@ class InMemoryNetwork:
             self.nursery.start_soon(self._bring_later, routers, writer, record, delay_s)
 
     async def _bring_later(
-        self, routers: list[InMemoryRouter], writer: str, record: _Record, delay_s: float
+        self, routers: list[InMemoryRouter], writer: str, record: Record, delay_s: float
     ) -> None:
         await trio.sleep(delay_s)
         for router in routers:
@@ -358,16 +176,29 @@ class InMemoryNetwork:
 
     def _join(self, a: str, b: str) -> None:
         here, there = self._routers[a], self._routers[b]
-        here.meet(b)
-        there.meet(a)
+        if b not in here.connected():
+            here.meet(b)
+            there.meet(a)
+        self._exchange_records(a, b)
+
+    def _exchange_records(self, a: str, b: str) -> None:
+        here, there = self._routers[a], self._routers[b]
         for source, target in ((here, there), (there, here)):
             for writer, record in source.known().items():
                 if target.is_news(writer, record):
                     self.spread(source, writer, record)
 
+    def _part(self, a: str, b: str) -> None:
+        for here, there in ((a, b), (b, a)):
+            if here in self._routers:
+                self._routers[here].lose(there)
+
+    async def _miss(self, sender: str, receiver: str) -> None:
+        with trio.move_on_after(SILENCE_S):
+            await self.line(sender, receiver).opened()
+            return
+        self._part(sender, receiver)
+
     def _is_up(self, a: str, b: str) -> bool:
-        return frozenset((a, b)) not in self._cuts
-
-
-def _finite(bytes_per_s: float) -> float | None:
-    return bytes_per_s if math.isfinite(bytes_per_s) else None
+        is_silent = any(way in self._lines and self._lines[way].is_silent for way in ((a, b), (b, a)))
+        return not is_silent and frozenset((a, b)) not in self._cuts

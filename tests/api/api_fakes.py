@@ -30,7 +30,8 @@ from swarmllm.pipeline.routes import RequestSize
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
 from swarmllm.scheduling.plan import Plan, make_plan
-from swarmllm.swarm.memory import InMemoryNetwork, InMemoryRouter
+from swarmllm.swarm.memory import InMemoryNetwork
+from swarmllm.swarm.memory_router import InMemoryRouter
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.travel import Travel, TravelSettings

@@ -15,7 +15,8 @@ from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.swarm.memory import InMemoryNetwork, InMemoryRouter
+from swarmllm.swarm.memory import InMemoryNetwork
+from swarmllm.swarm.memory_router import InMemoryRouter
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.swarm.trust_keeper import Trust

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 import trio
 
 from swarmllm.swarm.memory import InMemoryNetwork
+from swarmllm.swarm.memory_router import InMemoryRouter
 from swarmllm.swarm.router import Router
 
 if TYPE_CHECKING:
@@ -28,6 +29,17 @@ class Swarm(Protocol):
         ...
 
     async def stop(self, name: str) -> None: ...
+
+    def lose_acknowledgements(self, sender: Router, receiver: Router) -> None:
+        """Of what is sent on the connection that they have."""
+        ...
+
+    def silence(self, sender: Router, receiver: Router) -> Callable[[], None]:
+        """On the connection that they have, nothing arrives and nothing ends, until what this returns is
+        called."""
+        ...
+
+    def all_is_acknowledged(self, sender: Router, receiver: Router) -> bool: ...
 
 
 async def until(router: Router, condition: Callable[[], bool]) -> None:
@@ -56,6 +68,18 @@ class MemorySwarm:
     async def stop(self, name: str) -> None:
         self._network.kill(name)
 
+    def lose_acknowledgements(self, sender: Router, receiver: Router) -> None:
+        self._network.lose_acknowledgements(sender.node_id, receiver.node_id)
+
+    def silence(self, sender: Router, receiver: Router) -> Callable[[], None]:
+        self._network.silence(sender.node_id, receiver.node_id)
+        return lambda: self._network.heal(sender.node_id, receiver.node_id)
+
+    def all_is_acknowledged(self, sender: Router, receiver: Router) -> bool:
+        assert isinstance(sender, InMemoryRouter)
+        deliveries = sender.link(receiver.node_id).outgoing
+        return deliveries.n_acknowledged == deliveries.n_sent
+
 
 class Libp2pSwarm:
     """Every node bootstraps from the one started first and must find the rest by itself."""
@@ -79,6 +103,32 @@ class Libp2pSwarm:
         scope, stopped = self._running.pop(name)
         scope.cancel()
         await stopped.wait()
+
+    def lose_acknowledgements(self, sender: Router, receiver: Router) -> None:
+        for connection in self._connections(receiver, sender):
+            connection.deliveries.to_tell = lambda *, is_at_work: None  # type: ignore[method-assign]
+
+    def silence(self, sender: Router, receiver: Router) -> Callable[[], None]:
+        healed = trio.Event()
+        for connection in self._connections(receiver, sender):
+            receive_frames = connection.wire.receive_frames
+
+            async def wait_first(decoder: Any, receive_frames: Any = receive_frames) -> Any:
+                await healed.wait()
+                return await receive_frames(decoder)
+
+            connection.wire.receive_frames = wait_first  # type: ignore[method-assign]
+        return healed.set
+
+    def all_is_acknowledged(self, sender: Router, receiver: Router) -> bool:
+        connections = self._connections(sender, receiver)
+        return all(c.deliveries.n_acknowledged == c.deliveries.n_sent for c in connections)
+
+    def _connections(self, here: Router, there: Router) -> list[Any]:
+        from swarmllm.swarm.libp2p_router import Libp2pRouter
+
+        assert isinstance(here, Libp2pRouter)
+        return here.plane.connections(there.node_id)
 
     async def _run(self, name: str, *, task_status: TaskStatus[Libp2pRouter]) -> None:
         from swarmllm.swarm.libp2p_router import open_libp2p_router

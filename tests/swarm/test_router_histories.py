@@ -1,5 +1,6 @@
 """What Routers promise, whatever happens: random histories of sends, requests, publications, restarts,
-partitions and readers that take their time, over three nodes.
+partitions that are told of and that are not, acknowledgements that get lost, and readers that take their
+time, over three nodes.
 
 A failed history is repeated by its seed. Over libp2p, where each takes seconds, there are a few.
 """
@@ -41,7 +42,7 @@ class History:
         self.n_sent = 0
         self.events = [self.send, self.send, self.send, self.request, self.publish, self.restart]
         if network is not None:
-            self.events += [self.cut, self.heal]
+            self.events += [self.cut, self.heal, self.silence, self.lose_acknowledgements]
 
     async def start(self, name: str) -> None:
         router = self.alive[name] = await self.swarm.start(name)
@@ -105,6 +106,18 @@ class History:
         here, there = self.two()
         self.cuts.add((here, there))
         self.network.cut(here, there)
+
+    async def silence(self, name: str | None = None) -> None:
+        assert self.network is not None
+        here, there = self.two()
+        self.cuts.add((here, there))
+        self.network.silence(here, there)
+
+    async def lose_acknowledgements(self, name: str | None = None) -> None:
+        assert self.network is not None
+        here, there = self.two()
+        if there in self.alive[here].connected():
+            self.network.lose_acknowledgements(here, there)
 
     async def heal(self, name: str | None = None) -> None:
         assert self.network is not None

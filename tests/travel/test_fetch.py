@@ -23,7 +23,8 @@ from swarmllm.errors import (
     StoreFull,
 )
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store, needed_tensors
-from swarmllm.swarm.memory import InMemoryNetwork, InMemoryRouter
+from swarmllm.swarm.memory import InMemoryNetwork
+from swarmllm.swarm.memory_router import InMemoryRouter
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.swarm.trust_keeper import Trust
