@@ -154,17 +154,20 @@ function pipeline(request) {
     request.route.length > 0 && hops(request.route));
 }
 
+// On a narrow screen a row becomes lines of words (see the style sheet); the roles keep it a table.
 function recent(requests) {
   const heads = ["Time", "Model", "Outcome", ["Prompt", 1], ["Answer", 1], ["First token", 1], ["Tokens/s", 1], "Route"];
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of recent requests" }, h("table", null,
-    h("thead", null, h("tr", null, heads.map((head) => (Array.isArray(head) ? h("th", { class: "num", scope: "col" }, head[0]) : h("th", { scope: "col" }, head))))),
-    h("tbody", null, requests.slice(0, 20).map((request) => h("tr", { "data-key": request.id },
-      h("td", { class: "muted" }, clock(request.started_at)),
-      h("td", null, request.model),
-      h("td", { class: request.state === "failed" ? "bad" : "muted", title: request.error }, request.state === "failed" && request.error ? request.error : request.state),
-      h("td", { class: "num" }, request.prompt_tokens || "–"),
-      h("td", { class: "num" }, request.generated_tokens || "–"),
-      h("td", { class: "num" }, ms(request.first_token_ms)),
-      h("td", { class: "num" }, rate(request.tokens_per_s)),
-      h("td", { class: "route" }, request.route.length ? hops(request.route, { times: false }) : "–"))))));
+  const cell = (what, ...body) => h("td", { role: "cell", ...what }, ...body);
+  const number = (label, value) => cell({ class: value === "–" ? "num none" : "num", "data-label": label }, value);
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of recent requests" }, h("table", { role: "table" },
+    h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads.map((head) => (Array.isArray(head) ? h("th", { class: "num", scope: "col", role: "columnheader" }, head[0]) : h("th", { scope: "col", role: "columnheader" }, head))))),
+    h("tbody", { role: "rowgroup" }, requests.slice(0, 20).map((request) => h("tr", { role: "row", "data-key": request.id },
+      cell({ class: "muted" }, clock(request.started_at)),
+      cell({}, request.model),
+      cell({ class: `outcome ${request.state === "failed" ? "bad" : "muted"}`, title: request.error }, request.state === "failed" && request.error ? request.error : request.state),
+      number("prompt", request.prompt_tokens || "–"),
+      number("answer", request.generated_tokens || "–"),
+      number("first token", ms(request.first_token_ms)),
+      number("tokens/s", rate(request.tokens_per_s)),
+      cell({ class: request.route.length ? "route" : "route none" }, request.route.length ? hops(request.route, { times: false }) : "–"))))));
 }
