@@ -35,6 +35,7 @@ from swarmllm.swarm import host_guards
 from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.bounded_yamux import hold_peers_to_their_windows
 from swarmllm.swarm.doorkeeper import Doorkeeper, GuardedNoise
+from swarmllm.swarm.first_answer import first_to_answer
 from swarmllm.swarm.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -172,9 +173,12 @@ class Host:
             await self.detour(node_id)
 
     async def _dial(self, node_id: str, addresses: list[Address]) -> None:
-        where = [Multiaddr(str(Address(a.ip, a.port))) for a in addresses]
         if self.libp2p_host is None:
             raise NodeUnreachable("libp2p is being started again")
+        if len(addresses) > 1 and not self.is_connected(node_id):
+            await self._dial_whichever_answers(node_id, addresses)
+            return
+        where = [Multiaddr(str(Address(a.ip, a.port))) for a in addresses]
         try:
             peer_id = ID.from_base58(node_id)
             # The library remembers every address it ever heard of and tries them all.
@@ -182,6 +186,21 @@ class Host:
             await self.libp2p_host.connect(PeerInfo(peer_id, where))
         except Exception as error:
             raise NodeUnreachable(f"node {node_id} cannot be reached: {type(error).__name__}") from error
+
+    async def _dial_whichever_answers(self, node_id: str, addresses: list[Address]) -> None:
+        """An address can be somebody else's by now: then the others have their turn."""
+        left = [Address(a.ip, a.port) for a in addresses]
+        while True:
+            address, stream = await first_to_answer(left)
+            self.sockets.add(stream)
+            raw = RawConnection(TrioTCPStream(stream), True)
+            try:
+                await self._upgrade(raw, Multiaddr(str(address)), node_id, dialled=True)
+                return
+            except NodeUnreachable:
+                left.remove(address)
+                if not left:
+                    raise
 
     async def open_stream(self, node_id: str, protocol: str) -> Stream:
         """On an existing connection only. Raises NodeUnreachable. Not to be cancelled."""

@@ -26,6 +26,7 @@ from multiaddr import Multiaddr
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.connection_frames import Kind
+from swarmllm.swarm.first_answer import first_to_answer
 from swarmllm.swarm.gossip import MODELS, guarded_validator
 from swarmllm.swarm.identity import Identity
 from swarmllm.swarm.libp2p_router import Libp2pRouter
@@ -215,6 +216,34 @@ async def test_a_failed_dial_does_not_ban_the_peer(libp2p_swarm: Libp2pSwarm) ->
             await victim.host.dial(other_id, [Address("127.0.0.1", port)])
             assert victim.host.is_connected(other_id)
             await other.close()
+
+
+async def test_a_node_is_found_behind_addresses_that_are_dead_or_somebody_elses(
+    libp2p_swarm: Libp2pSwarm,
+) -> None:
+    async with works_before_and_after(libp2p_swarm) as victim:
+        other = new_host(key_pair=create_new_key_pair())
+        other_id = other.get_id().to_base58()
+        dead, own = Address("127.0.0.2", 1), Address("127.0.0.1", victim.host.port)
+        async with other.run(listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")]):
+            living = Address("127.0.0.1", int(other.get_addrs()[0].value_for_protocol("tcp")))
+            with pytest.raises(NodeUnreachable):
+                await victim.host.dial(other_id, [dead, own])
+            await victim.host.dial(other_id, [dead, own, living])
+            assert victim.host.is_connected(other_id)
+            await other.close()
+
+
+async def test_addresses_race_and_the_losers_are_let_go(autojump_clock: trio.testing.MockClock) -> None:
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = int(listeners[0].socket.getsockname()[1])
+    living, dead = Address("127.0.0.1", port), Address("127.0.0.2", 1)
+    address, stream = await first_to_answer([dead, living, Address("127.0.0.3", port)])
+    assert address == living
+    await stream.aclose()
+    await listeners[0].aclose()
+    with pytest.raises(NodeUnreachable, match="answers"):
+        await first_to_answer([living, dead])
 
 
 async def test_the_failure_of_one_of_the_librarys_tasks_does_not_end_its_service(
