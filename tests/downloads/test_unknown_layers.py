@@ -1,67 +1,20 @@
-"""Some layers of a model that no node knows: only their bytes are read, and the nodes find out together which
-model it is."""
+"""Some layers of a model that this node does not know: only their bytes are read, and kept until it does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AsyncExitStack
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-import download_stand
 import pytest
 import trio
-from download_stand import GUIDE, GUIDE_DATA, PIECE_BYTES, SETTINGS, Stand, guide
+from download_stand import GUIDE, GUIDE_DATA, guide
+from guide_layers import NAME, check_is_the_guide, header_bytes, open_stand, wanted
 from shelf import FAULTS, Shelf, well
 
 from swarmllm.downloads.spans import n_bytes
 from swarmllm.downloads.waiting import NOTES, PART
 from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.guide import GUIDE_PATH
-from swarmllm.models import CatalogueEntry, LayerRange, needed_tensors
-from swarmllm.swarm.memory import InMemoryNetwork
-from swarmllm_proto.codec import encode_response
-from swarmllm_proto.file_digests import DigestRun, Digests
-from swarmllm_proto.swarm import Piece
-
-NAME = "guide-q8_0"
-open_stand = partial(download_stand.open_stand, settings=replace(SETTINGS, piece_bytes=2**20))
-THIRDS = {"a": "0:4", "b": "4:8", "c": "8:12"}
-
-
-def wanted(layers: str) -> list[tuple[int, int]]:
-    needed = needed_tensors(guide(), LayerRange.parse(layers))
-    return [(tensor.offset, tensor.offset + tensor.size_bytes) for tensor in needed]
-
-
-def header_bytes() -> int:
-    """As it is read: in steps, because nobody knows its length before."""
-    exact = min(tensor.offset for shard in guide().shards for tensor in shard.tensors)
-    at = 0
-    while at < exact:
-        at += max(PIECE_BYTES, at // 4)
-    return at
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(20):
-        while not condition():  # noqa: ASYNC110 (what other nodes say)
-            await trio.sleep(0.01)
-
-
-async def eventually(stand: Stand) -> CatalogueEntry:
-    """The model that the layers became."""
-    await until(lambda: not stand.gathering.views())
-    return stand.catalogue.resolve(NAME)
-
-
-def check_is_the_guide(entry: CatalogueEntry, stand: Stand, layers: str) -> None:
-    assert entry.model_id == guide().model_id
-    assert entry.is_stored
-    assert entry.absent(needed_tensors(guide(), LayerRange.parse(layers))) == ()
-    assert stand.store.verify(entry, lambda done, total: None) == ()
-    assert stand.parts == []
+from swarmllm.models import LayerRange, needed_tensors
 
 
 async def test_only_the_header_and_the_layers_are_read_and_then_they_wait(
@@ -82,84 +35,6 @@ async def test_only_the_header_and_the_layers_are_read_and_then_they_wait(
     # One byte tells the size of the file.
     assert shelf.n_bytes == 1 + header_bytes() + n_bytes(wanted("4:8"))
     assert shelf.n_bytes < len(GUIDE_DATA) / 2
-
-
-async def test_three_nodes_find_out_together_which_model_it_is(tmp_path: Path, shelf: Shelf) -> None:
-    async with InMemoryNetwork() as network, AsyncExitStack() as stack:
-        stands = {}
-        downloads = []
-        for name, layers in THIRDS.items():
-            stand = open_stand(tmp_path / name, network=network, node_id=name)
-            (tmp_path / name).mkdir()
-            stands[name] = await stack.enter_async_context(stand)
-            download = await stands[name].fetch(shelf.url + GUIDE, layers=layers)
-            assert (download.state, download.error) == ("done", "")
-            downloads.append(download)
-        assert download.view().waits_for == "", "the last one knows it at once"
-        for name, layers in THIRDS.items():
-            check_is_the_guide(await eventually(stands[name]), stands[name], layers)
-        assert [each.view().waits_for for each in downloads] == ["", "", ""]
-    layers_bytes = sum(n_bytes(wanted(layers)) for layers in THIRDS.values())
-    assert shelf.n_bytes == 3 * (1 + header_bytes()) + layers_bytes
-
-
-async def test_who_was_away_is_told_when_it_is_back(tmp_path: Path, shelf: Shelf) -> None:
-    for name in THIRDS:
-        (tmp_path / name).mkdir()
-    async with InMemoryNetwork() as network:
-        async with open_stand(tmp_path / "a", network=network, node_id="a") as first:
-            await first.fetch(shelf.url + GUIDE, layers="0:4")
-        async with (
-            open_stand(tmp_path / "b", network=network, node_id="b") as second,
-            open_stand(tmp_path / "c", network=network, node_id="c") as third,
-        ):
-            await second.fetch(shelf.url + GUIDE, layers="4:8")
-            await third.fetch(shelf.url + GUIDE, layers="8:12")
-            (view,) = third.gathering.views()
-            assert view.waits_for == "the hashes of layers 0:4, embedding"
-            shelf.files.clear()
-            async with open_stand(tmp_path / "a", network=network, node_id="a") as again:
-                for stand, layers in ((again, "0:4"), (second, "4:8"), (third, "8:12")):
-                    check_is_the_guide(await eventually(stand), stand, layers)
-
-
-async def test_what_others_said_is_not_forgotten_when_they_leave(tmp_path: Path, shelf: Shelf) -> None:
-    for name in THIRDS:
-        (tmp_path / name).mkdir()
-    async with InMemoryNetwork() as network:
-        async with open_stand(tmp_path / "a", network=network, node_id="a") as first:
-            await first.fetch(shelf.url + GUIDE, layers="0:4")
-            async with open_stand(tmp_path / "b", network=network, node_id="b") as second:
-                await second.fetch(shelf.url + GUIDE, layers="4:8")
-                await until(lambda: first.gathering.views()[0].waits_for == "the hashes of layers 8:12, head")
-        async with open_stand(tmp_path / "a", network=network, node_id="a") as first:
-            (view,) = first.gathering.views()
-            assert view.waits_for == "the hashes of layers 8:12, head"
-            async with open_stand(tmp_path / "c", network=network, node_id="c") as third:
-                await third.fetch(shelf.url + GUIDE, layers="8:12")
-                check_is_the_guide(await eventually(first), first, "0:4")
-                (view,) = third.gathering.views()
-                assert view.waits_for == "the hashes of layers 4:8", (
-                    "nodes pass nothing on that they did not hash"
-                )
-                async with open_stand(tmp_path / "b", network=network, node_id="b") as second:
-                    check_is_the_guide(await eventually(third), third, "8:12")
-                    check_is_the_guide(await eventually(second), second, "4:8")
-
-
-async def test_one_node_with_the_whole_model_under_any_name_is_enough(tmp_path: Path, shelf: Shelf) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    async with (
-        InMemoryNetwork() as network,
-        open_stand(tmp_path / "a", network=network, node_id="a") as holder,
-        open_stand(tmp_path / "b", network=network, node_id="b") as stand,
-    ):
-        holder.catalogue.add(GUIDE_PATH, "something-else")
-        download = await stand.fetch(shelf.url + GUIDE, layers="4:8")
-        assert (download.state, download.view().waits_for) == ("done", "")
-        check_is_the_guide(stand.catalogue.resolve(NAME), stand, "4:8")
-        assert shelf.n_bytes == 1 + header_bytes() + n_bytes(wanted("4:8"))
 
 
 async def test_more_layers_can_be_added_while_they_wait(tmp_path: Path, shelf: Shelf) -> None:
@@ -185,96 +60,6 @@ async def test_the_whole_file_ends_the_waiting(tmp_path: Path, shelf: Shelf) -> 
         assert (download.state, download.error) == ("done", "")
         check_is_the_guide(stand.catalogue.resolve(NAME), stand, "0:12")
         assert stand.gathering.views() == ()
-
-
-async def test_contradictions_are_named_and_nothing_is_merged(tmp_path: Path, shelf: Shelf) -> None:
-    """Two files that look the same in their header: a model of both would be one that nobody made."""
-    tensor = next(t for s in guide().shards for t in s.tensors if t.name == "blk.9.ffn_up.weight")
-    damaged = bytearray(GUIDE_DATA)
-    damaged[tensor.offset] ^= 1
-    shelf.files["/other/guide-q8_0.gguf"] = bytes(damaged)
-    async with InMemoryNetwork() as network, AsyncExitStack() as stack:
-        stands = {}
-        for name in "abcd":
-            (tmp_path / name).mkdir()
-            stands[name] = await stack.enter_async_context(
-                open_stand(tmp_path / name, network=network, node_id=name, reask_s=0.05)
-            )
-        for name in "ac":
-            await stands[name].fetch(shelf.url + GUIDE, layers=THIRDS[name])
-        await stands["d"].fetch(shelf.url + "/other/guide-q8_0.gguf", layers="8:12")
-        await stands["b"].fetch(shelf.url + GUIDE, layers=THIRDS["b"])
-        await until(lambda: all(stands[name].gathering.views()[0].contradictions for name in "abcd"))
-        for name in "ab":
-            (view,) = stands[name].gathering.views()
-            assert view.contradictions == (("blk.9.ffn_up.weight", ("c", "d")),)
-            assert view.waits_for == "the hashes of layers 8:12, head"
-        (view,) = stands["c"].gathering.views()
-        assert view.contradictions == (("blk.9.ffn_up.weight", ("c", "d")),)
-        assert view.waits_for == "nodes that contradict each other to agree"
-        assert stands["c"].catalogue.list() == ()
-        # Whoever has the wrong file removes it; then the others need nothing more.
-        await stands["d"].gathering.remove(NAME)
-        assert stands["d"].parts == []
-        for name, layers in THIRDS.items():
-            check_is_the_guide(await eventually(stands[name]), stands[name], layers)
-
-
-async def test_a_node_that_is_not_trusted_says_nothing_that_counts(tmp_path: Path, shelf: Shelf) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    async with (
-        InMemoryNetwork() as network,
-        open_stand(tmp_path / "a", network=network, node_id="a") as stand,
-        open_stand(tmp_path / "b", network=network, node_id="b", believes=()) as wary,
-    ):
-        await stand.fetch(shelf.url + GUIDE, layers="0:4")
-        await wary.fetch(shelf.url + GUIDE, layers="4:12")
-        (view,) = wary.gathering.views()
-        assert view.waits_for == "the hashes of layers 0:4, embedding"
-
-
-async def test_nodes_that_answer_nonsense_are_none(tmp_path: Path, shelf: Shelf) -> None:
-    beyond = Digests(status="whole", known=(DigestRun(60_000, bytes(32)),))
-    answers = {
-        "nothing": b"",
-        "noise": b"\xc1\xff" * 50,
-        "another answer": encode_response(Piece(status="busy")),
-        "tensors that are not": encode_response(beyond),
-    }
-    async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
-        for name, body in answers.items():
-
-            async def answer(sender: str, question: bytes, body: bytes = body) -> bytes:
-                return body
-
-            async def drop(sender: str, header: bytes, payload: memoryview) -> None:
-                raise AssertionError("nobody sends messages")
-
-            network.add(name).serve(answer, drop)
-        async with open_stand(tmp_path, network=network) as stand:
-            download = await stand.fetch(shelf.url + GUIDE, layers="4:8")
-            assert (download.state, download.error) == ("done", "")
-            (view,) = stand.gathering.views()
-            assert (view.waits_for, view.contradictions) == (
-                "the hashes of layers 0:4, 8:12, embedding, head",
-                (),
-            )
-        nursery.cancel_scope.cancel()
-
-
-async def test_files_with_another_sha256_are_not_mixed(tmp_path: Path, shelf: Shelf) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    async with (
-        InMemoryNetwork() as network,
-        open_stand(tmp_path / "a", network=network, node_id="a") as first,
-        open_stand(tmp_path / "b", network=network, node_id="b") as second,
-    ):
-        await first.fetch(shelf.url + GUIDE, layers="0:4", sha256="ab" * 32)
-        await second.fetch(shelf.url + GUIDE, layers="4:12", sha256="cd" * 32)
-        assert second.gathering.views()[0].waits_for == "the hashes of layers 0:4, embedding"
-        assert first.gathering.views()[0].waits_for == "the hashes of layers 4:12, head"
 
 
 @pytest.mark.parametrize("fault", ["reset in the middle", "too short", "other bytes", "429"])
@@ -442,18 +227,3 @@ async def test_a_kill_between_two_steps_of_becoming_a_model_loses_nothing(
     async with open_stand(tmp_path) as stand:
         await stand.fetch(shelf.url + GUIDE, layers="10:12")
         check_is_the_guide(stand.catalogue.resolve(NAME), stand, "0:12")
-
-
-async def test_a_lost_answer_is_asked_for_again(tmp_path: Path, shelf: Shelf) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    async with (
-        InMemoryNetwork() as network,
-        open_stand(tmp_path / "a", network=network, node_id="a") as holder,
-        open_stand(tmp_path / "b", network=network, node_id="b", reask_s=0.02) as stand,
-    ):
-        download = await stand.fetch(shelf.url + GUIDE, layers="4:8")
-        assert download.view().waits_for != ""
-        # Nothing tells the other node that there is something to hear now.
-        holder.catalogue.add(GUIDE_PATH, "mine")
-        check_is_the_guide(await eventually(stand), stand, "4:8")
