@@ -22,10 +22,10 @@ from swarmllm.api.schema import ChatRequest
 from swarmllm.errors import BadModel, InvalidRequest
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.gguf_header import read_header
-from swarmllm.swarm.envelope import Envelope, Heartbeat, seal, unseal
 from swarmllm.swarm.invitation import from_text, invitation, to_text
 from swarmllm.swarm.network_key import private_network
 from swarmllm_proto import codec
+from swarmllm_proto.envelope import Envelope, Heartbeat, seal, unseal
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.neighbours import (

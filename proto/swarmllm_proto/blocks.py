@@ -65,10 +65,3 @@ def extend_block_hashes(previous: bytes, tokens: Sequence[int] | npt.NDArray[Any
         previous = blake3(previous + row.tobytes()).digest()
         hashes.append(previous)
     return tuple(hashes)
-
-
-def block_hashes(
-    model_id: str, start: int, end: int, tokens: Sequence[int] | npt.NDArray[Any]
-) -> tuple[bytes, ...]:
-    """The names of all complete blocks of a prompt, for layers [start, end) of a model."""
-    return extend_block_hashes(root_hash(model_id, start, end), tokens)

@@ -7,7 +7,6 @@ decoded view is aligned for SIMD.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from struct import Struct
 from typing import Any, Final, TypeAlias
@@ -31,11 +30,6 @@ _U32: Final = Struct("<I")
 _HEADS: Final = tuple(Struct(f"<{ndim + 2}I") for ndim in range(TENSOR_MAX_NDIM + 1))
 _ROWS_HEAD: Final = _HEADS[2]
 _F32: Final = np.dtype("<f4")
-
-
-def tensor_size(shape: Sequence[int], dtype: npt.DTypeLike) -> int:
-    """Bytes of the encoded tensor, head included."""
-    return _HEADS[len(shape)].size + prod(shape) * np.dtype(dtype).itemsize
 
 
 def encode_tensor(array: Tensor) -> Pieces:

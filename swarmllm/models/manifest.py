@@ -105,10 +105,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def whole(self) -> LayerRange:
         return LayerRange(0, self.n_layers)
 
-    def layer_shards(self, layers: LayerRange) -> tuple[Shard, ...]:
-        """The shards of `layers`, without the ends."""
-        return tuple(shard for shard in self.shards if shard.kind == "layer" and shard.index in layers)
-
     def can_cut_at(self, layer: int) -> bool:
         """Whether a segment may begin or end at `layer`."""
         if layer in (0, self.n_layers):

@@ -16,8 +16,8 @@ from swarmllm.errors import DeadlineExceeded, InvalidRequest, NodeUnreachable
 from swarmllm.swarm.addresses import Address, NodeAddress
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.dialler import ADDRESSES_PER_NODE, Dial, Dialler
-from swarmllm.swarm.envelope import Envelope
 from swarmllm.swarm.host import Host
+from swarmllm_proto.envelope import Envelope
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,6 @@ from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.dataplane import DataPlane, open_listeners
 from swarmllm.swarm.dialler import Dialler
 from swarmllm.swarm.doorkeeper import Doorkeeper
-from swarmllm.swarm.envelope import Envelope
 from swarmllm.swarm.finding import Finding, usable
 from swarmllm.swarm.gossip import Gossip, run_gossip
 from swarmllm.swarm.host import Host, run_libp2p
@@ -60,6 +59,7 @@ from swarmllm.swarm.settings import SwarmSettings
 from swarmllm.swarm.supervisor import Supervisor
 from swarmllm.swarm.trust import Note, unnoted
 from swarmllm.swarm.unwrapping import unwrapped
+from swarmllm_proto.envelope import Envelope
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.answering import RequestRefused
 from swarmllm.swarm.doorkeeper import Doorkeeper
-from swarmllm.swarm.envelope import Envelope
 from swarmllm.swarm.finding import usable
 from swarmllm.swarm.identity import Identity
 from swarmllm.swarm.noise_wire import HandshakeFailed, shake_hands
 from swarmllm.swarm.router import Reachability
+from swarmllm_proto.envelope import Envelope
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.neighbours import (
     DialBack,

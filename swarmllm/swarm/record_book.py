@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from swarmllm.swarm.envelope import Envelope, Verify, unseal
+from swarmllm_proto.envelope import Envelope, Verify, unseal
 
 NODES_MAX = 4096
 """Envelopes kept: a thousand-node swarm four times over, at most 1 GiB if every record were of the largest

@@ -16,8 +16,8 @@ from msgspec import Meta
 
 from swarmllm.errors import RemoteError
 from swarmllm.swarm.answering import RequestRefused
-from swarmllm.swarm.envelope import ENVELOPE_MAX
 from swarmllm.swarm.record_book import NODES_MAX, Digests, RecordBook
+from swarmllm_proto.envelope import ENVELOPE_MAX
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.limits import REQUEST_MAX
 

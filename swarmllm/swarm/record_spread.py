@@ -20,7 +20,11 @@ import trio
 from swarmllm.errors import SwarmLLMError
 from swarmllm.swarm.addresses import CircuitAddress
 from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.envelope import (
+from swarmllm.swarm.gossip import HEALTH, MODELS, Gossip
+from swarmllm.swarm.record_book import RecordBook
+from swarmllm.swarm.record_exchange import Ask, RecordExchange
+from swarmllm.swarm.router import Change
+from swarmllm_proto.envelope import (
     ADDRESSES_MAX,
     ENVELOPE_MAX,
     HEARTBEAT_MAX,
@@ -30,10 +34,6 @@ from swarmllm.swarm.envelope import (
     seal,
     unseal,
 )
-from swarmllm.swarm.gossip import HEALTH, MODELS, Gossip
-from swarmllm.swarm.record_book import RecordBook
-from swarmllm.swarm.record_exchange import Ask, RecordExchange
-from swarmllm.swarm.router import Change
 from swarmllm_proto.errors import BadMessage
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from gguf_parts import LLAMA, gguf_bytes, string, tensors, write_gguf
 
 import swarmllm.guide
 from swarmllm.errors import BadModel
-from swarmllm.models import LayerRange, Manifest, build_manifest
+from swarmllm.models import Manifest, build_manifest
+from swarmllm.models.manifest import MMPROJ_INDEX
 
 GUIDE = Path(swarmllm.guide.__file__).with_name("guide.gguf")
 
@@ -51,7 +52,9 @@ def test_the_bundled_model_is_described_as_ggufs_own_reader_sees_it() -> None:
     assert manifest.size_bytes == sum(int(tensor.n_bytes) for tensor in reader.tensors)
     assert manifest.cut_alignment == 1
     assert manifest.can_cut_at(5)
-    assert [shard.index for shard in manifest.layer_shards(LayerRange(2, 4))] == [2, 3]
+    *ends, mmproj = range(2**32 - 4, 2**32)
+    assert [shard.index for shard in manifest.shards] == [*ends[:2], *range(12), ends[2]]
+    assert mmproj == MMPROJ_INDEX, "the largest u32 is kept free"
 
 
 def test_the_model_id_is_pinned_and_can_be_computed_by_hand(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from block_names import block_hashes
 
 from swarmllm.errors import WorkerError
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.generation import Generation
 from swarmllm.pipeline.prefix_names import PrefixNames
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm_proto.blocks import BLOCK_TOKENS, block_hashes
+from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import NAMES_MAX, Stage
 

@@ -5,10 +5,11 @@ from struct import pack
 import numpy as np
 import pytest
 from blake3 import blake3
+from block_names import block_hashes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm_proto.blocks import BLOCK_TOKENS, block_hashes, extend_block_hashes, root_hash
+from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, root_hash
 
 MODEL = "ab" * 32
 prompts = st.lists(st.integers(0, 2**32 - 1), max_size=4 * BLOCK_TOKENS)

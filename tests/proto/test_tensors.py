@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm_proto.errors import BadTensor
-from swarmllm_proto.tensors import Tensor, decode_tensor, encode_tensor, tensor_bytes, tensor_size
+from swarmllm_proto.tensors import Tensor, decode_tensor, encode_tensor, tensor_bytes
 
 arrays = hnp.arrays(
     dtype=st.sampled_from([np.float32, np.float16, np.int32]),
@@ -25,7 +25,7 @@ def test_decoding_returns_what_was_encoded_bit_for_bit(array: Tensor) -> None:
     assert decoded.dtype == array.dtype
     assert decoded.shape == array.shape
     assert decoded.tobytes() == array.tobytes()
-    assert len(data) == tensor_size(array.shape, array.dtype)
+    assert len(data) == 4 * (array.ndim + 2) + array.nbytes
 
 
 @given(arrays, st.data())

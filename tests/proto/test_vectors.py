@@ -3,10 +3,8 @@ files."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import get_args
 
 import msgspec
@@ -14,6 +12,9 @@ import numpy as np
 import pytest
 
 from swarmllm_proto import codec, file_digests, ipc, swarm
+from swarmllm_proto.data_plane import Hello, Kind
+from swarmllm_proto.envelope import Envelope, Heartbeat, unseal
+from swarmllm_proto.file_digests import FetchDigests
 from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.neighbours import decode_neighbour
 from swarmllm_proto.tensors import decode_tensor
@@ -21,18 +22,14 @@ from swarmllm_proto.tensors import decode_tensor
 VECTORS = Path(__file__).resolve().parents[2] / "proto" / "vectors"
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("write_vectors", VECTORS / "write_vectors.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+sys.path.insert(0, str(VECTORS))
 
+import ipc_samples  # noqa: E402 (beside the golden files, in no package)
+import swarm_samples  # noqa: E402
+import write_vectors  # noqa: E402
+from common_samples import SAMPLING  # noqa: E402
 
-script = load_script()
-expected: dict[str, bytes] = dict(script.vectors())
+expected: dict[str, bytes] = dict(write_vectors.vectors())
 
 
 def read(path: str) -> bytes:
@@ -55,7 +52,7 @@ def test_encoding_gives_the_golden_bytes(path: str) -> None:
     assert expected[path] == read(path)
 
 
-@pytest.mark.parametrize(("name", "message", "payload"), script.IPC_MESSAGES)
+@pytest.mark.parametrize(("name", "message", "payload"), ipc_samples.IPC_MESSAGES)
 def test_golden_ipc_frame_decodes_to_its_message(
     name: str, message: ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, payload: bytes
 ) -> None:
@@ -69,7 +66,7 @@ def test_golden_ipc_frame_decodes_to_its_message(
     assert bytes(frame.payload) == payload
 
 
-@pytest.mark.parametrize(("name", "message", "payload"), script.JOB_MESSAGES)
+@pytest.mark.parametrize(("name", "message", "payload"), swarm_samples.JOB_MESSAGES)
 def test_golden_job_frame_decodes_to_its_message(
     name: str, message: swarm.JobMessage, payload: bytes
 ) -> None:
@@ -86,13 +83,45 @@ def fields_of(message: object) -> dict[str, object]:
     return {name: getattr(message, name) for name in type(message).__struct_fields__}  # type: ignore[attr-defined]
 
 
-def test_golden_bodies_decode_to_their_messages() -> None:
-    assert codec.decode_record(read("record/node-record.bin")) == script.RECORD
-    assert codec.decode_request(read("request/pipeline-assignment.bin")) == script.REQUEST
-    assert codec.decode_response(read("response/pipeline-ack.bin")) == script.RESPONSE
+def test_the_golden_record_decodes_to_its_message() -> None:
+    assert codec.decode_record(read("record/node-record.bin")) == swarm_samples.RECORD
 
 
-@pytest.mark.parametrize(("name", "array"), script.TENSORS)
+@pytest.mark.parametrize(("name", "message"), swarm_samples.REQUESTS)
+def test_golden_requests_decode_to_their_messages(name: str, message: object) -> None:
+    assert codec.decode_request(read(f"request/{name}.bin")) == message
+
+
+@pytest.mark.parametrize(("name", "message"), swarm_samples.RESPONSES)
+def test_golden_responses_decode_to_their_messages(name: str, message: object) -> None:
+    assert codec.decode_response(read(f"response/{name}.bin")) == message
+
+
+def test_the_golden_outline_decodes_to_its_message() -> None:
+    outline = msgspec.msgpack.decode(read("outline/outline.bin"), type=swarm.Outline)
+    assert outline == swarm_samples.OUTLINE
+
+
+@pytest.mark.parametrize(("name", "statement"), swarm_samples.STATEMENTS)
+def test_golden_statements_decode_to_what_was_signed(name: str, statement: Envelope | Heartbeat) -> None:
+    def verify(node_id: str, content: bytes, signature: bytes) -> bool:
+        return node_id == statement.node_id and signature == swarm_samples.demo_signature(content)
+
+    assert unseal(read(f"gossip/{name}.bin"), type(statement), verify) == statement
+
+
+@pytest.mark.parametrize(("name", "kind", "content"), swarm_samples.CONTROL_FRAMES)
+def test_golden_frames_of_the_data_plane_are_what_their_kind_says(
+    name: str, kind: Kind, content: bytes | Hello
+) -> None:
+    frame = read_frame(f"data-plane/{name}.bin")
+    assert Kind(frame.header[0]) == kind
+    header = bytes(frame.header[1:])
+    assert content == (header if isinstance(content, bytes) else msgspec.msgpack.decode(header, type=Hello))
+    assert not frame.payload
+
+
+@pytest.mark.parametrize(("name", "array"), write_vectors.TENSORS)
 def test_golden_tensor_decodes_to_its_array(
     name: str, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 ) -> None:
@@ -102,32 +131,15 @@ def test_golden_tensor_decodes_to_its_array(
     assert decoded.tobytes() == array.tobytes()
 
 
-@pytest.mark.parametrize(("name", "message"), script.NEIGHBOUR_MESSAGES)
+@pytest.mark.parametrize(("name", "message"), swarm_samples.NEIGHBOUR_MESSAGES)
 def test_golden_neighbour_bodies_decode_to_their_messages(name: str, message: object) -> None:
     assert decode_neighbour(read(f"neighbour/{name}.bin"), type(message)) == message  # type: ignore[type-var]
 
 
-def test_golden_pieces_decode_to_their_messages() -> None:
-    assert codec.decode_request(read("request/fetch-piece.bin")) == script.FETCH_PIECE
-    assert codec.decode_response(read("response/piece.bin")) == script.PIECE
-    assert codec.decode_request(read("request/fetch-digests.bin")) == script.FETCH_DIGESTS
-    assert codec.decode_response(read("response/digests.bin")) == script.DIGESTS
-
-
-def test_golden_pictures_decode_to_their_messages() -> None:
-    assert codec.decode_request(read("request/vision-encode.bin")) == script.VISION_ENCODE
-    assert codec.decode_response(read("response/vision-encode.bin")) == script.VISION_ENCODED
-
-
 def test_every_message_of_the_protocol_has_a_golden_file() -> None:
-    shown = {
-        *(type(message) for _, message, _ in (*script.IPC_MESSAGES, *script.JOB_MESSAGES)),
-        *(type(script.RECORD), type(script.REQUEST), type(script.RESPONSE)),
-        *(type(script.FETCH_PIECE), type(script.PIECE)),
-        *(type(script.FETCH_DIGESTS), type(script.DIGESTS)),
-        *(type(script.PROBE_STAGE), type(script.STAGE_STATE)),
-        *(type(script.VISION_ENCODE), type(script.VISION_ENCODED)),
-    }
+    tables = (*ipc_samples.IPC_MESSAGES, *swarm_samples.JOB_MESSAGES)
+    bodies = (*swarm_samples.REQUESTS, *swarm_samples.RESPONSES)
+    shown = {*(type(each[1]) for each in (*tables, *bodies)), type(swarm_samples.RECORD)}
     unions = (
         *(ipc.AnyDaemonMessage, ipc.AnyWorkerMessage),
         *(swarm.JobMessage, file_digests.AnyRequest, file_digests.AnyResponse),
@@ -139,16 +151,16 @@ def test_every_message_of_the_protocol_has_a_golden_file() -> None:
 
 
 def test_every_field_takes_another_value_than_its_default_in_some_golden_file() -> None:
-    messages = [message for _, message, _ in (*script.IPC_MESSAGES, *script.JOB_MESSAGES)]
-    messages += [script.RECORD, script.REQUEST, script.RESPONSE, script.RECORD.capability, script.SAMPLING]
-    messages += [
-        script.FETCH_PIECE,
-        script.PIECE,
-        *script.RECORD.files,
-        *script.RECORD.prefix_caches,
-        script.VISION_ENCODE,
+    messages: list[msgspec.Struct] = [
+        each[1] for each in (*ipc_samples.IPC_MESSAGES, *swarm_samples.JOB_MESSAGES)
     ]
-    messages += [script.FETCH_DIGESTS, script.DIGESTS, *script.FETCH_DIGESTS.known]
+    messages += [each[1] for each in (*swarm_samples.REQUESTS, *swarm_samples.RESPONSES)]
+    messages += [each[1] for each in swarm_samples.STATEMENTS]
+    messages += [each[2] for each in swarm_samples.CONTROL_FRAMES if isinstance(each[2], Hello)]
+    record = swarm_samples.RECORD
+    messages += [record, record.capability, *record.models, *record.files, *record.prefix_caches]
+    messages += [swarm_samples.OUTLINE, SAMPLING]
+    messages += [run for message in messages if isinstance(message, FetchDigests) for run in message.known]
     unseen = {(type(m).__name__, name) for m in messages for name in type(m).__struct_fields__}
     for message in messages:
         defaults = dict(

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from msgspec import inspect
 
-from swarmllm.swarm.envelope import Envelope, Heartbeat
 from swarmllm.swarm.record_book import Digest
 from swarmllm_proto import codec, file_digests, ipc, limits, neighbours, swarm
 from swarmllm_proto.blocks import BLOCK_TOKENS
+from swarmllm_proto.envelope import Envelope, Heartbeat
 from swarmllm_proto.frames import FrameDecoder
 from swarmllm_proto.tensors import decode_tensor
 

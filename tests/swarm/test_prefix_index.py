@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from block_names import block_hashes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.node.prefix_sharing import prefix_announcements
 from swarmllm.swarm.prefix_index import NODE_PREFIXES_MAX, PrefixIndex, PrefixMatch
 from swarmllm.swarm.registry import Registry
-from swarmllm_proto.blocks import BLOCK_TOKENS, block_hashes
+from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.codec import decode_record, encode_record
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.swarm import KeptPrefix, NodeRecord, PrefixCacheAnnounce, ShardAnnounce

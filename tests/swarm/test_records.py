@@ -11,10 +11,10 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.secp256k1 import create_new_key_pair as create_secp256k1_key_pair
 from libp2p.peer.id import ID
 
-from swarmllm.swarm.envelope import ENVELOPE_MAX, Envelope, Heartbeat, seal, unseal
 from swarmllm.swarm.identity import Identity, verify
 from swarmllm.swarm.record_book import EXPIRY_S, RecordBook
 from swarmllm.swarm.record_spread import HEARTBEAT_MAX_S, HEARTBEAT_S, heartbeat_interval_s
+from swarmllm_proto.envelope import ENVELOPE_MAX, Envelope, Heartbeat, seal, unseal
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.limits import RECORD_MAX
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from block_names import block_hashes
 
 from swarmllm_proto import ipc
-from swarmllm_proto.blocks import BLOCK_TOKENS, block_hashes
+from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.ipc_prefix import split_names
 from swarmllm_workers.prefix_manifest import beginnings
 from swarmllm_workers.prefixes import Kept, Name

@@ -1,0 +1,257 @@
+"""One message of every kind between daemon and worker, with its payload; their fields show every value that
+is not the default."""
+
+from __future__ import annotations
+
+from common_samples import (
+    HIDDEN,
+    LOGPROBS,
+    MODEL_ID,
+    NODE_A,
+    NODE_B,
+    REQUEST_ID,
+    SAMPLING,
+    TIMINGS,
+    TOKEN_IDS,
+)
+
+from swarmllm_proto import ipc, swarm
+from swarmllm_proto.codec import encode_job
+from swarmllm_proto.frames import encode_frame
+from swarmllm_proto.tensors import tensor_bytes
+
+MESSAGES: list[dict[str, object]] = [{"role": "user", "content": "Grüße, 世界"}]
+TOOLS: list[dict[str, object]] = [
+    {"type": "function", "function": {"name": "now", "parameters": {"n": [1, 2.5, None]}}}
+]
+
+
+def nested_frame() -> bytes:
+    """A job's frame as the payload of a message between daemon and worker."""
+    message = swarm.LayerForward(
+        request_id=REQUEST_ID, step="embed", stage=0, position=130, n_tokens=1, token=15043, resent=True
+    )
+    return b"".join(encode_frame(*encode_job(message)))
+
+
+IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes]] = [
+    (
+        "open",
+        ipc.Open(
+            id=1,
+            path="/models/ü.gguf",
+            cache_dir="/cache",
+            owns_path=True,
+            model_id=MODEL_ID,
+            n_ctx=8192,
+            n_slots=4,
+            n_threads=2,
+            use_mmap=False,
+            n_gpu_layers=99,
+            continuous_batching=False,
+            n_prefixes=3,
+            prefix_max_bytes=2**40,
+            prefix_min_tokens=64,
+            prefix_ttl_s=60.5,
+            session_ttl_s=3600.0,
+            tell_prefixes=True,
+            max_bytes=2**36,
+            kv_type="q8_0",
+            flash_attention="on",
+            use_mlock=True,
+            ngram_max_size=4,
+            ngram_num_pred_tokens=12,
+            draft_path="/models/ü-draft.gguf",
+            speculative_gamma=5,
+            swift_gamma=3,
+            swift_skip_ratio=0.25,
+            journal_max_bytes=2**20,
+            checked_unit=4,
+        ),
+        b"",
+    ),
+    ("load", ipc.Load(id=2, start=0, end=4), b""),
+    ("unload", ipc.Unload(id=3, start=2, end=4), b""),
+    ("tokenize-text", ipc.Tokenize(id=4, text="Grüße, 世界"), b""),
+    ("tokenize-messages", ipc.Tokenize(id=5, messages=MESSAGES, tools=TOOLS, effort="none"), b""),
+    ("apply-template", ipc.ApplyTemplate(id=13, messages=MESSAGES, tools=TOOLS, effort="high"), b""),
+    ("detokenize", ipc.Detokenize(id=14), tensor_bytes(TOKEN_IDS)),
+    ("embed", ipc.Embed(id=6), tensor_bytes(TOKEN_IDS)),
+    (
+        "forward-hidden",
+        ipc.Forward(id=7, request_id=REQUEST_ID, start=4, end=8, position=100, want="hidden"),
+        tensor_bytes(HIDDEN),
+    ),
+    (
+        "forward-token",
+        ipc.Forward(
+            id=2**53,
+            request_id=REQUEST_ID,
+            start=0,
+            end=12,
+            position=2**31 - 1,
+            want="token",
+            sampling=SAMPLING,
+            n_prompt_tokens=4,
+            generated=(15043, 2**31 - 1),
+        ),
+        tensor_bytes(TOKEN_IDS),
+    ),
+    (
+        "forward-of-a-seat",
+        ipc.Forward(
+            id=13,
+            request_id=REQUEST_ID,
+            start=4,
+            end=8,
+            position=100,
+            want="hidden",
+            seat=1,
+            timings=TIMINGS[:1],
+            waited_s=0.0005,
+            resent=True,
+        ),
+        tensor_bytes(HIDDEN),
+    ),
+    ("take-link", ipc.TakeLink(id=14, peer=NODE_B, direction="sending"), bytes(range(40))),
+    ("close-links", ipc.CloseLinks(id=15, peer=NODE_B), b""),
+    (
+        "take-seat",
+        ipc.TakeSeat(
+            id=16,
+            request_id=REQUEST_ID,
+            stage=1,
+            start=4,
+            end=12,
+            before=NODE_A,
+            after=NODE_B,
+            origin=NODE_A,
+            n_prompt_tokens=4,
+            sampling=SAMPLING,
+        ),
+        b"",
+    ),
+    (
+        "generate",
+        ipc.Generate(id=9, request_id=REQUEST_ID, sampling=SAMPLING, n_generated=2, session_id="Gespräch 1"),
+        tensor_bytes(TOKEN_IDS),
+    ),
+    ("cancel-request", ipc.CancelRequest(id=10, request_id=REQUEST_ID), b""),
+    ("release-request-kv", ipc.ReleaseRequestKv(id=11, request_id=REQUEST_ID), b""),
+    ("hold-request", ipc.HoldRequest(id=21, request_id=REQUEST_ID, hold_s=60.5), b""),
+    (
+        "resume-request",
+        ipc.ResumeRequest(id=22, request_id=REQUEST_ID, resumes="9f3c", n_rows=130, ranges=((0, 4), (8, 12))),
+        b"",
+    ),
+    ("read-journal", ipc.ReadJournal(id=23, request_id=REQUEST_ID, end=4, position=128, n_rows=2), b""),
+    (
+        "prefix-fetch-probe",
+        ipc.PrefixFetchProbe(id=15, request_id=REQUEST_ID, start=4, end=12, scope=NODE_B),
+        bytes(range(64)),
+    ),
+    (
+        "export-prefix-snapshot",
+        ipc.ExportPrefixSnapshot(id=16, start=0, end=4, scope=NODE_A),
+        bytes(range(32)),
+    ),
+    (
+        "import-prefix-snapshot",
+        ipc.ImportPrefixSnapshot(
+            id=17, start=4, end=12, scope=NODE_A, n_blocks=1, sizes=(3, 2), digest=MODEL_ID
+        ),
+        bytes(range(37)),
+    ),
+    ("check-cuts", ipc.CheckCuts(id=18), b""),
+    ("shutdown", ipc.Shutdown(id=12), b""),
+    ("ready", ipc.Ready(pid=4711, version="0.1.0", engine="llama-cpp-python 0.3.36"), b""),
+    (
+        "opened",
+        ipc.Opened(
+            id=1,
+            architecture="llama",
+            name="guide",
+            n_layers=12,
+            n_embd=256,
+            n_vocab=4096,
+            context_length=2048,
+            cut_alignment=0,
+            whole_reason="layers share weights",
+            eos_tokens=(2, 4),
+            has_chat_template=True,
+        ),
+        b"",
+    ),
+    ("progress", ipc.Progress(id=2, done_bytes=1_000_000, total_bytes=5_000_000_000), b""),
+    (
+        "loaded",
+        ipc.Loaded(id=2, ranges=((0, 2), (6, 12)), weights_bytes=123_456_789, kv_bytes=2**33, work_bytes=77),
+        b"",
+    ),
+    (
+        "cuts-checked",
+        ipc.CutsChecked(id=18, cut_alignment=0, whole_reason="a self-check failed"),
+        b"",
+    ),
+    ("tokens", ipc.Tokens(id=4), tensor_bytes(TOKEN_IDS)),
+    ("text", ipc.Text(id=14), "Grüße, 世界".encode()),
+    (
+        "layer-result-onward",
+        ipc.LayerResult(id=13, request_id=REQUEST_ID, compute_s=0.0015, onward=True),
+        b"",
+    ),
+    (
+        "token-onward",
+        ipc.Token(id=9, request_id=REQUEST_ID, index=3, token=15043, onward=True),
+        "世".encode(),
+    ),
+    ("arrived", ipc.Arrived(sender=NODE_A), nested_frame()),
+    ("relay", ipc.Relay(request_id=REQUEST_ID, receiver=NODE_B), nested_frame()),
+    ("turned", ipc.Turned(request_id=REQUEST_ID, stage=1, n_jobs=60, compute_s=0.5, running=True), b""),
+    ("link-lost", ipc.LinkLost(peer=NODE_B, direction="sending", reason="ended by the neighbour"), b""),
+    ("layer-result", ipc.LayerResult(id=7, request_id=REQUEST_ID, compute_s=0.0015), tensor_bytes(HIDDEN)),
+    (
+        "token",
+        ipc.Token(id=9, request_id=REQUEST_ID, index=3, token=15043, compute_s=0.25, logprobs=LOGPROBS),
+        "世".encode(),
+    ),
+    ("token-last", ipc.Token(id=9, request_id=REQUEST_ID, index=4, token=2, finish_reason="stop"), b""),
+    (
+        "generate-done",
+        ipc.GenerateDone(
+            id=9,
+            request_id=REQUEST_ID,
+            finish_reason="length",
+            n_prompt_tokens=4,
+            n_generated=64,
+            prefill_s=0.125,
+            decode_s=2.0,
+            n_cached_tokens=3,
+            n_guessed=9,
+            n_guessed_right=7,
+        ),
+        b"",
+    ),
+    ("done", ipc.Done(id=10), b""),
+    ("resumed", ipc.Resumed(id=22, kept=(ipc.KeptRows(130, 128), ipc.KeptRows())), b""),
+    ("prefix-manifest-update", ipc.PrefixManifestUpdate(n_blocks=(3, 1)), bytes(range(64))),
+    ("prefix-fetch-result", ipc.PrefixFetchResult(id=15, n_blocks=2), b""),
+    (
+        "prefix-snapshot-response",
+        ipc.PrefixSnapshotResponse(id=16, n_blocks=1, sizes=(3, 2), digest=MODEL_ID),
+        b"12345",
+    ),
+    (
+        "error",
+        ipc.Error(
+            id=7,
+            kind="position_gap",
+            message="position 100 but 96 rows are cached",
+            field="position",
+            request_id=REQUEST_ID,
+            fatal=True,
+        ),
+        b"",
+    ),
+    ("bye", ipc.Bye(id=12), b""),
+]

@@ -1,0 +1,291 @@
+"""One message of every kind between nodes; their fields show every value that is not the default."""
+
+from __future__ import annotations
+
+import numpy as np
+from common_samples import (
+    HIDDEN,
+    LOGPROBS,
+    MODEL_ID,
+    NODE_A,
+    NODE_B,
+    REQUEST_ID,
+    SAMPLING,
+    TIMINGS,
+    TOKEN_IDS,
+)
+
+from swarmllm_proto import swarm
+from swarmllm_proto.data_plane import VERSION, Hello, Kind
+from swarmllm_proto.envelope import Envelope, Heartbeat
+from swarmllm_proto.file_digests import AnyRequest, AnyResponse, DigestRun, Digests, FetchDigests
+from swarmllm_proto.neighbours import (
+    DialBack,
+    DialBackRequest,
+    DialBackResponse,
+    KnownPeer,
+    PeerExchangeRequest,
+    PeerExchangeResponse,
+)
+from swarmllm_proto.tensors import tensor_bytes
+
+PREFIXES = (swarm.StageBlocks(stage=1, names=bytes(range(64))),)
+
+JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
+    (
+        "layer-forward",
+        swarm.LayerForward(
+            request_id=REQUEST_ID,
+            step="layer",
+            stage=2,
+            position=128,
+            n_tokens=2,
+            prefill_left=70_000,
+            timings=TIMINGS,
+            resent=True,
+        ),
+        tensor_bytes(HIDDEN),
+    ),
+    (
+        "layer-forward-embed",
+        swarm.LayerForward(
+            request_id=REQUEST_ID, step="embed", stage=0, position=130, n_tokens=1, token=15043
+        ),
+        b"",
+    ),
+    (
+        "streaming-token",
+        swarm.StreamingToken(request_id=REQUEST_ID, index=0, token=15043, timings=TIMINGS, logprobs=LOGPROBS),
+        "é".encode(),
+    ),
+    (
+        "streaming-token-last",
+        swarm.StreamingToken(
+            request_id=REQUEST_ID, index=9, token=2, finish_reason="stop", n_cached_tokens=64
+        ),
+        b"",
+    ),
+    (
+        "remote-generate-request",
+        swarm.RemoteGenerateRequest(request_id=REQUEST_ID, n_tokens=4),
+        tensor_bytes(TOKEN_IDS),
+    ),
+    (
+        "layer-forward-until",
+        swarm.LayerForward(
+            request_id=REQUEST_ID,
+            step="layer",
+            stage=1,
+            position=0,
+            n_tokens=2,
+            prefill_left=1,
+            until=1,
+        ),
+        tensor_bytes(HIDDEN),
+    ),
+    (
+        "replay-rows",
+        swarm.ReplayRows(request_id=REQUEST_ID, stage=0, position=128, n_tokens=64, until=1),
+        b"",
+    ),
+    ("prefill-progress", swarm.PrefillProgress(request_id=REQUEST_ID, position=128, timings=TIMINGS), b""),
+    (
+        "pipeline-error",
+        swarm.PipelineError(
+            request_id=REQUEST_ID,
+            node_id=NODE_B,
+            kind="worker_died",
+            message="the worker was killed by signal 9",
+            damaged=True,
+            position=128,
+        ),
+        b"",
+    ),
+    (
+        "cancel-inference",
+        swarm.CancelInference(request_id=REQUEST_ID, reason="client left", prefixes=PREFIXES, hold=True),
+        b"",
+    ),
+]
+
+RECORD = swarm.NodeRecord(
+    node_id=NODE_A,
+    nickname="küche",
+    software="swarmllm 0.1.0",
+    started_at=1_760_000_000.5,
+    sequence=17,
+    models=(
+        swarm.ShardAnnounce(
+            model_id=MODEL_ID,
+            name="guide",
+            n_layers=12,
+            ranges=((0, 4), (8, 12)),
+            loading=((4, 6),),
+            pinned=((0, 4),),
+        ),
+    ),
+    capability=swarm.NodeCapability(
+        memory_total_bytes=2**36,
+        memory_free_bytes=2**35 + 1,
+        active_requests=1,
+        max_requests=10,
+        stage_requests=2,
+        queued_requests=3,
+        memory_bytes_per_s=25e9,
+        flops=1.5e11,
+        observed_latencies=(
+            swarm.ObservedLatency(model_id=MODEL_ID, decode_s=0.00025, prefill_s=0.00003125),
+        ),
+        observed_links=(swarm.ObservedLink(node_id=NODE_B, rtt_s=0.0125, bytes_per_s=1.25e8),),
+        coordinate=swarm.NetworkCoordinate(position_s=(0.0125, -0.5, 0.25), height_s=0.001, error=0.125),
+        slots=8,
+        free_slots=5,
+        free_kv_tokens=3072,
+        placed_models=(MODEL_ID,),
+        placing_free_bytes=2**33,
+    ),
+    files=(
+        swarm.FileAnnounce(
+            model_id=MODEL_ID, name="guide", n_layers=12, layers=((0, 4),), embedding=True, head=True
+        ),
+    ),
+    prefix_caches=(
+        swarm.PrefixCacheAnnounce(
+            model_id=MODEL_ID,
+            prefixes=(swarm.KeptPrefix(bytes(range(32)), 3), swarm.KeptPrefix(bytes(range(32, 64)), 1)),
+        ),
+    ),
+)
+
+REQUESTS: list[tuple[str, AnyRequest]] = [
+    (
+        "pipeline-assignment",
+        swarm.PipelineAssignment(
+            request_id=REQUEST_ID,
+            model_id=MODEL_ID,
+            origin=NODE_A,
+            stages=(
+                swarm.Stage(node_id=NODE_A, start=0, end=4),
+                swarm.Stage(node_id=NODE_B, start=4, end=12),
+            ),
+            n_prompt_tokens=130,
+            sampling=SAMPLING,
+            wants="normed",
+            generated=(15043, 2**31 - 1),
+            prefixes=PREFIXES,
+            resumes=("5b1d4c289f3c0a7e", "r"),
+        ),
+    ),
+    ("probe-stage", swarm.ProbeStage(request_id=REQUEST_ID)),
+    (
+        "fetch-piece",
+        swarm.FetchPiece(
+            model_id=MODEL_ID, part="tensor", tensor="blk.4.attn_q.weight", offset=2**20, size_bytes=2**20
+        ),
+    ),
+    (
+        "fetch-digests",
+        FetchDigests(
+            header=MODEL_ID,
+            size_bytes=8_728_960,
+            sha256="5e" * 32,
+            known=(DigestRun(3, bytes(range(64))), DigestRun(65_535, bytes(32))),
+        ),
+    ),
+    (
+        "vision-encode",
+        swarm.VisionEncodeRequest(
+            request_id=REQUEST_ID, model_id=MODEL_ID, image=memoryview(b"\x89PNG\r\n\x1a\n"), first_row=192
+        ),
+    ),
+]
+
+RESPONSES: list[tuple[str, AnyResponse]] = [
+    (
+        "pipeline-ack",
+        swarm.PipelineAck(
+            request_id=REQUEST_ID,
+            accepted=False,
+            reason="the model has 8 requests here already",
+            busy=True,
+            n_prefix_blocks=7,
+            kept=(swarm.StageRows(1, 130, 128),),
+        ),
+    ),
+    ("stage-state", swarm.StageState(request_id=REQUEST_ID, known=True, busy=True)),
+    ("piece", swarm.Piece(status="ok", data=memoryview(bytes(range(256))))),
+    ("digests", Digests(status="part", known=(DigestRun(0, bytes(range(32))),))),
+    (
+        "vision-encode",
+        swarm.VisionEncodeResponse(
+            request_id=REQUEST_ID, n_rows=194, n_embd=2, rows=memoryview(np.arange(4, dtype="<f4").tobytes())
+        ),
+    ),
+    (
+        "vision-encode-refused",
+        swarm.VisionEncodeResponse(request_id=REQUEST_ID, error="VisionEncoderUnavailable"),
+    ),
+]
+
+NEIGHBOUR_MESSAGES = [
+    ("peer-exchange-request", PeerExchangeRequest(n_max=16)),
+    (
+        "peer-exchange-response",
+        PeerExchangeResponse(
+            peers=(
+                KnownPeer(node_id=NODE_A, addresses=("/ip4/192.0.2.1/tcp/8810", "/ip6/2001:db8::1/tcp/8810")),
+            )
+        ),
+    ),
+    ("dial-back-request", DialBackRequest()),
+    (
+        "dial-back-response",
+        DialBackResponse(
+            control=(DialBack(address="/ip4/192.0.2.1/tcp/8810", reached=True),),
+            data=(DialBack(address="/ip4/192.0.2.1/tcp/8811", reached=False),),
+            observed_ip="198.51.100.7",
+        ),
+    ),
+]
+
+
+OUTLINE = swarm.Outline(
+    header_bytes=71_616,
+    size_bytes=8_728_960,
+    digests={"blk.0.attn_q.weight": MODEL_ID, "output_norm.weight": "5e" * 32},
+    checked_unit=4,
+)
+"""Asked for in pieces, and so no message of its own."""
+
+STATEMENTS: list[tuple[str, Envelope | Heartbeat]] = [
+    (
+        "envelope",
+        Envelope(
+            node_id=NODE_A,
+            started_at_ms=1_760_000_000_500,
+            sequence=17,
+            addresses=("/ip4/192.0.2.1/tcp/8810", "/ip6/2001:db8::1/tcp/8810"),
+            data_addresses=("/ip4/192.0.2.1/tcp/8811",),
+            record=b"a NodeRecord",
+        ),
+    ),
+    ("heartbeat", Heartbeat(node_id=NODE_A, started_at_ms=1_760_000_000_500, sequence=17, beat=3)),
+]
+"""Signed by `demo_signature`, which is none: libp2p's keys do not belong here."""
+
+CONTROL_FRAMES: list[tuple[str, Kind, bytes | Hello]] = [
+    ("hello", Kind.HELLO, Hello(v=VERSION, acks=True)),
+    ("hello-of-a-link", Kind.HELLO, Hello(v=VERSION, link=MODEL_ID)),
+    ("hello-of-bulk", Kind.HELLO, Hello(v=VERSION, bulk=True)),
+    ("ping", Kind.PING, bytes(range(8))),
+    ("pong", Kind.PONG, bytes(range(8))),
+    ("goodbye", Kind.GOODBYE, b""),
+    ("link", Kind.LINK, b""),
+    ("last", Kind.LAST, b""),
+    ("ack", Kind.ACK, (2**40 + 1).to_bytes(8, "little")),
+]
+"""Of the data plane; frames of kind 1 carry what is in `JOB_MESSAGES`."""
+
+
+def demo_signature(content: bytes) -> bytes:
+    return (b"signature of %d bytes" % len(content)).ljust(64, b".")
