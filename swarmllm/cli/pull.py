@@ -112,7 +112,10 @@ def _follow(client: Client, download: dict[str, Any], *, show: bool) -> dict[str
 
 
 def pace(download: dict[str, Any]) -> str:
-    """Rate and time left, as the node sees them: it has been at it for longer than this command."""
+    """Rate and time left, or what is in the way, as the node sees them: it has been at it for longer than
+    this command."""
+    if download["trouble"]:
+        return f"{safe(download['trouble'])}; trying again"
     if not download["bytes_per_s"]:
         return ""
     left_s = (download["total_bytes"] - download["done_bytes"]) / download["bytes_per_s"]

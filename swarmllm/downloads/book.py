@@ -84,6 +84,8 @@ class DownloadView:
     """The name of the model that it became, or will become."""
     waits_for: str
     """What the swarm does not know yet: until then it is no model."""
+    trouble: str
+    """Why it does not get on, while it is tried again."""
     error: str
 
 
@@ -99,14 +101,20 @@ class Download:
         self.state: DownloadState = "waiting"
         self.model = ""
         self.waits_for: Callable[[], str] = lambda: ""
+        self.trouble = ""
         self.error = ""
         self.scope = trio.CancelScope()
         self.ended = trio.Event()
         self.done_bytes = self.total_bytes = 0
         self._history: deque[tuple[float, int]] = deque()
 
+    def meet(self, trouble: str) -> None:
+        self.trouble = trouble
+
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         now_s = time.monotonic()
+        if done_bytes != self.done_bytes:
+            self.trouble = ""
         self.done_bytes, self.total_bytes = done_bytes, total_bytes
         if not self._history or now_s - self._history[-1][0] > RATE_WINDOW_S / 20:
             self._history.append((now_s, done_bytes))
@@ -128,6 +136,7 @@ class Download:
             bytes_per_s=rate,
             model=self.model,
             waits_for=self.waits_for(),
+            trouble="" if self.state in ENDED else self.trouble,
             error=self.error,
         )
 
@@ -213,7 +222,7 @@ class Downloads:
         self._downloads[download.id] = download
         for old in [each for each in self._downloads.values() if each.state in ENDED][:-REMEMBERED]:
             del self._downloads[old.id]
-        self._nursery.start_soon(self._carry, download, settings)
+        self._nursery.start_soon(self._carry, download, replace(settings, tell_trouble=download.meet))
         return download
 
     async def _carry(self, download: Download, settings: DownloadSettings) -> None:

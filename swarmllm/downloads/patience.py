@@ -30,6 +30,7 @@ class Patience:
         if self._n_failures >= settings.max_failures:
             raise DownloadError(f"{error.message}; given up after {self._n_failures} attempts")
         log.info("%s; trying again", error.message)
+        settings.tell_trouble(error.message)
         pause_s = min(settings.max_pause_s, settings.first_pause_s * 2 ** (self._n_failures - 1))
         # Not all lanes at once.
         pause_s *= random.uniform(0.5, 1.0)

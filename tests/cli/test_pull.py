@@ -26,6 +26,7 @@ def download(state: str, **fields: Any) -> dict[str, Any]:
         "bytes_per_s": 100,
         "model": "",
         "waits_for": "",
+        "trouble": "",
         "error": "",
     } | fields
 
@@ -91,3 +92,4 @@ def test_what_did_not_work_is_said_and_the_exit_code_tells(
 def test_the_pace_is_rate_and_time_left() -> None:
     assert pace(download("fetching")) == "100 B/s, 2.0 s left"
     assert pace(download("fetching", bytes_per_s=0)) == ""
+    assert pace(download("fetching", trouble="the server is busy")) == "the server is busy; trying again"

@@ -184,6 +184,44 @@ def test_an_answer_shows_the_route_it_took(
     assert len(row.find_elements(By.CSS_SELECTOR, ".hops li")) == 3
 
 
+WRITTEN = (
+    "# Steps\n\n1. Run `swarmllm daemon`\n2. **Wait**\n\n```sh\nls <b>*.gguf</b>\n```\n\n"
+    "- <img src=x onerror=alert(1)> is *text*"
+)
+ANSWER = r"""
+const thoughts = ["Two things", " to do."].map((reasoning_content) => ({ reasoning_content }));
+const deltas = [...thoughts, ...arguments[0].map((content) => ({ content }))];
+const events = deltas.map((delta) => `data: ${JSON.stringify({ choices: [{ delta }] })}\n\n`);
+const real = window.fetch;
+window.fetch = (where, ...rest) => String(where).endsWith("chat/completions")
+  ? Promise.resolve(new Response(events.join(""))) : real(where, ...rest);
+"""
+
+
+def test_thoughts_are_folded_away_and_markdown_becomes_elements_never_html(
+    page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]
+) -> None:
+    kitchen, _ = nodes
+    complete(kitchen)
+    go(page, kitchen, "chat")
+    seen(page, "Under each answer stands the way")
+    page.execute_script(ANSWER, [WRITTEN[at : at + 7] for at in range(0, len(WRITTEN), 7)])
+    find(page, "#prompt").send_keys("How?", Keys.ENTER)
+    wait_for(lambda: page.find_elements(By.CSS_SELECTOR, ".turn.assistant .text ul"), 10, "the answer")
+    answer = find(page, ".turn.assistant > .text")
+    assert [item.text for item in answer.find_elements(By.CSS_SELECTOR, "ol li")] == [
+        "Run swarmllm daemon",
+        "Wait",
+    ]
+    assert answer.find_element(By.CSS_SELECTOR, "pre code").text == "ls <b>*.gguf</b>"
+    assert answer.find_element(By.CSS_SELECTOR, "ul li").text == "<img src=x onerror=alert(1)> is text"
+    assert not answer.find_elements(By.CSS_SELECTOR, "img, b")
+    thought = find(page, "details.thought")
+    assert thought.get_attribute("open") is None
+    thought.find_element(By.TAG_NAME, "summary").click()
+    assert thought.find_element(By.CSS_SELECTOR, ".text").text == "Two things to do."
+
+
 def test_a_request_is_seen_walking_through_the_layers_and_stopped(
     page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]
 ) -> None:

@@ -16,7 +16,7 @@ from download_stand import (
     SETTINGS,
     open_stand,
 )
-from shelf import Shelf, status, well
+from shelf import Shelf, reset_in_the_middle, status, well
 from trio.testing import MockClock
 
 from swarmllm.config import DownloadsTable
@@ -50,6 +50,18 @@ async def test_a_server_that_never_recovers_is_given_up_and_what_came_is_kept(
         assert download.state == "failed"
         assert "given up after 8 attempts" in download.error
         assert [path.name for path in stand.parts] == ["part.gguf", "state.json"]
+
+
+async def test_trouble_is_told_while_it_is_tried_again_and_forgotten_when_it_goes_on(
+    tmp_path: Path, shelf: Shelf
+) -> None:
+    async with open_stand(tmp_path) as stand:
+        told: list[str] = []
+        shelf.on_request = lambda: told.extend(view.trouble for view in stand.downloads.list())
+        shelf.faults.extend([well, reset_in_the_middle])
+        download = await stand.fetch(shelf.url + MODEL)
+        assert any("the connection" in trouble or shelf.url in trouble for trouble in told), told
+        assert (download.state, download.view().trouble) == ("done", "")
 
 
 async def test_a_server_that_asks_for_an_hour_is_given_up_at_once(tmp_path: Path, shelf: Shelf) -> None:

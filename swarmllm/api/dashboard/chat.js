@@ -1,8 +1,9 @@
 // A conversation, and under each answer the way it took.
 
 import { h, show } from "./dom.js";
-import { ms, plural, rate } from "./format.js";
+import { layerText, ms, plural, rate } from "./format.js";
 import { call, pieces } from "./link.js";
+import { markdown } from "./markdown.js";
 import { hops, timeBar } from "./routes.js";
 
 const turns = [];
@@ -26,8 +27,9 @@ export function renderChat(root, state) {
   const log = root.querySelector(".log");
   const atEnd = !log || log.scrollHeight - log.scrollTop - log.clientHeight < 60;
   show(root,
-    h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" }, turns.length ? turns.map(turn) : intro(ready)),
-    h("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); send(root, again); } },
+    h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" }, turns.length ? turns.map(turn) : intro(ready, state)),
+    !ready.length && turns.length > 0 && h("p", { class: "small bad", "data-key": "nobody", role: "status" }, nobody(state), " ", h("a", { href: "#models" }, "Models")),
+    h("form", { class: "composer", "data-key": "composer", onsubmit: (event) => { event.preventDefault(); send(root, again); } },
       h("label", { class: "sr", for: "prompt" }, "Message"),
       h("textarea", { id: "prompt", rows: "2", placeholder: chosen ? `Ask ${chosen} something` : "No model is ready", onkeydown: (event) => {
         if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(root, again); }
@@ -43,15 +45,22 @@ export function renderChat(root, state) {
   if (atEnd) { const now = root.querySelector(".log"); now.scrollTop = now.scrollHeight; }
 }
 
-function intro(ready) {
+function intro(ready, state) {
   return h("div", { class: "empty", style: { margin: "auto" } }, ready.length
     ? "Ask something. Under each answer stands the way it took through the swarm."
-    : ["No model is complete in the swarm yet. Load one under ", h("a", { href: "#models" }, "Models"), "."]);
+    : [nobody(state), " Load what is missing under ", h("a", { href: "#models" }, "Models"), "."]);
+}
+
+/** Why nothing can be asked. */
+function nobody(state) {
+  const cut = state.models?.models.find((model) => model.holders.length && model.missing.length);
+  return cut ? `No model can answer now: of ${cut.name}, layers ${cut.missing.map(layerText).join(", ")} are missing.` : "No model is complete in the swarm yet.";
 }
 
 function turn(each, index) {
   return h("article", { class: `turn ${each.role}`, "data-key": `turn-${index}`, "aria-label": each.role === "user" ? "You" : "Answer" },
-    h("div", { class: "text" }, each.content),
+    each.thought && h("details", { class: "thought", "data-key": "thought" }, h("summary", null, each.content || each.swarm ? "Thoughts" : "Thinking…"), h("div", { class: "text" }, each.thought)),
+    h("div", { class: "text" }, each.role === "user" ? each.content : markdown(each.content)),
     each.error && h("p", { class: "bad", role: "alert" }, each.error),
     each.swarm && way(each));
 }
@@ -84,6 +93,7 @@ async function send(root, again) {
       if (chunk.error) throw new Error(chunk.error.message);
       const choice = chunk.choices[0];
       if (chunk.usage) answer.tokens = chunk.usage.completion_tokens;
+      if (choice?.delta?.reasoning_content) answer.thought = (answer.thought || "") + choice.delta.reasoning_content;
       if (choice?.delta?.content) answer.content += choice.delta.content;
       if (choice?.finish_reason) { answer.finish = choice.finish_reason; answer.swarm = chunk.swarm; }
       again();

@@ -1,6 +1,7 @@
 // Elements from calls, and a page that changes only where it must: focus, selection and what is typed stay.
 
 const SVG = "http://www.w3.org/2000/svg";
+const KEPT = new Set(["style", "open"]); // the second is the reader's
 const SVG_TAGS = new Set(["svg", "path"]);
 
 /** Attributes: `class`, `style` (an object; custom properties too), `onclick` and the like, anything else by name. */
@@ -48,7 +49,7 @@ function adjust(old, fresh) {
     return;
   }
   if (old.style.cssText !== fresh.style.cssText) old.style.cssText = fresh.style.cssText;
-  for (const { name } of [...old.attributes]) if (name !== "style" && !fresh.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name } of [...old.attributes]) if (!KEPT.has(name) && !fresh.hasAttribute(name)) old.removeAttribute(name);
   for (const { name, value } of fresh.attributes) if (name !== "style" && old.getAttribute(name) !== value) old.setAttribute(name, value);
   for (const name of ["onclick", "onsubmit", "onchange", "oninput", "onkeydown"]) if (old[name] !== fresh[name]) old[name] = fresh[name];
   adjustChildren(old, [...fresh.childNodes]);

@@ -86,6 +86,7 @@ function download(each, again) {
       h("span", { class: each.state === "failed" ? "bad small" : "muted small" }, each.waits_for ? `fetched, waiting for ${layersIn(each.waits_for)}` : ENDED[each.state] || each.state),
       isRunning && h("button", { type: "button", class: "quiet", "aria-label": `Cancel ${each.source}`, onclick: () => act(() => call("DELETE", `api/admin/downloads/${each.id}`), (text) => { pullMessage = text; again(); }) }, "Cancel")),
     isRunning && progress(each.source, each.done_bytes, each.total_bytes, left),
+    each.trouble && h("p", { class: "bad small" }, `${each.trouble}; trying again`),
     each.error && h("p", { class: "bad small" }, each.error));
 }
 
