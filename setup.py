@@ -1,8 +1,8 @@
-"""What pyproject.toml cannot say: the worker's three pieces of C, plain shared libraries and optional.
+"""What pyproject.toml cannot say: the worker's pieces of C, plain shared libraries and optional.
 
 Not extension modules: they include no Python header and are loaded with ctypes. Where no compiler is at hand
-the build goes on without them: the worker answers the tap's callback in Python, more slowly, and small
-batches and fused attention are computed as ggml has it.
+the build goes on without them: the worker answers the tap's callback and takes rows in Python, more slowly,
+and small batches and fused attention are computed as ggml has it.
 """
 
 from setuptools import Extension, setup
@@ -15,6 +15,6 @@ setup(
             extra_compile_args=["-O2"],
             optional=True,
         )
-        for name in ("tap", "small_batches", "row_attention")
+        for name in ("tap", "small_batches", "row_attention", "lone_row")
     ]
 )

@@ -11,6 +11,7 @@ field is blamed.
 from __future__ import annotations
 
 import re
+from struct import Struct
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -38,6 +39,8 @@ NO_DIGEST: Final = bytes(DIGEST_SIZE)
 class _Versioned(msgspec.Struct, frozen=True):
     v: int = WIRE_VERSION
 
+
+_LENGTH: Final = Struct("<I")
 
 _json: Final = msgspec.json.Encoder()
 _daemon_messages: Final = msgspec.json.Decoder(AnyDaemonMessage)
@@ -96,6 +99,23 @@ def encode_job(message: JobMessage, payload: Payload = b"") -> tuple[bytes, byte
     _check_size("header", len(header), SWARM_HEADER_MAX)
     _check_size("payload", len(body), SWARM_PAYLOAD_MAX)
     return header, body
+
+
+def encode_job_frame(message: JobMessage, payload: bytes | memoryview = b"") -> bytes:
+    """The frame that `encode_job` and `encode_frame` make, in one piece. Raises FrameTooLarge."""
+    header = _msgpack.encode(message)
+    tail = b""
+    if isinstance(message, LayerForward):
+        if message.digest != NO_DIGEST:
+            header = _msgpack.encode(msgspec.structs.replace(message, digest=NO_DIGEST))
+        header = header[:-DIGEST_SIZE]
+        tail = _digest(header, payload)
+    n_header, n_payload = len(header) + len(tail), len(payload)
+    if n_header > SWARM_HEADER_MAX:
+        _check_size("header", n_header, SWARM_HEADER_MAX)
+    if n_payload > SWARM_PAYLOAD_MAX:
+        _check_size("payload", n_payload, SWARM_PAYLOAD_MAX)
+    return b"".join((_LENGTH.pack(n_header), header, tail, _LENGTH.pack(n_payload), payload))
 
 
 def decode_job(header: bytes, payload: Buffer = b"") -> JobMessage:

@@ -45,7 +45,7 @@ class Frame(NamedTuple):
     header: bytes
     payload: memoryview
     """Format "B", one dimension; empty where the frame has no payload. Owned by the frame, 16-byte
-    aligned."""
+    aligned unless it was part of `feed_owned`."""
 
 
 def as_pieces(payload: Payload) -> Pieces:
@@ -123,6 +123,19 @@ class FrameDecoder:
             if not frames:
                 raise
             return frames
+
+    def feed_owned(self, data: bytes) -> list[Frame]:
+        """As `feed`, of bytes that nobody else has: where they are one whole frame, which they are of a link
+        as a rule, its payload is a view of them, at whatever address it lies."""
+        if self._failure is None and not self.inside_frame and len(data) >= 2 * _LENGTH.size:
+            header_size = _LENGTH.unpack_from(data)[0]
+            start = header_size + 2 * _LENGTH.size
+            if header_size <= self._header_max and start <= len(data):
+                size = _LENGTH.unpack_from(data, start - _LENGTH.size)[0]
+                if size <= self._payload_max and start + size == len(data):
+                    header = data[_LENGTH.size : start - _LENGTH.size]
+                    return [Frame(header, memoryview(data)[start:] if size else _EMPTY)]
+        return self.feed(data)
 
     def _take_whole(self, view: memoryview, frames: list[Frame]) -> int:
         """Move the frames that `view` begins with, and holds whole, to `frames`: where they end. What is left

@@ -50,6 +50,9 @@ def encode_tensor(array: Tensor) -> Pieces:
 
 def tensor_bytes(array: Tensor) -> bytes:
     """The encoded tensor in one piece, for transports that take no list (one copy)."""
+    if array.dtype is _F32 and array.ndim == 2 and array.size:
+        # What a decode step sends: what is done below, in fewer lines of code.
+        return b"".join((_ROWS_HEAD.pack(2, *array.shape, 0), np.ascontiguousarray(array).data))
     return b"".join(encode_tensor(array))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from blake3 import blake3
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from swarmllm_proto import codec, ipc, limits, swarm
 from swarmllm_proto.errors import BadMessage, DamagedJob, FrameTooLarge, ProtocolError, UnsupportedVersion
-from swarmllm_proto.frames import Frame
+from swarmllm_proto.frames import Frame, encode_frame
 
 MODEL_ID = "ab" * 32
 FETCH_DIGESTS: dict[str, Any] = {"type": "FetchDigests", "header": MODEL_ID, "size_bytes": 9}
@@ -251,6 +252,21 @@ def test_job_payload_in_one_buffer_is_passed_through() -> None:
     assert body is payload
     _, joined = codec.encode_job(layer_forward(), [b"ab", payload[:2]])
     assert joined == b"ab\0\0"
+
+
+@pytest.mark.parametrize("payload", [b"", bytes(range(100))])
+@pytest.mark.parametrize("digest", [b"", codec.NO_DIGEST, bytes(range(32))])
+def test_a_job_in_one_piece_is_the_frame_of_its_parts(payload: bytes, digest: bytes) -> None:
+    token = swarm.StreamingToken(request_id="r", index=1, token=2)
+    for message in (msgspec.structs.replace(layer_forward(), digest=digest), token):
+        parts = encode_frame(
+            *codec.encode_job(message, payload),
+            header_max=limits.SWARM_HEADER_MAX,
+            payload_max=limits.SWARM_PAYLOAD_MAX,
+        )
+        assert codec.encode_job_frame(message, payload) == b"".join(parts)
+    with pytest.raises(FrameTooLarge, match="payload"):
+        codec.encode_job_frame(token, memoryview(np.empty(limits.SWARM_PAYLOAD_MAX + 1, np.uint8)))
 
 
 def test_bytes_of_a_model_are_not_copied_out_of_the_answer_that_brought_them() -> None:

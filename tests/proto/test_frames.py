@@ -19,14 +19,16 @@ PAYLOAD_MAX = 100
 Events = tuple[list[tuple[bytes, bytes]], tuple[type[ProtocolError], str] | None]
 
 
-def drive(chunks: list[Buffer], *, use_room: bool = False) -> Events:
+def drive(chunks: list[Buffer], *, use_room: bool = False, owned: bool = False) -> Events:
     """Everything a connection that delivers these chunks and ends would be told."""
     decoder = FrameDecoder(HEADER_MAX, PAYLOAD_MAX)
     frames: list[Frame] = []
     try:
         for chunk in chunks:
             room = decoder.room(len(chunk)) if use_room else None
-            if room is None:
+            if owned:
+                frames += decoder.feed_owned(bytes(chunk))
+            elif room is None:
                 frames += decoder.feed(chunk)
             else:
                 room[:] = chunk
@@ -71,6 +73,9 @@ def test_any_cut_gives_the_same_frames_and_the_same_error(
     assert drive(cut(stream, cuts)) == whole
     assert drive([stream[i : i + 1] for i in range(len(stream))]) == whole
     assert drive(cut(stream, cuts), use_room=True) == whole
+    assert drive(cut(stream, cuts), owned=True) == whole
+    one_each = [wire(frame) for frame in frames]
+    assert drive([*one_each, ending], owned=True) == whole
     assert drive([stream[i : i + 1] for i in range(len(stream))], use_room=True) == whole
 
 

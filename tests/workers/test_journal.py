@@ -36,12 +36,19 @@ def test_a_journal_says_what_was_written_last_at_every_position(seed: int) -> No
         # Mostly on at the end; now and then from an earlier position on, as after damage.
         position = len(known) if random.random() < 0.8 else random.randrange(len(known) + 1)
         new = rows(random.choice([1, 1, 1, 7, BLOCK_ROWS, 150]), seed * 100 + step)
-        journals.write("r", 4, position, new)
+        if len(new) == 1:
+            journals.append("r", 4, position, b"head" + new.tobytes(), 4)
+        else:
+            journals.write("r", 4, position, new)
         known = np.concatenate((known[:position], new))
         assert journals.n_rows("r", 4) == len(known)
+        if random.random() < 0.5:
+            continue
         first = random.randrange(len(known))
         n = random.randrange(1, len(known) - first + 1)
         np.testing.assert_array_equal(journals.read("r", 4, first, n), known[first : first + n])
+    journals.forget("r")
+    assert journals.n_bytes == 0
 
 
 def test_a_journal_begins_with_its_request_and_has_no_gaps() -> None:
@@ -70,6 +77,16 @@ def test_what_goes_beyond_the_bound_costs_its_own_journal_only() -> None:
     assert (journals.n_rows("small", 4), journals.n_rows("new", 4)) == (0, 5)
     journals.forget("new")
     assert journals.n_bytes == 0
+
+
+def test_rows_that_are_appended_count() -> None:
+    journals = Journals(2 * BLOCK_BYTES - 1)
+    journals.write("r", 4, 0, rows(1))
+    for position in range(1, BLOCK_ROWS):
+        journals.append("r", 4, position, rows(1).tobytes(), 0)
+    assert journals.n_bytes == BLOCK_BYTES + (BLOCK_ROWS - 1) * N_EMBD * 4
+    journals.append("r", 4, BLOCK_ROWS, rows(1).tobytes(), 0)
+    assert (journals.n_rows("r", 4), journals.n_bytes) == (0, 0)
 
 
 def test_without_room_nothing_is_written() -> None:

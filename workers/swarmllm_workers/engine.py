@@ -301,12 +301,12 @@ class Engine:
         all."""
         self.check(route, spans)
         first, *others = route.segments
-        results = first.run([_with(span, self._prepare(first, span.data)) for span in spans])
+        results = first.run([_with(span, self.prepare(first, span.data)) for span in spans])
         for segment in others:
             results = segment.run([_with(*each) for each in zip(spans, results, strict=True)])
         return results
 
-    def _prepare(self, first: Segment, data: np.ndarray) -> np.ndarray:
+    def prepare(self, first: Segment, data: np.ndarray) -> np.ndarray:
         """Token ids stay token ids for the original file and become rows for a segment file."""
         if data.ndim == 1:
             if first.is_whole:

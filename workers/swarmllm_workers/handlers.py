@@ -22,11 +22,12 @@ from swarmllm_workers.ending_handlers import EndingHandlers
 from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.load_handlers import LoadHandlers
+from swarmllm_workers.lone_steps import LoneSteps
 from swarmllm_workers.opening import engine_settings, speculation_settings
 from swarmllm_workers.planner import Planner
 from swarmllm_workers.prefix_handlers import PrefixHandlers
 from swarmllm_workers.prefix_manifest import PrefixManifest
-from swarmllm_workers.ring import Ring, Seat, Watch
+from swarmllm_workers.ring import TURNED_INTERVAL_S, Ring, Seat, Watch
 from swarmllm_workers.ring_work import RingWork
 from swarmllm_workers.runner import Runner
 from swarmllm_workers.speculation import Speculation
@@ -51,8 +52,12 @@ class Handlers:
         self._engine: Engine | None = None
         self._manifest: PrefixManifest | None = None
         self._runner: Runner | None = None
+        self._lone_steps: LoneSteps | None = None
         self._speculation: Speculation | None = None
         self._decodings: dict[str, Decoding] = {}
+        self._has_stepped = False
+        """Nothing but lone steps has happened since `pause_ms` looked at everything."""
+        self._looked_at_s = self._looks_away_s = 0.0
         self.is_finished = False
         self._handlers: dict[type, Callable[[Any, memoryview], None]] = {
             ipc.Open: self._open,
@@ -77,6 +82,7 @@ class Handlers:
 
     def handle(self, message: Any, payload: memoryview) -> None:
         self._arrived_at = time.perf_counter()
+        self._has_stepped = False
         try:
             self._handlers[type(message)](message, payload)
         except Exception as error:
@@ -88,14 +94,21 @@ class Handlers:
         all of that waits for room."""
         if self._runner is not None and self._runner.has_work:
             self._tell_prefixes()
+            self._has_stepped = False
             return STARVED_MS if self._runner.is_starved else 0
         if self._engine is None:
             return None
+        now_s = time.monotonic()
+        if self._has_stepped and now_s < self._looked_at_s + self._looks_away_s:
+            # Between two decode jobs nothing else happens, and to find that out takes as long as a hop.
+            return int((self._looked_at_s + self._looks_away_s - now_s) * 1000) + 1
+        self._has_stepped = False
         until_s = self._engine.expire()
         self._tell_prefixes()
         sleeps_ms = [SLEEP_MAX_MS if until_s is None else min(int(until_s * 1000) + 1, SLEEP_MAX_MS)]
         if (news_ms := self.ring.tell_news()) is not None:
             sleeps_ms.append(news_ms)
+        self._looked_at_s, self._looks_away_s = now_s, min(min(sleeps_ms) / 1000, TURNED_INTERVAL_S)
         return min(sleeps_ms)
 
     def _tell_prefixes(self) -> None:
@@ -153,6 +166,7 @@ class Handlers:
         self._manifest = PrefixManifest(self._send) if message.tell_prefixes else None
         self.ring.has_spare_core = engine.settings.n_threads < len(os.sched_getaffinity(0))
         self._speculation = Speculation(engine, speculation_settings(message))
+        self._lone_steps = LoneSteps(engine, self._decodings, self.ring)
         self._runner = Runner(engine, Planner(batching=message.continuous_batching), self._answer_work)
         self._send(
             ipc.Opened(
@@ -215,7 +229,18 @@ class Handlers:
             )
         self._running().add(work)
 
-    def _forward_by_link(self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float) -> None:
+    def _forward_by_link(
+        self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_alone: bool
+    ) -> None:
+        if is_alone and not self.has_work and self._lone_steps is not None:
+            try:
+                if self._lone_steps.run(seat, job, payload, came_at):
+                    self._has_stepped = True
+                    return
+            except Exception as error:
+                self._opened().release_if_empty(job.request_id)
+                self._answer_error(0, job.request_id, error)
+                return
         engine, its = self._opened(), seat.message
         message = ipc.Forward(
             id=0,

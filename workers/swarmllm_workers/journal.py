@@ -23,12 +23,35 @@ class _Journal:
         self.n_rows = 0
         self.n_bytes = 0
         self._blocks: list[np.ndarray] = []
+        self._loose: list[bytes] = []
+        """The last rows, which are in no block yet."""
+        self._n_skipped = 0
 
-    def write(self, position: int, rows: np.ndarray) -> int:
-        """What was at these positions and after them is forgotten. How many bytes of memory it takes
-        more."""
+    def write(self, position: int, rows: np.ndarray) -> None:
+        """What was at these positions and after them is forgotten."""
+        self.bind()
+        self._put(position, rows)
+
+    def append(self, row: bytes, n_skipped: int) -> None:
+        """The next row, behind so many bytes that are none of it. Kept as it is for a while: less work
+        beside a decode step."""
+        self._loose.append(row)
+        self._n_skipped = n_skipped
+        self.n_rows += 1
+        self.n_bytes += len(row)
+        if len(self._loose) == BLOCK_ROWS:
+            self.bind()
+
+    def bind(self) -> None:
+        """Put loose rows into blocks."""
+        if loose := self._loose:
+            rows = np.stack([np.frombuffer(row, np.float32, offset=self._n_skipped) for row in loose])
+            self.n_bytes -= sum(map(len, loose))
+            self._loose = []
+            self._put(self.n_rows - len(rows), rows)
+
+    def _put(self, position: int, rows: np.ndarray) -> None:
         self.n_rows = position + len(rows)
-        before = self.n_bytes
         while self.n_rows > len(self._blocks) * BLOCK_ROWS:
             self._blocks.append(np.empty((BLOCK_ROWS, rows.shape[1]), np.float32))
             self.n_bytes += self._blocks[-1].nbytes
@@ -38,9 +61,9 @@ class _Journal:
             n = min(BLOCK_ROWS - at, len(rows) - done)
             self._blocks[block][at : at + n] = rows[done : done + n]
             done += n
-        return self.n_bytes - before
 
     def read(self, position: int, n_rows: int) -> np.ndarray:
+        """Of rows that are bound."""
         first, last = position // BLOCK_ROWS, (position + n_rows - 1) // BLOCK_ROWS
         start = position - first * BLOCK_ROWS
         return np.concatenate(self._blocks[first : last + 1])[start : start + n_rows]
@@ -70,7 +93,21 @@ class Journals:
         elif position > journal.n_rows:
             self._drop(request_id, end)
             return
-        self._n_bytes += journal.write(position, rows)
+        self._n_bytes -= journal.n_bytes
+        journal.write(position, rows)
+        self._n_bytes += journal.n_bytes
+        if self._n_bytes > self._max_bytes:
+            self._drop(request_id, end)
+
+    def append(self, request_id: str, end: int, position: int, row: bytes, n_skipped: int) -> None:
+        """`write` of one row of f32, behind so many other bytes."""
+        journal = self._journals.get(request_id, {}).get(end)
+        if journal is None or journal.n_rows != position:
+            self.write(request_id, end, position, np.frombuffer(row, np.float32, offset=n_skipped)[None])
+            return
+        self._n_bytes -= journal.n_bytes
+        journal.append(row, n_skipped)
+        self._n_bytes += journal.n_bytes
         if self._n_bytes > self._max_bytes:
             self._drop(request_id, end)
 
@@ -88,7 +125,11 @@ class Journals:
                 f"rows {position}:{position + n_rows} of a journal that has {n_known}",
                 "position",
             )
-        return self._journals[request_id][end].read(position, n_rows)
+        journal = self._journals[request_id][end]
+        self._n_bytes -= journal.n_bytes
+        journal.bind()
+        self._n_bytes += journal.n_bytes
+        return journal.read(position, n_rows)
 
     def rename(self, request_id: str, new_id: str) -> None:
         if (journals := self._journals.pop(request_id, None)) is not None:

@@ -88,7 +88,10 @@ class SendingLink:
 
     def send(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Send frames, or keep what the kernel does not take now for `flush`. Raises LinkClosed."""
-        plaintext = b"".join(pieces)
+        self.send_bytes(b"".join(pieces))
+
+    def send_bytes(self, plaintext: bytes) -> None:
+        """As `send`, of frames in one piece."""
         if len(plaintext) <= PLAINTEXT_MAX:
             ciphertext = self._cipher.seal(plaintext)
             data = _LENGTH.pack(len(ciphertext)) + ciphertext
@@ -193,7 +196,7 @@ class ReceivingLink:
                 break
             plaintext = self._cipher.open(self._view[start + _LENGTH.size : end])
             try:
-                frames += self._decoder.feed(plaintext)
+                frames += self._decoder.feed_owned(plaintext)
             except ProtocolError as error:
                 raise LinkClosed(f"broke the protocol ({error})") from None
             start = end

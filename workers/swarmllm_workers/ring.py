@@ -25,13 +25,13 @@ import msgspec
 import numpy as np
 
 from swarmllm_proto import ipc
-from swarmllm_proto.codec import NO_DIGEST, decode_job, encode_job
+from swarmllm_proto.codec import NO_DIGEST, decode_job, encode_job_frame
 from swarmllm_proto.errors import DamagedJob, ProtocolError
 from swarmllm_proto.frames import Frame, encode_frame
 from swarmllm_proto.ipc import StageTiming
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
-from swarmllm_proto.tensors import encode_tensor
+from swarmllm_proto.tensors import tensor_bytes
 from swarmllm_workers.decoding import Decoded
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.link import LinkClosed, ReceivingLink, SendingLink
@@ -44,8 +44,9 @@ LINKS_MAX: Final = 512
 SEATS_MAX: Final = 1024
 
 Send = Callable[..., None]
-Take = Callable[["Seat", LayerForward, memoryview, float], None]
-"""Run a job that came by a link: (seat, message, payload, when it came). Raises CallError."""
+Take = Callable[["Seat", LayerForward, memoryview, float, bool], None]
+"""Run a job that came by a link: (seat, message, payload, when it came, whether nothing else has come with
+it). Raises CallError."""
 Watch = Callable[[int, int], None]
 """(descriptor, events of `select.poll`; 0: no more)"""
 
@@ -186,16 +187,30 @@ class Ring:
     ) -> bool:
         """Send f32 [n, n_embd] on to the next stage. False: there is no link, and it `may_relay` not
         either."""
+        payload = tensor_bytes(hidden)
+        return self.pass_rows(seat, position, len(hidden), payload, timings, may_relay=may_relay)
+
+    def pass_rows(
+        self,
+        seat: Seat,
+        position: int,
+        n_rows: int,
+        payload: bytes,
+        timings: tuple[StageTiming, ...],
+        *,
+        may_relay: bool,
+    ) -> bool:
+        """`pass_hidden` of rows that are encoded."""
         message = LayerForward(
             request_id=seat.message.request_id,
             step="layer",
             stage=seat.message.stage + 1,
             position=position,
-            n_tokens=len(hidden),
+            n_tokens=n_rows,
             timings=timings,
             digest=NO_DIGEST,
         )
-        return self._pass_on(seat, ((message, b"".join(encode_tensor(hidden))),), may_relay)
+        return self._pass_on(seat, ((message, payload),), may_relay)
 
     def pass_token(
         self,
@@ -240,8 +255,9 @@ class Ring:
             self._relay(its.request_id, its.origin, told, decoded.text)
         return is_on
 
-    def on_event(self, descriptor: int, events: int) -> None:
-        """Something happened on a link's socket."""
+    def on_event(self, descriptor: int, events: int, *, is_last: bool = False) -> None:
+        """Something happened on a link's socket. `is_last`: nothing else has happened that is not dealt
+        with."""
         peer = self._peers.get(descriptor)
         if peer is None:
             return
@@ -258,8 +274,10 @@ class Ring:
             return
         link = self._receiving[peer]
         try:
-            for frame in link.receive():
-                self._arrive(peer, frame)
+            n_left = len(frames := link.receive())
+            for frame in frames:
+                n_left -= 1
+                self._arrive(peer, frame, is_last and not n_left)
         except LinkClosed as closed:
             self._close_receiving(peer)
             self._send(ipc.LinkLost(peer=peer, direction="receiving", reason=str(closed)))
@@ -270,7 +288,7 @@ class Ring:
         for receiving in self._receiving.values():
             receiving.connection.close()
 
-    def _arrive(self, peer: str, frame: Frame) -> None:
+    def _arrive(self, peer: str, frame: Frame, is_last: bool) -> None:
         came_at = time.perf_counter()
         try:
             job = decode_job(frame.header, frame.payload)
@@ -284,11 +302,12 @@ class Ring:
             self._hand_up(peer, frame)
             return
         seat.expected = job.position + job.n_tokens
+        seat.is_running = True
+        self._tell_turned(seat, time.monotonic())
         try:
-            self._take(seat, job, frame.payload, came_at)
-            seat.is_running = True
-            self._tell_turned(seat, time.monotonic())
+            self._take(seat, job, frame.payload, came_at, is_last)
         except CallError as error:
+            seat.is_running = False
             self._send(
                 ipc.Error(
                     kind=error.kind, message=error.message, field=error.field, request_id=job.request_id
@@ -304,7 +323,7 @@ class Ring:
         if link is not None:
             seat.unsure = jobs
             try:
-                link.send([piece for job in jobs for piece in _frame(*encode_job(*job))])
+                link.send_bytes(_frames(jobs))
                 self._watch_sending(link)
             except LinkClosed as closed:
                 self._lose_sending(after, str(closed))
@@ -318,7 +337,7 @@ class Ring:
     def _relay(
         self, request_id: str, receiver: str, message: JobMessage, payload: bytes | memoryview
     ) -> None:
-        self._send(ipc.Relay(request_id=request_id, receiver=receiver), _frame(*encode_job(message, payload)))
+        self._send(ipc.Relay(request_id=request_id, receiver=receiver), encode_job_frame(message, payload))
 
     def _watch_sending(self, link: SendingLink) -> None:
         if link.has_unsent is not link.is_waiting:
@@ -357,3 +376,9 @@ class Ring:
 
 def _frame(header: bytes, payload: bytes | memoryview) -> Iterable[bytes | memoryview]:
     return encode_frame(header, payload, header_max=SWARM_HEADER_MAX, payload_max=SWARM_PAYLOAD_MAX)
+
+
+def _frames(jobs: tuple[tuple[JobMessage, bytes | memoryview], ...]) -> bytes:
+    if len(jobs) == 1:
+        return encode_job_frame(*jobs[0])
+    return b"".join([encode_job_frame(*job) for job in jobs])

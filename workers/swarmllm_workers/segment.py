@@ -305,6 +305,18 @@ class Segment:
         assert hidden is not None
         return [hidden] if len(spans) == 1 else np.split(hidden, [last + 1 for last in rows.lasts[:-1]])
 
+    def can_step(self, slot: int, position: int) -> bool:
+        """Whether `step` is for such a row: one that nothing has to be checked or forgotten for."""
+        return (
+            self.lengths[slot] == position
+            and self._cells.n_used < self._settings.n_ctx
+            and not self._model.is_recurrent
+        )
+
+    def step(self, slot: int, position: int, row: np.ndarray, want: Want) -> np.ndarray:
+        """`run` of one span of one row. Raises CallError engine, context_full."""
+        return self._run((Span(slot, position, row, want),))[0]
+
     def _logits(self, span: Span, last: int) -> np.ndarray:
         if span.want == "rows":
             n = len(span.data)

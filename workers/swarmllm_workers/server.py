@@ -84,9 +84,12 @@ class Server:
             while not self._handlers.is_finished:
                 is_stuck = self._n_unwritten > UNWRITTEN_MAX
                 poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._unwritten else 0))
-                for descriptor, events in poll.poll(None if is_stuck else self._handlers.pause_ms()):
+                happened = poll.poll(None if is_stuck else self._handlers.pause_ms())
+                n_left = len(happened)
+                for descriptor, events in happened:
+                    n_left -= 1
                     if descriptor != own:
-                        self._handlers.ring.on_event(descriptor, events)
+                        self._handlers.ring.on_event(descriptor, events, is_last=not n_left and not is_stuck)
                         continue
                     if events & select.POLLOUT:
                         self._write()

@@ -1,0 +1,273 @@
+"""Decode jobs that a worker runs as they come: they give the bytes that works give, or are left to those."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from swarmllm.guide import GUIDE_PATH
+from swarmllm_proto import ipc
+from swarmllm_proto.codec import decode_job, encode_job_frame
+from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
+from swarmllm_proto.tensors import tensor_bytes
+from swarmllm_workers import lone_steps
+from swarmllm_workers.handlers import Handlers
+from swarmllm_workers.interposing import find_library
+from swarmllm_workers.link import ReceivingLink, SendingLink
+from swarmllm_workers.ring import TURNED_INTERVAL_S
+
+SECRET = bytes(range(32)) + bytes(8)
+N_EMBD = 256
+N_STEPS = 70
+"""More than a block of the journal."""
+GREEDY = ipc.Sampling(temperature=0.0, max_tokens=1000, ignore_eos=True)
+NATIVE = pytest.param(
+    True, marks=pytest.mark.skipif(find_library("lone_row") is None, reason="lone_row.c was not built")
+)
+
+MakeStage = Callable[..., "Stage"]
+
+
+def row(seed: int, n_rows: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n_rows, N_EMBD)).astype(np.float32)
+
+
+class Stage:
+    """A worker's handlers with layers of the guide, between two links whose other ends are here."""
+
+    def __init__(self, folder: Path, start: int, end: int) -> None:
+        self.said: list[Any] = []
+        self._ends: list[int] = []
+        self._n_steps = 0
+        self.range = start, end
+        self.handlers = Handlers(
+            lambda message, payload=b"": self.said.append(message),
+            lambda descriptor, events: None,
+            self._ends.pop,
+        )
+        self.handle(ipc.Open(id=7, path=str(GUIDE_PATH), cache_dir=str(folder), n_ctx=512))
+        self.handle(ipc.Load(id=7, start=start, end=end))
+        (ours, self._receiving), (theirs, sending) = socket.socketpair(), socket.socketpair()
+        self._descriptor = self._receiving.fileno()
+        for end_of_link, peer, direction in (
+            (self._receiving, "before", "receiving"),
+            (sending, "after", "sending"),
+        ):
+            self._ends.append(end_of_link.detach())
+            self.handle(ipc.TakeLink(id=7, peer=peer, direction=direction), memoryview(SECRET))  # type: ignore[arg-type]
+        self._before, self._after = SendingLink(ours, SECRET), ReceivingLink(theirs, SECRET)
+
+    def handle(self, message: Any, payload: memoryview = memoryview(b"")) -> None:  # noqa: B008
+        self.handlers.handle(message, payload)
+        while self.handlers.has_work:
+            self.handlers.step()
+        assert not any(isinstance(each, ipc.Error) for each in self.said), self.said
+
+    def seat(self, request_id: str) -> None:
+        """And its prompt, one row."""
+        start, end = self.range
+        sampling = GREEDY if end == 12 else None
+        self.handle(
+            ipc.TakeSeat(
+                id=7,
+                request_id=request_id,
+                stage=min(start, 1),
+                start=start,
+                end=end,
+                before="before",
+                after="after",
+                origin="after",
+                n_prompt_tokens=1,
+                sampling=sampling,
+            )
+        )
+        forward = ipc.Forward(
+            id=7,
+            request_id=request_id,
+            start=start,
+            end=end,
+            position=0,
+            want="hidden" if sampling is None else "token",
+            sampling=sampling,
+            n_prompt_tokens=1,
+        )
+        self.handle(forward, memoryview(tensor_bytes(row(0) if start else np.array([5], np.int32))))
+
+    def job(self, request_id: str, position: int, seed: int = 0) -> tuple[LayerForward, bytes]:
+        is_first = not self.range[0]
+        message = LayerForward(
+            request_id=request_id,
+            step="embed" if is_first else "layer",
+            stage=min(self.range[0], 1),
+            position=position,
+            n_tokens=1,
+            token=seed if is_first else 0,
+        )
+        return message, b"" if is_first else tensor_bytes(row(seed))
+
+    def deliver(self, *jobs: tuple[LayerForward, bytes], alone: bool = True) -> int:
+        """How many steps the works made; the others were lone ones."""
+        self._before.send([encode_job_frame(*job) for job in jobs])
+        self.handlers.ring.on_event(self._descriptor, select.POLLIN, is_last=alone)
+        n_steps = 0
+        while self.handlers.has_work:
+            self.handlers.step()
+            n_steps += 1
+        return n_steps
+
+    def passed_on(self) -> list[tuple[JobMessage, bytes]]:
+        return [
+            (decode_job(each.header, each.payload), bytes(each.payload)) for each in self._after.receive()
+        ]
+
+    def errors(self) -> list[tuple[str, str]]:
+        errors = [(each.kind, each.message) for each in self.said if isinstance(each, ipc.Error)]
+        self.said.clear()
+        return errors
+
+    def close(self) -> None:
+        self.handlers.close()
+        self._before.connection.close()
+        self._after.connection.close()
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeStage]:
+    """`stages(start, end, native=False)`"""
+    made: list[Stage] = []
+
+    def make(start: int, end: int, *, native: bool = True) -> Stage:
+        if not native:
+            monkeypatch.setattr(lone_steps, "find_library", lambda name: None)
+        made.append(Stage(tmp_path, start, end))
+        return made[-1]
+
+    yield make
+    for stage in made:
+        stage.close()
+
+
+def essence(passed: list[tuple[JobMessage, bytes]]) -> list[tuple[object, ...]]:
+    """All but whose it is and how long it took."""
+    found: list[tuple[object, ...]] = []
+    for message, payload in passed:
+        if isinstance(message, StreamingToken):
+            found.append((message.index, message.token, message.finish_reason, payload))
+        else:
+            assert isinstance(message, LayerForward)
+            found.append(
+                (message.step, message.stage, message.position, message.n_tokens, message.token, payload)
+            )
+    return found
+
+
+@pytest.mark.parametrize("native", [NATIVE, False])
+@pytest.mark.parametrize(("start", "end"), [(0, 4), (4, 8), (8, 12)])
+def test_a_lone_step_passes_on_what_works_would(
+    stages: MakeStage, start: int, end: int, native: bool
+) -> None:
+    stage = stages(start, end, native=native)
+    for request_id in ("lone", "work"):
+        stage.seat(request_id)
+    for position in range(1, N_STEPS):
+        assert stage.deliver(stage.job("lone", position, position)) == 0
+        lone = stage.passed_on()
+        assert stage.deliver(stage.job("work", position, position), alone=False) == 1
+        assert essence(lone) == essence(stage.passed_on()) != []
+    if end != 12:
+        (timing,) = lone[0][0].timings  # type: ignore[union-attr]
+        assert timing.busy_s >= timing.compute_s > 0
+        engine = stage.handlers._opened()
+        kept = [engine.journals.read(request_id, end, 0, N_STEPS) for request_id in ("lone", "work")]
+        np.testing.assert_array_equal(*kept)
+        assert tensor_bytes(kept[0][-1:]) == lone[0][1]
+
+
+@pytest.mark.parametrize("native", [NATIVE, False])
+@pytest.mark.parametrize(
+    ("changed", "payload"),
+    [
+        pytest.param({}, b"", id="nothing"),
+        pytest.param({}, tensor_bytes(row(0))[:-4], id="too little"),
+        pytest.param({}, tensor_bytes(row(0).reshape(2, -1)), id="another shape"),
+        pytest.param({}, tensor_bytes(row(0).view(np.int32)), id="other numbers"),
+        pytest.param({}, tensor_bytes(np.full((1, N_EMBD), np.nan, np.float32)), id="NaN"),
+        pytest.param(
+            {}, tensor_bytes(np.append(row(0)[0, 1:], [-np.inf]).astype(np.float32)[None]), id="infinity"
+        ),
+        pytest.param({"n_tokens": 2}, tensor_bytes(row(0)), id="fewer rows than announced"),
+        pytest.param({"position": 9}, tensor_bytes(row(0)), id="a gap"),
+        pytest.param({"position": 512}, tensor_bytes(row(0)), id="beyond the context"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_the_words_of_the_works(
+    stages: MakeStage, changed: dict[str, Any], payload: bytes, native: bool
+) -> None:
+    stage = stages(4, 8, native=native)
+    refusals = []
+    for request_id, alone in (("lone", True), ("work", False)):
+        stage.seat(request_id)
+        fields = {"request_id": request_id, "step": "layer", "stage": 1, "position": 1, "n_tokens": 1}
+        stage.deliver((LayerForward(**(fields | changed)), payload), alone=alone)
+        refusals.append(stage.errors())
+        assert stage.deliver(stage.job(request_id, 1), alone=alone) == (not alone), "the request is as it was"
+    assert refusals[0] == refusals[1] != []
+
+
+def test_a_token_that_there_is_not_is_refused(stages: MakeStage) -> None:
+    stage = stages(0, 4)
+    stage.seat("r")
+    stage.deliver(stage.job("r", 1, seed=10**6))
+    assert [kind for kind, _ in stage.errors()] == ["bad_tensor"]
+
+
+def test_a_step_that_is_repeated_goes_back_to_its_position(stages: MakeStage) -> None:
+    stage = stages(4, 8)
+    stage.seat("r")
+    for position in range(1, 5):
+        stage.deliver(stage.job("r", position, position))
+    first = essence(stage.passed_on())
+    assert stage.deliver(stage.job("r", 2, 2)) == 1, "what has to be forgotten is no business of a lone step"
+    assert stage.deliver(stage.job("r", 3, 3)) == 0
+    assert essence(stage.passed_on()) == first[1:3]
+
+
+def test_jobs_that_come_together_share_a_batch(stages: MakeStage) -> None:
+    stage = stages(4, 8)
+    for request_id in "ab":
+        stage.seat(request_id)
+    assert stage.deliver(stage.job("a", 1), stage.job("b", 1)) == 1
+    assert stage.deliver(stage.job("a", 2), alone=False) == 1
+    assert len(stage.passed_on()) == 3
+
+
+def test_a_failure_inside_is_told_and_frees_nothing_that_is_in_use(
+    stages: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = stages(4, 8)
+    stage.seat("r")
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("boom")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(stage.handlers._opened().segments[0]._context, "decode", fail)
+        stage.deliver(stage.job("r", 1))
+    assert stage.errors() == [("engine", "RuntimeError: boom")]
+
+
+def test_after_lone_steps_the_daemon_is_told_in_time(stages: MakeStage) -> None:
+    stage = stages(4, 8)
+    assert (stage.handlers.pause_ms() or 0) > 60_000
+    stage.seat("r")
+    for position in range(1, 4):
+        stage.deliver(stage.job("r", position))
+        pause_ms = stage.handlers.pause_ms()
+        assert pause_ms is not None
+        assert pause_ms <= TURNED_INTERVAL_S * 1000 + 1
