@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,6 +116,9 @@ def test_the_standby_takes_the_place_of_a_dead_stage() -> None:
     question = ask(HOLDERS, connected={"a", "c", "d", "e"})
     mended = mend(question, BROKEN)
     assert mended == Assembly(stages("a 0:4", "d 4:8", "c 8:12"), (None, "e", None))
+    # Also where another node would do as well, and comes first by its name.
+    other = mend(question, replace(BROKEN, standbys=(None, "e", None)))
+    assert other == Assembly(stages("a 0:4", "e 4:8", "c 8:12"), (None, "d", None))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +152,7 @@ def test_a_neighbour_that_holds_the_range_too_becomes_a_stage_more() -> None:
     [
         {"connected": {"c"}},  # nobody holds the middle
         {"holders": held(a="", b="0:4 4:8 8:12", d="0:4", e="4:12"), "connected": {"d", "e"}},  # none stays
-        {"holders": held(a="0:12", c="8:12", d="4:8"), "slow": "d"},  # all at home is better now
+        {"holders": held(a="0:4 0:12", c="8:12", d="4:8"), "slow": "d"},  # all at home is better now
     ],
 )
 def test_what_cannot_be_mended_or_is_not_worth_it_is_left(change: dict[str, object]) -> None:
