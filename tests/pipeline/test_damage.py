@@ -181,6 +181,9 @@ async def test_a_stranger_cannot_meddle_with_a_request() -> None:
                     for node_id in "ab":
                         await stranger.send(node_id, *encode_job(message, payload))
         assert "".join(texts) == await uncut(PROMPT, 40)
+        # Nor did the stream have to survive it.
+        assert generation.n_recoveries == 0
+        assert swarm["a"].pipelines.statistics().repeats == 0
 
 
 @pytest.mark.parametrize(

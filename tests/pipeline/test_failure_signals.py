@@ -164,6 +164,18 @@ async def test_a_suspect_is_used_where_there_is_nobody_else() -> None:
         assert text == await uncut(PROMPT, N_TOKENS)
 
 
+async def test_a_suspect_that_comes_back_is_none_any_more() -> None:
+    async with open_swarm(pools_of(a="0:4", b="4:12", m="")) as swarm:
+        suspects = swarm["a"].pipelines._suspects
+        suspects.accuse("m", "b", trio.current_time())
+        swarm.kill("b")
+        await wait_all_tasks_blocked()
+        assert suspects.now(trio.current_time()) == {"b"}
+        await swarm.start("b", pools_of(b="4:12")["b"])
+        await wait_all_tasks_blocked()
+        assert not suspects.now(trio.current_time())
+
+
 def test_suspicion_ends_by_itself_or_when_the_node_comes_back() -> None:
     suspects = Suspects()
     suspects.accuse("a", "b", 0.0)

@@ -96,14 +96,17 @@ async def test_one_node_dies_after_the_other() -> None:
         await swarm.quiet()
 
 
-async def test_the_stream_waits_for_the_dead_node_to_come_back(patient_clock: MockClock) -> None:
+async def test_the_stream_waits_for_the_dead_node_and_goes_on_when_it_is_back(
+    patient_clock: MockClock,
+) -> None:
+    """Not only when it looks again by itself, which it does after 0.75 s and 1.25 s."""
     async with (
         open_swarm(pools_of(a="0:4", b="4:8", c="8:12"), settings=SETTINGS) as swarm,
         trio.open_nursery() as nursery,
     ):
 
         async def return_later() -> None:
-            await trio.sleep(1.2)
+            await trio.sleep(0.9)
             await swarm.start("b", FakePool("4:8"))
 
         async def act(index: int) -> None:
@@ -115,7 +118,7 @@ async def test_the_stream_waits_for_the_dead_node_to_come_back(patient_clock: Mo
         text, generation = await read(swarm, "a", act)
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 1
-        assert 1.2 <= generation.timings.decode_s <= trio.current_time() - started_s < 2
+        assert 0.9 <= generation.timings.decode_s <= trio.current_time() - started_s < 1.2
         await swarm.quiet()
 
 
