@@ -13,16 +13,24 @@ from api_fakes import serve_node
 from swarmllm.errors import NoPipeline
 from swarmllm.models import CatalogueEntry
 from swarmllm.node.admission import Admission
-from swarmllm.node.capability import MAX_LINKS, describe, is_news
+from swarmllm.node.capability import MAX_LINKS, describe, float_among, is_news
 from swarmllm.node.speed_probe import _best_s, machine_speed
 from swarmllm.pipeline.occupancy import Room
 from swarmllm.pipeline.routes import RequestSize
+from swarmllm.scheduling.coordinates import Coordinate, predicted_rtt_s
 from swarmllm.scheduling.observation import MAX_MODELS, MachineSpeed, Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.tiers import tier_caps
+from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.router import PeerInfo
-from swarmllm_proto.codec import decode_record
-from swarmllm_proto.swarm import NodeCapability, ObservedLatency, ObservedLink
+from swarmllm_proto.codec import decode_record, encode_record
+from swarmllm_proto.swarm import (
+    NetworkCoordinate,
+    NodeCapability,
+    NodeRecord,
+    ObservedLatency,
+    ObservedLink,
+)
 
 MODEL_ID = "ab" * 32
 
@@ -119,6 +127,23 @@ def test_the_swarm_is_told_of_the_models_that_ran_last_and_of_the_nearest_peers(
     assert told == [f"{i:064x}" for i in range(MAX_MODELS + 7, 7, -1)]
     assert said.observed_latencies[0].decode_s == pytest.approx(0.001 * (MAX_MODELS + 8))
     assert [link.node_id for link in said.observed_links] == [f"p{i}" for i in range(MAX_LINKS + 7, 7, -1)]
+
+
+def test_a_node_floats_to_where_its_round_trips_say_it_is() -> None:
+    """Three peers around it, 40 ms away, which know where they are; a fourth is silent about itself."""
+    registry = Registry("o")
+    corners = {"a": (0.0, 0.0, 0.0), "b": (0.08, 0.0, 0.0), "c": (0.04, 0.04, 0.0)}
+    for node_id, position_s in corners.items():
+        place = NetworkCoordinate(position_s=position_s, height_s=1e-5, error=0.1)
+        record = NodeRecord(node_id=node_id, capability=NodeCapability(coordinate=place))
+        registry.apply(node_id, encode_record(record))
+    peers = [PeerInfo(node_id, rtt_s=0.04) for node_id in (*corners, "d")]
+    here = Coordinate()
+    for _ in range(100):
+        here = float_among("o", here, peers, registry)
+    assert here.is_settled
+    for position_s in corners.values():
+        assert predicted_rtt_s(here, Coordinate(position_s)) == pytest.approx(0.04, abs=0.004)
 
 
 @pytest.mark.slow

@@ -168,6 +168,7 @@ def test_step_9_every_stage_has_the_best_other_holder_with_room_as_its_standby()
     assembly = assemble(ask(holders, slow="cd", full=""))
     assert (assembly.stages, assembly.standbys) == (stages("a 0:6", "b 6:12"), ("d", "c"))
     assert assemble(ask(holders, slow="cd", full="c")).standbys == ("d", "d")
+    assert assemble(ask(holders, slow="cd", full="cd")).standbys == (None, None)
 
 
 @pytest.mark.parametrize(

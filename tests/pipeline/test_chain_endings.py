@@ -136,13 +136,21 @@ async def test_a_stage_that_refuses_is_avoided_if_it_can_be() -> None:
         await swarm.quiet()
 
 
-async def test_a_stage_refuses_more_requests_than_it_may_take() -> None:
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (PipelineSettings(max_requests_per_model=1), "the model has 1 requests here already"),
+        (PipelineSettings(max_stage_requests=1), "this node takes part in 1 requests already"),
+    ],
+)
+async def test_a_stage_refuses_more_requests_than_it_may_take(
+    settings: PipelineSettings, reason: str
+) -> None:
     pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
-    settings = PipelineSettings(max_requests_per_model=1)
     endless = Sampling(max_tokens=2000)
     async with open_swarm(pools, settings=settings) as swarm:
         async with swarm["a"].pipelines.generate(Prompt(text=PROMPT), swarm.entry, endless):
-            with pytest.raises(NodeBusy, match="the model has 1 requests here already"):
+            with pytest.raises(NodeBusy, match=reason):
                 await ask(swarm, "a")
         await swarm.quiet()
         assert await ask(swarm, "a") == await uncut(PROMPT, 12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,9 +23,9 @@ from swarmllm.scheduling.cost import (
 )
 from swarmllm.scheduling.route import RouteStage, choose_route, composes, usable
 
-N_LAYERS = 6
+from .test_route import N_LAYERS, Holders, every_route
+
 ORIGIN = "o"
-Holders = Mapping[str, Sequence[LayerRange]]
 Segments = Sequence[tuple[str, LayerRange]]
 
 
@@ -55,16 +55,6 @@ def random_case(rng: random.Random) -> tuple[Holders, Circumstances, int]:
 
 def random_place(rng: random.Random) -> Coordinate:
     return Coordinate((rng.uniform(0, 0.1), 0.0, rng.uniform(0, 0.1)), 0.001, rng.choice([0.1, 1.0]))
-
-
-def every_route(held: Holders, start: int = 0) -> Iterator[list[tuple[str, LayerRange]]]:
-    if start == N_LAYERS:
-        yield []
-    for node_id, ranges in held.items():
-        for layers in ranges:
-            if layers.start == start:
-                for rest in every_route(held, layers.end):
-                    yield [(node_id, layers), *rest]
 
 
 def felt_s(segments: Segments, known: Circumstances) -> float:
@@ -261,3 +251,12 @@ def test_more_stages_than_a_request_carries_give_way_to_fewer() -> None:
     assert both is not None
     assert len(both) == 2
     assert cheapest_route(6, 1, held, swift, max_stages=1) == (RouteStage("o", WHOLE),)
+
+
+def test_of_equal_routes_the_one_with_fewer_stages_then_with_more_layers_at_home() -> None:
+    near = Circumstances("o", Workload(10, 0, 0), dict.fromkeys("oabc", QUICK), dict.fromkeys("abc", 0.0))
+    held = {"a": [LayerRange(0, 3)], "b": [LayerRange(3, 6)], "c": [WHOLE]}
+    assert cheapest_route(6, 1, held, near) == (RouteStage("c", WHOLE),)
+    cuts = {"o": [LayerRange(0, 2), LayerRange(0, 4)], "b": [LayerRange(2, 6), LayerRange(4, 6)]}
+    at_home, elsewhere = RouteStage("o", LayerRange(0, 4)), RouteStage("b", LayerRange(4, 6))
+    assert cheapest_route(6, 1, cuts, near) == (at_home, elsewhere)

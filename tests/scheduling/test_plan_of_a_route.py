@@ -14,7 +14,8 @@ from swarmllm.scheduling.cost import Circumstances
 from swarmllm.scheduling.plan import make_plan
 from swarmllm.scheduling.route import RouteStage, composes, usable
 
-from .test_cheapest import CASES, N_LAYERS, ORIGIN, QUICK, SLOW, WHOLE, Holders, every_route, felt_s, known
+from .test_cheapest import CASES, ORIGIN, QUICK, SLOW, WHOLE, felt_s, known
+from .test_route import N_LAYERS, Holders, every_route
 
 
 @given(CASES)
