@@ -56,6 +56,8 @@ class Assembly:
     """For each stage, the node that would do its work best if it failed."""
     is_reused: bool = False
     """It is the pipeline of this conversation's last turn."""
+    ways_s: float | None = field(default=None, compare=False)
+    """See `hop_handling`."""
 
 
 def assemble(question: Question) -> Assembly:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from swarmllm.models.manifest import Manifest
 from swarmllm.scheduling.coordinates import Coordinate
-from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
+from swarmllm.scheduling.cost import HOP_HANDLING_S, Circumstances, NodeSpeed, Workload
 from swarmllm.scheduling.observation import Latency, MachineSpeed, Observations, roofline
 from swarmllm_proto.swarm import NodeCapability
 
@@ -120,6 +120,7 @@ def circumstances(
         places,
         dict(links.bytes_per_s),
         {(node_id, link.node_id): link.bytes_per_s for node_id, link in between if link.bytes_per_s},
+        HOP_HANDLING_S if observations.hop_s is None else observations.hop_s,
         {node_id: LEAN * _share(origin, node_id) for node_id in node_ids if node_id != origin},
     )
 

@@ -28,6 +28,7 @@ from swarmllm.pipeline.attempts import Attempts, is_local
 from swarmllm.pipeline.circumstances import Load
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.generation import Generation, Source
+from swarmllm.pipeline.hop_handling import learn
 from swarmllm.pipeline.inbox import Inbox
 from swarmllm.pipeline.lasting import Lasting
 from swarmllm.pipeline.links import Links, NoLinks
@@ -90,7 +91,7 @@ class Pipelines:
         by way of the daemons."""
         self._give_piece = give_piece
         self._tell_digests = tell_digests
-        observations = observations or Observations()
+        self._observations = observations = observations or Observations()
         self._router = router
         self._registry = registry
         self._pool = pool = ObservedCompute(pool, observations)
@@ -332,6 +333,7 @@ class Pipelines:
             self._let_go(tried[:-1])
             del tried[:-1]
             yield source
+            learn(self._observations, source, tried[-1][1].ways_s)
 
     def _let_go(self, broken: Sequence[tuple[str, Assembly]]) -> None:
         for request_id, assembly in broken:

@@ -15,6 +15,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.assembly import Assembly, Question, assemble, plan_route
 from swarmllm.pipeline.circumstances import Links, Load, circumstances, workload
 from swarmllm.pipeline.compute import Compute
+from swarmllm.pipeline.hop_handling import undisturbed_ways_s
 from swarmllm.pipeline.mending import mend
 from swarmllm.scheduling.constraints import Constraints
 from swarmllm.scheduling.cost import Circumstances
@@ -63,8 +64,10 @@ class Routes:
         """`previous`: the pipeline of the conversation's last turn. `broken`: the request's own, to be mended
         where that is worth it. Raises NoPipeline."""
         question = replace(self._question(entry, size, load), avoid=avoid, previous=previous)
-        mended = mend(question, broken) if broken is not None else None
-        return mended if mended is not None else assemble(question)
+        if broken is not None:
+            return mend(question, broken) or assemble(question)
+        chosen = assemble(question)
+        return replace(chosen, ways_s=undisturbed_ways_s(chosen.stages, question.circumstances))
 
     def plan(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Plan:
         """Raises NoPipeline."""

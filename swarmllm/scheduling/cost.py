@@ -30,7 +30,7 @@ Seconds = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 HOP_HANDLING_S = 0.0005
-"""Framing, queues and a worker's turn, per job and hop."""
+"""Framing, queues and a worker's turn, per job and hop, until an origin has seen what it takes."""
 LINK_BYTES_PER_S = 125e6
 """1 Gbit/s between two nodes that have never moved much between them."""
 UNMEASURED_RTT_S = 0.1
@@ -81,21 +81,25 @@ class Circumstances:
     origin_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     pair_bytes_per_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """As `pair_rtt_s`; the larger where both report."""
+    hop_handling_s: float = HOP_HANDLING_S
+    """What the origin has seen a hop take besides its way."""
     leans: Mapping[str, float] = field(default_factory=dict)
     """By node id: the part by which the origin counts its computing dearer than it is, so that not all
     origins choose alike."""
 
-    def rtt_s(self, a: str, b: str) -> float:
+    def measured_rtt_s(self, a: str, b: str) -> float | None:
+        """None: neither of the two has said."""
         if a == b:
             return 0.0
         if self.origin in (a, b):
-            measured = self.origin_rtt_s.get(b if a == self.origin else a)
-            reported = [] if measured is None else [measured]
-        else:
-            pairs = (self.pair_rtt_s.get((a, b)), self.pair_rtt_s.get((b, a)))
-            reported = [rtt for rtt in pairs if rtt is not None]
-        if reported:
-            return min(reported)
+            return self.origin_rtt_s.get(b if a == self.origin else a)
+        pairs = (self.pair_rtt_s.get((a, b)), self.pair_rtt_s.get((b, a)))
+        return min((rtt for rtt in pairs if rtt is not None), default=None)
+
+    def rtt_s(self, a: str, b: str) -> float:
+        measured_s = self.measured_rtt_s(a, b)
+        if measured_s is not None:
+            return measured_s
         here, there = self.coordinates.get(a), self.coordinates.get(b)
         if here is not None and there is not None and here.is_settled and there.is_settled:
             return predicted_rtt_s(here, there)
@@ -131,13 +135,13 @@ class Circumstances:
             return 0.0
         n_bytes = self.workload.n_prompt_tokens * self.workload.row_bytes
         bytes_per_s = self.bytes_per_s(self.origin, first)
-        return self.rtt_s(self.origin, first) / 2 + HOP_HANDLING_S + n_bytes / bytes_per_s
+        return self.rtt_s(self.origin, first) / 2 + self.hop_handling_s + n_bytes / bytes_per_s
 
     def exit_s(self, last: str) -> float:
-        return 0.0 if last == self.origin else self.rtt_s(last, self.origin) / 2 + HOP_HANDLING_S
+        return 0.0 if last == self.origin else self.rtt_s(last, self.origin) / 2 + self.hop_handling_s
 
     def _latency_s(self, a: str, b: str) -> float:
-        return self.workload.n_output_tokens * (self.rtt_s(a, b) / 2 + HOP_HANDLING_S)
+        return self.workload.n_output_tokens * (self.rtt_s(a, b) / 2 + self.hop_handling_s)
 
 
 class CostTable:
@@ -184,7 +188,7 @@ class CostTable:
         if self._origin >= 0:
             rtt = np.where(rows == self._origin, self._rtt[columns], rtt)
             rtt = np.where(columns == self._origin, self._rtt[rows], rtt)
-        return self._known.workload.n_output_tokens * (rtt / 2 + HOP_HANDLING_S)
+        return self._known.workload.n_output_tokens * (rtt / 2 + self._known.hop_handling_s)
 
     def _slowness(self, senders: Indices, receivers: Indices) -> Seconds | float:
         """Seconds per byte."""

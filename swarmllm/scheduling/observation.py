@@ -22,6 +22,8 @@ from swarmllm.scheduling.coordinates import Coordinate
 EMA_ALPHA = 0.2
 MAX_MODELS = 32
 """As many as a node's record carries; the model that ran longest ago is forgotten first."""
+SLOWEST_HOP_S = 0.05
+"""What takes longer than that was no handling, but something that happened once."""
 PREFILL_ROWS = 128
 """Rows that share one reading of the weights: the usual chunk of a prompt."""
 
@@ -53,6 +55,8 @@ class Observations:
         self.machine = MachineSpeed()
         """Unknown until somebody has measured it."""
         self.coordinate = Coordinate()
+        self.hop_s: float | None = None
+        """What a hop of this node's requests takes besides its way; None: never observed."""
 
     def __repr__(self) -> str:
         return f"<Observations models={len(self._by_model)}>"
@@ -72,6 +76,9 @@ class Observations:
         self._by_model[model_id] = Latency(decode_s, prefill_s)
         while len(self._by_model) > MAX_MODELS:
             self._by_model.popitem(last=False)
+
+    def observe_hop(self, handling_s: float) -> None:
+        self.hop_s = _averaged(self.hop_s, min(handling_s, SLOWEST_HOP_S))
 
     def latency(self, model_id: str) -> Latency:
         return self._by_model.get(model_id, Latency())

@@ -49,6 +49,7 @@ def random_case(rng: random.Random) -> tuple[Holders, Circumstances, int]:
         {node_id: random_place(rng) for node_id in node_ids if rng.random() < 0.5},
         {node_id: rng.choice([1e6, 1e9]) for node_id in others if rng.random() < 0.3},
         {pair: rng.choice([1e6, 1e9]) for pair in pairs if rng.random() < 0.3},
+        rng.choice([0.0, HOP_HANDLING_S, 0.02]),
     )
     return held, circumstances, rng.choice([0, 1, 1, 1, 2, 3])
 
@@ -66,17 +67,17 @@ def felt_s(segments: Segments, known: Circumstances) -> float:
         per_layer = work.n_prompt_tokens * speed.prefill_s + work.n_output_tokens * speed.decode_s
         total_s += len(layers) * per_layer * (1 + speed.n_active)
     nodes = [node_id for node_id, _ in itertools.groupby(node_id for node_id, _ in segments)]
-    rows = work.n_prompt_tokens + work.n_output_tokens
+    rows, handling_s = work.n_prompt_tokens + work.n_output_tokens, known.hop_handling_s
     for a, b in itertools.pairwise(nodes):
-        total_s += work.n_output_tokens * (known.rtt_s(a, b) / 2 + HOP_HANDLING_S)
+        total_s += work.n_output_tokens * (known.rtt_s(a, b) / 2 + handling_s)
         total_s += rows * work.row_bytes / known.bytes_per_s(a, b)
     if nodes[0] != nodes[-1]:
-        total_s += work.n_output_tokens * (known.rtt_s(nodes[-1], nodes[0]) / 2 + HOP_HANDLING_S)
+        total_s += work.n_output_tokens * (known.rtt_s(nodes[-1], nodes[0]) / 2 + handling_s)
     if nodes[0] != known.origin:
-        total_s += known.rtt_s(known.origin, nodes[0]) / 2 + HOP_HANDLING_S
+        total_s += known.rtt_s(known.origin, nodes[0]) / 2 + handling_s
         total_s += work.n_prompt_tokens * work.row_bytes / known.bytes_per_s(known.origin, nodes[0])
     if nodes[-1] != known.origin:
-        total_s += known.rtt_s(nodes[-1], known.origin) / 2 + HOP_HANDLING_S
+        total_s += known.rtt_s(nodes[-1], known.origin) / 2 + handling_s
     return total_s
 
 

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.scheduling.observation import MAX_MODELS, Latency, MachineSpeed, Observations, roofline
+from swarmllm.scheduling.observation import (
+    MAX_MODELS,
+    SLOWEST_HOP_S,
+    Latency,
+    MachineSpeed,
+    Observations,
+    roofline,
+)
 
 
 def test_ranges_and_chunks_of_any_size_feed_the_same_number() -> None:
@@ -34,6 +41,15 @@ def test_the_average_stays_between_the_extremes(times_s: list[float]) -> None:
     average_s = observations.latency("m").decode_s
     assert average_s is not None
     assert min(times_s) * (1 - 1e-9) <= average_s <= max(times_s) * (1 + 1e-9)
+
+
+def test_hops_are_averaged_alike_and_a_hiccup_counts_little() -> None:
+    observations = Observations()
+    for handling_s in (0.001, 0.002):
+        observations.observe_hop(handling_s)
+    assert observations.hop_s == pytest.approx(0.0012)
+    observations.observe_hop(3600.0)
+    assert observations.hop_s == pytest.approx(0.0012 + 0.2 * (SLOWEST_HOP_S - 0.0012))
 
 
 @pytest.mark.parametrize(
