@@ -4,8 +4,10 @@
 
 The bundled model answers two requests; after a while a third one comes with a prompt of `--prompt` tokens.
 Figures are times between two tokens of the first two: before the prompt comes, and from its arrival until
-its first token. "whole" admits 511 rows a batch (libllama's largest but one) instead of 128. The worker's
-loop runs in this process without its socket, so that both planners can be compared.
+its first token. "whole" admits as many rows as a batch has beside two readers' (510); "chunks" pieces of 128
+rows, one in every batch; "shares" is how workers do it: pieces of 64 rows, after each of which the readers
+have time of their own. The worker's loop runs in this process without its socket, so that planners can be
+compared.
 """
 
 from __future__ import annotations
@@ -14,18 +16,21 @@ import argparse
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.figures import Figure, ratios, table, write
+from bench.figures import Figure, publish, ratios
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.handlers import Handlers
 from swarmllm_workers.planner import CAPACITY, CHUNK, Planner
 
+N_ANSWERS = 32768
+"""Cells for what the first two are told meanwhile."""
 N_BEFORE = 300
 """Rounds before the prompt comes."""
 
@@ -72,10 +77,17 @@ def gaps_ms(times_s: list[float], start_s: float, end_s: float) -> np.ndarray:
     return np.diff(inside) * 1000
 
 
-def admit(loop: Loop, chunk: int, prompt: np.ndarray) -> dict[str, float]:
+PLANNERS: dict[str, Callable[[], Planner]] = {
+    "whole": lambda: Planner(chunk=CAPACITY - 2, beside=CAPACITY - 2, owes=False),
+    "chunks": lambda: Planner(beside=CHUNK, owes=False),
+    "shares": Planner,
+}
+
+
+def admit(loop: Loop, planner: Planner, prompt: np.ndarray) -> dict[str, float]:
     runner = loop.handlers._runner
     assert runner is not None
-    runner._planner = Planner(capacity=CAPACITY, chunk=chunk)
+    runner._planner = planner
     readers = ("a", "b")
     for i, name in enumerate(readers):
         loop.generate(name, np.arange(20 + i, dtype=np.int32), 100_000)
@@ -90,34 +102,37 @@ def admit(loop: Loop, chunk: int, prompt: np.ndarray) -> dict[str, float]:
         loop.cancel(name)
     before = np.concatenate([gaps_ms(loop.times_s[name][50:], 0.0, came_s) for name in readers])
     during = np.concatenate([gaps_ms(loop.times_s[name], came_s - 0.001, first_s) for name in readers])
-    found = {"first token of the prompt": (first_s - came_s) * 1000}
+    found = {
+        "first token of the prompt": (first_s - came_s) * 1000,
+        "both answers meanwhile": len(during) / (first_s - came_s),
+    }
     for when, values in (("before", before), ("during", during)):
         found |= {
             f"{when}, p50": float(np.percentile(values, 50)),
             f"{when}, p95": float(np.percentile(values, 95)),
+            f"{when}, longest": float(values.max()),
         }
     return found
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> None:
-    loop = Loop(folder, arguments.prompt + 4096, arguments.threads)
+    loop = Loop(folder, arguments.prompt + N_ANSWERS, arguments.threads)
     prompt = np.random.default_rng(0).integers(0, 2000, arguments.prompt).astype(np.int32)
     figures: dict[tuple[str, str], Figure] = {}
     for _ in range(arguments.rounds):
-        for side, chunk in (("whole", CAPACITY - 1), ("chunks", CHUNK)):
-            for what, value in admit(loop, chunk, prompt).items():
-                figures.setdefault((side, what), Figure(f"{what}, {side}", "ms")).values.append(value)
+        for side, planner in PLANNERS.items():
+            for what, value in admit(loop, planner(), prompt).items():
+                unit = "tokens/s" if "answers" in what else "ms"
+                figures.setdefault((side, what), Figure(f"{what}, {side}", unit)).values.append(value)
     loop.handlers.close()
     rows: list[tuple[Figure, Figure | None]] = []
     for (side, what), figure in figures.items():
         rows.append((figure, None if side == "whole" else ratios(figure, figures["whole", what])))
-    text = table(rows)
-    print(text)
     command = (
         f"python -m bench.admission --rounds {arguments.rounds} --prompt {arguments.prompt} "
         f"--threads {arguments.threads}"
     )
-    write("admission-guide", command, rows, text)
+    publish("admission-guide", command, rows)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from bench.decode import half_billion
-from bench.figures import Figure, ratios, table, write
+from bench.figures import Figure, publish, ratios
 from swarmllm_proto.ipc import FlashAttention
 from swarmllm_workers.libllama import N_BATCH, Context, ContextSettings, Model
 
@@ -91,9 +91,7 @@ def main() -> None:
     for (n_foreign, n_streams, name), figure in figures.items():
         plain = figures[n_foreign, n_streams, "plain"]
         rows.append((figure, None if name == "plain" else ratios(figure, plain)))
-    text = table(rows)
-    print(text)
-    write("attention-0.5b", f"python -m bench.attention --rounds {arguments.rounds}", rows, text)
+    publish("attention-0.5b", f"python -m bench.attention --rounds {arguments.rounds}", rows)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from bench.decode import half_billion
-from bench.figures import Figure, ratios, table, threads_suffix, write
+from bench.figures import Figure, publish, ratios, threads_suffix
 from bench.llama_server import NAME, add_option, llama_server
 from bench.shapes import HALF_BILLION
 from bench.streamed import Endpoint, Together, ask_all, letters
@@ -135,14 +135,12 @@ def main() -> None:
     add_option(parser)
     arguments = parser.parse_args()
     rows = run(arguments)
-    text = table(rows)
-    print(text)
     command = (
         f"python -m bench.concurrency --model {arguments.model} --rounds {arguments.rounds} "
         f"--streams {' '.join(map(str, arguments.streams))} "
         f"--tokens {arguments.tokens} --threads {arguments.threads}"
     )
-    write(f"concurrency-{arguments.model}{threads_suffix(arguments.threads)}", command, rows, text)
+    publish(f"concurrency-{arguments.model}{threads_suffix(arguments.threads)}", command, rows)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 import trio
 
 from bench.decode import half_billion
-from bench.figures import Figure, ratios, table, threads_suffix, write
+from bench.figures import Figure, publish, ratios, threads_suffix
 from bench.llama_server import NAME, add_option, llama_server
 from bench.shapes import HALF_BILLION
 from bench.streamed import Endpoint, ask_all, letters
@@ -155,13 +155,11 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         endpoints = start_servers(arguments, gguf, n_layers, stack)
         rows = trio.run(measure, arguments, gguf, n_layers, endpoints, folder)
-    text = table(rows)
-    print(text)
     command = (
         f"python -m bench.engine --model {arguments.model} --rounds {arguments.rounds} "
         f"--prompt {arguments.prompt} --tokens {arguments.tokens} --threads {arguments.threads}"
     )
-    write(f"engine-{arguments.model}{threads_suffix(arguments.threads)}", command, rows, text)
+    publish(f"engine-{arguments.model}{threads_suffix(arguments.threads)}", command, rows)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,13 @@ def threads_suffix(n_threads: int) -> str:
     return f"-{n_threads}-thread{'s' if n_threads > 1 else ''}"
 
 
+def publish(name: str, command: str, rows: Sequence[tuple[Figure, Figure | None]]) -> None:
+    """The table, on the screen and as `write` does."""
+    text = table(rows)
+    print(text)
+    write(name, command, rows, text)
+
+
 def write(name: str, command: str, rows: Sequence[tuple[Figure, Figure | None]], text: str) -> Path:
     """bench/results/NAME.json and .md: the command, the machine, every single value."""
     RESULTS.mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ import numpy as np
 import trio
 
 from bench.engine import MIB, held_bytes
-from bench.figures import Figure, ratios, table, write
+from bench.figures import Figure, publish, ratios
 from bench.shapes import HALF_BILLION, build
 from bench.uncut import Uncut
 from swarmllm.guide import GUIDE_PATH
@@ -109,13 +109,10 @@ def main() -> None:
         for label, size_bytes in ((way, taken), (f"{way}: predicted", predicted)):
             figure = Figure(label, "MiB", [size_bytes / MIB])
             rows.append((figure, ratios(figure, file_size)))
-    text = table(rows)
-    print(text)
-    write(
+    publish(
         f"memory-{arguments.model}",
         f"python -m bench.memory --model {arguments.model} --ctx {arguments.ctx}",
         rows,
-        text,
     )
 
 

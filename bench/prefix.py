@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from random import Random
 
 from bench.decode import N_CTX, half_billion
-from bench.figures import Figure, ratios, table, write
+from bench.figures import Figure, publish, ratios
 from bench.swarm_nodes import Swarm, swarm_of
 
 N_PROMPT = 513
@@ -117,13 +117,11 @@ def main() -> None:
             (asker.fresh_turn, None),
             (asker.turn, ratios(asker.fresh_turn, asker.turn)),
         ]
-    text = table(rows)
-    print(text)
     command = (
         f"python -m bench.prefix --nodes {' '.join(map(str, arguments.nodes))} "
         f"--rounds {arguments.rounds} --threads {arguments.threads}"
     )
-    write("prefix-0.5b", command, rows, text)
+    publish("prefix-0.5b", command, rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.figures import Figure, ratios, table, write
+from bench.figures import Figure, publish, ratios
 from bench.shapes import HALF_BILLION, build
 
 ROWS = (1, 2, 3, 4, 5, 7, 8)
@@ -95,10 +95,8 @@ def measure(arguments: argparse.Namespace, gguf: Path) -> None:
         for n in ROWS[1:]:
             pairs = zip(figures[name, 1].values, figures[name, n].values, strict=True)
             rows.append((Figure(f"{n} streams / 1 stream, {name}", "x", [n * a / b for a, b in pairs]), None))
-    text = table(rows)
-    print(text)
     command = f"python -m bench.small_batches --rounds {arguments.rounds} --threads {arguments.threads}"
-    write(f"small-batches-{arguments.threads}-threads", command, rows, text)
+    publish(f"small-batches-{arguments.threads}-threads", command, rows)
 
 
 def main() -> None:

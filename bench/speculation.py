@@ -6,7 +6,7 @@ Three texts. "repetitive": a 0.5B-shaped model whose layers add nothing and whos
 embeddings, so that each token depends on the one before alone and the text soon goes round in a circle; it
 costs what any model of that shape costs.
 "free": the same shape with random layers, whose text never repeats itself: what trying costs. "guide": the
-bundled model answers questions, with its draft model and with layers left out, too. It fits in the cache of
+bundled model answers questions, with its draft model, too. It fits in the cache of
 a core, so checking a row costs it as much as computing one: no guess can help it much.
 """
 
@@ -24,7 +24,7 @@ import numpy as np
 import trio
 from gguf import GGUFReader
 
-from bench.figures import Figure, ratios, table, write
+from bench.figures import Figure, publish, ratios
 from bench.shapes import HALF_BILLION, build
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.layers import LayerRange
@@ -119,9 +119,9 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
     swift = replace(none, swift_gamma=4)
     rows: list[tuple[Figure, Figure | None]] = []
     for name in arguments.texts:
-        ways = {"none": none, "n-gram lookup": lookup}
+        ways = {"none": none, "n-gram lookup": lookup, "layers left out": swift}
         if name == "guide":
-            ways |= {"draft model": replace(none, uses_draft_model=True), "layers left out": swift}
+            ways |= {"draft model": replace(none, uses_draft_model=True)}
             gguf = GUIDE_PATH
         else:
             gguf = build(HALF_BILLION, folder / f"{name}.gguf")
@@ -131,13 +131,11 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
         rows += await measure_text(arguments, name, gguf, ways, folder / name)
         if name != "guide":
             gguf.unlink()
-    text = table(rows)
-    print(text)
     command = (
         f"python -m bench.speculation --rounds {arguments.rounds} --tokens {arguments.tokens} "
         f"--threads {arguments.threads} --texts {' '.join(arguments.texts)}"
     )
-    write("speculation", command, rows, text)
+    publish("speculation", command, rows)
 
 
 def main() -> None:

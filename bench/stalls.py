@@ -17,7 +17,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from bench.decode import half_billion
-from bench.figures import Figure, ratios, table, write
+from bench.figures import Figure, publish, ratios
 from bench.llama_server import NAME, add_option, llama_server
 from bench.raw_stream import Client
 from bench.shapes import HALF_BILLION
@@ -85,13 +85,11 @@ def main() -> None:
             figure = figures[endpoint.name, what]
             is_rival = endpoint.name == NAME or len(endpoints) == 1
             rows.append((figure, None if is_rival else ratios(figure, figures[NAME, what])))
-    text = table(rows)
-    print(text)
     command = (
         f"python -m bench.stalls --rounds {arguments.rounds} --prompt {arguments.prompt} "
         f"--threads {arguments.threads}"
     )
-    write("stalls-0.5b", command, rows, text)
+    publish("stalls-0.5b", command, rows)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class InferenceTable:
     )
     queue_timeout_s: Seconds = _setting(30.0, "Longest wait for a turn; then 429.", reload=True)
     prefill_chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = _setting(
-        128, "Prompt tokens that walk the pipeline as one chunk."
+        128, "Prompt tokens that are computed, and walk the pipeline, as one chunk."
     )
     n_ctx: Annotated[int, Meta(ge=16, le=2**24)] = _setting(
         4096, "KV cells of each model on this node, shared by its slots."

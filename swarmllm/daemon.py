@@ -255,6 +255,7 @@ def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
         use_mmap=config.resources.use_mmap,
         n_gpu_layers=config.resources.n_gpu_layers,
         continuous_batching=config.inference.continuous_batching,
+        prefill_chunk_tokens=inference.prefill_chunk_tokens,
         n_prefixes=inference.prefix_cache_max_entries if inference.prefix_cache_enabled else 0,
         prefix_max_bytes=inference.prefix_cache_max_mb * 2**20,
         journal_max_bytes=inference.journal_max_mb * 2**20,

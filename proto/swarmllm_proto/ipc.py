@@ -69,6 +69,8 @@ class Open(DaemonMessage, frozen=True, tag=True):
     n_gpu_layers: Annotated[int, Meta(ge=0, le=65535)] = 0
     continuous_batching: bool = True
     """Requests that run at the same time share libllama's batches."""
+    prefill_chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = 128
+    """Rows of one prompt in one batch, as far as batches are that large."""
     n_prefixes: Annotated[int, Meta(ge=0, le=255)] = 16
     """Finished requests whose KV is kept for prompts that begin alike; 0: none."""
     prefix_max_bytes: SizeBytes = 2**31

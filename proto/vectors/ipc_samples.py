@@ -49,6 +49,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             use_mmap=False,
             n_gpu_layers=99,
             continuous_batching=False,
+            prefill_chunk_tokens=256,
             n_prefixes=3,
             prefix_max_bytes=2**40,
             prefix_min_tokens=64,

@@ -207,6 +207,7 @@ class HostedModel:
                 use_mmap=settings.use_mmap,
                 n_gpu_layers=settings.n_gpu_layers,
                 continuous_batching=settings.continuous_batching,
+                prefill_chunk_tokens=settings.prefill_chunk_tokens,
                 n_prefixes=settings.n_prefixes,
                 prefix_max_bytes=settings.prefix_max_bytes,
                 prefix_min_tokens=settings.prefix_min_tokens,

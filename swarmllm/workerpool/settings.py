@@ -80,6 +80,8 @@ class WorkerSettings:
     use_mmap: bool = True
     n_gpu_layers: int = 0
     continuous_batching: bool = True
+    prefill_chunk_tokens: int = 128
+    """Rows of one prompt in one batch."""
     n_prefixes: int = 16
     """Finished requests whose KV a worker keeps for prompts that begin alike."""
     prefix_max_bytes: int = 2**31

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from .blueprint import Family
-from .families import BASE, LAYER_NORM, MLA, MOE, NO_BIAS, WIDE_HEADS, YARN, without
+from .family_pieces import BASE, LAYER_NORM, MLA, MOE, NO_BIAS, WIDE_HEADS, YARN, without
 
 _N_LAYERS: Final = 8
 

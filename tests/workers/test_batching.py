@@ -8,6 +8,7 @@ rounding from those of an unbatched run; the trained model's text does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +177,10 @@ def test_decode_goes_on_while_a_long_prompt_is_admitted(
     while not room.tokens("long"):
         room.run(1)
     admission = batches[n_batches:]
-    assert len(room.tokens("short")) - n_before == len(admission) == 8
-    assert admission == [[1, 128]] * 7 + [[1, 1000 - 7 * 128]]
+    assert len(room.tokens("short")) - n_before == len(admission)
+    assert [rows[1] for rows in admission if len(rows) == 2] == [63] * 15 + [1000 - 15 * 63]
+    own_time = {len(rows) for before, rows in pairwise(admission) if len(before) == 2}
+    assert own_time == {1}, "after each piece its reader has a batch alone"
 
 
 def test_generation_waits_for_a_slot_where_another_will_free_one(open_room: OpenRoom) -> None:
@@ -281,3 +284,11 @@ def test_forwards_that_have_waited_long_enough_are_refused(
     room.run()
     assert room.errors() == {"b": "no_room"}
     assert not room.handlers.has_work
+
+
+def test_pieces_of_a_prompt_are_as_large_as_configured(open_room: OpenRoom, batches: list[list[int]]) -> None:
+    room = open_room("llama", (0, 4), n_ctx=1024, prefill_chunk_tokens=200)
+    room.generate(np.resize(PROMPT, 500), "only")
+    while not room.tokens("only"):
+        room.run(1)
+    assert batches == [[200], [200], [100]]

@@ -22,7 +22,8 @@ from swarmllm_workers.segment_file import plan_values
 from .blueprint import Family, write
 from .conftest import StartWorker
 from .factory import Spec, build
-from .families import BASE, FAMILIES, NO_BIAS
+from .families import FAMILIES
+from .family_pieces import BASE, NO_BIAS
 from .generic_families import CUT_EXACTLY, RUN_WHOLE
 from .test_exactness import N_CTX, chain_logits, cuts, tokens_for, uncut_logits
 

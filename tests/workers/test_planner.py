@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm_workers.planner import Batch, Demand, Fit, Planner, Share
+from swarmllm_workers.planner import BESIDE, OWED, READING, Batch, Demand, Fit, Planner, Share
 
 CAPACITY, CHUNK = 32, 8
 
@@ -98,7 +98,7 @@ def test_generations_that_fit_alone_all_end_whatever_the_room(lengths: list[int]
 
 def test_decode_steps_of_a_lane_share_one_batch_with_a_piece_of_a_prompt() -> None:
     (batch,) = planner().schedule([prompt(1, 100), decode(2), decode(3)])
-    assert batch.shares == (Share(2, 1), Share(3, 1), Share(1, CHUNK))
+    assert batch.shares == (Share(2, 1), Share(3, 1), Share(1, CHUNK - 2))
 
 
 def test_prompts_alone_fill_the_batch_a_chunk_each() -> None:
@@ -146,6 +146,63 @@ def test_prompt_waits_until_all_of_it_fits() -> None:
     batch = Batch("a", (Share(1, 1), Share(2, CHUNK)))
     assert plan.preempt(batch, demands, n_free=20) == Fit(Batch("a", (Share(1, 1),)))
     assert plan.preempt(batch, demands, n_free=31).batch == batch
+
+
+def test_while_somebody_reads_all_prompts_together_have_one_piece() -> None:
+    prompts = [prompt(1, 40), prompt(2, 1000), prompt(3, 1000)]
+    (batch,) = Planner().schedule([*prompts, decode(4)])
+    assert batch.shares == (Share(4, 1), Share(1, 40), Share(2, BESIDE - 41))
+    (batch,) = Planner(chunk=200).schedule(prompts)
+    assert batch.shares == (Share(1, 40), Share(2, 200), Share(3, 200))
+
+
+@given(st.integers(1, 300))
+def test_a_piece_beside_readers_fills_the_tiles_of_attention_that_these_have_begun(n_readers: int) -> None:
+    (batch,) = Planner().schedule([*map(decode, range(n_readers)), prompt(999, 5000)])
+    n_piece = batch.shares[-1].n_rows
+    assert BESIDE / 2 <= n_piece <= BESIDE
+    assert batch.n_rows % BESIDE == 0 or n_piece == BESIDE
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.floats(0.001, 10.0), st.floats(0.001, 1.0))
+def test_after_a_piece_of_a_prompt_readers_have_time_of_their_own(
+    n_readers: int, n_prompts: int, piece_s: float, step_s: float
+) -> None:
+    plan = Planner()
+    demands = [decode(key) for key in range(n_readers)]
+    demands += [prompt(10 + key, 10_000) for key in range(n_prompts)]
+    plan.schedule(demands)
+    plan.ran(n_readers, 1, piece_s)
+    had_s = 0.0
+    while not any(share.key >= 10 for batch in plan.schedule(demands) for share in batch.shares):
+        plan.ran(n_readers, 0, step_s)
+        had_s += step_s
+    owed_s = OWED * piece_s * min(1.0, n_readers / n_prompts)
+    assert owed_s - 1e-6 <= had_s <= owed_s + step_s + 1e-6
+
+
+def test_what_readers_are_owed_goes_where_they_have_nothing_to_run_or_no_room() -> None:
+    plan = Planner()
+    readers, late = [decode(1), decode(2)], prompt(3, 1000)
+    plan.schedule([*readers, late])
+    plan.ran(2, 1, 100.0)
+    assert plan.schedule([late])[0].shares == (Share(3, BESIDE),), "they may come back any moment"
+    assert plan.schedule([*readers, late])[0].shares == (Share(1, 1), Share(2, 1))
+    # Nothing of that ran: the prompt may hold what they wait for.
+    assert plan.schedule([*readers, late])[0].shares[-1] == Share(3, BESIDE - 2)
+
+
+def test_a_reader_whose_next_step_is_on_its_way_counts_for_a_while() -> None:
+    """In a pipeline the token goes round the other nodes first."""
+    plan = Planner()
+    plan.schedule([decode(1)])
+    plan.ran(1, 0, 0.01)
+    seen = []
+    for _ in range(READING + 1):
+        (batch,) = plan.schedule([prompt(2, 1000)])
+        seen.append(batch.n_rows)
+        plan.ran(0, 1, 0.1)
+    assert seen == [BESIDE] * READING + [128]
 
 
 def test_chunk_must_leave_room_in_a_batch() -> None:

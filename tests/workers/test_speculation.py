@@ -51,6 +51,7 @@ class EagerPay(Pay):
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmllm_workers.speculation.Pay", EagerPay)
+    monkeypatch.setattr("swarmllm_workers.swift_trial.GAIN_MIN", 0.0)
 
 
 def guide_prompt(room: Room, question: str) -> np.ndarray:

@@ -17,7 +17,7 @@ class Cuts:
         architecture = source.text("general.architecture")
         self._name = name
         self._n_layers = n_layers
-        self._skip_ratio = settings.skip_ratio
+        self.skip_ratio = 0.0
         self.rule = cut_rule(architecture, n_layers, source.number, source.numbers, settings.checked_unit)
         self.architecture = ARCHITECTURES.get(architecture)
         """None where nothing is known; then the model runs whole."""
@@ -29,6 +29,12 @@ class Cuts:
     @property
     def is_fed_tokens(self) -> bool:
         return self.architecture is not None and self.architecture.feeds_tokens
+
+    def leave_out(self, skip_ratio: float) -> None:
+        """From now on the whole model is in pieces, so that guesses can leave out this share of its layers;
+        0: in one."""
+        self.skip_ratio = skip_ratio
+        self.skipped = frozenset()
 
     def check(self, start: int, end: int) -> None:
         """Raises CallError cannot_cut."""
@@ -64,7 +70,7 @@ class Cuts:
 
     def _whole_pieces(self) -> Sequence[Range]:
         alignment = self.rule.cut_alignment
-        pieces, skipped = plan(self._n_layers, alignment, self._skip_ratio)
+        pieces, skipped = plan(self._n_layers, alignment, self.skip_ratio)
         assert self.architecture is not None
         if any(self.architecture.pieces(*piece, alignment) != (piece,) for piece in pieces):
             return ((0, self._n_layers),)

@@ -11,10 +11,9 @@ has its own KV, and a slot is the same sequence number in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
@@ -33,14 +32,11 @@ from swarmllm_workers.probe import refuse_impossible_rotation, refuse_what_abort
 from swarmllm_workers.ranges import Range, join, merge, subtract
 from swarmllm_workers.routes import Route, find_path
 from swarmllm_workers.segment import EngineSettings, Segment, Span
-from swarmllm_workers.segment_cache import SegmentCache
 from swarmllm_workers.segment_file import n_layers_of, refuse_split
-from swarmllm_workers.segment_home import SegmentHome
+from swarmllm_workers.segment_maker import LoadProgress, SegmentMaker
 from swarmllm_workers.slots import Slots
 from swarmllm_workers.template import ChatTemplate
 from swarmllm_workers.vocabulary import Vocabulary
-
-LoadProgress: TypeAlias = Callable[[int, int], None]
 
 
 class Engine:
@@ -68,10 +64,8 @@ class Engine:
         self.template_source = self.source.text("tokenizer.chat_template")
         self._template: ChatTemplate | None = None
         self.cache_dir = cache_dir
-        self._files: SegmentCache | SegmentHome = (
-            SegmentHome(cache_dir, self.source, self.n_layers)
-            if owns_path
-            else SegmentCache(cache_dir, self.source)
+        self._maker = SegmentMaker(
+            self.source, self.n_layers, self.cuts, settings, cache_dir, owns_path=owns_path
         )
         self.slots = Slots(settings.n_slots)
         self.prefixes = PrefixCache(settings, self.slots)
@@ -109,17 +103,29 @@ class Engine:
         self.cuts.check(start, end)
         missing = subtract([(start, end)], self._held)
         self._refuse_what_does_not_fit(missing)
-        loaded: list[Segment] = []
-        try:
-            for piece in self.cuts.pieces(missing):
-                segment = self._open_segment(*piece, progress)
-                loaded.append(segment)
-        except CallError:
-            for segment in loaded:
-                segment.close()
-            raise
-        self._segments += loaded
+        self._segments += self._maker.open_all(missing, progress)
         self._held = merge([*self._held, *missing])
+        self._settle()
+
+    def rearrange(self, skip_ratio: float, progress: LoadProgress | None = None) -> None:
+        """Have the whole model, which is held, in one piece (0) or so that guesses can leave out this share
+        of its layers. Rows of running requests stay where they are until those are over. Raises CallError
+        where there is no room for that; then all is as before, loaded again at its next use."""
+        self.prefixes.clear()
+        whole, before, old = [(0, self.n_layers)], self.cuts.skip_ratio, self._segments
+        is_idle = not any(segment.n_rows for segment in old)
+        if is_idle:
+            self._close(old)
+        self.cuts.leave_out(skip_ratio)
+        try:
+            if not is_idle:
+                self._refuse_what_does_not_fit(whole)
+            self._segments = self._maker.open_all(whole, progress)
+        except CallError:
+            self.cuts.leave_out(before)
+            raise
+        if not is_idle:
+            self._retired += old
         self._settle()
 
     def _refuse_what_does_not_fit(self, missing: list[Range]) -> None:
@@ -155,7 +161,7 @@ class Engine:
         self._held = remaining
         tell(done_bytes, total_bytes)
         for piece in again:
-            segment = self._open_segment(*piece, None)
+            segment = self._maker.open(*piece)
             self._segments.append(segment)
             done_bytes += segment.weights_bytes
             tell(min(done_bytes, total_bytes), total_bytes)
@@ -163,7 +169,7 @@ class Engine:
 
     def whole_file(self) -> Path:
         """The GGUF with everything in it. Nothing may be loaded."""
-        return self._files.whole()
+        return self._maker.whole_file()
 
     def route(self, request_id: str, start: int, end: int) -> Route:
         """The request's segments for exactly [start, end), cut where necessary. Raises CallError not_loaded,
@@ -183,6 +189,7 @@ class Engine:
             raise CallError("not_loaded", f"layers {join(missing)} are not loaded (held: {held})", "start")
         path = find_path(self._segments, start, end)
         if path is None:
+            self._fill()
             self._cut_at(start, end)
             path = find_path(self._segments, start, end)
         if path is None:
@@ -320,28 +327,12 @@ class Engine:
             data = data * np.sqrt(np.float32(self.n_embd))
         return data
 
-    def _open_segment(self, start: int, end: int, progress: LoadProgress | None) -> Segment:
-        is_whole = (start, end) == (0, self.n_layers)
-        if is_whole:
-            path = self._files.whole()
-        else:
-            assert self.architecture is not None  # cut_rule lets no other model be cut
-            path = self._files.ensure(self.architecture, start, end, progress)
-        size_bytes = path.stat().st_size
-
-        def on_progress(fraction: float) -> None:
-            if progress is not None:
-                progress(int(fraction * size_bytes), size_bytes)
-
-        return Segment(
-            path,
-            start,
-            end,
-            n_layers=self.n_layers,
-            architecture=None if is_whole and not self.cuts.is_fed_tokens else self.architecture,
-            settings=self.settings,
-            on_progress=on_progress if progress is not None else None,
-        )
+    def _fill(self) -> None:
+        """Load what is held and has lost its segment, for want of room at the time."""
+        gaps = subtract(self._held, [(segment.start, segment.end) for segment in self._segments])
+        if gaps:
+            self._refuse_what_does_not_fit(gaps)
+            self._segments += self._maker.open_all(gaps)
 
     def _cut_at(self, start: int, end: int) -> None:
         """Replace segments that reach over `start` or `end` by their parts."""
@@ -358,13 +349,12 @@ class Engine:
                 segment.close()
             for piece in self.cuts.pieces(pairwise(bounds)):
                 if find_path(self._segments, *piece) is None:
-                    self._segments.append(self._open_segment(*piece, None))
+                    self._segments.append(self._maker.open(*piece))
         self._settle()
 
     def _settle(self) -> None:
-        """Put the files in order, unless the original is mapped and must not change."""
-        if not any(segment.is_whole for segment in (*self._segments, *self._retired)):
-            self._files.settle({(segment.start, segment.end) for segment in self._segments})
+        retired = [segment for segment in self._retired if segment.is_whole]
+        self._maker.settle([*self._segments, *retired])
 
     def _close(self, segments: list[Segment]) -> None:
         for segment in segments:

@@ -24,7 +24,7 @@ from swarmllm_workers.errors import CallError
 from swarmllm_workers.load_handlers import LoadHandlers
 from swarmllm_workers.lone_steps import LoneSteps
 from swarmllm_workers.opening import engine_settings, speculation_settings
-from swarmllm_workers.planner import Planner
+from swarmllm_workers.planner import CAPACITY, Planner
 from swarmllm_workers.prefix_handlers import PrefixHandlers
 from swarmllm_workers.prefix_manifest import PrefixManifest
 from swarmllm_workers.ring import TURNED_INTERVAL_S, Ring, Seat, Watch
@@ -117,8 +117,9 @@ class Handlers:
 
     def step(self) -> None:
         """One round of the works in progress."""
-        if self._runner is not None:
+        if self._runner is not None and self._speculation is not None:
             self._runner.step()
+            self._speculation.settle(is_idle=not self._runner.has_work)
 
     def _answer_work(self, work: Work, error: Exception) -> None:
         self._answer_error(work.call_id, work.request_id, error)
@@ -167,7 +168,10 @@ class Handlers:
         self.ring.has_spare_core = engine.settings.n_threads < len(os.sched_getaffinity(0))
         self._speculation = Speculation(engine, speculation_settings(message))
         self._lone_steps = LoneSteps(engine, self._decodings, self.ring)
-        self._runner = Runner(engine, Planner(batching=message.continuous_batching), self._answer_work)
+        planner = Planner(
+            chunk=min(message.prefill_chunk_tokens, CAPACITY - 1), batching=message.continuous_batching
+        )
+        self._runner = Runner(engine, planner, self._answer_work)
         self._send(
             ipc.Opened(
                 id=message.id,

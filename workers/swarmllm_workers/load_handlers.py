@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from swarmllm_proto import ipc
 from swarmllm_workers.cut_check import check_cuts
-from swarmllm_workers.engine import Engine, LoadProgress
+from swarmllm_workers.engine import Engine
+from swarmllm_workers.segment_maker import LoadProgress
 from swarmllm_workers.speculation import Speculation
 from swarmllm_workers.work import Send
 
@@ -40,9 +41,12 @@ class LoadHandlers:
 
     def _load(self, message: ipc.Load, _payload: memoryview) -> None:
         engine, speculation = self._opened(), self._speculation()
-        if (message.start, message.end) == (0, engine.n_layers) and speculation is not None:
-            speculation.load()
+        guesses = speculation if (message.start, message.end) == (0, engine.n_layers) else None
+        if guesses is not None:
+            guesses.load()
         engine.load(message.start, message.end, self._progress_of(message.id))
+        if guesses is not None:
+            guesses.loaded(self._progress_of(message.id))
         # What lives as long as the worker need not be looked through between two tokens.
         gc.collect()
         gc.freeze()

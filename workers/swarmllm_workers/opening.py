@@ -31,7 +31,6 @@ def engine_settings(message: ipc.Open) -> EngineSettings:
         model_id=message.model_id,
         prefixes=_prefix_settings(message),
         journal_max_bytes=message.journal_max_bytes,
-        skip_ratio=message.swift_skip_ratio if message.swift_gamma else 0.0,
         checked_unit=message.checked_unit,
     )
 
@@ -43,6 +42,7 @@ def speculation_settings(message: ipc.Open) -> SpeculationSettings:
         draft_path=message.draft_path,
         draft_tokens_max=message.speculative_gamma,
         swift_tokens_max=message.swift_gamma if message.swift_skip_ratio else 0,
+        swift_skip_ratio=message.swift_skip_ratio,
     )
 
 

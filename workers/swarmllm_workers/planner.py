@@ -1,13 +1,18 @@
 """Which rows of which works go into the next batches: a pure core, without libllama, clock or sockets.
 
-One round is `schedule`, then for each of its batches `preempt` (does it fit the KV?), the run, and
-`postprocess`. Works are known by number, in the order of their arrival; what they could run is described by
+One round is `schedule`, then for each of its batches `preempt` (does it fit the KV?), `postprocess`, the run,
+and `ran`. Works are known by number, in the order of their arrival; what they could run is described by
 a `Demand`, made anew for every round, so that the planner never holds a stale idea of a work.
 
 Decode steps go first and all of them go: their readers are waiting. Prompts fill what is left, a chunk per
-work, whoever has waited longest first. While anybody decodes, all prompts together get one chunk per round:
-that bounds what a long prompt adds to the time between two tokens. A first come, first served order of
-prompts would give a better mean time to the first token, but leaves a short prompt behind a long one.
+work, whoever has waited longest first. A first come, first served order of prompts would give a better mean
+time to the first token, but leaves a short prompt behind a long one.
+
+While anybody reads, a long prompt may neither hold the next token up for long nor take the whole machine. So
+all prompts together get one piece per round, which makes BESIDE rows with the decode steps, and after it
+readers get time of their own, half as long, or less where prompts are more than readers. A prompt then takes
+half as long again; with a piece in every batch, readers of the bundled model had a 200th of their speed. Time
+that readers do not need is the prompts'.
 
 KV that runs out is taken from whoever came last, and only from works that can compute it again (a Generate
 has its tokens, a Forward's rows belong to another node). Such a work starts over when there is room; its
@@ -24,7 +29,16 @@ from typing import Final
 CAPACITY: Final = 512
 """Rows of one batch."""
 CHUNK: Final = 128
-"""Rows of one prompt in one batch, and of all prompts while somebody decodes."""
+"""Rows of one prompt in one batch."""
+BESIDE: Final = 64
+"""Rows of a batch that has pieces of prompts, while somebody reads. ggml's fused attention takes rows in
+tiles of 64, also where the last one is not full, and fewer than 64 one by one: behind 4,096 others, batches
+of 62, 64, 66 and 128 rows take the bundled model 144, 48, 80 and 96 ms."""
+OWED: Final = 0.5
+"""Of the time that a piece took, what readers get after it where prompts are not more than readers."""
+READING: Final = 4
+"""Batches without a decode step after which nobody is thought to read: in a pipeline a reader's next step is
+not here before the token has been around."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +90,35 @@ class Fit:
 
 
 class Planner:
-    """Remembers nothing but whose turn it is."""
+    """Remembers whose turn it is, and what readers are owed."""
 
-    def __init__(self, *, capacity: int = CAPACITY, chunk: int = CHUNK, batching: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        capacity: int = CAPACITY,
+        chunk: int = CHUNK,
+        beside: int = BESIDE,
+        owes: bool = True,
+        batching: bool = True,
+    ) -> None:
+        """`owes`: whether readers get time of their own after a piece of a prompt."""
         if not 0 < chunk < capacity:
             raise ValueError(f"a chunk of {chunk} rows in batches of {capacity}")
         self._capacity = capacity
         self._chunk = chunk
+        self._beside = min(beside, chunk)
+        self._owes = owes
         self._batching = batching
         self._turns: dict[int, int] = {}
         self._n_turns = 0
+        self._n_prompts = 0
+        """Of the latest round, those that have to wait among them."""
+        self._n_readers = 0
+        self._n_since_read = READING
+        """Batches since a decode step ran."""
+        self._owed_s = 0.0
+        self._claimed_s = 0.0
+        """What of it a round is meant for that has yet to run."""
 
     def schedule(self, demands: Collection[Demand]) -> tuple[Batch, ...]:
         """The batches of one round: at most one per lane, or, without batching, one per work."""
@@ -94,24 +127,38 @@ class Planner:
             return tuple(Batch(d.lane, (Share(d.key, self._piece(d)),)) for d in queue)
         decodes = [demand for demand in queue if demand.is_decode]
         prompts = [demand for demand in queue if not demand.is_decode]
-        n_prompt_rows = self._chunk if decodes else len(prompts) * self._chunk
-        # Decodes leave room for a chunk, or prompts might wait for ever.
-        n_decode_rows_max = self._capacity - self._chunk if prompts else self._capacity
+        self._n_prompts = len(prompts)
+        has_readers = bool(decodes) or self._n_since_read < READING
+        n_prompt_rows = self._beside if has_readers else len(prompts) * self._chunk
+        # Decodes leave room for a piece, or prompts might wait for ever.
+        n_decode_rows_max = self._capacity - self._beside if prompts else self._capacity
         shares: dict[Hashable, list[Share]] = {}
         n_rows: dict[Hashable, int] = {}
+        ends: dict[Hashable, int] = {}
         for demand in decodes:
             used = n_rows.get(demand.lane, 0)
             if used + demand.n_rows <= n_decode_rows_max or not used:
                 shares.setdefault(demand.lane, []).append(Share(demand.key, demand.n_rows))
                 n_rows[demand.lane] = used + demand.n_rows
+        if decodes and prompts and self._owed_s > 0:
+            prompts = []
+            # Gone where none of them runs: for want of room, which prompts may be the ones to make.
+            self._claimed_s, self._owed_s = self._owed_s, 0.0
         for demand in prompts:
             used = n_rows.get(demand.lane, 0)
-            n = min(self._piece(demand), n_prompt_rows, self._capacity - used)
+            end = ends.setdefault(demand.lane, self._end(used) if has_readers else self._capacity)
+            n = min(self._piece(demand), n_prompt_rows, end - used)
             if n > 0:
                 shares.setdefault(demand.lane, []).append(Share(demand.key, n))
                 n_rows[demand.lane] = used + n
                 n_prompt_rows -= n
         return tuple(Batch(lane, tuple(chosen)) for lane, chosen in shares.items())
+
+    def _end(self, n_decode_rows: int) -> int:
+        """Rows at which a batch ends that has pieces of prompts beside decode steps: whole tiles, half of one
+        at least for prompts."""
+        n_tiles = -(-(n_decode_rows + (self._beside + 1) // 2) // self._beside)
+        return min(n_tiles * self._beside, self._capacity)
 
     def preempt(self, batch: Batch, demands: Sequence[Demand], n_free: int) -> Fit:
         """What of `batch` runs where `n_free` KV rows are free in its lane. `demands` are those of the
@@ -171,6 +218,18 @@ class Planner:
         self._n_turns += 1
         for share in batch.shares:
             self._turns[share.key] = self._n_turns
+
+    def ran(self, n_decodes: int, n_prompts: int, seconds: float) -> None:
+        """A batch with steps of so many readers and pieces of so many prompts took so long."""
+        if n_decodes:
+            self._n_readers, self._n_since_read = n_decodes, 0
+        else:
+            self._n_since_read += 1
+        if not n_prompts:
+            self._owed_s += self._claimed_s - seconds
+        elif self._owes and self._n_since_read < READING:
+            self._owed_s = OWED * seconds * min(1.0, self._n_readers / max(self._n_prompts, 1))
+        self._claimed_s = 0.0
 
     def forget(self, key: int) -> None:
         """The work is over."""

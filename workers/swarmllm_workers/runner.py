@@ -198,6 +198,7 @@ class Runner:
 
     def _decode(self, route: Route, chosen: Sequence[tuple[Work, Span]]) -> None:
         self.is_starved = False
+        n_decodes = sum(work.is_decode for work, _ in chosen)
         started = time.perf_counter()
         try:
             results = self._engine.run(route, [span for _, span in chosen])
@@ -209,6 +210,7 @@ class Runner:
                 self._decode(route, [each])
             return
         compute_s = time.perf_counter() - started
+        self._planner.ran(n_decodes, len(chosen) - n_decodes, compute_s)
         if self._starved_since:
             self._starved_since = {
                 key: since_s

@@ -46,8 +46,6 @@ class EngineSettings:
     journal_max_bytes: int = 2**28
     """Host memory for rows that running requests have sent on."""
     native_tap: bool = True
-    skip_ratio: float = 0.0
-    """Load the whole model in pieces, so that guesses can leave out this share of its layers."""
     checked_unit: int = 0
     """Of a model whose architecture is not in the table: as many layers a self-check found exact; 0: none."""
 

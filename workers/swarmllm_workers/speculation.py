@@ -36,8 +36,10 @@ from swarmllm_workers.memory import Memory
 from swarmllm_workers.pay import Pay
 from swarmllm_workers.routes import Route
 from swarmllm_workers.segment import Segment, Span
+from swarmllm_workers.segment_maker import LoadProgress
 from swarmllm_workers.small_batches import ROWS_MAX
-from swarmllm_workers.swift import SwiftDrafter
+from swarmllm_workers.swift import KIND, SwiftDrafter
+from swarmllm_workers.swift_trial import SwiftTrial
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class SpeculationSettings:
     draft_tokens_max: int = 4
     swift_tokens_max: int = 0
     """0: no layer skipping."""
+    swift_skip_ratio: float = 0.45
 
 
 class Speculation:
@@ -71,6 +74,8 @@ class Speculation:
         self.pay = Pay()
         """Of the latest request."""
         self._n_rows_exact: dict[tuple[Segment, ...], int] = {}
+        n_swift = settings.swift_tokens_max
+        self._trial = SwiftTrial(engine, n_swift, settings.swift_skip_ratio) if n_swift else None
 
     @property
     def is_on(self) -> bool:
@@ -83,6 +88,16 @@ class Speculation:
             engine = self._engine
             path = Path(self.settings.draft_path)
             self._draft_model = DraftModel(path, engine.vocabulary, engine.settings)
+
+    def loaded(self, progress: LoadProgress) -> None:
+        """The whole model is."""
+        if self._trial is not None:
+            self._trial.begin(progress)
+
+    def settle(self, *, is_idle: bool) -> None:
+        """Between two rounds of works: draw the consequences of what they showed."""
+        if self._trial is not None:
+            self._trial.settle(is_idle=is_idle)
 
     @property
     def memory(self) -> Memory:
@@ -106,6 +121,11 @@ class Speculation:
 
     def is_possible(self, route: Route) -> bool:
         return self.is_on and not any(segment.is_recurrent for segment in route.segments)
+
+    def saw(self, kind: str, n_guessed: int, n_tokens: int, n_steps: float) -> None:
+        """A step of a request that is alone: so many tokens in the time of so many steps without guesses."""
+        if self._trial is not None and (kind == KIND or not n_guessed):
+            self._trial.saw(n_tokens, n_steps)
 
     def answered(self, prompt: np.ndarray, answer: Sequence[int]) -> None:
         """A request is over."""
@@ -208,6 +228,8 @@ class Guesser:
         if self._started_s:
             seconds = time.perf_counter() - self._started_s
             self.pay.judged(self._kind, n_guessed, n_right, seconds, self._once_s)
+            n_steps = seconds / self.pay.plain_s if n_guessed and self.pay.plain_s else 1.0
+            self._speculation.saw(self._kind, n_guessed, n_right + 1, n_steps)
         self._started_s = self._once_s = 0.0
 
     def close(self) -> None:

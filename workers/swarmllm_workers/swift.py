@@ -2,9 +2,9 @@
 
 libllama runs a loaded model as a whole, so a model that is to guess is loaded as a chain of segments: the
 guess runs through some of them, the check through all. Which layers are left out is fixed: the share
-`skip_ratio` of those between the first and the last two, spread evenly, in whole multiples of the model's cut
-alignment. (SWIFT searches for the best set while it runs; on a chain every other set would have to be loaded
-anew.)
+`swift_skip_ratio` of those between the first and the last two, spread evenly, in whole multiples of the
+model's cut alignment. (SWIFT searches for the best set while it runs; on a chain every other set would have
+to be loaded anew.) Whether that pays at all: `swift_trial.py`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from swarmllm_workers.segment import Span
 KIND: Final = "swift"
 
 
+def kept_route(engine: Engine, route: Route) -> Route:
+    """Without the segments that guesses leave out."""
+    skipped = engine.cuts.skipped
+    return Route(route.start, route.end, tuple(s for s in route.segments if (s.start, s.end) not in skipped))
+
+
 class SwiftDrafter:
     """Of one request. Its guesses' rows are taken back by the check, which begins where they began."""
 
     def __init__(self, engine: Engine, route: Route, slot: int, n_tokens_max: int) -> None:
-        skipped = engine.cuts.skipped
-        kept = tuple(s for s in route.segments if (s.start, s.end) not in skipped)
         self._engine = engine
         self._slot = slot
         self._n_tokens_max = n_tokens_max
-        self._route = Route(route.start, route.end, kept)
-        self.is_possible = len(kept) < len(route.segments)
+        self._route = kept_route(engine, route)
+        self.is_possible = len(self._route.segments) < len(route.segments)
 
     def draft(self, history: np.ndarray, worth: Worth) -> Draft | None:
         n = min(worth(KIND, 0.0), self._n_tokens_max) if self.is_possible else 0
