@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -46,12 +46,12 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self.last = None
 
-    def ask(self, question: str) -> Iterator[str]:
+    def ask(self, question: str, on_thought: Callable[[str], None] = lambda piece: None) -> Iterator[str]:
         """Pieces of the answer; `last` tells how it went. An answer that was stopped or failed counts as
         far as it got."""
         self.messages.append({"role": "user", "content": question})
         pieces: list[str] = []
-        stream = stream_chat(self.client, self.model, self.messages, **self.sampling)
+        stream = stream_chat(self.client, self.model, self.messages, on_thought=on_thought, **self.sampling)
         try:
             with closing(stream):
                 for part in stream:
@@ -68,11 +68,20 @@ class Conversation:
 
 
 def show_answer(conversation: Conversation, question: str, console: Console) -> None:
-    """Stream one answer to the console."""
+    """Stream one answer to the console; a terminal also shows what the model thinks first."""
     wrap = WordWrap(console.width)
-    end = ""
+    end = between = ""
+
+    def think(piece: str) -> None:
+        nonlocal between
+        if console.is_terminal:
+            console.print(safe(piece, newlines=True), style="dim", end="", soft_wrap=True)
+            between = "\n\n"
+
     try:
-        for piece in conversation.ask(question):
+        for piece in conversation.ask(question, think):
+            console.file.write(between)
+            between = ""
             console.file.write(wrap.feed(safe(piece, newlines=True)))
             console.file.flush()
             end = "\n"

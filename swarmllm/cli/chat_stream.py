@@ -6,7 +6,7 @@ adds to the last chunk: which node ran which layers, and how long it took.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ class Finished:
     """The end of an answer."""
 
     finish_reason: str
+    thought: str
+    """What the model thought before it answered."""
     route: tuple[RouteStage, ...]
     prefill_ms: float | None
     decode_tokens_per_s: float | None
@@ -42,9 +44,15 @@ class Finished:
 
 
 def stream_chat(
-    client: Client, model: str, messages: Sequence[Message], **sampling: object
+    client: Client,
+    model: str,
+    messages: Sequence[Message],
+    *,
+    on_thought: Callable[[str], None] = lambda piece: None,
+    **sampling: object,
 ) -> Generator[str | Finished, None, None]:
     """Yields pieces of text and, last, one Finished. Closing the iterator early stops the computation.
+    `on_thought` hears the pieces of what the model thinks before it answers.
 
     `sampling`: fields of the request (temperature, max_tokens, seed ...); None means not sent.
     """
@@ -56,6 +64,7 @@ def stream_chat(
     }
     body |= {name: value for name, value in sampling.items() if value is not None}
     finish_reason = ""
+    thoughts: list[str] = []
     swarm: dict[str, Any] = {}
     usage: dict[str, Any] = {}
     for chunk in client.post_chunks("/v1/chat/completions", body):
@@ -63,14 +72,18 @@ def stream_chat(
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices", ()):
             finish_reason = choice.get("finish_reason") or finish_reason
+            if thought := choice.get("delta", {}).get("reasoning_content"):
+                thoughts.append(str(thought))
+                on_thought(thoughts[-1])
             if text := choice.get("delta", {}).get("content"):
                 yield str(text)
-    yield _finished(finish_reason, swarm, usage)
+    yield _finished(finish_reason, "".join(thoughts), swarm, usage)
 
 
-def _finished(finish_reason: str, swarm: dict[str, Any], usage: dict[str, Any]) -> Finished:
+def _finished(finish_reason: str, thought: str, swarm: dict[str, Any], usage: dict[str, Any]) -> Finished:
     return Finished(
         finish_reason=finish_reason,
+        thought=thought,
         route=tuple(_stage(stage) for stage in swarm.get("route", ())),
         prefill_ms=swarm.get("prefill_ms"),
         decode_tokens_per_s=swarm.get("decode_tokens_per_s"),
@@ -96,6 +109,7 @@ def as_fields(text: str, finished: Finished) -> dict[str, object]:
     """An answer for programs."""
     return {
         "text": text,
+        **({"reasoning": finished.thought} if finished.thought else {}),
         "finish_reason": finished.finish_reason,
         "usage": {
             "prompt_tokens": finished.n_prompt_tokens,

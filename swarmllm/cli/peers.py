@@ -11,7 +11,7 @@ import click
 from rich.text import Text
 
 from swarmllm.cli.client import Client
-from swarmllm.cli.display import duration, make_console, print_json, safe, size, table
+from swarmllm.cli.display import duration, make_console, print_json, safe, short_id, size, table
 from swarmllm.cli.options import api_option, json_option
 
 COLUMNS = ("nickname", "node id", "rtt", "data plane", "sent", "received", "connected", "trust", "holds")
@@ -31,8 +31,11 @@ def peers(context: click.Context, as_json: bool, api_url: str) -> None:
     if as_json:
         print_json(answer)
     elif answer["peers"]:
-        rows = [_row(peer) for peer in answer["peers"]]
-        make_console().print(table(COLUMNS, rows, right=NUMBERS))
+        console = make_console()
+        # Whole ids would fill a terminal's lines; what is piped is for programs.
+        name = short_id if console.is_terminal else str
+        rows = [_row(peer, name(peer["node_id"])) for peer in answer["peers"]]
+        console.print(table(COLUMNS, rows, right=NUMBERS))
     else:
         click.echo(
             "Connected to no other node. Start one with --bootstrap and an address from `swarmllm status`."
@@ -86,11 +89,11 @@ def _overview(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"{n_times} x {deed}"
 
 
-def _row(peer: dict[str, Any]) -> tuple[object, ...]:
+def _row(peer: dict[str, Any], node_id: str) -> tuple[object, ...]:
     holds = [f"{model['name']} {', '.join(model['layers'])}" for model in peer["models"]]
     return (
         peer["nickname"] or "-",
-        peer["node_id"],
+        node_id,
         "-" if peer["rtt_ms"] is None else f"{peer['rtt_ms']:.1f} ms",
         peer["data_plane"],
         size(peer["bytes_sent"]),

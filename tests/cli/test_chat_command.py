@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import os
 import pty
@@ -17,8 +18,9 @@ from typing import Any
 import pytest
 from click.testing import Result
 from fake_node import TEXT_DELAY_FOREVER, FakeNode, sse
+from rich.console import Console
 
-from swarmllm.cli.chat import Conversation
+from swarmllm.cli.chat import Conversation, show_answer
 from swarmllm.cli.chat_stream import Finished, stream_chat
 from swarmllm.cli.client import Client
 from swarmllm.cli.errors import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE, CommandFailed, RequestRefused
@@ -83,6 +85,20 @@ def test_a_stream_is_its_texts_and_then_how_it_went(answering: FakeNode) -> None
             "temperature": 0,
         }
     ]
+
+
+THINKING = {"choices": [{"index": 0, "delta": {"reasoning_content": "Count them."}, "finish_reason": None}]}
+
+
+def test_thoughts_are_for_terminals_and_programs_and_not_for_pipes(run: Run, answering: FakeNode) -> None:
+    answering.on("POST", COMPLETIONS, sse(ROLE, THINKING, delta("Two."), *END))
+    assert run("chat", "How many?").stdout == "Two.\n"
+    assert json.loads(run("chat", "--json", "How many?").stdout)["reasoning"] == "Count them."
+    shown = io.StringIO()
+    with Client(answering.url) as client:
+        conversation = Conversation(client, "guide", {})
+        show_answer(conversation, "How many?", Console(file=shown, force_terminal=True, color_system=None))
+    assert shown.getvalue() == "Count them.\n\nTwo.\n"
 
 
 def test_leaving_a_stream_closes_the_connection(answering: FakeNode) -> None:

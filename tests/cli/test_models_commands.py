@@ -1,4 +1,4 @@
-"""status, peers and models: what is sent, what is shown, what a program gets."""
+"""models: what is sent, what is shown, what a program gets."""
 
 from __future__ import annotations
 
@@ -15,19 +15,6 @@ from swarmllm.cli.errors import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE
 
 Run = Callable[..., Result]
 
-STATS: dict[str, Any] = {
-    "node_id": "12D3KooWSelf",
-    "nickname": "kitchen",
-    "version": "0.1.0",
-    "pid": 4711,
-    "uptime_s": 3725.0,
-    "ready": True,
-    "addresses": ["/ip4/192.0.2.7/tcp/8810/p2p/12D3KooWSelf"],
-    "peers_connected": 2,
-    "requests": {"active": 1, "queued": 3, "max": 10, "completed": 5, "failed": 6, "cancelled": 7},
-    "generated_tokens": 890,
-    "models": [{"name": "guide", "model_id": "ab" * 32, "layers": ["0:4", "8:12"]}],
-}
 
 MODEL: dict[str, Any] = {
     "name": "guide",
@@ -83,150 +70,6 @@ WAITING = MODEL | {
     },
 }
 
-PEER: dict[str, Any] = {
-    "node_id": "12D3KooWPeer",
-    "nickname": "attic",
-    "software": "swarmllm/0.1.0",
-    "addresses": ["/ip4/192.0.2.8/tcp/8810"],
-    "rtt_ms": 1.25,
-    "data_plane": "direct",
-    "bytes_sent": 2048,
-    "bytes_received": 10,
-    "connected_s": 12.0,
-    "bytes_per_s": 250_000_000,
-    "damaged_jobs": 2,
-    "announced_prefixes": 3,
-    "trust": 0.5,
-    "models": [{"name": "guide", "model_id": "ab" * 32, "layers": ["4:12"]}],
-}
-
-
-DETAILS: dict[str, Any] = {
-    "node_id": "12D3KooWPeer",
-    "nickname": "attic",
-    "connected": PEER,
-    "trust": {
-        "score": 0.225,
-        "work_min": 0.25,
-        "may_work": False,
-        "listed": "",
-        "counts": {"wrong bytes": 1},
-        "recent": [
-            {"at": 0.0, "deed": "wrong bytes", "meaning": "it lied", "detail": "blk.0", "score": 0.225}
-        ],
-    },
-}
-
-
-def test_status_shows_the_node_at_a_glance(run: Run, node: FakeNode) -> None:
-    node.on("GET", "/api/admin/stats", STATS)
-    shown = run("status").output
-    for expected in (
-        "kitchen", "12D3KooWSelf", "ready, up 1:02:05, process 4711", f"{node.url}/v1",
-        "/ip4/192.0.2.7/tcp/8810",
-        "2 connected", "guide  layers 0:4, 8:12",
-        "1 of 10 running, 3 waiting", "5 completed, 6 failed, 7 cancelled",
-        "890 tokens",
-    ):  # fmt: skip
-        assert expected in shown
-
-
-@pytest.mark.parametrize(
-    ("control", "data", "said"),
-    [
-        (True, True, "control port and data port yes; tried by …WPeer"),
-        (
-            True,
-            False,
-            "control port yes, data port no (a firewall, or network.announce; others see 192.0.2.9)",
-        ),
-        (False, False, "control port and data port no (a firewall"),
-    ],
-)
-def test_status_says_whether_others_can_reach_the_node(
-    run: Run, node: FakeNode, control: bool, data: bool, said: str
-) -> None:
-    found = {
-        "checked_at": 0.0,
-        "asked": "12D3KooWLongPeer",
-        "control": [
-            {"address": "/ip4/127.0.0.1/tcp/1", "reached": False},
-            {"address": "x", "reached": control},
-        ],
-        "data": [{"address": "x", "reached": data}],
-        "observed_ip": "192.0.2.9",
-    }
-    node.on("GET", "/api/admin/stats", STATS | {"reachability": found})
-    assert said.replace("…WPeer", "…LongPeer") in run("status").output
-
-
-@pytest.mark.parametrize(
-    ("mode", "said"),
-    [
-        ("on", "3 nodes answer, 2 models announced\n"),
-        ("client", "3 nodes answer, 2 models announced (client: it answers nobody)"),
-        ("off", "off: only models of connected nodes are found"),
-    ],
-)
-def test_status_says_how_the_dht_fares(run: Run, node: FakeNode, mode: str, said: str) -> None:
-    dht = {"mode": mode, "n_nodes": 3, "n_announced": 4}
-    node.on("GET", "/api/admin/stats", STATS | {"dht": dht})
-    assert said in run("status").output
-
-
-def test_status_of_a_node_that_is_not_ready_says_so(run: Run, node: FakeNode) -> None:
-    node.on("GET", "/api/admin/stats", STATS | {"ready": False, "models": [], "addresses": []})
-    shown = run("status").output
-    assert "not ready (see its log)" in shown
-    assert "swarmllm models load NAME" in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "path", "body"),
-    [
-        (["status"], "/api/admin/stats", STATS),
-        (["peers"], "/api/admin/peers", {"peers": [PEER]}),
-        (["peers", "show", "attic"], "/api/admin/peers/attic", DETAILS),
-        (["models", "list"], "/api/admin/models", {"models": [MODEL, FOREIGN]}),
-    ],
-    ids=["status", "peers", "peer", "models"],
-)
-def test_json_is_what_the_daemon_said(
-    run: Run, node: FakeNode, arguments: list[str], path: str, body: object
-) -> None:
-    node.on("GET", path, body)
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0
-    assert json.loads(result.stdout) == body
-
-
-def test_peers_shows_distance_and_holdings(run: Run, node: FakeNode) -> None:
-    node.on(
-        "GET", "/api/admin/peers", {"peers": [PEER, PEER | {"rtt_ms": None, "models": [], "nickname": ""}]}
-    )
-    _, first, second = run("peers").output.splitlines()
-    for expected in ("attic", "12D3KooWPeer", "1.2 ms", "direct", "2.0 kB", "10 B", "12.0 s", "guide 4:12"):
-        assert expected in first
-    assert second.split()[0] == "-"
-
-
-def test_peers_show_explains_a_node(run: Run, node: FakeNode) -> None:
-    node.on("GET", "/api/admin/peers/attic%20two", DETAILS)
-    shown = run("peers", "show", "attic two").output
-    for expected in (
-        "attic  12D3KooWPeer", "direct, round trip 1.2 ms", "2.0 kB sent, 10 B received, at 250.0 MB/s",
-        "2 jobs arrived damaged", "/ip4/192.0.2.8/tcp/8810",
-        "0.23 of 1", "gets no work: 0.25 is needed", "1 x wrong bytes", "1970-01-01 00:00:00", "it lied",
-    ):  # fmt: skip
-        assert expected in shown
-    node.on("GET", "/api/admin/peers/gone", DETAILS | {"connected": None})
-    assert "not connected" in run("peers", "show", "gone").output
-
-
-def test_no_peers_says_how_to_get_one(run: Run, node: FakeNode) -> None:
-    node.on("GET", "/api/admin/peers", {"peers": []})
-    assert "--bootstrap" in run("peers").output
-
 
 def test_models_list_shows_what_is_missing_and_what_is_complete(run: Run, node: FakeNode) -> None:
     node.on("GET", "/api/admin/models", {"models": [MODEL, FOREIGN, WAITING]})
@@ -259,92 +102,10 @@ def test_no_models_says_how_to_add_one(run: Run, node: FakeNode) -> None:
     assert "swarmllm models add" in run("models", "list").output
 
 
-PLAN: dict[str, Any] = {
-    "model": "guide",
-    "prompt_tokens": 10,
-    "output_tokens": 300,
-    "cost_s": 1.25,
-    "ends_s": 0.0005,
-    "stages": [
-        {
-            "node_id": "12D3KooWSelf",
-            "nickname": "kitchen",
-            "layers": "0:8",
-            "compute_s": 0.5,
-            "network_s": 0.25,
-            "measured": True,
-            "standby": None,
-            "alternatives": [
-                {
-                    "node_id": "12D3KooWBusy",
-                    "nickname": "cellar",
-                    "layers": "0:8",
-                    "extra_s": 0.1,
-                    "full": True,
-                },
-            ],
-        },
-        {
-            "node_id": "12D3KooWPeer",
-            "nickname": "attic\x1b[2J",
-            "layers": "8:12",
-            "compute_s": 0.25,
-            "network_s": 0.25,
-            "measured": False,
-            "standby": "12D3KooWAway",
-            "alternatives": [
-                {
-                    "node_id": "12D3KooWAway",
-                    "nickname": "shed",
-                    "layers": "8:12",
-                    "extra_s": 3.0,
-                    "full": False,
-                },
-                {
-                    "node_id": "12D3KooWLoft",
-                    "nickname": "loft",
-                    "layers": "6:12",
-                    "extra_s": 4.0,
-                    "full": False,
-                },
-            ],
-        },
-    ],
-    "rivals": [
-        {"name": "all at home", "cost_s": None, "stages": []},
-        {
-            "name": "fewest stages",
-            "cost_s": 2.5,
-            "stages": [{"node_id": "12D3KooWAway", "nickname": "shed", "layers": "0:12"}],
-        },
-    ],
-}
-PLAN_PATH = "/api/admin/plan?model=guide&prompt_tokens=10&output_tokens=300"
-
-
-def test_plan_shows_the_route_and_why_not_another(run: Run, node: FakeNode) -> None:
-    node.on("GET", PLAN_PATH, PLAN)
-    result = run("plan", "guide", "--prompt-tokens", "10", "--output-tokens", "300")
-    head, _, first, second, ends, home, fewest = result.output.splitlines()
-    assert head == "guide, 10 + 300 tokens: 1.2 s expected"
-    for expected in ("kitchen", "0:8", "500.0 ms", "250.0 ms", "measured", "cellar is full"):
-        assert expected in first
-    for expected in ("attic\\x1b[2J", "8:12", "estimate", "shed", "shed +3.0 s", "loft with 6:12 +4.0 s"):
-        assert expected in second
-    assert "0.5 ms" in ends
-    assert home == "all at home: not possible, layers are missing or cut elsewhere"
-    assert fewest == "fewest stages: 2.5 s (0:12@shed)"
-
-
-def test_plan_for_programs_is_what_the_daemon_said(run: Run, node: FakeNode) -> None:
-    node.on("GET", PLAN_PATH, PLAN)
-    result = run("plan", "guide", "--prompt-tokens", "10", "--output-tokens", "300", "--json")
-    assert json.loads(result.stdout) == PLAN
-
-
-def test_a_plan_for_no_tokens_is_wrong_usage(run: Run, node: FakeNode) -> None:
-    assert run("plan", "guide", "--output-tokens", "0").exit_code == EXIT_USAGE
-    assert node.requests == []
+def test_models_for_programs_are_what_the_daemon_said(run: Run, node: FakeNode) -> None:
+    body = {"models": [MODEL, FOREIGN]}
+    node.on("GET", "/api/admin/models", body)
+    assert json.loads(run("models", "list", "--json").stdout) == body
 
 
 PROGRESS = {"type": "progress", "done_bytes": 1, "total_bytes": 2}

@@ -1,0 +1,172 @@
+"""status and peers: what is shown, what a program gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import Result
+from fake_node import FakeNode
+
+Run = Callable[..., Result]
+
+
+STATS: dict[str, Any] = {
+    "node_id": "12D3KooWSelf",
+    "nickname": "kitchen",
+    "version": "0.1.0",
+    "pid": 4711,
+    "uptime_s": 3725.0,
+    "ready": True,
+    "addresses": ["/ip4/192.0.2.7/tcp/8810/p2p/12D3KooWSelf"],
+    "peers_connected": 2,
+    "requests": {"active": 1, "queued": 3, "max": 10, "completed": 5, "failed": 6, "cancelled": 7},
+    "generated_tokens": 890,
+    "models": [{"name": "guide", "model_id": "ab" * 32, "layers": ["0:4", "8:12"]}],
+}
+
+
+PEER: dict[str, Any] = {
+    "node_id": "12D3KooWPeer",
+    "nickname": "attic",
+    "software": "swarmllm/0.1.0",
+    "addresses": ["/ip4/192.0.2.8/tcp/8810"],
+    "rtt_ms": 1.25,
+    "data_plane": "direct",
+    "bytes_sent": 2048,
+    "bytes_received": 10,
+    "connected_s": 12.0,
+    "bytes_per_s": 250_000_000,
+    "damaged_jobs": 2,
+    "announced_prefixes": 3,
+    "trust": 0.5,
+    "models": [{"name": "guide", "model_id": "ab" * 32, "layers": ["4:12"]}],
+}
+
+
+DETAILS: dict[str, Any] = {
+    "node_id": "12D3KooWPeer",
+    "nickname": "attic",
+    "connected": PEER,
+    "trust": {
+        "score": 0.225,
+        "work_min": 0.25,
+        "may_work": False,
+        "listed": "",
+        "counts": {"wrong bytes": 1},
+        "recent": [
+            {"at": 0.0, "deed": "wrong bytes", "meaning": "it lied", "detail": "blk.0", "score": 0.225}
+        ],
+    },
+}
+
+
+def test_status_shows_the_node_at_a_glance(run: Run, node: FakeNode) -> None:
+    node.on("GET", "/api/admin/stats", STATS)
+    shown = run("status").output
+    for expected in (
+        "kitchen", "12D3KooWSelf", "ready, up 1:02:05, process 4711", f"{node.url}/v1",
+        "/ip4/192.0.2.7/tcp/8810",
+        "2 connected", "guide  layers 0:4, 8:12",
+        "1 of 10 running, 3 waiting", "5 completed, 6 failed, 7 cancelled",
+        "890 tokens",
+    ):  # fmt: skip
+        assert expected in shown
+
+
+@pytest.mark.parametrize(
+    ("control", "data", "said"),
+    [
+        (True, True, "control port and data port yes; tried by …WPeer"),
+        (
+            True,
+            False,
+            "control port yes, data port no (a firewall, or network.announce; others see 192.0.2.9)",
+        ),
+        (False, False, "control port and data port no (a firewall"),
+    ],
+)
+def test_status_says_whether_others_can_reach_the_node(
+    run: Run, node: FakeNode, control: bool, data: bool, said: str
+) -> None:
+    found = {
+        "checked_at": 0.0,
+        "asked": "12D3KooWLongPeer",
+        "control": [
+            {"address": "/ip4/127.0.0.1/tcp/1", "reached": False},
+            {"address": "x", "reached": control},
+        ],
+        "data": [{"address": "x", "reached": data}],
+        "observed_ip": "192.0.2.9",
+    }
+    node.on("GET", "/api/admin/stats", STATS | {"reachability": found})
+    assert said.replace("…WPeer", "…LongPeer") in run("status").output
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("on", "3 nodes answer, 2 models announced\n"),
+        ("client", "3 nodes answer, 2 models announced (client: it answers nobody)"),
+        ("off", "off: only models of connected nodes are found"),
+    ],
+)
+def test_status_says_how_the_dht_fares(run: Run, node: FakeNode, mode: str, said: str) -> None:
+    dht = {"mode": mode, "n_nodes": 3, "n_announced": 4}
+    node.on("GET", "/api/admin/stats", STATS | {"dht": dht})
+    assert said in run("status").output
+
+
+def test_status_of_a_node_that_is_not_ready_says_so(run: Run, node: FakeNode) -> None:
+    node.on("GET", "/api/admin/stats", STATS | {"ready": False, "models": [], "addresses": []})
+    shown = run("status").output
+    assert "not ready (see its log)" in shown
+    assert "swarmllm models load NAME" in shown
+
+
+def test_peers_shows_distance_and_holdings(run: Run, node: FakeNode) -> None:
+    node.on(
+        "GET", "/api/admin/peers", {"peers": [PEER, PEER | {"rtt_ms": None, "models": [], "nickname": ""}]}
+    )
+    _, first, second = run("peers").output.splitlines()
+    for expected in ("attic", "12D3KooWPeer", "1.2 ms", "direct", "2.0 kB", "10 B", "12.0 s", "guide 4:12"):
+        assert expected in first
+    assert second.split()[0] == "-"
+
+
+def test_peers_show_explains_a_node(run: Run, node: FakeNode) -> None:
+    node.on("GET", "/api/admin/peers/attic%20two", DETAILS)
+    shown = run("peers", "show", "attic two").output
+    for expected in (
+        "attic  12D3KooWPeer", "direct, round trip 1.2 ms", "2.0 kB sent, 10 B received, at 250.0 MB/s",
+        "2 jobs arrived damaged", "/ip4/192.0.2.8/tcp/8810",
+        "0.23 of 1", "gets no work: 0.25 is needed", "1 x wrong bytes", "1970-01-01 00:00:00", "it lied",
+    ):  # fmt: skip
+        assert expected in shown
+    node.on("GET", "/api/admin/peers/gone", DETAILS | {"connected": None})
+    assert "not connected" in run("peers", "show", "gone").output
+
+
+def test_no_peers_says_how_to_get_one(run: Run, node: FakeNode) -> None:
+    node.on("GET", "/api/admin/peers", {"peers": []})
+    assert "--bootstrap" in run("peers").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "body"),
+    [
+        (["status"], "/api/admin/stats", STATS),
+        (["peers"], "/api/admin/peers", {"peers": [PEER]}),
+        (["peers", "show", "attic"], "/api/admin/peers/attic", DETAILS),
+    ],
+    ids=["status", "peers", "peer"],
+)
+def test_status_for_programs_is_what_the_daemon_said(
+    run: Run, node: FakeNode, arguments: list[str], path: str, body: object
+) -> None:
+    node.on("GET", path, body)
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == body
