@@ -51,7 +51,7 @@ class Conversation:
         far as it got."""
         self.messages.append({"role": "user", "content": question})
         pieces: list[str] = []
-        stream = stream_chat(self.client, self.model, self.messages, on_thought=on_thought, **self.sampling)
+        stream = stream_chat(self.client, self.model, self.messages, on_thought, **self.sampling)
         try:
             with closing(stream):
                 for part in stream:

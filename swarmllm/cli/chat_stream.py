@@ -33,22 +33,22 @@ class Finished:
     """The end of an answer."""
 
     finish_reason: str
-    thought: str
-    """What the model thought before it answered."""
     route: tuple[RouteStage, ...]
     prefill_ms: float | None
     decode_tokens_per_s: float | None
     n_prompt_tokens: int
     n_generated: int
     swarm: dict[str, Any]
+    thought: str = ""
+    """What the model thought before it answered."""
 
 
 def stream_chat(
     client: Client,
     model: str,
     messages: Sequence[Message],
-    *,
     on_thought: Callable[[str], None] = lambda piece: None,
+    /,
     **sampling: object,
 ) -> Generator[str | Finished, None, None]:
     """Yields pieces of text and, last, one Finished. Closing the iterator early stops the computation.
@@ -83,13 +83,13 @@ def stream_chat(
 def _finished(finish_reason: str, thought: str, swarm: dict[str, Any], usage: dict[str, Any]) -> Finished:
     return Finished(
         finish_reason=finish_reason,
-        thought=thought,
         route=tuple(_stage(stage) for stage in swarm.get("route", ())),
         prefill_ms=swarm.get("prefill_ms"),
         decode_tokens_per_s=swarm.get("decode_tokens_per_s"),
         n_prompt_tokens=int(usage.get("prompt_tokens", 0)),
         n_generated=int(usage.get("completion_tokens", 0)),
         swarm=swarm,
+        thought=thought,
     )
 
 

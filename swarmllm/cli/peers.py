@@ -16,6 +16,9 @@ from swarmllm.cli.options import api_option, json_option
 
 COLUMNS = ("nickname", "node id", "rtt", "data plane", "sent", "received", "connected", "trust", "holds")
 NUMBERS = ("rtt", "sent", "received", "connected", "trust")
+TRAFFIC = ("sent", "received")
+ALL_COLUMNS_WIDTH = 100
+"""A narrower terminal goes without the traffic."""
 
 
 @click.group(short_help="Show the nodes this one is connected to.", invoke_without_command=True)
@@ -34,8 +37,9 @@ def peers(context: click.Context, as_json: bool, api_url: str) -> None:
         console = make_console()
         # Whole ids would fill a terminal's lines; what is piped is for programs.
         name = short_id if console.is_terminal else str
+        shown = [column for column in COLUMNS if console.width >= ALL_COLUMNS_WIDTH or column not in TRAFFIC]
         rows = [_row(peer, name(peer["node_id"])) for peer in answer["peers"]]
-        console.print(table(COLUMNS, rows, right=NUMBERS))
+        console.print(table(shown, [[row[column] for column in shown] for row in rows], right=NUMBERS))
     else:
         click.echo(
             "Connected to no other node. Start one with --bootstrap and an address from `swarmllm status`."
@@ -89,19 +93,19 @@ def _overview(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"{n_times} x {deed}"
 
 
-def _row(peer: dict[str, Any], node_id: str) -> tuple[object, ...]:
+def _row(peer: dict[str, Any], node_id: str) -> dict[str, str]:
     holds = [f"{model['name']} {', '.join(model['layers'])}" for model in peer["models"]]
-    return (
-        peer["nickname"] or "-",
-        node_id,
-        "-" if peer["rtt_ms"] is None else f"{peer['rtt_ms']:.1f} ms",
-        peer["data_plane"],
-        size(peer["bytes_sent"]),
-        size(peer["bytes_received"]),
-        duration(peer["connected_s"]),
-        f"{peer['trust']:.2f}",
-        "; ".join(holds) or "-",
-    )
+    return {
+        "nickname": peer["nickname"] or "-",
+        "node id": node_id,
+        "rtt": "-" if peer["rtt_ms"] is None else f"{peer['rtt_ms']:.1f} ms",
+        "data plane": peer["data_plane"],
+        "sent": size(peer["bytes_sent"]),
+        "received": size(peer["bytes_received"]),
+        "connected": duration(peer["connected_s"]),
+        "trust": f"{peer['trust']:.2f}",
+        "holds": "; ".join(holds) or "-",
+    }
 
 
 def _moment(at: float) -> str:
