@@ -30,13 +30,14 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.stream_muxer.yamux import yamux
 from multiaddr import Multiaddr
 
-from swarmllm.errors import ConfigError, NodeUnreachable
+from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm import host_guards
 from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.bounded_yamux import hold_peers_to_their_windows
 from swarmllm.swarm.doorkeeper import Doorkeeper, GuardedNoise
 from swarmllm.swarm.first_answer import first_to_answer
 from swarmllm.swarm.identity import Identity
+from swarmllm.swarm.listening import listening_port, refuse_taken_port
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class _Watcher(INotifee):  # type: ignore[misc]
         node_id = str(conn.muxed_conn.peer_id)
         if not self._host.is_connected(node_id):
             self._disconnected(node_id)
+            self._host.forget_departed()
 
     def report_lost(self, node_id: str) -> None:
         self._disconnected(node_id)
@@ -103,6 +105,7 @@ class Host:
         self._swarm: Any = None
         self._watcher: _Watcher | None = None
         self._handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {}
+        self._dialling: list[str] = []
         self.detour: Callable[[str], Awaitable[None]] | None = None
         """Another way to a node none of whose addresses answers; raises NodeUnreachable."""
 
@@ -115,7 +118,7 @@ class Host:
 
     def attach(self, libp2p_host: Any) -> None:
         self.libp2p_host, self._swarm = libp2p_host, libp2p_host.get_network()
-        self.port = _listening_port(self._swarm)
+        self.port = listening_port(self._swarm)
         for protocol, handler in self._handlers.items():
             libp2p_host.set_stream_handler(TProtocol(protocol), handler)
         if self._watcher is not None:
@@ -165,12 +168,16 @@ class Host:
 
     async def dial(self, node_id: str, addresses: list[Address], *, may_detour: bool = True) -> None:
         """Raises NodeUnreachable. Not to be cancelled: run it in a task of its own."""
+        self._dialling.append(node_id)
         try:
             await self._dial(node_id, addresses)
         except NodeUnreachable:
             if self.detour is None or not may_detour:
                 raise
             await self.detour(node_id)
+        finally:
+            self._dialling.remove(node_id)
+            self.forget_departed()
 
     async def _dial(self, node_id: str, addresses: list[Address]) -> None:
         if self.libp2p_host is None:
@@ -260,6 +267,10 @@ class Host:
                 return ip
         return ""
 
+    def forget_departed(self) -> None:
+        if self.libp2p_host is not None:
+            host_guards.forget_departed(self.libp2p_host, {*self.connected(), *self._dialling})
+
     async def close_hard(self, node_id: str) -> None:
         """End every connection to a node now, whatever is under way on it."""
         for connection in self._connections(node_id):
@@ -300,7 +311,7 @@ async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) ->
     host_guards.describe_oneself_rarely()
     host_guards.contain_task_failures()
     host_guards.quieten_expected_failures()
-    _refuse_taken_port(listen_host, port)
+    refuse_taken_port(listen_host, port)
     listen = Multiaddr(f"/ip{6 if ':' in listen_host else 4}/{listen_host}/tcp/{port}")
     libp2p_host = new_host(
         key_pair=host.key_pair,
@@ -369,24 +380,3 @@ async def _connect_from(listen_host: str, port: int, address: Address) -> trio.S
     except BaseException:
         connecting.close()
         raise
-
-
-def _listening_port(swarm: Any) -> int:
-    for listener in swarm.listeners.values():
-        for address in listener.get_addrs():
-            return int(address.value_for_protocol("tcp"))
-    raise ConfigError("libp2p listens on no port", field="libp2p_port")
-
-
-def _refuse_taken_port(listen_host: str, port: int) -> None:
-    """libp2p listens with SO_REUSEPORT and would share a taken port without a word; a plain bind is
-    refused."""
-    family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((listen_host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {listen_host} port {port}: {error.strerror}", field="libp2p_port"
-            ) from error

@@ -13,7 +13,7 @@ import math
 import os
 import socket
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import libp2p.identity.identify.identify as identify
@@ -29,6 +29,11 @@ from libp2p.tools.anyio_service import trio_tasks
 from libp2p.tools.anyio_service.exceptions import DaemonTaskExit
 
 log = logging.getLogger(__name__)
+
+DEPARTED_MAX = 64
+"""Peers without a connection of which something is kept."""
+HALF_OPEN_MAX = 64
+"""Inbound connections in the middle of their handshakes."""
 
 _RESET_S = 2.0
 _USER_TIMEOUT_MS = 8000
@@ -121,24 +126,37 @@ def leave_retrying_to_us(swarm: Any) -> None:
     swarm._negative_peer_cache = type(swarm._negative_peer_cache)(ttl=0.0)
 
 
-_from_listener: contextvars.ContextVar[bool] = contextvars.ContextVar("from_listener", default=False)
+_from_listener: contextvars.ContextVar[Any] = contextvars.ContextVar("from_listener", default=None)
 
 
 def return_inbound_slots(swarm: Any) -> None:
     """The handler of an inbound connection waits for the end of the *swarm*, not of the connection, and holds
     its inbound slot meanwhile: after 250 inbound connections in its life a host refuses everybody. Here it
-    ends with its connection."""
+    ends with its connection.
+
+    It also holds it for ten seconds while a peer says nothing, so 300 silent ones keep everybody else out.
+    Here the one that has said nothing for longest makes room for the next."""
     upgrade, handle = swarm.upgrade_inbound_raw_conn, swarm._do_handle_inbound_connection
+    half_open: dict[trio.SocketStream, None] = {}
 
     async def handle_and_mark(stream: Any, address: Any, event: Any) -> None:
-        _from_listener.set(True)
-        await handle(stream, address, event)
+        socket_below = stream.stream
+        if len(half_open) >= HALF_OPEN_MAX:
+            await trio.aclose_forcefully(oldest := next(iter(half_open)))
+            half_open.pop(oldest, None)
+        half_open[socket_below] = None
+        _from_listener.set(socket_below)
+        try:
+            await handle(stream, address, event)
+        finally:
+            half_open.pop(socket_below, None)
 
     async def upgrade_and_stay(raw_connection: Any, address: Any) -> Any:
         called_by_listener = _from_listener.get()
-        _from_listener.set(False)
+        _from_listener.set(None)
         muxed = await upgrade(raw_connection, address)
-        if called_by_listener:
+        if called_by_listener is not None:
+            half_open.pop(called_by_listener, None)
             await muxed.event_closed.wait()
             # The caller's only way out other than the end of the swarm; it closes the connection, which is
             # closed.
@@ -147,6 +165,18 @@ def return_inbound_slots(swarm: Any) -> None:
 
     swarm._do_handle_inbound_connection = handle_and_mark
     swarm.upgrade_inbound_raw_conn = upgrade_and_stay
+
+
+def forget_departed(libp2p_host: Any, staying: Collection[str]) -> None:
+    """Whatever a peer says of itself is kept for ever, up to a megabyte of it, and the next one may come
+    under a name that costs nothing."""
+    store = libp2p_host.get_peerstore()
+    if len(store.peer_data_map) <= len(staying) + DEPARTED_MAX:
+        return
+    for peer_id in store.peer_ids():
+        if peer_id != libp2p_host.get_id() and str(peer_id) not in staying:
+            store.clear_peerdata(peer_id)
+            store.addr_update_channels.pop(peer_id, None)
 
 
 def contain_handler_failures(host: Any, swarm: Any) -> None:

@@ -31,6 +31,8 @@ GREETINGS_MAX = 4
 """At once. A node that everybody finds at the same moment answers them one after the other, instead of all
 of them too late."""
 
+_TURN_S = 2.0
+"""How long a greeting holds up others. A few peers that answer nothing would otherwise have all the turns."""
 _GREET_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 _NO_ANSWERS_MAX = 12
 """A peer that does not answer in time is slow, not strange, and asked again this often."""
@@ -130,8 +132,7 @@ class Liveness:
         waits_s, n_unanswered = list(_GREET_RETRY_S), 0
         while self._host.is_connected(node_id):
             try:
-                async with self._greetings:
-                    await self._exchange_records(node_id)
+                await self._greet_in_turn(node_id)
             except SwarmLLMError as error:
                 log.debug("greeting %s: %s", node_id, error)
                 n_unanswered += isinstance(error, DeadlineExceeded)
@@ -146,6 +147,22 @@ class Liveness:
         log.info("peer %s does not answer as a node; letting it go", node_id)
         await self._host.close_hard(node_id)
         return False
+
+    async def _greet_in_turn(self, node_id: str) -> None:
+        await self._greetings.acquire()
+        over = trio.Event()
+        self._nursery.start_soon(self._hold_turn, over)
+        try:
+            await self._exchange_records(node_id)
+        finally:
+            over.set()
+
+    async def _hold_turn(self, over: trio.Event) -> None:
+        try:
+            with trio.move_on_after(_TURN_S):
+                await over.wait()
+        finally:
+            self._greetings.release()
 
     async def _reach_early(self, node_id: str) -> None:
         """Have the data connection before it is needed: it also tells of life. One end dials, the other only
