@@ -50,7 +50,7 @@ PROMPTS = (
 shared with other requests can decide."""
 N_TOKENS = 120
 FROZEN_S = 8.0
-"""Longer than it takes the others to notice (5 s)."""
+"""Longer than it takes the others to notice (4.5 s)."""
 READ_TIMEOUT_S = 90.0
 REFUSED_PAUSE_S = 0.25
 

@@ -18,14 +18,12 @@ memory is bound than they hold. The writer task is never cancelled in the middle
 Noise message makes the rest undecipherable; a sender that is cancelled leaves its message to the writer if it
 has begun. A connection that must end is ended by closing its wire.
 
-**Living.** Each side pings on its own, rather than answering: a peer whose handler is busy reads nothing,
-ours included, and is alive. Silence counts only while this side is ready to read.
+**Living.** See heart.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from struct import Struct
@@ -37,6 +35,7 @@ import trio
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.connection_frames import VERSION, Hello, Kind, checked_hello
 from swarmllm.swarm.deliveries import RR_ACK_TIMEOUT_S, Deliveries
+from swarmllm.swarm.heart import SILENCE_S, Heart
 from swarmllm.swarm.throughput import Throughput
 from swarmllm.swarm.wire import Wire, WireClosed
 from swarmllm_proto.errors import ProtocolError
@@ -45,10 +44,6 @@ from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 
 log = logging.getLogger(__name__)
 
-PING_S = 2.0
-SILENCE_S = 5.0
-
-_CHECK_S = 1.0
 _ASK_AGAIN_S = 0.1
 _CHUNKS_PER_TURN = 8
 """Pieces of at most 64 KiB decoded before other tasks get their turn."""
@@ -119,7 +114,7 @@ class Connection:
         self._queue: deque[_Outgoing] = deque()
         self._queued = trio.lowlevel.ParkingLot()
         self._writing = False
-        self._heard_at_s = math.inf
+        self._heart = Heart()
         self._handling = False
         self.deliveries = Deliveries()
         self._acknowledges = False
@@ -148,7 +143,7 @@ class Connection:
 
     async def run(self) -> None:
         """Until it ends, however it ends; `ending` then says how."""
-        self._heard_at_s = trio.current_time()
+        self._heart.heard(trio.current_time())
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write_queue)
@@ -302,11 +297,12 @@ class Connection:
         n_chunks = n_unpaused = 0
         while True:
             n_bytes, frames = await self._wire.receive_frames(self._decoder)
-            self._heard_at_s = trio.current_time()
+            now = trio.current_time()
+            self._heart.heard(now)
             self.n_bytes_received += n_bytes
-            self.throughput.arrived(n_bytes, self._heard_at_s)
+            self.throughput.arrived(n_bytes, now)
             if frames:
-                self.throughput.message_ended(self._heard_at_s)
+                self.throughput.message_ended(now)
             for frame in frames:
                 await self._take(frame)
             n_chunks += 1
@@ -335,7 +331,7 @@ class Connection:
                 await self._receive(self, header, frame.payload)
             finally:
                 self._handling = False
-                self._heard_at_s = trio.current_time()
+                self._heart.heard(trio.current_time())
             self.deliveries.taken()
         elif kind == Kind.PING:
             self._queue_control(Kind.PONG, header[: _TIME.size])
@@ -372,19 +368,17 @@ class Connection:
                 self._enqueue(self._acknowledgement)
 
     async def _beat(self) -> None:
-        ping_at_s = trio.current_time()
         while True:
             now = trio.current_time()
-            if now >= ping_at_s:
+            if self._heart.ping_is_due(now):
                 self._queue_control(Kind.PING, _TIME.pack(now))
-                ping_at_s = now + PING_S
-            await trio.sleep(_CHECK_S)
+            await trio.sleep_until(self._heart.next_look_s(now))
             self._acknowledge()
-            if trio.current_time() - now > 2 * _CHECK_S:
-                # This process itself was stopped or blocked: what the peer sent meanwhile is yet to be read.
-                self._heard_at_s = trio.current_time()
-                self.deliveries.excuse(self._heard_at_s)
-            elif not self._handling and trio.current_time() - self._heard_at_s > SILENCE_S:
+            now = trio.current_time()
+            state = self._heart.look(now, is_reading=not self._handling)
+            if state == "silent":
                 raise WireClosed("silent")
-            elif self.deliveries.is_overdue(trio.current_time()):
+            if state == "unknown":
+                self.deliveries.excuse(now)
+            elif self.deliveries.is_overdue(now):
                 raise WireClosed(f"a message was not acknowledged for {RR_ACK_TIMEOUT_S:g} s")

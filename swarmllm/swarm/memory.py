@@ -23,7 +23,7 @@ from types import TracebackType
 import trio
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.connection import SILENCE_S
+from swarmllm.swarm.heart import SILENCE_S
 from swarmllm.swarm.memory_link import Line, LinkQuality, MemoryLink
 from swarmllm.swarm.memory_router import InMemoryRouter, Record
 

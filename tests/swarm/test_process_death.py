@@ -1,4 +1,6 @@
-"""What a node notices of another one's end, with real processes and real signals."""
+"""What a node notices of another one's end, with real processes and real signals, and how soon it plans
+without it: the deadlines are what is promised.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from pathlib import Path
 import pytest
 import trio
 
+from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.registry_feed import follow_router
+from swarmllm.swarm.router import Router
+
 from .conftest import DEADLINE_S, Libp2pSwarm, until
+from .handlers import Inbox, no_request
+from .node_process import MODEL_ID, record
+
+KILLED_S = 10.0
+FROZEN_S = 5.0
+LEFT_S = 1.0
 
 NODE = Path(__file__).with_name("node_process.py")
 
@@ -38,49 +50,78 @@ async def node_process(data_dir: Path, *bootstrap: str) -> AsyncIterator[tuple[t
             await process.stdout.aclose()
 
 
+@asynccontextmanager
+async def known_to_plans(router: Router) -> AsyncIterator[Registry]:
+    """What this node's routes are planned from."""
+    registry = Registry(router.node_id)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(follow_router, registry, router)
+        yield registry
+        nursery.cancel_scope.cancel()
+
+
+async def counted_on(registry: Registry, node_ids: list[str]) -> None:
+    """Returns when routes may lead through these nodes, and through no others."""
+    with trio.fail_after(DEADLINE_S):
+        while [holder.node_id for holder in registry.holders(MODEL_ID)] != node_ids:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+
+
 @pytest.mark.slow
-async def test_a_killed_node_is_dropped_and_its_record_stays(
+async def test_a_killed_node_is_out_of_the_routes_and_its_record_stays(
     libp2p_swarm: Libp2pSwarm, tmp_path: Path
 ) -> None:
     a = await libp2p_swarm.start("a")
-    async with node_process(tmp_path / "other", *a.addresses) as (process, node_id):
-        await until(a, lambda: a.connected() == {node_id})
+    async with (
+        known_to_plans(a) as registry,
+        node_process(tmp_path / "other", *a.addresses) as (process, node_id),
+    ):
+        await counted_on(registry, [node_id])
         process.send_signal(signal.SIGKILL)
-        with trio.fail_after(10):
-            await until(a, lambda: not a.connected())
-    assert a.records()[node_id] == b"a process"
+        with trio.fail_after(KILLED_S):
+            await counted_on(registry, [])
+        assert not a.connected()
+        assert a.records()[node_id] == record(node_id)
 
 
 @pytest.mark.slow
-async def test_a_frozen_node_is_dropped_and_found_again_when_it_thaws(
+async def test_a_node_that_leaves_is_out_of_the_routes_at_once(
     libp2p_swarm: Libp2pSwarm, tmp_path: Path
 ) -> None:
     a = await libp2p_swarm.start("a")
-    echoes: list[bytes] = []
-    echoed = trio.Event()
+    async with (
+        known_to_plans(a) as registry,
+        node_process(tmp_path / "other", *a.addresses) as (process, node_id),
+    ):
+        await counted_on(registry, [node_id])
+        assert process.stdin is not None
+        await process.stdin.aclose()
+        with trio.fail_after(LEFT_S):
+            await counted_on(registry, [])
 
-    async def refuse(sender: str, body: bytes) -> bytes:
-        raise AssertionError
 
-    async def keep(sender: str, header: bytes, payload: memoryview) -> None:
-        echoes.append(header)
-        echoed.set()
-
-    a.serve(refuse, keep)
-    async with node_process(tmp_path / "other", *a.addresses) as (process, node_id):
-        await until(a, lambda: a.connected() == {node_id})
+@pytest.mark.slow
+async def test_a_frozen_node_is_out_of_the_routes_and_found_again_when_it_thaws(
+    libp2p_swarm: Libp2pSwarm, tmp_path: Path
+) -> None:
+    a = await libp2p_swarm.start("a")
+    inbox = Inbox()
+    a.serve(no_request, inbox)
+    async with (
+        known_to_plans(a) as registry,
+        node_process(tmp_path / "other", *a.addresses) as (process, node_id),
+    ):
+        await counted_on(registry, [node_id])
         await a.send(node_id, b"before")
-        with trio.fail_after(DEADLINE_S):
-            await echoed.wait()
+        await inbox.wait_for(1)
         process.send_signal(signal.SIGSTOP)
-        await until(a, lambda: not a.connected())
+        with trio.fail_after(FROZEN_S):
+            await counted_on(registry, [])
         process.send_signal(signal.SIGCONT)
-        await until(a, lambda: a.connected() == {node_id})
-        echoed = trio.Event()
-        with trio.fail_after(DEADLINE_S):
-            await a.send(node_id, b"after")
-            await echoed.wait()
-    assert echoes == [b"before", b"after"]
+        await counted_on(registry, [node_id])
+        await a.send(node_id, b"after")
+        await inbox.wait_for(2)
+    assert [header for _, header, _ in inbox.messages] == [b"before", b"after"]
 
 
 @pytest.mark.slow
