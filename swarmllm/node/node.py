@@ -245,7 +245,7 @@ class Node:
         """The model's name, and the route that such a request would take now. Raises ModelNotFound,
         BadModel, NoPipeline."""
         entry = await trio.to_thread.run_sync(self._catalogue.resolve, model)
-        return entry.name, self._pipelines.plan(entry, request)
+        return entry.name, await self._pipelines.plan(entry, request)
 
     def nickname_of(self, node_id: str) -> str:
         if node_id == self.node_id:

@@ -230,9 +230,9 @@ class Pipelines:
         """The route such a request of this node would take now. Raises NoPipeline."""
         return self._routes.choose(entry, request, self._load(0), avoid).stages
 
-    def plan(self, entry: CatalogueEntry, request: RequestSize) -> Plan:
+    async def plan(self, entry: CatalogueEntry, request: RequestSize) -> Plan:
         """The same route with its reasons; nothing runs. Raises NoPipeline."""
-        return self._routes.plan(entry, request, self._load(0))
+        return await self._routes.plan(entry, request, self._load(0))
 
     # What other nodes want.
 

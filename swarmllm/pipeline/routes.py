@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import trio
+
 from swarmllm.models.catalogue import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.assembly import Assembly, Question, assemble, plan_route
@@ -69,9 +71,9 @@ class Routes:
         chosen = assemble(question)
         return replace(chosen, ways_s=undisturbed_ways_s(chosen.stages, question.circumstances))
 
-    def plan(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Plan:
-        """Raises NoPipeline."""
-        return plan_route(self._question(entry, size, load))
+    async def plan(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Plan:
+        """In a thread, because reasons take many times as long as the choice. Raises NoPipeline."""
+        return await trio.to_thread.run_sync(plan_route, self._question(entry, size, load))
 
     def _question(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Question:
         holders = self._holders(entry)

@@ -128,7 +128,7 @@ class FakePipelines:
     def room(self) -> Room:
         return Room(8, 8, 4096)
 
-    def plan(self, entry: CatalogueEntry, size: RequestSize) -> Plan:
+    async def plan(self, entry: CatalogueEntry, size: RequestSize) -> Plan:
         """A real plan for made-up nodes."""
         held = {"node-a": [LayerRange(0, 4)], "b": [LayerRange(4, 12)], "c": [LayerRange(4, 12)]}
         speed = NodeSpeed(0.001, 0.0001, is_measured=True)

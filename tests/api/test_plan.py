@@ -77,7 +77,7 @@ async def test_a_question_that_makes_no_sense_is_refused_by_field(
 
 
 async def test_no_model_and_no_route_have_their_own_status(tmp_path: Path) -> None:
-    def no_route(entry: CatalogueEntry, size: RequestSize) -> Plan:
+    async def no_route(entry: CatalogueEntry, size: RequestSize) -> Plan:
         raise NoPipeline("layers are missing")
 
     async with serve_node(tmp_path) as stand:

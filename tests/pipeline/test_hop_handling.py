@@ -46,17 +46,17 @@ async def test_an_origin_learns_what_its_hops_take_besides_the_way(patient_clock
         swarm.network.set_link("b", "a", LinkQuality(0.01))
         pipelines = swarm["a"].pipelines
 
-        def hop_s() -> float:
-            plan = pipelines.plan(swarm.entry, RequestSize(1, 1))
+        async def hop_s() -> float:
+            plan = await pipelines.plan(swarm.entry, RequestSize(1, 1))
             return plan.stages[1].network_s
 
         async def hurry(index: int) -> None:
             # No thread works while tokens are made.
             patient_clock.autojump_threshold = 0.2 if index == N_TOKENS - 1 else 0.0
 
-        assert hop_s() == pytest.approx(0.01 + HOP_HANDLING_S)
+        assert await hop_s() == pytest.approx(0.01 + HOP_HANDLING_S)
         await read(swarm, "a", hurry)
-        assert hop_s() == pytest.approx(0.01 + 0.003, rel=0.02)
+        assert await hop_s() == pytest.approx(0.01 + 0.003, rel=0.02)
 
 
 def test_stages_in_a_row_on_one_node_are_no_hops() -> None:

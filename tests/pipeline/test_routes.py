@@ -167,7 +167,7 @@ async def test_a_request_goes_where_the_gossip_says_it_is_quicker() -> None:
         with trio.fail_after(5):
             while [stage.node_id for stage in pipelines.stages_for(entry)] != [other]:
                 await trio.lowlevel.checkpoint()
-        plan = pipelines.plan(entry, RequestSize(100, 200))
+        plan = await pipelines.plan(entry, RequestSize(100, 200))
         assert (plan.stages[0].node_id, plan.stages[0].standby, plan.stages[0].is_measured) == (
             other,
             before,
