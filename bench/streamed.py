@@ -7,11 +7,10 @@ the answer had per event.
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 
 from bench.raw_stream import Event, Question, stream_all
@@ -20,8 +19,9 @@ PATH = "/v1/completions"
 
 
 def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """To the nanosecond, by the clock of a process as clock_getcpuclockid(3) names it; /proc counts ticks of
+    10 ms."""
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 def letters(n: int, seed: int) -> str:

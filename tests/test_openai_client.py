@@ -397,3 +397,20 @@ def test_a_response_calls_tools_and_keeps_to_a_schema(ai: openai.OpenAI) -> None
     wanted = {"type": "json_schema", "name": "where", "schema": {"enum": ["here", "there"]}}
     formed = ai.responses.create(**RESPOND, text={"format": wanted})
     assert json.loads(formed.output_text) in ("here", "there")
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "prompt"),
+    [
+        ("chat/completions", "messages", [{"role": "user", "content": "x" * 3000}]),
+        ("completions", "prompt", "x" * 3000),
+        ("responses", "input", "x" * 3000),
+        ("embeddings", "input", "x" * 3000),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused_by_its_name(
+    node: DaemonProcess, path: str, field: str, prompt: object
+) -> None:
+    refused = node.http.post(f"/v1/{path}", json={"model": "guide", field: prompt})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"].startswith(field)

@@ -104,7 +104,11 @@ def prompts_of(value: str | list[Any]) -> list[Prompt]:
     for text in texts_of(value, "prompt"):
         if not text:
             raise InvalidRequest("prompt is empty.", field="prompt")
-        prompts.append(Prompt(text=text) if isinstance(text, str) else Prompt(tokens=text))
+        prompts.append(
+            Prompt(text=text, field="prompt")
+            if isinstance(text, str)
+            else Prompt(tokens=text, field="prompt")
+        )
     return prompts
 
 

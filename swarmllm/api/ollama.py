@@ -174,11 +174,11 @@ async def generate() -> Response:
     settings = _settings(name, body)
     opened = ""
     if body.raw:
-        prompt = Prompt(text=body.prompt)
+        prompt = Prompt(text=body.prompt, field="prompt")
     else:
         opened = opened_thought(await current_node().texts.prompt_ending(name))
         messages = [{"role": "system", "content": body.system}] if body.system else []
-        prompt = Prompt(messages=[*messages, {"role": "user", "content": body.prompt}])
+        prompt = Prompt(messages=[*messages, {"role": "user", "content": body.prompt}], field="prompt")
     sampling = sampling_of(settings, json_schema=json_schema(settings.response_format))
     ask = Ask(name, prompt, sampling, _max_tokens(body.options))
     spoken = Spoken(opened_thought=opened)

@@ -35,7 +35,7 @@ async def respond() -> Response:
     if body.previous_response_id is not None:
         earlier = store.find(body.previous_response_id, owner, field="previous_response_id").messages
     call, added = responses_call(body, earlier)
-    ask, (spoken,) = await prepare(call)
+    ask, (spoken,) = await prepare(call, field="input")
 
     def keep(response: Json) -> None:
         if body.store is not False:

@@ -61,9 +61,9 @@ class Spoken:
         return parsed
 
 
-async def prepare(call: ChatCall) -> tuple[Ask, list[Spoken]]:
+async def prepare(call: ChatCall, *, field: str = "messages") -> tuple[Ask, list[Spoken]]:
     """What to ask the node, and who listens to each of its answers. Raises what finding the model raises, and
-    InvalidRequest for tools whose call cannot be forced."""
+    InvalidRequest for tools whose call cannot be forced. `field`: what the API calls the conversation."""
     texts, sampling = current_node().texts, call.sampling
     names = [str(tool["function"]["name"]) for tool in call.tools or ()]  # type: ignore[index]
     if call.must_call and call.tools:
@@ -73,7 +73,9 @@ async def prepare(call: ChatCall) -> tuple[Ask, list[Spoken]]:
     else:
         opened = opened_thought(await texts.prompt_ending(call.model, call.effort))
     session = session_of(call.session_id, call.prompt_cache_key)
-    prompt = Prompt(messages=call.messages, tools=call.tools, effort=call.effort, session=session)
+    prompt = Prompt(
+        messages=call.messages, tools=call.tools, effort=call.effort, session=session, field=field
+    )
     parsers = (ToolCallParser(call.max_tool_calls, names) if call.tools else None for _ in range(call.n))
     ask = Ask(call.model, prompt, sampling, call.max_tokens)
     return ask, [Spoken(parser, opened) for parser in parsers]

@@ -173,9 +173,9 @@ class Pipelines:
                 model, text=prompt.text, messages=prompt.messages, tools=prompt.tools, effort=prompt.effort
             )
         else:
-            tokens = token_ids(entry, prompt.tokens, "prompt")
+            tokens = token_ids(entry, prompt.tokens, prompt.field)
         tokenize_s = trio.current_time() - started_s
-        sampling = self._fit(len(tokens), sampling, entry)
+        sampling = self._fit(len(tokens), sampling, entry, prompt.field)
         self._counts.generations += 1
         self._own[request_id] = Held(entry.model_id, len(tokens), sampling.max_tokens)
         try:
@@ -195,7 +195,7 @@ class Pipelines:
         """The model's states after the final norm, of every token of i32 [n].
 
         Raises as `generate` does."""
-        sampling = self._fit(len(tokens), Sampling(max_tokens=1), entry)
+        sampling = self._fit(len(tokens), Sampling(max_tokens=1), entry, "input")
 
         async def attempt(avoid: set[str]) -> Rows:
             assignment = PipelineAssignment(
@@ -261,16 +261,16 @@ class Pipelines:
 
     # What this node's clients want.
 
-    def _fit(self, n_prompt_tokens: int, sampling: Sampling, entry: CatalogueEntry) -> Sampling:
+    def _fit(self, n_prompt_tokens: int, sampling: Sampling, entry: CatalogueEntry, field: str) -> Sampling:
         if not n_prompt_tokens:
-            raise InvalidRequest("the prompt has no tokens", field="messages")
+            raise InvalidRequest("the prompt has no tokens", field=field)
         n_ctx = self._pool.context_sizes().get(entry.model_id, self._settings.n_ctx)
         limit = min(n_ctx, entry.manifest.context_length or n_ctx)
         if n_prompt_tokens >= limit:
             raise ContextFull(
                 f"the prompt has {n_prompt_tokens} tokens; {entry.name} has room for {limit} here,"
                 " answer included",
-                field="messages",
+                field=field,
             )
         # Whoever goes on with this request after a failure has to draw the same random numbers.
         seed = secrets.randbelow(2**32) if sampling.seed is None else sampling.seed

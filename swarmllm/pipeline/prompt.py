@@ -30,6 +30,8 @@ class Prompt:
     """How much the model should think first."""
     session: str = ""
     """The conversation of which this is a turn, where the client says so."""
+    field: str = "messages"
+    """What the client's API calls it, for refusals."""
 
     def __post_init__(self) -> None:
         if sum(form is not None for form in (self.messages, self.text, self.tokens)) != 1:
