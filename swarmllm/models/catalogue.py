@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound
+from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, StoreFull
 from swarmllm.models.hashing import FileState, Progress, hash_model
 from swarmllm.models.manifest import Manifest, TensorEntry
 from swarmllm.models.tensor_digest import CHUNK_BYTES, DIGEST_BYTES
@@ -141,7 +141,9 @@ class Catalogue:
                 )
             for table in _TABLES:
                 database.execute(table)
-            database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            if not version:
+                # Written only once: a node must start, and remove models, on a disk that is full.
+                database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def __repr__(self) -> str:
         return f"<Catalogue {self._path}>"
@@ -227,20 +229,21 @@ class Catalogue:
             _forget_chunks(database, entry.model_id)
         return entry
 
-    def adopt(self, entry: CatalogueEntry) -> CatalogueEntry:
-        """Make known a model whose file, holding no tensor yet, the store owns from now on. A name that is
-        taken gets the first digits of the id added."""
+    def adopt(self, entry: CatalogueEntry, present: Iterable[TensorEntry] = ()) -> CatalogueEntry:
+        """Make known a model whose file, holding the tensors `present`, the store owns from now on. A name
+        that is taken gets the first digits of the id added."""
         with self.database() as database:
             database.execute("BEGIN IMMEDIATE")
             name = normalise_name(entry.name)
             row = database.execute("SELECT model_id FROM models WHERE name = ?", (name,)).fetchone()
             if row is not None and row[0] != entry.model_id:
                 name = f"{name[: MAX_NAME_LENGTH - 13]}-{entry.model_id[:12]}"
-            entry = replace(entry, name=name, present=frozenset())
             _forget(database, entry.model_id)
-            _write(database, entry)
+            _write(database, replace(entry, name=name))
             database.execute("INSERT INTO containers VALUES (?, ?, 0)", (entry.model_id, time.time()))
-        return entry
+            rows = [(entry.model_id, tensor.name, tensor.size_bytes) for tensor in present]
+            database.executemany("INSERT INTO tensors VALUES (?, ?, ?, 1)", rows)
+        return self.get(entry.model_id)
 
     def chunk_list(self, model_id: str, tensor: TensorEntry) -> bytes | None:
         """None: not known here."""
@@ -264,6 +267,10 @@ class Catalogue:
             with closing(sqlite3.connect(self._path, timeout=10.0)) as database, database:
                 yield database
         except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+                raise StoreFull(
+                    f"the model catalogue {self._path} cannot be written: the disk is full"
+                ) from error
             raise BadModel(f"the model catalogue {self._path} cannot be used: {error}") from error
 
     def _remembered(self, path: Path) -> tuple[Manifest, FileState] | None:

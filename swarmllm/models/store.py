@@ -25,27 +25,32 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from swarmllm.errors import BadModel, Conflict, ModelNotFound, StoreFull
+from swarmllm.errors import BadModel, Conflict, ModelNotFound, StoreFull, SwarmLLMError
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.models.cuts import with_hearsay
-from swarmllm.models.disk import MTIME_STEP_NS, allocated_bytes, share_file, sync_folder, whole_seconds_ns
+from swarmllm.models.damage import find_damage, lose, seal
+from swarmllm.models.disk import (
+    allocated_bytes,
+    drop_all,
+    give_back,
+    put,
+    share_file,
+    sync_folder,
+    take_back,
+    whole_seconds_ns,
+)
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES, read_header
 from swarmllm.models.hashing import FileState, Progress, hash_model, manifest_of
-from swarmllm.models.header_copy import mend_header, write_copy
+from swarmllm.models.header_copy import write_copy
 from swarmllm.models.manifest import Manifest, TensorEntry
-from swarmllm.models.places import Places
 from swarmllm.models.tensor_digest import TensorHasher, digest_of
 from swarmllm.models.tensor_writer import TensorWriter, disk_faults, pieces
 from swarmllm.models.verification import (
-    HEADER,
-    SegmentPlace,
-    Verification,
-    header_is_right,
-    seal_is_right,
     segments_of,
     strays_of_copies,
     tensors_of,
@@ -96,7 +101,7 @@ class Store:
             n_layers = entry.manifest.n_layers
             segments = segments_of(entry, None)
             spoilt = [s for s in segments if any(s.name.holds(name, n_layers) for name in absent)]
-            self._lose(entry, (), spoilt)
+            lose(self.catalogue, entry, (), spoilt)
             strays += unfinished_files(entry.path.parent)
         strays += strays_of_copies(self._copies, self.catalogue.list())
         for path in strays:
@@ -109,25 +114,16 @@ class Store:
         Everything is checked against `model_id`, which covers every byte of metadata and every tensor's
         digest. Raises BadModel where it is not that model's, StoreFull.
         """
-        incoming = self._folder / f"{INCOMING}{uuid.uuid4().hex}"
-        path = incoming / FILE_NAME
-        try:
-            with disk_faults(path):
-                incoming.mkdir(mode=0o700)
-                entry = self._write_header(path, model_id, name, outline, header)
-                final = self._folder / model_id
-                if final.exists():
-                    shutil.rmtree(final)
-                incoming.rename(final)
-                sync_folder(self._folder)
+        with self._new_container(model_id) as (incoming, final):
+            entry = self._write_header(incoming / FILE_NAME, model_id, name, outline, header)
+            put(incoming, final)
             return self.catalogue.adopt(replace(entry, path=final / FILE_NAME))
-        finally:
-            shutil.rmtree(incoming, ignore_errors=True)
 
     def take_in(self, path: Path, name: str) -> CatalogueEntry:
         """A complete GGUF becomes a container: it is hashed, and moved (it must lie on the same disk), so
         that nothing is copied. Where this machine has the model already, the file is removed. Raises
-        BadModel; then the file stays where it is."""
+        BadModel, StoreFull; then the file stays where it is, as it does until the catalogue knows the
+        container."""
         hashed = hash_model(path)
         manifest, state = hashed.manifest, hashed.state
         try:
@@ -138,7 +134,9 @@ class Store:
         if known is not None and not known.absent(tensors):
             path.unlink()
             return known
-        return self._settle(manifest, name, state, hashed.chunk_lists, path.rename)
+        entry = self._settle(manifest, name, state, hashed.chunk_lists, path)
+        path.unlink(missing_ok=True)
+        return entry
 
     def manifest_of_parts(self, part: Path, name: str, digests: Mapping[str, str]) -> Manifest:
         """Of a file of which only the header and some tensors are there, given all tensors' digests. Raises
@@ -164,7 +162,7 @@ class Store:
             with disk_faults(part):
                 os.utime(part, ns=(state.mtime_ns, state.mtime_ns))
             chunk_lists = {tensor.name: hashed[tensor.name] for tensor in right}
-            return self._settle(manifest, name, state, chunk_lists, lambda target: share_file(part, target))
+            return self._settle(manifest, name, state, chunk_lists, part)
         if not known.is_stored:
             return known
         self.copy_tensors(known, known.absent(right), part)
@@ -176,30 +174,37 @@ class Store:
         name: str,
         state: FileState,
         chunk_lists: Mapping[str, bytes],
-        bring: Callable[[Path], object],
+        origin: Path,
     ) -> CatalogueEntry:
-        """A new container, whose file `bring(path)` puts in its place, with the tensors of `chunk_lists`."""
-        final = self._folder / manifest.model_id
-        incoming = self._folder / f"{INCOMING}{uuid.uuid4().hex}"
-        with disk_faults(final):
-            incoming.mkdir(mode=0o700)
-            if final.exists():
-                shutil.rmtree(final)
-            bring(incoming / FILE_NAME)
-            write_copy(incoming / FILE_NAME, min(tensor.offset for tensor in tensors_of(manifest)))
-            incoming.rename(final)
-            sync_folder(self._folder)
-        entry = self.catalogue.adopt(
-            CatalogueEntry(manifest.model_id, name, final / FILE_NAME, manifest, state)
-        )
-        sizes = {tensor.name: tensor.size_bytes for shard in manifest.shards for tensor in shard.tensors}
-        with self.catalogue.database() as database:
-            database.executemany(
-                "INSERT INTO tensors VALUES (?, ?, ?, 1)",
-                [(entry.model_id, tensor, sizes[tensor]) for tensor in chunk_lists],
+        """A new container, whose file is the one at `origin`, with the tensors of `chunk_lists`."""
+        tensors = tensors_of(manifest)
+        with self._new_container(manifest.model_id, origin) as (incoming, final):
+            share_file(origin, incoming / FILE_NAME)
+            write_copy(incoming / FILE_NAME, min(tensor.offset for tensor in tensors))
+            put(incoming, final)
+            self.catalogue.keep_chunk_lists(manifest.model_id, chunk_lists)
+            return self.catalogue.adopt(
+                CatalogueEntry(manifest.model_id, name, final / FILE_NAME, manifest, state),
+                [tensor for tensor in tensors if tensor.name in chunk_lists],
             )
-        self.catalogue.keep_chunk_lists(entry.model_id, chunk_lists)
-        return self.catalogue.get(entry.model_id)
+
+    @contextmanager
+    def _new_container(self, model_id: str, origin: Path | None = None) -> Iterator[tuple[Path, Path]]:
+        """(a folder to be filled, where `put` brings it). What fails in the block leaves everything as it
+        was, the file at `origin` included."""
+        incoming = self._folder / f"{INCOMING}{uuid.uuid4().hex}"
+        final = self._folder / model_id
+        try:
+            with disk_faults(final):
+                incoming.mkdir(mode=0o700)
+                yield incoming, final
+        except SwarmLLMError:
+            if origin is not None:
+                give_back(origin, [incoming / FILE_NAME, final / FILE_NAME])
+            take_back(incoming, final)
+            raise
+        finally:
+            drop_all(incoming)
 
     def open_tensor(
         self, entry: CatalogueEntry, tensor: TensorEntry, chunk_list: bytes | None = None
@@ -229,11 +234,8 @@ class Store:
                     writer.close()
 
     def seal(self, entry: CatalogueEntry) -> CatalogueEntry:
-        """After a change: give the file back its modification time; returns the entry as it is now."""
-        now = self.catalogue.get(entry.model_id)
-        with disk_faults(entry.path):
-            os.utime(now.path, ns=(now.state.mtime_ns, now.state.mtime_ns))
-        return now
+        """After a change; returns the entry as it is now."""
+        return seal(self.catalogue, entry)
 
     def touch(self, entry: CatalogueEntry) -> None:
         """It is used now: what was not used for longest goes first when room is needed."""
@@ -292,7 +294,15 @@ class Store:
 
     def remove(self, entry: CatalogueEntry) -> None:
         """Forget a model; its file goes only if it is the store's."""
-        self.catalogue.remove(entry.model_id)
+        try:
+            self.catalogue.remove(entry.model_id)
+        except StoreFull:
+            # Forgetting takes some room, too. A kill here leaves a model without a file, to be removed again.
+            self._remove_files(entry)
+            self.catalogue.remove(entry.model_id)
+        self._remove_files(entry)
+
+    def _remove_files(self, entry: CatalogueEntry) -> None:
         if entry.is_stored:
             shutil.rmtree(entry.path.parent, ignore_errors=True)
         else:
@@ -300,52 +310,8 @@ class Store:
                 copy.path.unlink(missing_ok=True)
 
     def verify(self, entry: CatalogueEntry, progress: Progress) -> tuple[str, ...]:
-        """Read and hash all that is there; returns the names of the damaged parts: tensors, HEADER, segments.
-        In a container damaged tensors are absent from then on, so that the next load fetches them again, and
-        the header is mended; copies of a user's layers go, to be made again. Raises BadModel."""
-        with disk_faults(entry.path):
-            damaged = [] if header_is_right(entry, entry.path) else [HEADER]
-            if entry.is_stored and not mend_header(entry):
-                raise BadModel(
-                    f"the header of {entry.path} is damaged and cannot be mended; remove the model and load"
-                    f" it again: swarmllm models rm {entry.name}"
-                )
-            segments = segments_of(entry, self._copies)
-            spoilt = [segment for segment in segments if not seal_is_right(segment)]
-            entry = self._lose(entry, (), spoilt)
-            left = [segment for segment in segments if segment not in spoilt]
-            reading = Verification(entry, left, progress)
-            names = tuple(reading.damaged_tensors(Places(entry)))
-            wrong = tuple(reading.damaged_segments())
-            n_layers = entry.manifest.n_layers
-            held = [each for each in left if any(each.name.holds(name, n_layers) for name in names)]
-            self._lose(entry, names, [*wrong, *(held if entry.is_stored else ())])
-        return (*damaged, *map(str, (*spoilt, *wrong)), *names)
-
-    def _lose(
-        self, entry: CatalogueEntry, names: Iterable[str], segments: Collection[SegmentPlace]
-    ) -> CatalogueEntry:
-        """With a segment file goes all that has moved there: what is fetched again goes into the
-        container."""
-        if entry.is_stored and (names or segments):
-            n_layers = entry.manifest.n_layers
-            gone = {
-                tensor.name
-                for tensor in tensors_of(entry.manifest)
-                if any(segment.name.holds(tensor.name, n_layers) for segment in segments)
-            }
-            with self.catalogue.database() as database:
-                database.executemany(
-                    "DELETE FROM tensors WHERE model_id = ? AND name = ?",
-                    [(entry.model_id, name) for name in gone.union(names)],
-                )
-                database.execute(
-                    "UPDATE models SET mtime_ns = mtime_ns + ? WHERE model_id = ?",
-                    (MTIME_STEP_NS, entry.model_id),
-                )
-        for segment in segments:
-            segment.path.unlink(missing_ok=True)
-        return self.seal(entry) if entry.is_stored else entry
+        """See `find_damage`."""
+        return find_damage(self.catalogue, entry, self._copies, progress)
 
     def _entries(self) -> list[CatalogueEntry]:
         """The containers, those that were not used for longest first."""
