@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
+from swarmllm_proto.ipc_account import GenerateDone, GuessCount  # noqa: F401
 from swarmllm_proto.ipc_base import (  # noqa: F401
     CallId,
     DaemonMessage,
@@ -296,23 +297,6 @@ class Token(WorkerMessage, frozen=True, tag=True):
     logprobs: Logprobs = ()
     onward: bool = False
     """The token has left by a link to the first stage."""
-
-
-class GenerateDone(WorkerMessage, frozen=True, tag=True):
-    """The last answer to Generate, after its Tokens; the request's slot is free."""
-
-    request_id: str
-    finish_reason: FinishReason
-    n_prompt_tokens: TokenCount
-    n_generated: TokenCount
-    prefill_s: Seconds
-    decode_s: Seconds
-    n_cached_tokens: TokenCount = 0
-    """Of the prompt: not computed, because an earlier request began alike."""
-    n_guessed: TokenCount = 0
-    """Tokens that were guessed and checked (speculation)."""
-    n_guessed_right: TokenCount = 0
-    """Of those, the ones that the model then said."""
 
 
 class Done(WorkerMessage, frozen=True, tag=True):

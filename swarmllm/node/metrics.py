@@ -98,8 +98,8 @@ GENERATED_TOKENS = Definition(
 GUESSED_TOKENS = Definition(
     "swarmllm_guessed_tokens_total",
     "counter",
-    "Tokens that were guessed ahead and checked (speculation), by whether the model said them.",
-    ("model", "guess"),
+    "Tokens that were guessed ahead and checked (speculation), by who did and whether the model said them.",
+    ("model", "by", "guess"),
 )
 INFO = Definition("swarmllm_info", "gauge", "Always 1; says which version runs.", ("version",))
 READY = Definition("swarmllm_ready", "gauge", "1 when what `model.load` names is loaded, else 0.")
@@ -235,9 +235,9 @@ class Metrics:
             return
         self._generated_tokens.labels(model).inc(generation.n_generated)
         self._cached_tokens.labels(model).inc(generation.n_cached_tokens)
-        guesses = generation.guesses
-        self._guessed_tokens.labels(model, "right").inc(guesses.right)
-        self._guessed_tokens.labels(model, "wrong").inc(guesses.checked - guesses.right)
+        for way in generation.guesses.ways:
+            self._guessed_tokens.labels(model, way.by, "right").inc(way.n_right)
+            self._guessed_tokens.labels(model, way.by, "wrong").inc(way.n_checked - way.n_right)
         if outcome == "completed":
             self._latency.labels(model).observe(elapsed_s)
             n_decoded = generation.n_generated - 1

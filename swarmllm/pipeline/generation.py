@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.compute import SampledToken
-from swarmllm_proto.ipc import FinishReason, TokenLogprob
+from swarmllm_proto.ipc import FinishReason, GuessCount, TokenLogprob
 from swarmllm_proto.swarm import Stage, StageTiming
 
 Shape = Literal["local", "remote-generate", "chain"]
@@ -115,9 +115,16 @@ class StageAccount:
 class Guesses(NamedTuple):
     """Tokens that were guessed ahead of the model (speculation)."""
 
-    checked: int = 0
-    right: int = 0
-    """Of those, the ones that the model then said: tokens that took no step of their own."""
+    ways: tuple[GuessCount, ...] = ()
+
+    @property
+    def checked(self) -> int:
+        return sum(way.n_checked for way in self.ways)
+
+    @property
+    def right(self) -> int:
+        """Of those, the ones that the model then said: tokens that took no step of their own."""
+        return sum(way.n_right for way in self.ways)
 
 
 class Source(Protocol):

@@ -62,7 +62,7 @@ class LocalSource:
     @property
     def guesses(self) -> Guesses:
         done = self._generation.done
-        return Guesses(done.n_guessed, done.n_guessed_right) if done is not None else Guesses()
+        return Guesses(done.guesses if done is not None else ())
 
     @property
     def prefill_s(self) -> float:

@@ -38,7 +38,7 @@ from swarmllm.travel import Travel, TravelSettings
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerStatistics
 from swarmllm.workerpool.settings import ModelMemory
 from swarmllm_proto.codec import encode_record
-from swarmllm_proto.ipc import Sampling, TokenLogprob
+from swarmllm_proto.ipc import GuessCount, Sampling, TokenLogprob
 from swarmllm_proto.swarm import KeptPrefix, NodeRecord, ShardAnnounce
 
 
@@ -65,7 +65,7 @@ class FakeGeneration:
         self._script = script
         self.shape = "local"
         self.n_cached_tokens = 4
-        self.guesses = Guesses(checked=6, right=5)
+        self.guesses = Guesses((GuessCount("lookup", 6, 5),))
         self.n_recoveries = 0
         self.n_rebuilt = 0
         self.recovery_s = 0.0

@@ -29,6 +29,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     ipc.Sampling,
     ipc.TokenLogprob,
     ipc.KeptRows,
+    ipc.GuessCount,
     *get_args(ipc.AnyDaemonMessage),
     *get_args(ipc.AnyWorkerMessage),
     *(swarm.NodeRecord, swarm.ShardAnnounce, swarm.NodeCapability),

@@ -140,7 +140,7 @@ def test_all_that_is_remembered_comes_out_of_one_batch(open_room: OpenRoom, batc
     warm, account = ask(room, prompt, temperature=0.0, max_tokens=5)
     assert warm == cold
     assert batches == [[5]]
-    assert (account.n_cached_tokens, account.n_guessed, account.n_guessed_right) == (128, 4, 4)
+    assert (account.n_cached_tokens, account.guesses) == (128, (ipc.GuessCount("again", 4, 4),))
     assert account.prefill_s > 0
     assert account.decode_s > 0
 

@@ -89,9 +89,9 @@ def test_bundled_model_says_the_same_with_guesses(open_room: OpenRoom, way: str)
         {"temperature": 0.8, "top_p": 0.9, "repeat_penalty": 1.2, "max_tokens": 25},
     ):
         assert answers(guessing, prompts, **sampling) == answers(plain, prompts, **sampling)
-    n_guessed = [m.n_guessed for m, _ in guessing.sent if isinstance(m, ipc.GenerateDone)]
-    n_right = [m.n_guessed_right for m, _ in guessing.sent if isinstance(m, ipc.GenerateDone)]
-    assert 0 < sum(n_right) < sum(n_guessed)
+    counts = [each for m, _ in guessing.sent if isinstance(m, ipc.GenerateDone) for each in m.guesses]
+    assert 0 < sum(each.n_right for each in counts) < sum(each.n_checked for each in counts)
+    assert {each.by for each in counts} == ({"lookup"} if way == "ngram" else {way})
 
 
 @needs_small_batches

@@ -77,8 +77,6 @@ class Pay:
     """Of one request. Kinds of guesses whose names begin alike, up to a dash, cost the same. Costs are in
     steps as one without guesses takes at the time, so that other programs on the machine change little."""
 
-    n_guessed: int = 0
-    n_right: int = 0
     plain_s: float = 0.0
     """Of a step without guesses; 0: there was none yet."""
     spare_steps: float = START_STEPS
@@ -126,8 +124,6 @@ class Pay:
             self.plain_s = _mean(self.plain_s, seconds) if self.plain_s else seconds
             self._spare(ALLOWED)
             return
-        self.n_guessed += n_guessed
-        self.n_right += n_right
         costs, expected, cost = self._costs_of(kind), self._cost(kind, n_guessed), seconds / self.plain_s
         costs[n_guessed] = _mean(expected, cost) if costs else cost
         record = self._record(kind)

@@ -27,6 +27,9 @@ from typing import Final
 
 import numpy as np
 
+from swarmllm_proto.ipc_account import GuessCount
+from swarmllm_proto.ipc_account import Guesser as Way
+from swarmllm_workers import draft_model, swift
 from swarmllm_workers.continuations import Continuations
 from swarmllm_workers.draft_model import DraftModel, ModelDrafter
 from swarmllm_workers.drafting import AGAIN, Drafter, NgramLookup, Remembered
@@ -38,7 +41,7 @@ from swarmllm_workers.routes import Route
 from swarmllm_workers.segment import Segment, Span
 from swarmllm_workers.segment_maker import LoadProgress
 from swarmllm_workers.small_batches import ROWS_MAX
-from swarmllm_workers.swift import KIND, SwiftDrafter
+from swarmllm_workers.swift import SwiftDrafter
 from swarmllm_workers.swift_trial import SwiftTrial
 
 log = logging.getLogger(__name__)
@@ -46,6 +49,8 @@ log = logging.getLogger(__name__)
 _TRIED_ROWS: Final = (ROWS_MAX, 3)
 """Sizes of batch that are tried, largest first. 3: what ggml computes row by row of weights that it
 rearranged when it loaded them."""
+_WAYS: Final[dict[str, Way]] = {AGAIN: "again", draft_model.KIND: "draft", swift.KIND: "swift"}
+"""Kinds of drafts as they are told; of all others text was looked up."""
 _LONG: Final = 48
 """Tokens that may still come, from which on a request tries in its course: trying takes some ten steps."""
 
@@ -124,7 +129,7 @@ class Speculation:
 
     def saw(self, kind: str, n_guessed: int, n_tokens: int, n_steps: float) -> None:
         """A step of a request that is alone: so many tokens in the time of so many steps without guesses."""
-        if self._trial is not None and (kind == KIND or not n_guessed):
+        if self._trial is not None and (kind == swift.KIND or not n_guessed):
             self._trial.saw(n_tokens, n_steps)
 
     def answered(self, prompt: np.ndarray, answer: Sequence[int]) -> None:
@@ -190,6 +195,7 @@ class Guesser:
         self._slot = slot
         self._drafters = drafters
         self._kind = ""
+        self._counts: dict[Way, tuple[int, int]] = {}
         self._started_s = 0.0
         """When the step began, later by what does not count; 0 where it says nothing about guesses."""
         self._once_s = 0.0
@@ -223,8 +229,17 @@ class Guesser:
             self._started_s += time.perf_counter() - started
         return n_exact - 1
 
+    @property
+    def counts(self) -> tuple[GuessCount, ...]:
+        """How each way of guessing fared."""
+        return tuple(GuessCount(way, *counts) for way, counts in self._counts.items())
+
     def judged(self, n_guessed: int, n_right: int) -> None:
         """The step that began with `guess` is over; so many guesses were checked and so many right."""
+        if n_guessed:
+            way = _WAYS.get(self._kind, "lookup")
+            n_checked, n_right_before = self._counts.get(way, (0, 0))
+            self._counts[way] = n_checked + n_guessed, n_right_before + n_right
         if self._started_s:
             seconds = time.perf_counter() - self._started_s
             self.pay.judged(self._kind, n_guessed, n_right, seconds, self._once_s)

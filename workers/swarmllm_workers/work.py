@@ -356,8 +356,7 @@ class GenerateWork:
                 n_generated=self._decoding.n_generated - (self._n_given - self._n_prompt),
                 prefill_s=self._prefill_s,
                 decode_s=self._decode_s,
-                n_guessed=self._guesser.pay.n_guessed if self._guesser is not None else 0,
-                n_guessed_right=self._guesser.pay.n_right if self._guesser is not None else 0,
+                guesses=self._guesser.counts if self._guesser is not None else (),
             )
         )
         if self._speculation is not None:
