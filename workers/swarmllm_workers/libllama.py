@@ -253,10 +253,13 @@ class Context:
         else:
             self._tokens[:n] = data
             batch = self._token_batch
-        # One value for all rows is put to each of them: `positions` is one only of a lone row.
-        self._positions[:n] = positions
-        self._sequences[:n] = sequences
-        self._outputs[:n] = outputs
+        if n == 1 and isinstance(positions, int):
+            # A lone decode step: what is done below, with less code of numpy.
+            self._positions[0], self._sequences[0], self._outputs[0] = positions, sequences, outputs
+        else:
+            self._positions[:n] = positions
+            self._sequences[:n] = sequences
+            self._outputs[:n] = outputs
         batch.n_tokens = n
         if normed != self._gives_normed:
             lib.llama_set_embeddings(self.handle, normed)

@@ -81,6 +81,7 @@ class Segment:
         self.start, self.end = start, end
         self.is_whole = start == 0 and end == n_layers
         self.has_head = end == n_layers
+        self.is_closed = False
         self._n_layers = n_layers
         self._settings = settings
         self._feeds_tokens = architecture is not None and architecture.feeds_tokens
@@ -321,11 +322,8 @@ class Segment:
             return self._context.logits_of_rows(last - n + 1, n)
         return self._context.logits(last) if span.want == "logits" else _NOTHING
 
-    @property
-    def is_closed(self) -> bool:
-        return self._model.handle is None
-
     def close(self) -> None:
+        self.is_closed = True
         self._context.close()
         self._model.close()
 

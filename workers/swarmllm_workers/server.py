@@ -79,11 +79,14 @@ class Server:
         """Until Shutdown, the last Unload, or the end of the stream."""
         self._connection.setblocking(False)
         self.send(ipc.Ready(pid=self._pid, version=__version__, engine=engine_version()))
-        poll, own = self._poll, self._connection.fileno()
+        poll, own, is_writing = self._poll, self._connection.fileno(), False
+        poll.register(own, select.POLLIN)
         try:
             while not self._handlers.is_finished:
                 is_stuck = self._n_unwritten > UNWRITTEN_MAX
-                poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._unwritten else 0))
+                if bool(self._unwritten) is not is_writing:
+                    is_writing = not is_writing
+                    poll.register(own, select.POLLIN | (select.POLLOUT if is_writing else 0))
                 happened = poll.poll(None if is_stuck else self._handlers.pause_ms())
                 n_left = len(happened)
                 for descriptor, events in happened:
