@@ -75,9 +75,11 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
     size_max_bytes, network_id = gossip.size_max_bytes, gossip.network_id
     router = UnsignedGossipSub(
         protocols=[gossipsub.PROTOCOL_ID_V12, gossipsub.PROTOCOL_ID_V11, gossipsub.PROTOCOL_ID],
-        degree=6,
+        # Each message comes as many times as there are neighbours; up to twelve, as the library has it,
+        # are half of what a swarm of fifty has to do. What is missed is fetched.
+        degree=5,
         degree_low=4,
-        degree_high=12,
+        degree_high=8,
         heartbeat_interval=_HEARTBEAT_S,
         # It slows the heart down to once a minute where the mesh is in a bad way, as it is in a small swarm,
         # and all that is cleared away at each beat piles up meanwhile.

@@ -31,13 +31,14 @@ from libp2p.stream_muxer.yamux import yamux
 from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm import host_guards
+from swarmllm.swarm import host_guards, host_shortcuts
 from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.bounded_yamux import hold_peers_to_their_windows
 from swarmllm.swarm.doorkeeper import Doorkeeper, GuardedNoise
 from swarmllm.swarm.first_answer import first_to_answer
 from swarmllm.swarm.identity import Identity
 from swarmllm.swarm.listening import listening_port, refuse_taken_port
+from swarmllm.swarm.negotiation import propose_at_once
 
 log = logging.getLogger(__name__)
 
@@ -209,12 +210,15 @@ class Host:
                 if not left:
                     raise
 
-    async def open_stream(self, node_id: str, protocol: str) -> Stream:
-        """On an existing connection only. Raises NodeUnreachable. Not to be cancelled."""
+    async def open_stream(self, node_id: str, protocol: str, first: bytes = b"") -> Stream:
+        """On an existing connection only; `first` is what it begins with. Raises NodeUnreachable. Not to be
+        cancelled."""
         if not self.is_connected(node_id):
             raise NodeUnreachable(f"node {node_id} is not connected")
         try:
-            stream: Stream = await self.libp2p_host.new_stream(ID.from_base58(node_id), [TProtocol(protocol)])
+            stream: Stream = await self.libp2p_host.new_stream(
+                ID.from_base58(node_id), [TProtocol(protocol)], first
+            )
         except Exception as error:
             raise NodeUnreachable(f"node {node_id} takes no stream: {type(error).__name__}") from error
         return stream
@@ -310,7 +314,9 @@ async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) ->
     host_guards.batch_window_updates()
     host_guards.describe_oneself_rarely()
     host_guards.contain_task_failures()
+    host_guards.find_parents_of_tasks_at_once()
     host_guards.quieten_expected_failures()
+    host_shortcuts.take_shortcuts()
     refuse_taken_port(listen_host, port)
     listen = Multiaddr(f"/ip{6 if ':' in listen_host else 4}/{listen_host}/tcp/{port}")
     libp2p_host = new_host(
@@ -329,7 +335,7 @@ async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) ->
             enable_health_monitoring=True,
             health_initial_delay=5,
             health_warmup_window=0,
-            health_check_interval=20,
+            health_check_interval=60,
             # Starved of processor time for some seconds is not frozen, and whoever has a data connection
             # notices a frozen peer there, in five.
             ping_timeout=20,
@@ -346,6 +352,8 @@ async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) ->
     host_guards.return_inbound_slots(swarm)
     host_guards.contain_handler_failures(libp2p_host, swarm)
     host_guards.dial_nobody_unasked(swarm)
+    host_guards.ask_nobody_for_a_description(libp2p_host)
+    propose_at_once(libp2p_host)
     host_guards.remember_sockets(swarm, host.sockets)
     host.listen_host = listen_host
     async with libp2p_host.run(listen_addrs=[listen]):

@@ -25,7 +25,7 @@ import trio
 from libp2p.connection_types import ConnectionType
 from libp2p.network.config import RetryConfig
 from libp2p.network.exceptions import SwarmException
-from libp2p.tools.anyio_service import trio_tasks
+from libp2p.tools.anyio_service import trio_manager, trio_tasks
 from libp2p.tools.anyio_service.exceptions import DaemonTaskExit
 
 log = logging.getLogger(__name__)
@@ -117,6 +117,32 @@ def contain_task_failures() -> None:
     name or a gossip message with a junk key, sent by anybody after the handshake, kills the process. Only the
     service's own main tasks may still end it."""
     trio_tasks.FunctionTask.run = _run_without_killing_the_host
+
+
+def find_parents_of_tasks_at_once() -> None:
+    """Each task of a service (one per gossip message and one or two per peer) is looked for among all of them
+    when it starts another: in a swarm of n that is n steps for each message."""
+    trio_manager.TrioManager._run_and_manage_task = _run_and_remember
+    trio_manager.TrioManager._find_parent_task = _remembered_task
+
+
+_original_run_and_manage = trio_manager.TrioManager._run_and_manage_task
+
+
+async def _run_and_remember(self: Any, task: Any) -> None:
+    tasks = self.__dict__.setdefault("_task_of_trio_task", weakref.WeakKeyDictionary())
+    tasks[trio.lowlevel.current_task()] = task
+    await _original_run_and_manage(self, task)
+
+
+def _remembered_task(self: Any, trio_task: trio.lowlevel.Task) -> Any:
+    return self.__dict__.get("_task_of_trio_task", {}).get(trio_task)
+
+
+def ask_nobody_for_a_description(host: Any) -> None:
+    """Identify on every connection, both ways, a quarter of all streams of a swarm that meets: nobody here
+    reads the answers (addresses come in signed envelopes, protocols are tried). Who asks is answered."""
+    host._schedule_identify = lambda peer_id, *, reason: None
 
 
 def leave_retrying_to_us(swarm: Any) -> None:

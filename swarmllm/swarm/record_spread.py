@@ -1,8 +1,8 @@
 """What this node says to the swarm, and what it hears: envelopes out and in, heartbeats, and the repair of
 what was missed.
 
-The book decides what is new (record_book.py); this drives it: gossip on change, a heartbeat every few
-seconds, and a fetch where a heartbeat told of an envelope that gossip did not bring.
+The book decides what is new (record_book.py); this drives it: gossip on change, heartbeats after it, rarer
+and rarer, and a fetch where a heartbeat told of an envelope that gossip did not bring.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ from swarmllm_proto.errors import BadMessage
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
+"""After this node published something: whoever missed it learns of it so soon."""
 HEARTBEAT_MAX_S = 60.0
+"""While there is nothing new, of which only those need to hear that have no connection with this node."""
 HEARTBEATS_PER_S = 2.0
 """Of the whole swarm: each node hears all of them, several times."""
 TOPIC_SIZES_BYTES = {MODELS: ENVELOPE_MAX, HEALTH: HEARTBEAT_MAX}
@@ -83,6 +85,8 @@ class RecordSpread:
         self._book = RecordBook(identity.node_id, verify)
         self._fetching: set[str] = set()
         self._n_beats = 0
+        self._n_beats_since_news = 0
+        self._news = trio.Event()
         self._gossip: Gossip | None = None
         self.own = Envelope(node_id=identity.node_id, started_at_ms=started_at_ms, sequence=0)
         self.exchange = RecordExchange(self._book, ask, self._take)
@@ -100,6 +104,8 @@ class RecordSpread:
         self.own = msgspec.structs.replace(self.own, sequence=self.own.sequence + 1, record=record)
         sealed = seal(self.own, self._identity.sign)
         self._book.write_own(self.own, sealed, trio.current_time())
+        self._n_beats_since_news = 0
+        self._news.set()
         self._refresh()
         self._feed.announce(Change("record", self._identity.node_id))
         if self._gossip is not None:
@@ -178,7 +184,18 @@ class RecordSpread:
                 beat=self._n_beats,
             )
             await gossip.publish(HEALTH, seal(heartbeat, self._identity.sign))
-            await trio.sleep(heartbeat_interval_s(len(self._book)) * random.uniform(0.8, 1.2))
+            await self._until_next_beat(trio.current_time())
+            self._n_beats_since_news += 1
+
+    async def _until_next_beat(self, last_at_s: float) -> None:
+        jitter = random.uniform(0.8, 1.2)
+        while True:
+            self._news = trio.Event()
+            interval_s = heartbeat_interval_s(len(self._book), self._n_beats_since_news)
+            with trio.move_on_at(last_at_s + interval_s * jitter):
+                await self._news.wait()
+                continue
+            return
 
     async def _keep_house(self) -> None:
         while True:
@@ -194,8 +211,10 @@ class RecordSpread:
         self.records = MappingProxyType(self._book.records())
 
 
-def heartbeat_interval_s(n_nodes: int) -> float:
-    return min(HEARTBEAT_MAX_S, max(HEARTBEAT_S, n_nodes / HEARTBEATS_PER_S))
+def heartbeat_interval_s(n_nodes: int, n_beats_since_news: int) -> float:
+    """Doubles from beat to beat until there is news."""
+    quiet_s = HEARTBEAT_S * float(2 ** min(n_beats_since_news, 8))
+    return min(HEARTBEAT_MAX_S, max(quiet_s, n_nodes / HEARTBEATS_PER_S))
 
 
 def next_incarnation(data_dir: Path, now_ms: int) -> int:

@@ -24,6 +24,7 @@ import trio
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError
 from swarmllm.swarm.answering import RequestRefused
 from swarmllm.swarm.host import Host, Stream
+from swarmllm.swarm.negotiation import FIRST_MAX_BYTES
 from swarmllm_proto.limits import REQUEST_MAX
 
 log = logging.getLogger(__name__)
@@ -120,10 +121,13 @@ class Requests:
                 await self._host.close_hard(node_id)
 
     async def _converse(self, node_id: str, kind: int, body: bytes, exchange: _Exchange) -> None:
-        stream = await self._host.open_stream(node_id, PROTOCOL)
+        message = _message(kind, body)
+        is_short = len(message) <= FIRST_MAX_BYTES
+        stream = await self._host.open_stream(node_id, PROTOCOL, message if is_short else b"")
         complete = False
         try:
-            await _write(stream, kind, body)
+            if not is_short:
+                await stream.write(message)
             with exchange.reading:
                 status, response = await _read(stream)
                 complete = True
@@ -163,7 +167,11 @@ class Requests:
 
 
 async def _write(stream: Stream, tag: int, body: bytes) -> None:
-    await stream.write(b"".join((_LENGTH.pack(1 + len(body)), bytes((tag,)), body)))
+    await stream.write(_message(tag, body))
+
+
+def _message(tag: int, body: bytes) -> bytes:
+    return b"".join((_LENGTH.pack(1 + len(body)), bytes((tag,)), body))
 
 
 async def _read(stream: Stream) -> tuple[int, bytes]:

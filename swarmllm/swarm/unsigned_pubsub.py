@@ -10,6 +10,7 @@ is dropped before anything looks at it.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from typing import Any
 
 from libp2p.peer.id import ID
@@ -33,6 +34,10 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
         self.latest[topic_id] = message = rpc_pb2.Message(data=data, topicIDs=[topic_id])
         await self.push_msg(self.my_id, message)
 
+    def _is_subscribed_to_msg(self, msg: Any) -> bool:
+        """Asked before a task is made for a message: of those that several neighbours send, one is enough."""
+        return super()._is_subscribed_to_msg(msg) and not self._is_msg_seen(msg)
+
     async def push_msg(self, msg_forwarder: ID, msg: Any) -> None:
         if msg.from_id or msg.seqno or msg.signature or msg.key:
             return
@@ -46,6 +51,11 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
         super().attach(pubsub)
         stock: Any = self.mcache
         self.mcache: Any = _ContentCache(stock.window_size, stock.history_size, pubsub)
+        # Of each message and each connection a time is kept for the library's opinion of the mesh's health,
+        # which nobody asks for, and only asking for it would ever clear them away.
+        self.recent_message_deliveries: Any = defaultdict(lambda: deque(maxlen=0))
+        self.recent_peer_connections: Any = deque(maxlen=0)
+        self.recent_peer_disconnections: Any = deque(maxlen=0)
 
     async def send_recent_messages(self, peer_id: ID, topic: str) -> None:
         """To who has just subscribed. The library tells everything that it heard from anybody in the last

@@ -5,15 +5,24 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.secp256k1 import create_new_key_pair as create_secp256k1_key_pair
 from libp2p.peer.id import ID
 
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.change_feed import ChangeFeed
+from swarmllm.swarm.gossip import HEALTH, MODELS, Gossip
 from swarmllm.swarm.identity import Identity, verify
 from swarmllm.swarm.record_book import EXPIRY_S, RecordBook
-from swarmllm.swarm.record_spread import HEARTBEAT_MAX_S, HEARTBEAT_S, heartbeat_interval_s
+from swarmllm.swarm.record_spread import (
+    HEARTBEAT_MAX_S,
+    HEARTBEAT_S,
+    RecordSpread,
+    heartbeat_interval_s,
+)
 from swarmllm_proto.envelope import ENVELOPE_MAX, Envelope, Heartbeat, seal, unseal
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.limits import RECORD_MAX
@@ -203,6 +212,53 @@ def test_envelopes_asked_for_stop_where_the_response_is_full() -> None:
 
 
 def test_all_heartbeats_of_a_swarm_together_stay_few() -> None:
-    intervals_s = [heartbeat_interval_s(n_nodes) for n_nodes in (1, 10, 11, 50, 4096)]
+    intervals_s = [heartbeat_interval_s(n_nodes, 0) for n_nodes in (1, 10, 11, 50, 4096)]
     assert intervals_s == [HEARTBEAT_S, HEARTBEAT_S, 5.5, 25.0, HEARTBEAT_MAX_S]
     assert 3 * HEARTBEAT_MAX_S < EXPIRY_S
+
+
+def test_who_has_nothing_new_to_say_says_so_ever_more_rarely() -> None:
+    intervals_s = [heartbeat_interval_s(2, n_beats) for n_beats in (0, 1, 2, 3, 4, 1000)]
+    assert intervals_s == [5.0, 10.0, 20.0, 40.0, HEARTBEAT_MAX_S, HEARTBEAT_MAX_S]
+
+
+class HeardGossip(Gossip):
+    """What a node says, and when."""
+
+    def __init__(self) -> None:
+        super().__init__("", lambda _topic, _content: True, lambda _topic, _content: None, {})
+        self.said: list[tuple[str, float]] = []
+
+    async def publish(self, topic: str, content: bytes) -> None:
+        self.said.append((topic, trio.current_time()))
+
+
+async def test_news_is_followed_by_a_heartbeat_soon(autojump_clock: trio.testing.MockClock) -> None:
+    gossip = HeardGossip()
+    async with trio.open_nursery() as nursery:
+        spread = RecordSpread(
+            ME,
+            verify,
+            1,
+            nursery,
+            ChangeFeed(),
+            ask=no_answer,
+            connected=tuple,
+            heard=lambda _: None,
+            forgotten=lambda _: None,
+        )
+        spread.begin(gossip, (), ())
+        await trio.sleep(1000)
+        quiet_s = trio.current_time()
+        n_until_quiet = len(gossip.said)
+        await spread.publish(b"news")
+        await trio.sleep(HEARTBEAT_S * 1.3)
+        nursery.cancel_scope.cancel()
+    assert n_until_quiet < 30
+    after = [(topic, at_s - quiet_s) for topic, at_s in gossip.said[n_until_quiet:]]
+    assert after[0] == (MODELS, 0.0)
+    assert any(topic == HEALTH and at_s <= HEARTBEAT_S * 1.2 for topic, at_s in after)
+
+
+async def no_answer(_node_id: str, _kind: int, _body: bytes) -> bytes:
+    raise NodeUnreachable("nobody is there")

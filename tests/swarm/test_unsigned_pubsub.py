@@ -229,3 +229,33 @@ async def test_the_heart_beats_as_fast_where_the_mesh_is_in_a_bad_way(
         with trio.fail_after(DEADLINE_S):
             for _ in range(3):
                 await beats.park()
+
+
+async def test_a_message_that_comes_twice_is_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with listener(tmp_path / "a") as a, listener(tmp_path / "b") as b:
+        await connect(a, b)
+        looked_at = recorded(
+            monkeypatch, b.gossip._pubsub, "push_msg", lambda _forwarder, message: message.data
+        )
+        twice = rpc_pb2.Message(data=b"valid, twice", topicIDs=[MODELS])
+        once = rpc_pb2.Message(data=b"valid, after", topicIDs=[MODELS])
+        stream = await a.host.open_stream(b.host.node_id, "/meshsub/1.1.0")
+        await stream.write(encode_varint_prefixed(rpc_pb2.RPC(publish=[twice]).SerializeToString()))
+        await b.hears(twice.data)
+        for message in (twice, once):
+            await stream.write(encode_varint_prefixed(rpc_pb2.RPC(publish=[message]).SerializeToString()))
+        await b.hears(once.data)
+        assert looked_at == [twice.data, once.data]
+
+
+async def test_no_times_of_messages_and_connections_pile_up(tmp_path: Path) -> None:
+    async with listener(tmp_path / "a") as a, listener(tmp_path / "b") as b:
+        await connect(a, b)
+        await a.gossip.publish(MODELS, b"valid message")
+        await b.hears(b"valid message")
+        for router in (a.gossip._pubsub.router, b.gossip._pubsub.router):
+            assert MODELS in router.recent_message_deliveries
+            kept = [*router.recent_message_deliveries.values(), router.recent_peer_connections]
+            assert all(len(times) == 0 for times in kept)

@@ -85,8 +85,9 @@ class Asking:
             try:
                 if is_stranger:
                     await self._host.dial(contact.node_id, list(contact.addresses))
-                stream = await self._host.open_stream(contact.node_id, self._protocol)
-                await stream.write(framed(encode(message)))
+                stream = await self._host.open_stream(
+                    contact.node_id, self._protocol, framed(encode(message))
+                )
                 if expects_answer:
                     with trio.fail_after(ASK_S):
                         exchange.answer = decode(await read_framed(stream, MESSAGE_MAX_BYTES))

@@ -1,0 +1,121 @@
+"""Where py-libp2p 0.8.1 takes many steps for what can be done in one.
+
+What a swarm of n nodes does to find itself is n(n-1)/2 times what a pair does, and a pair spends it on the
+way of some dozens of small frames through the library: seven locks for a frame that nobody contends for, each
+of which gives all other tasks a turn, a message and a system call for each twelve bytes that open a stream,
+two calls to receive what came in one. As in host_guards.py each shortcut is a patch that names its weakness,
+and behaviour is the library's own.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Any
+
+import libp2p.io.trio as trio_io
+import libp2p.stream_muxer.yamux.yamux as yamux
+import trio
+
+READ_AHEAD_BYTES = 16 * 1024
+"""At once from a socket. What has been read is worked off before other tasks get their turn, so not too
+much."""
+
+_HEADER = Struct(">BBHII")
+_OPENING = frozenset({(yamux.TYPE_WINDOW_UPDATE, flag) for flag in (yamux.FLAG_SYN, yamux.FLAG_ACK)})
+_HELD = "_opening_held_back"
+_READ_AHEAD = "_read_ahead"
+
+
+class PromptLock:
+    """One that a task passes at once where nobody holds it. Trio's gives everybody else a turn first."""
+
+    def __init__(self) -> None:
+        self._lock = trio.Lock()
+
+    async def __aenter__(self) -> None:
+        try:
+            self._lock.acquire_nowait()
+        except trio.WouldBlock:
+            await self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class _WriteOnly:
+    """In the place of yamux's lock for many readers or one writer, of which it uses only the latter."""
+
+    def __init__(self) -> None:
+        self._lock = PromptLock()
+
+    def write_lock(self) -> PromptLock:
+        return self._lock
+
+
+def take_shortcuts() -> None:
+    """For all libp2p hosts of this process. Idempotent."""
+    yamux.Yamux.__init__ = _yamux_with_prompt_locks
+    yamux.Yamux._write_frame = _write_frame
+    yamux.YamuxStream.__init__ = _yamux_stream_with_prompt_locks
+    trio_io.TrioTCPStream.__init__ = _tcp_stream_with_prompt_locks
+    trio_io.TrioTCPStream.read = _read_ahead
+
+
+_original_yamux_init = yamux.Yamux.__init__
+_original_yamux_stream_init = yamux.YamuxStream.__init__
+_original_tcp_stream_init = trio_io.TrioTCPStream.__init__
+_original_tcp_read = trio_io.TrioTCPStream.read
+
+
+def _yamux_with_prompt_locks(self: Any, *arguments: Any, **options: Any) -> None:
+    _original_yamux_init(self, *arguments, **options)
+    self.streams_lock = PromptLock()
+    self._write_lock = PromptLock()
+    try:
+        tcp_stream = self.secured_conn.conn.read_writer.read_write_closer.stream
+    except AttributeError:
+        return
+    # Only from here on is nobody else going to read from that socket.
+    if isinstance(tcp_stream, trio_io.TrioTCPStream):
+        tcp_stream.__dict__[_READ_AHEAD] = b""
+
+
+def _yamux_stream_with_prompt_locks(self: Any, *arguments: Any, **options: Any) -> None:
+    _original_yamux_stream_init(self, *arguments, **options)
+    self.window_lock = PromptLock()
+    self.close_lock = PromptLock()
+    self.rw_lock = _WriteOnly()
+
+
+def _tcp_stream_with_prompt_locks(self: Any, *arguments: Any, **options: Any) -> None:
+    _original_tcp_stream_init(self, *arguments, **options)
+    self.read_lock = PromptLock()
+    self.write_lock = PromptLock()
+
+
+async def _write_frame(self: Any, frame: bytes) -> None:
+    """The frames that open a stream, or accept it, say nothing that the next frame of the stream does not
+    say: they are kept until that comes, and travel with it. A cancelled caller is stopped before anything is
+    encrypted: after that it must be sent, or what follows cannot be deciphered."""
+    _, kind, flags, stream_id, length = _HEADER.unpack_from(frame)
+    stream = self.streams.get(stream_id)
+    if stream is not None:
+        if not length and (kind, flags) in _OPENING:
+            setattr(stream, _HELD, frame)
+            return
+        frame = stream.__dict__.pop(_HELD, b"") + frame
+    await trio.lowlevel.checkpoint_if_cancelled()
+    async with self._write_lock:
+        await self.secured_conn.write(frame)
+
+
+async def _read_ahead(self: Any, n: int | None = None) -> bytes:
+    """The library reads lengths of two bytes and then what they announce, each from the kernel."""
+    unread: bytes | None = self.__dict__.get(_READ_AHEAD)
+    if unread is None or n == 0:
+        return bytes(await _original_tcp_read(self, n))
+    if not unread:
+        unread = bytes(await _original_tcp_read(self, READ_AHEAD_BYTES))
+    received = unread if n is None else unread[:n]
+    self.__dict__[_READ_AHEAD] = unread[len(received) :]
+    return received
