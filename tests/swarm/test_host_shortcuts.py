@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from libp2p.host.basic_host import BasicHost
 from libp2p.io.trio import TrioTCPStream
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.tools.anyio_service import Service, background_trio_service
+from trio_typing import TaskStatus
 
 from swarmllm.swarm import host_guards, host_shortcuts
 from swarmllm.swarm.addresses import Address
@@ -39,7 +41,7 @@ async def two_hosts(folder: Path) -> AsyncIterator[tuple[Host, Host]]:
     hosts: list[Host] = []
     async with trio.open_nursery() as nursery:
 
-        async def run(name: str, *, task_status: trio.TaskStatus[None]) -> None:
+        async def run(name: str, *, task_status: TaskStatus[None]) -> None:
             await trio.Path(folder / name).mkdir()
             host = Host(load_or_create_identity(folder / name), Doorkeeper())
             host.serve(ECHO, echo)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 from libp2p.custom_types import TProtocol

@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 from libp2p.crypto.ed25519 import create_new_key_pair
