@@ -139,7 +139,12 @@ class Client:
     def _failures_explained(self) -> Iterator[None]:
         try:
             yield
-        except (httpx.ConnectError, httpx.ConnectTimeout):
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            if (distrust := _distrust(error)) is not None:
+                raise DaemonUnreachable(
+                    f"The certificate of {self.api_url} is not trusted here ({distrust}). Where you made it "
+                    "yourself, name the file of its authority in SSL_CERT_FILE."
+                ) from None
             raise DaemonUnreachable(
                 f"No daemon answers at {self.api_url}: start one with `swarmllm daemon`, or name another "
                 "with --api."
@@ -148,6 +153,15 @@ class Client:
             raise CommandFailed(f"{self.api_url} did not answer within {ANSWER_TIMEOUT_S:.0f} s.") from None
         except httpx.HTTPError as error:
             raise CommandFailed(f"The connection to {self.api_url} broke: {error}") from None
+
+
+def _distrust(error: BaseException | None) -> str | None:
+    """What is wrong with the certificate, if that is what an error comes from."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return error.verify_message
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _certificates() -> ssl.SSLContext:

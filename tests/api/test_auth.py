@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import trio
 from api_fakes import Stand, open_node
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -20,6 +21,8 @@ from cryptography.x509.oid import NameOID
 
 from swarmllm.api import auth
 from swarmllm.api.server import open_api
+from swarmllm.cli.client import Client
+from swarmllm.cli.errors import DaemonUnreachable
 from swarmllm.config import ApiTable
 from swarmllm.errors import ConfigError
 from swarmllm.keys import KeyFile
@@ -168,6 +171,23 @@ async def test_https_is_served_from_certificate_files(tmp_path: Path) -> None:
         answer = await http.post("/v1/chat/completions", json=hello)
         assert answer.http_version == "HTTP/1.1"
         assert answer.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.slow
+async def test_the_command_line_trusts_a_certificate_of_ones_own_making_when_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certfile, keyfile = write_certificate(tmp_path)
+
+    def models(url: str) -> object:
+        with Client(url) as command_line:
+            return command_line.get(MODELS)
+
+    async with serve(tmp_path, certfile=certfile, keyfile=keyfile) as (_, url):
+        with pytest.raises(DaemonUnreachable, match="SSL_CERT_FILE"):
+            await trio.to_thread.run_sync(models, url)
+        monkeypatch.setenv("SSL_CERT_FILE", certfile)
+        assert await trio.to_thread.run_sync(models, url)
 
 
 @pytest.mark.slow
