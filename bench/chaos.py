@@ -224,13 +224,20 @@ def chaos(
         nodes.remove_folder()
 
 
-def run(swarm: Chaos, n_streams: int, n_disturbed: int, n_tokens: int, seed: int) -> tuple[list[Stream], ...]:
+def run(
+    swarm: Chaos,
+    n_streams: int,
+    n_disturbed: int,
+    n_tokens: int,
+    seed: int,
+    prompts: Sequence[str] = PROMPTS,
+) -> tuple[list[Stream], ...]:
     """(one undisturbed stream per prompt, all others)"""
-    before = [swarm.stream(prompt, n_tokens) for prompt in PROMPTS]
+    before = [swarm.stream(prompt, n_tokens) for prompt in prompts]
     random = Random(seed)
     chosen = set(random.sample(range(n_streams), n_disturbed))
     plans = [
-        (random.choice(PROMPTS), Random(seed * 1000 + i) if i in chosen else None) for i in range(n_streams)
+        (random.choice(prompts), Random(seed * 1000 + i) if i in chosen else None) for i in range(n_streams)
     ]
     ended = threading.Event()
     streams: list[Stream] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.chaos import Chaos, chaos, run
+from bench.chaos import PROMPTS, Chaos, chaos, run
 from swarmllm.cli.client import Client
 
 pytestmark = pytest.mark.slow
@@ -28,10 +28,10 @@ def test_a_stream_waits_for_its_only_neighbour_and_follows_it_to_another_address
     """b has what nobody else has; it is killed under the stream, and comes back on other ports."""
     with chaos({"a": ["guide:0:6"], "b": ["guide:6:12"]}, ways=("kill",)) as swarm:
         before = peer_addresses(swarm)
-        undisturbed, (stream,) = run(swarm, n_streams=1, n_disturbed=1, n_tokens=60, seed=7)
+        (undisturbed,), (stream,) = run(swarm, 1, 1, n_tokens=60, seed=7, prompts=PROMPTS[:1])
         after = peer_addresses(swarm)
     assert (stream.disturbed_by, stream.error, stream.n_recoveries) == ("kill", "", 1)
-    assert stream.text in {each.text for each in undisturbed if each.prompt == stream.prompt}
+    assert stream.text == undisturbed.text != ""
     assert before
     assert not before & after
 

@@ -80,3 +80,5 @@ def test_the_roofline_is_the_slower_of_reading_and_multiplying() -> None:
     multiplying = roofline(MachineSpeed(1e12, 1e9), layer_bytes=1e6, layer_weights=1e6)
     assert multiplying == Latency(pytest.approx(2e-3), pytest.approx(2e-3))
     assert roofline(MachineSpeed(), 1e6, 1e6) == Latency()
+    # What it multiplies is not known.
+    assert roofline(MachineSpeed(1e9), 1e6, 1e6) == reading

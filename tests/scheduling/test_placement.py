@@ -156,6 +156,29 @@ def moves(before: dict[str, tuple[LayerRange, ...]], after: list[PlacementNode])
     return sum(len(new) for each in after for new in subtract(each.held, before.get(each.node_id, ())))
 
 
+@pytest.mark.parametrize(
+    ("alignment", "layers", "n_bytes"),
+    [(1, "0:4", 557), (1, "4:8", 400), (1, "8:12", 620), (1, "0:12", 1577), (5, "10:12", 420)],
+)
+def test_the_ends_of_a_model_take_their_embedding_and_head_along(
+    alignment: int, layers: str, n_bytes: int
+) -> None:
+    shape = ModelShape(12, alignment, 100, embedding_bytes=157, head_bytes=220)
+    assert shape.n_bytes(LayerRange.parse(layers)) == n_bytes
+    assert [shape.layers(i, i + 1) for i in range(shape.n_units)][-1].end == 12
+
+
+def test_a_node_without_room_for_an_end_gets_the_middle() -> None:
+    shape = ModelShape(12, 1, 100, embedding_bytes=157, head_bytes=220)
+    roomy = [PlacementNode(node_id, 700, 0.001) for node_id in "ac"]
+    plan = place(shape, [*roomy, PlacementNode("b", 400, 0.001)])
+    assert len(plan.pipelines) == 1
+    ends = (plan.pipelines[0][0].node_id, plan.pipelines[0][-1].node_id)
+    assert sorted(ends) == ["a", "c"]
+    for target in plan.targets.values():
+        assert sum(map(shape.n_bytes, target)) <= 700
+
+
 def test_a_gap_is_filled_before_a_new_pipeline_is_begun() -> None:
     nodes = [node("a", 0, held=(LayerRange(0, 6),)), node("b", 12), node("c", 12)]
     plan = place(SHAPE, nodes)
