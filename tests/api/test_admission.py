@@ -177,6 +177,7 @@ async def test_who_is_refused_is_told_when_the_others_will_have_had_their_turns(
     autojump_clock: object,
 ) -> None:
     admission = admission_of(1, 2, 100.0)
+    await trio.sleep(30)
     async with admission.turn():
         await trio.sleep(4)
     async with trio.open_nursery() as nursery, admission.turn():
