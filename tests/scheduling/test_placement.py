@@ -200,6 +200,15 @@ def test_a_node_next_to_a_gap_grows_into_it_before_others_are_asked() -> None:
     assert plan.targets["a"] == (WHOLE,)
 
 
+def test_who_is_beside_a_gap_fills_it_from_its_own_end() -> None:
+    ends = [node("a", 2, held=(LayerRange(0, 4),)), node("b", 2, held=(LayerRange(8, 12),))]
+    assert place(SHAPE, ends).targets == {"a": (LayerRange(0, 6),), "b": (LayerRange(6, 12),)}
+    ends[1] = node("b", 2, held=(LayerRange(10, 12),))
+    plan = place(SHAPE, [*ends, node("z", 2)])
+    targets = {"a": (LayerRange(0, 6),), "z": (LayerRange(6, 8),), "b": (LayerRange(8, 12),)}
+    assert plan.targets == targets
+
+
 def test_nodes_in_one_region_complement_each_other_and_an_ocean_is_crossed_only_at_need() -> None:
     def at(x_s: float) -> Coordinate:
         return Coordinate((x_s, 0.0, 0.0), 0.001, 0.1)

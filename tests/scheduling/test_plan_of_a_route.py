@@ -59,9 +59,15 @@ def test_what_else_there_is_has_the_cost_of_the_best_route_through_it(
         return
     allowed = {node_id: usable(ranges, N_LAYERS, alignment) for node_id, ranges in held.items()}
     routes = [(felt_s(segments, circumstances), segments) for segments in every_route(allowed)]
-    for stage in plan.stages:
+    for index, stage in enumerate(plan.stages):
         for other in stage.alternatives:
-            if other.layers != stage.layers:
+            if other.layers == stage.layers:
+                instead = [(each.node_id, each.layers) for each in plan.stages]
+                instead[index] = (other.node_id, stage.layers)
+                cost_s = felt_s(instead, circumstances)
+                assert other.extra_s + plan.cost_s == pytest.approx(cost_s, rel=1e-9, abs=1e-7)
+            else:
+                assert not composes(allowed[other.node_id], stage.layers)
                 through = [cost_s for cost_s, segments in routes if (other.node_id, other.layers) in segments]
                 assert other.extra_s + plan.cost_s == pytest.approx(min(through), rel=1e-9, abs=1e-7)
     away = [rival.cost_s for rival in plan.rivals if rival.name == "with other nodes"]
