@@ -118,6 +118,22 @@ def test_route_of_a_running_request_breaks_with_a_reason(open_engine: OpenEngine
     assert caught.value.kind == "not_loaded"
 
 
+def test_what_could_not_be_cut_anew_is_loaded_at_its_next_use(
+    open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    engine = open_engine()
+    engine.load(0, 4)
+    (tmp_path / "segments").rename(tmp_path / "elsewhere")
+    with pytest.raises(CallError) as caught:
+        engine.unload(1, 2)
+    assert caught.value.kind == "out_of_memory"
+    assert engine.ranges == ((0, 1), (2, 4))
+    assert bounds(engine) == []
+    (tmp_path / "elsewhere").rename(tmp_path / "segments")
+    run(engine, "r", 3, 4, 0, ROWS)
+    assert bounds(engine) == [(0, 1), (2, 3), (3, 4)]
+
+
 def test_failed_load_leaves_what_was_held(open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine()
     engine.load(0, 1)
