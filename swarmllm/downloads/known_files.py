@@ -25,7 +25,7 @@ class KnownFiles:
         """Of every tensor of a file, in the order of their offsets; None: there is no such model here."""
         for entry in await trio.to_thread.run_sync(self._catalogue.of_size, size_bytes):
             tensors = sorted(
-                (tensor for shard in entry.manifest.shards for tensor in shard.tensors),
+                entry.manifest.tensors,
                 key=lambda tensor: tensor.offset,
             )
             if tensors and await self._header(entry, tensors[0]) == header:

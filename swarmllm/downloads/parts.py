@@ -31,7 +31,7 @@ async def check_same_file(remote: Remote, facts: Facts, entry: CatalogueEntry) -
     other = BadModel(f"{remote.url} is not the file that {entry.name} was made from", field="source")
     if facts.size_bytes != entry.state.size_bytes:
         raise other
-    tensors = [tensor for shard in entry.manifest.shards for tensor in shard.tensors]
+    tensors = entry.manifest.tensors
     n_bytes = min(tensor.offset for tensor in tensors)
     at = 0
     with entry.path.open("rb") as file:

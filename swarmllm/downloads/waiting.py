@@ -218,5 +218,5 @@ def read_waiting(folder: Path) -> WaitingModel | None:
 
 
 def _in_order(layout: Manifest, header: GgufHeader) -> tuple[TensorEntry, ...]:
-    by_name = {tensor.name: tensor for shard in layout.shards for tensor in shard.tensors}
+    by_name = {tensor.name: tensor for tensor in layout.tensors}
     return tuple(by_name[tensor.name] for tensor in header.tensors)

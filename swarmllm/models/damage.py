@@ -20,7 +20,6 @@ from swarmllm.models.verification import (
     header_is_right,
     seal_is_right,
     segments_of,
-    tensors_of,
 )
 
 
@@ -59,7 +58,7 @@ def lose(
         n_layers = entry.manifest.n_layers
         gone = {
             tensor.name
-            for tensor in tensors_of(entry.manifest)
+            for tensor in entry.manifest.tensors
             if any(segment.name.holds(tensor.name, n_layers) for segment in segments)
         }
         with catalogue.database() as database:

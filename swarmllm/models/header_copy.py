@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from swarmllm.models.catalogue import CatalogueEntry
-from swarmllm.models.verification import header_is_right, tensors_of
+from swarmllm.models.verification import header_is_right
 
 FILE_NAME = "header.gguf"
 
@@ -34,7 +34,7 @@ def mend_header(entry: CatalogueEntry) -> bool:
     """Whether the container's header is right, now. Its modification time has moved where it was not. Raises
     OSError."""
     copy = entry.path.with_name(FILE_NAME)
-    header_bytes = min(tensor.offset for tensor in tensors_of(entry.manifest))
+    header_bytes = min(tensor.offset for tensor in entry.manifest.tensors)
     if header_is_right(entry, entry.path):
         if not copy.exists():
             write_copy(entry.path, header_bytes)

@@ -105,6 +105,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def whole(self) -> LayerRange:
         return LayerRange(0, self.n_layers)
 
+    @property
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """Of all shards, in their order."""
+        return tuple(tensor for shard in self.shards for tensor in shard.tensors)
+
     def can_cut_at(self, layer: int) -> bool:
         """Whether a segment may begin or end at `layer`."""
         if layer in (0, self.n_layers):

@@ -53,7 +53,6 @@ from swarmllm.models.tensor_writer import TensorWriter, disk_faults, pieces
 from swarmllm.models.verification import (
     segments_of,
     strays_of_copies,
-    tensors_of,
     unfinished_files,
 )
 from swarmllm_proto.segment_names import FOLDER
@@ -97,7 +96,7 @@ class Store:
         strays = [path for path in self._folder.iterdir() if path not in known]
         for entry in stored:
             # A kill while damage was being removed: its file still lies there, and would be read.
-            absent = {tensor.name for tensor in entry.absent(tensors_of(entry.manifest))}
+            absent = {tensor.name for tensor in entry.absent(entry.manifest.tensors)}
             n_layers = entry.manifest.n_layers
             segments = segments_of(entry, None)
             spoilt = [s for s in segments if any(s.name.holds(name, n_layers) for name in absent)]
@@ -130,7 +129,7 @@ class Store:
             known = self.catalogue.resolve(manifest.model_id)
         except (ModelNotFound, BadModel):
             known = None
-        tensors = [tensor for shard in manifest.shards for tensor in shard.tensors]
+        tensors = manifest.tensors
         if known is not None and not known.absent(tensors):
             path.unlink()
             return known
@@ -151,7 +150,7 @@ class Store:
         a part of the one that is there. Only those count whose bytes are the model's. The file stays and
         shares the container's bytes until it is removed, so that a kill at any moment loses nothing. Raises
         BadModel, StoreFull."""
-        tensors = [tensor for shard in manifest.shards for tensor in shard.tensors if tensor.name in names]
+        tensors = [tensor for tensor in manifest.tensors if tensor.name in names]
         with disk_faults(part), part.open("rb") as file:
             hashed = {tensor.name: _chunk_list(file.fileno(), tensor) for tensor in tensors}
             state = FileState(os.fstat(file.fileno()).st_size, whole_seconds_ns())
@@ -177,7 +176,7 @@ class Store:
         origin: Path,
     ) -> CatalogueEntry:
         """A new container, whose file is the one at `origin`, with the tensors of `chunk_lists`."""
-        tensors = tensors_of(manifest)
+        tensors = manifest.tensors
         with self._new_container(manifest.model_id, origin) as (incoming, final):
             share_file(origin, incoming / FILE_NAME)
             write_copy(incoming / FILE_NAME, min(tensor.offset for tensor in tensors))

@@ -18,7 +18,7 @@ from swarmllm.errors import BadModel
 from swarmllm.models.catalogue import CatalogueEntry
 from swarmllm.models.gguf_header import GgufHeader, read_header
 from swarmllm.models.hashing import READ_BYTES, Progress, manifest_of
-from swarmllm.models.manifest import Manifest, TensorEntry
+from swarmllm.models.manifest import TensorEntry
 from swarmllm.models.places import Places
 from swarmllm.models.tensor_digest import TensorHasher
 from swarmllm_proto.segment_names import (
@@ -47,10 +47,6 @@ class SegmentPlace:
 
     def __str__(self) -> str:
         return f"segment {self.name.start}:{self.name.end}"
-
-
-def tensors_of(manifest: Manifest) -> list[TensorEntry]:
-    return [tensor for shard in manifest.shards for tensor in shard.tensors]
 
 
 def segments_of(entry: CatalogueEntry, copies: Path | None) -> list[SegmentPlace]:
@@ -83,16 +79,16 @@ def strays_of_copies(copies: Path | None, entries: Iterable[CatalogueEntry]) -> 
 def header_is_right(entry: CatalogueEntry, path: Path) -> bool:
     """Whether `path` begins with the header of this model, in the same layout. Raises OSError."""
     manifest = entry.manifest
-    digests = {tensor.name: tensor.blake3 for tensor in tensors_of(manifest)}
+    digests = {tensor.name: tensor.blake3 for tensor in manifest.tensors}
     try:
         with path.open("rb", buffering=2**20) as file:
             found = manifest_of(file, read_header(file), digests, manifest.name)
     except BadModel:
         return False
-    offsets = {tensor.name: tensor.offset for tensor in tensors_of(manifest)}
+    offsets = {tensor.name: tensor.offset for tensor in manifest.tensors}
     return (
         found.model_id == entry.model_id
-        and {tensor.name: tensor.offset for tensor in tensors_of(found)} == offsets
+        and {tensor.name: tensor.offset for tensor in found.tensors} == offsets
     )
 
 
@@ -125,7 +121,7 @@ class Verification:
         self._entry = entry
         self._progress = progress
         self._there = sorted(
-            (t for t in tensors_of(entry.manifest) if entry.present is None or t.name in entry.present),
+            (t for t in entry.manifest.tensors if entry.present is None or t.name in entry.present),
             key=lambda tensor: tensor.offset,
         )
         self._inside = {segment: list(self._copied(segment)) for segment in segments}
@@ -157,7 +153,7 @@ class Verification:
     def _copied(self, segment: SegmentPlace) -> Iterator[tuple[TensorEntry, int]]:
         """(tensor, offset) of the copies in a segment file. What has moved there is no copy."""
         manifest = self._entry.manifest
-        by_name = {tensor.name: tensor for tensor in tensors_of(manifest)}
+        by_name = {tensor.name: tensor for tensor in manifest.tensors}
         try:
             with segment.path.open("rb") as file:
                 header = read_header(file)

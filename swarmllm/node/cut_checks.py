@@ -30,7 +30,7 @@ class CutChecks:
     @staticmethod
     def is_due(entry: CatalogueEntry) -> bool:
         """Whether the entry may say more about its cuts once it is tried."""
-        tensors = (tensor for shard in entry.manifest.shards for tensor in shard.tensors)
+        tensors = entry.manifest.tensors
         return needs_check(entry.manifest, engine_version()) and not entry.absent(tensors)
 
     async def ensure(self, entry: CatalogueEntry, progress: Callable[[int, int], None]) -> CatalogueEntry:

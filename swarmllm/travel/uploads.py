@@ -1,7 +1,7 @@
 """The giving end: pieces of this node's models for whoever asks.
 
-Requests come over the control connection, so the decode of running requests, which has connections of its
-own, never waits behind them; what is bounded here is the disk and the bandwidth. Whoever would wait too long
+Requests come over bulk connections, so the decode of running requests, which has connections of its own,
+never waits behind them; what is bounded here is the disk and the bandwidth. Whoever would wait too long
 is told that the node is busy, and asks again or elsewhere: a queue without end would only grow old.
 
 Only what the catalogue knows is given, and only bytes that are what they were when they were hashed.
@@ -44,7 +44,7 @@ class _Source:
 
     @classmethod
     def of(cls, entry: CatalogueEntry, until_s: float) -> _Source:
-        tensors = [tensor for shard in entry.manifest.shards for tensor in shard.tensors]
+        tensors = entry.manifest.tensors
         there = {t.name: t for t in tensors if entry.present is None or t.name in entry.present}
         header_bytes = min((tensor.offset for tensor in tensors), default=0)
         outline = Outline(

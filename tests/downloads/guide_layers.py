@@ -36,7 +36,7 @@ def wanted(layers: str) -> list[tuple[int, int]]:
 
 def header_bytes() -> int:
     """As it is read: in steps, because nobody knows its length before."""
-    exact = min(tensor.offset for shard in guide().shards for tensor in shard.tensors)
+    exact = min(tensor.offset for tensor in guide().tensors)
     at = 0
     while at < exact:
         at += max(PIECE_BYTES, at // 4)

@@ -100,7 +100,7 @@ async def test_one_node_with_the_whole_model_under_any_name_is_enough(tmp_path: 
 
 async def test_contradictions_are_named_and_nothing_is_merged(tmp_path: Path, shelf: Shelf) -> None:
     """Two files that look the same in their header: a model of both would be one that nobody made."""
-    tensor = next(t for s in guide().shards for t in s.tensors if t.name == "blk.9.ffn_up.weight")
+    tensor = next(t for t in guide().tensors if t.name == "blk.9.ffn_up.weight")
     damaged = bytearray(GUIDE_DATA)
     damaged[tensor.offset] ^= 1
     shelf.files["/other/guide-q8_0.gguf"] = bytes(damaged)

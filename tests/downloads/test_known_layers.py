@@ -19,7 +19,7 @@ from swarmllm_proto.swarm import Outline
 
 
 def outline() -> tuple[Outline, bytes]:
-    tensors = [tensor for shard in guide().shards for tensor in shard.tensors]
+    tensors = guide().tensors
     header_bytes = min(tensor.offset for tensor in tensors)
     digests = {tensor.name: tensor.blake3 for tensor in tensors}
     return Outline(header_bytes=header_bytes, size_bytes=len(GUIDE_DATA), digests=digests), GUIDE_DATA[

@@ -67,7 +67,7 @@ def test_three_nodes_pull_a_third_each_and_answer(tmp_path: Path, shelf: Shelf, 
     shelf.files["/stranger.gguf"] = model_file.read_bytes()
     source = shelf.url + "/stranger.gguf"
     manifest = build_manifest(model_file)
-    header_bytes = min(tensor.offset for shard in manifest.shards for tensor in shard.tensors)
+    header_bytes = min(tensor.offset for tensor in manifest.tensors)
 
     def allowed_bytes(layers: str) -> int:
         needed = needed_tensors(manifest, LayerRange.parse(layers))

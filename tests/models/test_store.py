@@ -26,7 +26,7 @@ class Source:
     def __init__(self, path: Path) -> None:
         self.data = write_gguf(path).read_bytes()
         self.manifest = build_manifest(path)
-        self.tensors = [tensor for shard in self.manifest.shards for tensor in shard.tensors]
+        self.tensors = self.manifest.tensors
         n_bytes = min(tensor.offset for tensor in self.tensors)
         digests = {tensor.name: tensor.blake3 for tensor in self.tensors}
         self.outline = Outline(header_bytes=n_bytes, size_bytes=len(self.data), digests=digests)

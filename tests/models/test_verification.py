@@ -11,7 +11,7 @@ from gguf_parts import LLAMA, gguf_bytes, string, value
 from swarmllm.errors import BadModel
 from swarmllm.models import Catalogue, CatalogueEntry, Store
 from swarmllm.models.header_copy import FILE_NAME as HEADER_COPY
-from swarmllm.models.verification import HEADER, header_is_right, tensors_of
+from swarmllm.models.verification import HEADER, header_is_right
 from swarmllm_proto.segment_names import FOLDER, SegmentName
 
 KEYS = {**LLAMA, "general.alignment": 32, "llama.rope.freq_base": 10000.0}
@@ -72,7 +72,7 @@ def test_a_wrong_byte_anywhere_in_a_container_is_found_and_its_header_mended(
             assert found == (HEADER,), at
             assert entry.path.read_bytes() == MODEL, "mended at once"
         else:
-            assert store.catalogue.get("tiny").absent(tensors_of(entry.manifest)), "to be fetched again"
+            assert store.catalogue.get("tiny").absent(entry.manifest.tensors), "to be fetched again"
             store.remove(entry)
             entry = take_in(store, tmp_path)
         assert verify(store, entry) == ()
@@ -117,7 +117,7 @@ def test_a_kill_while_damage_is_removed_is_made_good_at_the_next_start(
         database.execute("DELETE FROM tensors WHERE name = 'blk.0.attn_q.weight'")
     store.sweep()
     assert not segment.exists()
-    absent = store.catalogue.get("tiny").absent(tensors_of(entry.manifest))
+    absent = store.catalogue.get("tiny").absent(entry.manifest.tensors)
     assert {tensor.name for tensor in absent} == {"blk.0.attn_q.weight", "blk.0.ffn_up.weight"}
     assert verify(store, entry) == ()
 

@@ -10,7 +10,6 @@ from small_disk import small_disk
 
 from swarmllm.errors import StoreFull
 from swarmllm.models import Catalogue, LayerRange, Store
-from swarmllm.models.verification import tensors_of
 
 from .travellers import MODEL, TENSOR_BYTES, open_world
 
@@ -37,7 +36,7 @@ async def test_a_disk_that_fills_up_on_the_way(tmp_path: Path) -> None:
                     await taker.get(progress=fill)
                 entry = taker.store.catalogue.get("tiny")
                 assert taker.store.verify(entry, lambda done, total: None) == (), f"round {round_no}"
-                assert len(entry.absent(tensors_of(entry.manifest))) > 0
+                assert len(entry.absent(entry.manifest.tensors)) > 0
                 disk.free()
                 assert taker.store.sweep() == 0
             entry = await taker.get()

@@ -17,7 +17,6 @@ import pytest
 from swarmllm.errors import BadModel, ModelNotFound
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import Catalogue, CatalogueEntry, Store, build_manifest
-from swarmllm.models.verification import tensors_of
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.segment_names import FOLDER
 from swarmllm_proto.swarm import Outline
@@ -28,7 +27,7 @@ from swarmllm_workers.segment_home import SegmentHome
 pytestmark = pytest.mark.slow
 
 MANIFEST = build_manifest(GUIDE_PATH)
-TENSORS = tensors_of(MANIFEST)
+TENSORS = MANIFEST.tensors
 HEADER_BYTES = min(tensor.offset for tensor in TENSORS)
 KILLS_OF_EACH = 8
 LATEST_S = 0.12

@@ -11,7 +11,6 @@ import pytest
 
 from swarmllm.models import Catalogue, CatalogueEntry, Store
 from swarmllm.models.gguf_header import read_header
-from swarmllm.models.verification import tensors_of
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.segment_names import FOLDER
 from swarmllm_workers.gguf_file import GgufFile
@@ -78,11 +77,9 @@ def test_where_layers_have_moved_to(store: Store, model: Path, tmp_path: Path) -
             assert len(found) == 1, (segment.name, at, found)
             assert not segment.exists()
             start, end = RANGES[index]
-            absent = {
-                tensor.name for tensor in store.catalogue.get("tiny").absent(tensors_of(entry.manifest))
-            }
+            absent = {tensor.name for tensor in store.catalogue.get("tiny").absent(entry.manifest.tensors)}
             assert {f"blk.{layer}.attn_q.weight" for layer in range(start, end)} <= absent
-            store.copy_tensors(entry, [t for t in tensors_of(entry.manifest) if t.name in absent], model)
+            store.copy_tensors(entry, [t for t in entry.manifest.tensors if t.name in absent], model)
             assert verify(store, store.seal(entry)) == ()
             shutil.copyfile(whole / FOLDER / segment.name, segment)
 

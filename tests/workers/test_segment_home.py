@@ -41,7 +41,7 @@ class Container:
         self.path = folder / "model.gguf"
         shutil.copyfile(model, self.path)
         self.manifest = build_manifest(model)
-        self.tensors = [tensor for shard in self.manifest.shards for tensor in shard.tensors]
+        self.tensors = self.manifest.tensors
         self.data = model.read_bytes()
         self.mtime_ns = self.path.stat().st_mtime_ns
 

@@ -109,4 +109,4 @@ async def test_it_is_found_fetched_and_its_holder_connected(tmp_path: Path, is_p
                 assert entry.model_id == model_id
                 assert holder.router.node_id in seeker.router.connected()
                 entry = await seeker.travel.ensure(entry, entry.manifest.whole, lambda done, total: None)
-                assert not entry.absent(tuple(t for s in entry.manifest.shards for t in s.tensors))
+                assert not entry.absent(entry.manifest.tensors)
