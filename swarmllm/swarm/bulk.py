@@ -7,6 +7,10 @@ questions and answers instead of messages: header `[u8 kind][u64 number]`, paylo
 
 Questions are handled side by side, so one slow answer holds up no other; at most PENDING_MAX per connection.
 The loss of a bulk connection is nobody's death: what was asked on it fails and is asked again.
+
+Where the peer's data port cannot be reached, its wire is a libp2p stream (`/swarmllm/shard/1.0.0`). A better
+way is looked for now and then, beside what goes on: new questions take it, and the old connection ends with
+its last answer. Through a relay, transfers leave half of what it carries for a circuit to messages.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import trio
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError
 from swarmllm.swarm.answering import RequestRefused
 from swarmllm.swarm.connection import Connection
+from swarmllm.swarm.stream_wire import StreamWire
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +35,7 @@ PENDING_MAX = 32
 _HELLO_S = 5.0
 _NO_WAY_S = 10.0
 """How long a peer without a direct way is not dialled again."""
+_RELAY_ROOM_MIN = 0.5
 _HEADER = Struct("<BQ")
 
 
@@ -40,8 +46,8 @@ class BulkKind(IntEnum):
     BUSY = 3
 
 
-class NoDirectWay(NodeUnreachable):
-    """The peer's data port cannot be reached: ask in another way."""
+class NoBulkWay(NodeUnreachable):
+    """The peer takes no bulk connection of any kind: ask in another way."""
 
 
 class _Question:
@@ -61,20 +67,25 @@ class _Peer:
     dialling: trio.Lock = field(default_factory=trio.Lock)
     connection: Connection | None = None
     retry_at_s: float = 0.0
+    is_looking: bool = False
+    """For a better way than `connection`."""
 
 
 class Bulk:
-    """`dial(node_id)` opens a bulk connection, None where there is no way; `answer` is the daemon's handler
-    and raises RequestRefused."""
+    """`dial(node_id)` opens a direct bulk connection and `open_stream(node_id, old)` one over libp2p that is
+    better than `old`; None where there is no such way. `answer` is the daemon's handler and raises
+    RequestRefused."""
 
     def __init__(
         self,
         nursery: trio.Nursery,
         dial: Callable[[str], Awaitable[Connection | None]],
+        open_stream: Callable[[str, Connection | None], Awaitable[Connection | None]],
         answer: Callable[[str, bytes], Awaitable[bytes]],
     ) -> None:
         self._nursery = nursery
         self._dial = dial
+        self._open_stream = open_stream
         self._answer = answer
         self._peers: dict[str, _Peer] = {}
         self._questions: dict[Connection, dict[int, _Question]] = {}
@@ -82,7 +93,7 @@ class Bulk:
         self._numbers = itertools.count(1)
 
     async def fetch(self, node_id: str, body: bytes, timeout_s: float) -> bytes | memoryview:
-        """Raises NoDirectWay, NodeUnreachable, DeadlineExceeded, RemoteError."""
+        """Raises NoBulkWay, NodeUnreachable, DeadlineExceeded, RemoteError."""
         with trio.move_on_after(timeout_s):
             return await self._fetch(node_id, body)
         raise DeadlineExceeded(f"node {node_id} did not answer within {timeout_s:g} s")
@@ -126,6 +137,9 @@ class Bulk:
             await question.done.wait()
         finally:
             questions.pop(number, None)
+            if not questions and self._questions.get(connection) is questions:
+                del self._questions[connection]
+            self._end_if_replaced(connection)
         if question.failure is not None:
             raise question.failure
         return question.answer
@@ -133,22 +147,61 @@ class Bulk:
     async def _connection(self, node_id: str) -> Connection:
         peer = self._peers.setdefault(node_id, _Peer())
         async with peer.dialling:
-            if peer.connection is not None and peer.connection.alive:
-                return peer.connection
-            if trio.current_time() < peer.retry_at_s:
-                raise NoDirectWay(f"node {node_id} has no data port that answers")
-            connection = await self._dial(node_id)
-            if connection is not None:
-                with trio.move_on_after(_HELLO_S):
-                    await connection.ready.wait()
-                if not connection.ready.is_set():
-                    connection.end("no hello came")
-                    connection = None
+            connection = peer.connection
+            if connection is None or not connection.alive:
+                connection = peer.connection = await self._establish(node_id, peer)
+            elif connection.wire_kind != "direct" and self._may_look(peer):
+                peer.is_looking = True
+                self._nursery.start_soon(self._look_for_better, node_id, peer, connection)
+        if isinstance(connection.wire, StreamWire) and connection.wire.relay_room() < _RELAY_ROOM_MIN:
+            raise NodeUnreachable(f"the relay to node {node_id} carries no more transfers")
+        return connection
+
+    async def _establish(self, node_id: str, peer: _Peer) -> Connection:
+        connection = None
+        if trio.current_time() >= peer.retry_at_s:
+            connection = await self._ready(await self._dial(node_id))
             if connection is None:
                 peer.retry_at_s = trio.current_time() + _NO_WAY_S
-                raise NoDirectWay(f"node {node_id} has no data port that answers")
-            peer.connection = connection
-            return connection
+        connection = connection or await self._ready(await self._open_stream(node_id, None))
+        if connection is None:
+            raise NoBulkWay(f"node {node_id} takes no bulk connection")
+        return connection
+
+    def _may_look(self, peer: _Peer) -> bool:
+        return not peer.is_looking and trio.current_time() >= peer.retry_at_s
+
+    async def _look_for_better(self, node_id: str, peer: _Peer, old: Connection) -> None:
+        try:
+            better = await self._ready(await self._dial(node_id))
+            better = better or await self._ready(await self._open_stream(node_id, old))
+        finally:
+            peer.is_looking = False
+            peer.retry_at_s = trio.current_time() + _NO_WAY_S
+        if better is None:
+            return
+        if peer.connection is old and self._peers.get(node_id) is peer:
+            log.info("transfers from node %s take a better way now: %r", node_id, better)
+            peer.connection = better
+            self._end_if_replaced(old)
+        else:
+            better.end("no longer needed")
+
+    def _end_if_replaced(self, connection: Connection) -> None:
+        peer = self._peers.get(connection.node_id)
+        is_current = peer is None or peer.connection is connection
+        if not is_current and not self._questions.get(connection):
+            connection.end("no longer needed")
+
+    async def _ready(self, connection: Connection | None) -> Connection | None:
+        if connection is None:
+            return None
+        with trio.move_on_after(_HELLO_S):
+            await connection.ready.wait()
+        if not connection.ready.is_set():
+            connection.end("no hello came")
+            return None
+        return connection
 
     async def _asked(self, connection: Connection, number: int, body: bytes) -> None:
         n_answering = self._n_answering.get(connection, 0)

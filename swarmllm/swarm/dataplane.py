@@ -36,7 +36,7 @@ from swarmllm.swarm.link_opening import ask_for_link, give_link
 from swarmllm.swarm.neighbour import Neighbour
 from swarmllm.swarm.noise_wire import HANDSHAKE_S, HandshakeFailed, NoiseWire, shake_hands
 from swarmllm.swarm.router import LinkEnd, LinkHandler
-from swarmllm.swarm.stream_wire import PROTOCOL, StreamWire
+from swarmllm.swarm.stream_wire import BULK_PROTOCOL, PROTOCOL, StreamWire
 from swarmllm.swarm.trust import Deed, Note, unnoted
 from swarmllm.swarm.upgrading import Upgrades
 from swarmllm.swarm.wire import Wire
@@ -100,7 +100,7 @@ class DataPlane:
         self._deliver = deliver
         self._lost = lost
         self._note = note
-        self.bulk = Bulk(nursery, partial(self._dial, bulk=True), answer)
+        self.bulk = Bulk(nursery, partial(self._dial, bulk=True), self._open_bulk_stream, answer)
         self._neighbours: dict[str, Neighbour] = {}
         self.upgrades = Upgrades(self._neighbours, self.connections, self._dial, self._reopen)
         self._courtesy = Courtesy()
@@ -113,7 +113,8 @@ class DataPlane:
         """Take connections from now on."""
         self.port = listeners[0].socket.getsockname()[1]
         self._nursery.start_soon(trio.serve_listeners, self._accept, listeners)
-        self._host.serve(PROTOCOL, self._accept_stream)
+        for protocol in (PROTOCOL, BULK_PROTOCOL):
+            self._host.serve(protocol, self._accept_stream)
         self._nursery.start_soon(self.upgrades.run)
 
     async def send(self, node_id: str, header: bytes, payload: bytes | memoryview) -> None:
@@ -237,14 +238,14 @@ class DataPlane:
             return wire
         return None
 
-    async def _open_stream(self, node_id: str) -> Connection:
+    async def _open_stream(self, node_id: str, protocol: str = PROTOCOL) -> Connection:
         # In a task of its own: half an opening cancelled would break the libp2p connection.
         opened: list[Stream] = []
         done = trio.Event()
 
         async def open_it() -> None:
             try:
-                opened.append(await self._host.open_stream(node_id, PROTOCOL))
+                opened.append(await self._host.open_stream(node_id, protocol))
             except NodeUnreachable as error:
                 log.debug("no stream to %s: %s", node_id, error)
             done.set()
@@ -254,7 +255,16 @@ class DataPlane:
             await done.wait()
         if not opened:
             raise NodeUnreachable(f"node {node_id} cannot be reached on the data plane")
-        return self._start(node_id, self._wire(opened[0]), dialled=True)
+        return self._start(node_id, self._wire(opened[0]), dialled=True, bulk=protocol == BULK_PROTOCOL)
+
+    async def _open_bulk_stream(self, node_id: str, old: Connection | None) -> Connection | None:
+        """One that goes a better way than `old`, where there is an old one."""
+        if old is not None and (old.wire_kind != "relay" or not self._host.is_direct(node_id)):
+            return None
+        try:
+            return await self._open_stream(node_id, BULK_PROTOCOL)
+        except NodeUnreachable:
+            return None
 
     async def _reopen(self, node_id: str, old: Connection) -> Connection | None:
         """A stream that goes through no relay, where `old` does."""
@@ -267,7 +277,7 @@ class DataPlane:
 
     def _wire(self, stream: Stream) -> StreamWire:
         kind: Literal["relay", "libp2p"] = "relay" if self._host.is_relayed(stream) else "libp2p"
-        return StreamWire(stream, self._resetter(stream), kind)
+        return StreamWire(stream, self._resetter(stream), kind, partial(self._host.relay_room, stream))
 
     def _resetter(self, stream: Stream) -> Callable[[], None]:
         async def reset() -> None:
@@ -277,11 +287,15 @@ class DataPlane:
         return lambda: self._nursery.start_soon(reset)
 
     def _start(self, node_id: str, wire: Wire, *, dialled: bool, bulk: bool = False) -> Connection:
+        connection = self._connection(node_id, wire, dialled=dialled, bulk=bulk)
+        self._nursery.start_soon(self._run, connection)
+        return connection
+
+    def _connection(self, node_id: str, wire: Wire, *, dialled: bool, bulk: bool = False) -> Connection:
         connection = Connection(
             node_id, wire, self._take, dialled=dialled, bulk=bulk, give_way=self._give_way
         )
         self._neighbours.setdefault(node_id, Neighbour()).connections.add(connection)
-        self._nursery.start_soon(self._run, connection)
         return connection
 
     async def _run(self, connection: Connection) -> None:
@@ -333,9 +347,7 @@ class DataPlane:
         if not self._may_come(sender):
             await stream.reset()
             return
-        connection = Connection(sender, self._wire(stream), self._take, dialled=False)
-        self._neighbours.setdefault(sender, Neighbour()).connections.add(connection)
-        await self._run(connection)
+        await self._run(self._connection(sender, self._wire(stream), dialled=False))
 
     def _may_come(self, node_id: str) -> bool:
         n_all = sum(len(neighbour.connections) for neighbour in self._neighbours.values())

@@ -260,6 +260,10 @@ class Host:
     def is_relayed(self, stream: Stream) -> bool:
         return host_guards.is_relayed(stream.muxed_conn)
 
+    def relay_room(self, stream: Stream) -> float:
+        """The share of what its relay carries for this connection that is left; 1 without a relay."""
+        return host_guards.relay_room(stream.muxed_conn)
+
     def is_direct(self, node_id: str) -> bool:
         """Whether there is a connection that goes through no relay."""
         return any(not host_guards.is_relayed(c.muxed_conn) for c in self._connections(node_id))

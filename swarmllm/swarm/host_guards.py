@@ -269,11 +269,19 @@ def socket_stream(connection: Any) -> trio.SocketStream | None:
 
 def is_relayed(muxed_connection: Any) -> bool:
     """Whether what is under a connection is a stream through a relay (which knows its `relay_id`)."""
+    return hasattr(_under(muxed_connection), "relay_id")
+
+
+def relay_room(muxed_connection: Any) -> float:
+    """See `RelayedConnection.room`; 1 where there is no relay."""
+    return float(getattr(_under(muxed_connection), "room", 1.0))
+
+
+def _under(muxed_connection: Any) -> Any:
     try:
-        under = muxed_connection.secured_conn.conn.read_writer.read_write_closer.stream
+        return muxed_connection.secured_conn.conn.read_writer.read_write_closer.stream
     except AttributeError:
-        return False
-    return hasattr(under, "relay_id")
+        return None
 
 
 def say_whether_relayed(connection: Any) -> None:

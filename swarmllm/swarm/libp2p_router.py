@@ -25,7 +25,7 @@ from swarmllm.swarm.answering import (
     check_request,
     deliver,
 )
-from swarmllm.swarm.bulk import NoDirectWay
+from swarmllm.swarm.bulk import NoBulkWay
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.dataplane import DataPlane, open_listeners
 from swarmllm.swarm.dialler import Dialler
@@ -200,7 +200,7 @@ class Libp2pRouter:
         began_s = trio.current_time()
         try:
             return await self.plane.bulk.fetch(node_id, bytes(body), timeout_s)
-        except NoDirectWay:
+        except NoBulkWay:
             left_s = max(0.0, began_s + timeout_s - trio.current_time())
             return await self.request(node_id, body, timeout_s=left_s)
 

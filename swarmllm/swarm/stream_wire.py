@@ -16,6 +16,7 @@ from swarmllm.swarm.wire import WireClosed
 from swarmllm_proto.frames import Frame, FrameDecoder
 
 PROTOCOL = "/swarmllm/tensor/1.0.0"
+BULK_PROTOCOL = "/swarmllm/shard/1.0.0"
 
 _PIECE_BYTES = 65519 - 12
 """What fits one yamux frame."""
@@ -26,8 +27,14 @@ class StreamWire:
     has_leftover = False
 
     def __init__(
-        self, stream: Stream, abort: Callable[[], None], kind: Literal["libp2p", "relay"] = "libp2p"
+        self,
+        stream: Stream,
+        abort: Callable[[], None],
+        kind: Literal["libp2p", "relay"] = "libp2p",
+        relay_room: Callable[[], float] = lambda: 1.0,
     ) -> None:
+        """`relay_room()`: the share of what a relay carries that is left."""
+        self.relay_room = relay_room
         self.kind: Literal["libp2p", "relay"] = kind
         self._stream = stream
         self._abort = abort

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 import trio
+from libp2p.custom_types import TProtocol
 
+from bench.wan_proxy import Wan, relayed
 from swarmllm.errors import NodeUnreachable, RemoteError
+from swarmllm.swarm import bulk
+from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.bulk import PENDING_MAX
-from swarmllm.swarm.libp2p_router import Libp2pRouter
+from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
+from swarmllm.swarm.settings import SwarmSettings
+from swarmllm.swarm.stream_wire import BULK_PROTOCOL
 from swarmllm_proto.limits import REQUEST_MAX
 
-from .conftest import DEADLINE_S
+from .conftest import DEADLINE_S, meet
+from .handlers import Inbox, no_request
 from .test_data_plane import ELSEWHERE, exchange, two_nodes
 
 pytestmark = pytest.mark.slow
@@ -78,16 +86,94 @@ async def test_the_loss_of_a_bulk_connection_fails_its_questions_and_nobody_else
             pytest.fail("the peer was taken for lost")
 
 
-async def test_without_a_data_port_a_fetch_goes_as_a_request(tmp_path: Path) -> None:
+def kinds_of_bulk(router: Libp2pRouter, node_id: str) -> list[str]:
+    return [c.wire_kind for c in router.plane.all_connections(node_id) if c.bulk and c.alive]
+
+
+def n_bytes_of_bulk(router: Libp2pRouter, node_id: str) -> int:
+    return sum(c.n_bytes_received for c in router.plane.all_connections(node_id) if c.bulk)
+
+
+async def answer_largest(sender: str, body: bytes) -> bytes:
+    return body.ljust(REQUEST_MAX, b".")
+
+
+async def test_without_a_data_port_a_fetch_takes_a_libp2p_stream_of_its_own(tmp_path: Path) -> None:
     async with two_nodes(tmp_path, announce=(ELSEWHERE,)) as (a, b):
-
-        async def serve(sender: str, body: bytes) -> bytes:
-            return body + b"!"
-
-        b.serve(serve, no_message)
+        b.serve(answer_largest, no_message)
         with trio.fail_after(DEADLINE_S):
-            assert await a.fetch(b.node_id, b"piece") == b"piece!"
+            for number in range(3):
+                answered = await a.fetch(b.node_id, b"%d" % number)
+                assert bytes(answered) == (b"%d" % number).ljust(REQUEST_MAX, b".")
+        assert kinds_of_bulk(a, b.node_id) == kinds_of_bulk(b, a.node_id) == ["libp2p"]
+        assert all(not c.bulk for c in a.plane.connections(b.node_id))
+
+
+async def test_a_peer_that_does_not_know_the_protocol_is_asked_as_ever(tmp_path: Path) -> None:
+    async with two_nodes(tmp_path, announce=(ELSEWHERE,)) as (a, b):
+        b.host.libp2p_host.remove_stream_handler(TProtocol(BULK_PROTOCOL))
+        b.serve(answer_largest, no_message)
+        with trio.fail_after(DEADLINE_S):
+            assert bytes(await a.fetch(b.node_id, b"piece")) == b"piece".ljust(REQUEST_MAX, b".")
         assert bulk_connections(a, b.node_id) == 0
+
+
+async def test_transfers_turn_to_a_direct_way_while_they_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "_NO_WAY_S", 0.0)
+    async with two_nodes(tmp_path, announce=(ELSEWHERE,)) as (a, b):
+        b.serve(answer_largest, no_message)
+        with trio.fail_after(DEADLINE_S):
+            await a.fetch(b.node_id, b"first")
+            assert kinds_of_bulk(a, b.node_id) == ["libp2p"]
+            # The port is reachable after all: as if it had been opened.
+            port = b.plane.port
+            a.plane.addresses_of = lambda node_id: [Address("127.0.0.1", port)]
+            while kinds_of_bulk(a, b.node_id) != ["direct"]:
+                async with trio.open_nursery() as nursery:
+                    for _ in range(3):
+                        nursery.start_soon(a.fetch, b.node_id, b"more")
+        assert a.connected() == {b.node_id}
+
+
+async def test_a_message_does_not_wait_behind_a_transfer_on_the_same_narrow_line(tmp_path: Path) -> None:
+    wan = Wan(rtt_s=0.02, bytes_per_s=2e6, loss=0.0)
+    async with AsyncExitStack() as stack:
+        nodes: list[Libp2pRouter] = []
+        for name, ip in (("b", "127.0.9.4"), ("a", "127.0.9.3")):
+            bootstrap = tuple(address for router in nodes for address in router.addresses)
+            settings = SwarmSettings(
+                tmp_path / name, "127.0.0.1", 0, 0, bootstrap=bootstrap, mdns=False, announce=(ip,)
+            )
+            nodes.append(await stack.enter_async_context(open_libp2p_router(settings)))
+            await stack.enter_async_context(relayed([nodes[-1].host.port], ip, wan))
+        b, a = nodes
+        await meet(a, b)
+        inbox = Inbox()
+
+        async def echo(sender: str, header: bytes, payload: memoryview) -> None:
+            await b.send(sender, header)
+
+        a.serve(no_request, inbox)
+        b.serve(answer_largest, echo)
+        fetched: list[int] = []
+
+        async def fetch() -> None:
+            fetched.append(len(await a.fetch(b.node_id, b"piece", timeout_s=DEADLINE_S)))
+
+        with trio.fail_after(DEADLINE_S):
+            await a.send(b.node_id, b"first")
+            await inbox.wait_for(1)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fetch)
+                while n_bytes_of_bulk(a, b.node_id) < 10**6:  # noqa: ASYNC110 (nobody announces it)
+                    await trio.sleep(0.01)
+                for number in range(3):
+                    await a.send(b.node_id, b"%d" % number)
+                    await inbox.wait_for(number + 2)
+                assert not fetched
+        assert fetched == [REQUEST_MAX]
 
 
 async def test_a_peer_may_not_ask_for_more_at_once_than_is_allowed(tmp_path: Path) -> None:

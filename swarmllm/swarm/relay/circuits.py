@@ -65,7 +65,7 @@ class Circuits:
         if answer.status is not Status.OK:
             await _reset(stream)
             raise NodeUnreachable(f"relay {relay_id} does not connect with {node_id}: {answer.status.name}")
-        connection = RelayedConnection(stream, relay_id)
+        connection = RelayedConnection(stream, relay_id, answer.data_bytes)
         await self._host.adopt(connection, node_id, dialled=True)
 
     async def _ask(self, relay_id: str, question: Hop) -> tuple[Stream, Hop]:

@@ -52,6 +52,8 @@ class Hop:
     status: Status = Status.NONE
     expires_at: int = 0
     """Of a reservation, in seconds since the epoch; 0: none was made."""
+    data_bytes: int = 0
+    """That the relay will carry on this circuit; 0: it names no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ def decode_hop(content: bytes) -> Hop:
     kinds: tuple[Literal["reserve", "connect", "status"], ...] = ("reserve", "connect", "status")
     kind = _kind(kinds, parsed.type)
     expires_at = min(int(parsed.reservation.expire), 2**40)
-    return Hop(kind, _peer(parsed) if kind == "connect" else "", _status(parsed), expires_at)
+    data_bytes = min(int(parsed.limit.data), 2**62)
+    return Hop(kind, _peer(parsed) if kind == "connect" else "", _status(parsed), expires_at, data_bytes)
 
 
 def encode_stop(message: Stop) -> bytes:

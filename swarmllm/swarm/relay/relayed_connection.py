@@ -12,6 +12,7 @@ from libp2p.io.exceptions import IOException
 from multiaddr import Multiaddr
 
 from swarmllm.swarm.host import Stream
+from swarmllm.swarm.relay.book import CIRCUIT_BYTES
 from swarmllm.swarm.stream_wire import StreamWire
 from swarmllm.swarm.wire import WireClosed
 
@@ -20,8 +21,11 @@ _END_S = 2.0
 
 
 class RelayedConnection(ReadWriteCloser):  # type: ignore[misc]
-    def __init__(self, stream: Stream, relay_id: str) -> None:
+    def __init__(self, stream: Stream, relay_id: str, data_bytes: int = 0) -> None:
+        """`data_bytes`: what the relay carries before it ends the circuit; 0: it did not say."""
         self._stream = stream
+        self._data_bytes = data_bytes or CIRCUIT_BYTES
+        self._n_bytes = 0
         self._wire = StreamWire(stream, self.ended_now)
         self._unread = b""
         self.relay_id = relay_id
@@ -30,10 +34,16 @@ class RelayedConnection(ReadWriteCloser):  # type: ignore[misc]
     def ended_now(self) -> None:
         self.ended.set()
 
+    @property
+    def room(self) -> float:
+        """The share of what the relay carries that is left."""
+        return max(0.0, 1.0 - self._n_bytes / self._data_bytes)
+
     async def read(self, n: int | None = None) -> bytes:
         try:
             if not self._unread:
                 self._unread = await self._wire.receive()
+                self._n_bytes += len(self._unread)
         except WireClosed as ending:
             self.ended.set()
             raise IOException(str(ending)) from None
@@ -45,6 +55,7 @@ class RelayedConnection(ReadWriteCloser):  # type: ignore[misc]
         with trio.CancelScope(shield=True, deadline=trio.current_time() + _WRITE_S) as stuck:
             try:
                 await self._wire.write([data])
+                self._n_bytes += len(data)
             except WireClosed as ending:
                 self.ended.set()
                 raise IOException(str(ending)) from None

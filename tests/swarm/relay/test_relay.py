@@ -12,10 +12,11 @@ import trio
 from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 
+from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm import reachability
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.network_key import NetworkFile, new_secret, private_network
-from swarmllm.swarm.relay import book, relaying, service
+from swarmllm.swarm.relay import book, relayed_connection, relaying, service
 from swarmllm.swarm.relay.messages import (
     HOP,
     MESSAGE_MAX_BYTES,
@@ -246,3 +247,40 @@ async def test_a_relays_other_end_must_be_who_was_announced(tmp_path: Path) -> N
         await stream.write(b"\x13/multistream/1.0.0\n\x07/noise\n" + bytes(64))
         await _ended(stream)
         assert victim.host.connected() == {relay_id}
+
+
+async def test_transfers_leave_half_of_what_a_relay_carries_to_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried_bytes, piece = 4 * 2**20, bytes(2**18)
+    monkeypatch.setattr(service, "CIRCUIT_BYTES", carried_bytes)
+    monkeypatch.setattr(relayed_connection, "CIRCUIT_BYTES", carried_bytes)
+    arrived = trio.Event()
+
+    async def answer(sender: str, body: bytes) -> bytes:
+        return piece
+
+    async def take(sender: str, header: bytes, payload: memoryview) -> None:
+        arrived.set()
+
+    async with (
+        node(tmp_path, "relay", hidden=False, relays=True, secret=None) as relay,
+        node(tmp_path, "a", relay.addresses[0], secret=None) as a,
+        node(tmp_path, "b", relay.addresses[0], secret=None) as b,
+    ):
+        a.serve(answer, take)
+        await until(b, lambda: a.node_id in b.connected())
+        await until(a, lambda: b.node_id in a.connected())
+        with trio.fail_after(DEADLINE_S):
+            n_bytes = 0
+            refusal = ""
+            while not refusal:
+                try:
+                    n_bytes += len(await b.fetch(a.node_id, b"piece"))
+                except NodeUnreachable as error:
+                    refusal = error.message
+            assert refusal == f"the relay to node {a.node_id} carries no more transfers"
+            assert 0.25 * carried_bytes < n_bytes < 0.75 * carried_bytes
+            await b.send(a.node_id, b"a token")
+            await arrived.wait()
+        assert b.plane.status(a.node_id).kind == "relay"
