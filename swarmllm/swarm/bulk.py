@@ -72,18 +72,20 @@ class _Peer:
 
 
 class Bulk:
-    """`dial(node_id)` opens a direct bulk connection and `open_stream(node_id, old)` one over libp2p that is
-    better than `old`; None where there is no such way. `answer` is the daemon's handler and raises
-    RequestRefused."""
+    """`connections(node_id)` are all there are; `dial(node_id)` opens a direct bulk connection and
+    `open_stream(node_id, old)` one over libp2p that is better than `old`; None where there is no such way.
+    `answer` is the daemon's handler and raises RequestRefused."""
 
     def __init__(
         self,
         nursery: trio.Nursery,
+        connections: Callable[[str], list[Connection]],
         dial: Callable[[str], Awaitable[Connection | None]],
         open_stream: Callable[[str, Connection | None], Awaitable[Connection | None]],
         answer: Callable[[str, bytes], Awaitable[bytes]],
     ) -> None:
         self._nursery = nursery
+        self._connections = connections
         self._dial = dial
         self._open_stream = open_stream
         self._answer = answer
@@ -158,6 +160,9 @@ class Bulk:
         return connection
 
     async def _establish(self, node_id: str, peer: _Peer) -> Connection:
+        theirs = [c for c in self._connections(node_id) if c.bulk and c.alive and c.wire_kind == "direct"]
+        if theirs:
+            return theirs[0]
         connection = None
         if trio.current_time() >= peer.retry_at_s:
             connection = await self._ready(await self._dial(node_id))
@@ -190,7 +195,8 @@ class Bulk:
     def _end_if_replaced(self, connection: Connection) -> None:
         peer = self._peers.get(connection.node_id)
         is_current = peer is None or peer.connection is connection
-        if not is_current and not self._questions.get(connection):
+        is_busy = self._questions.get(connection) or self._n_answering.get(connection)
+        if not is_current and not is_busy and connection.dialled:
             connection.end("no longer needed")
 
     async def _ready(self, connection: Connection | None) -> Connection | None:

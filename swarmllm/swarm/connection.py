@@ -116,6 +116,7 @@ class Connection:
         self._writing = False
         self._heart = Heart()
         self._handling = False
+        self._last = _Outgoing(encode_frame(bytes((Kind.LAST,))))
         self.deliveries = Deliveries()
         self._acknowledges = False
         """Whether the peer does."""
@@ -217,7 +218,12 @@ class Connection:
         """No message will follow."""
         self.forsakes = True
         if self.alive:
-            self._enqueue(_Outgoing(encode_frame(bytes((Kind.LAST,)))))
+            self._enqueue(self._last)
+
+    @property
+    def is_over(self) -> bool:
+        """Both ends have turned away, and this one has said so: an end without that word is a loss there."""
+        return self.is_forsaken and self._last.done.is_set()
 
     def _require_alive(self) -> None:
         if self.ending:
@@ -343,7 +349,7 @@ class Connection:
             self.deliveries.acknowledged(_NUMBER.unpack(header)[0], trio.current_time())
         elif kind == Kind.LAST:
             self.is_forsaken = True
-            if self.forsakes:
+            if self.is_over:
                 raise WireClosed("no longer needed")
         elif kind == Kind.GOODBYE:
             raise WireClosed("goodbye")

@@ -3,7 +3,8 @@
 Which connection? A node sends to a peer on the connection it already has with it, whoever dialled that;
 without one it dials the peer's data addresses, and where none answers it opens a libp2p stream. It stays with
 that connection until it dies. Two nodes that dial each other at the same moment end up with two, and each
-goes on sending on its own: nothing has to be agreed on, and order only ever mattered per direction. When a
+sends on its own at first: nothing has to be agreed on, and order only ever mattered per direction; later they
+turn to one of them (see upgrading). When a
 sender turns to a new connection, its old one is dead to it; what still arrives on that is dropped, so order
 holds across a reconnection as well (messages may be missing, never late).
 
@@ -100,9 +101,13 @@ class DataPlane:
         self._deliver = deliver
         self._lost = lost
         self._note = note
-        self.bulk = Bulk(nursery, partial(self._dial, bulk=True), self._open_bulk_stream, answer)
+        self.bulk = Bulk(
+            nursery, self.all_connections, partial(self._dial, bulk=True), self._open_bulk_stream, answer
+        )
         self._neighbours: dict[str, Neighbour] = {}
-        self.upgrades = Upgrades(self._neighbours, self.connections, self._dial, self._reopen)
+        self.upgrades = Upgrades(
+            self._neighbours, self.connections, self._dial, self._reopen, identity.node_id
+        )
         self._courtesy = Courtesy()
         self._n_handshakes = 0
         self.port = 0

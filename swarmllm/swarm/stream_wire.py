@@ -44,16 +44,19 @@ class StreamWire:
         return False
 
     async def write(self, pieces: Sequence[bytes | memoryview]) -> None:
-        content = b"".join(pieces)
-        position = 0
-        while position < len(content):
-            room = await self._wait_for_window()
-            piece = content[position : position + min(room, _PIECE_BYTES)]
-            try:
-                await self._stream.write(piece)
-            except Exception as error:
-                raise WireClosed(f"lost ({type(error).__name__})") from None
-            position += len(piece)
+        # What is long is not copied to be joined with its header.
+        is_short = sum(len(piece) for piece in pieces) <= _PIECE_BYTES
+        for content in [b"".join(pieces)] if is_short else pieces:
+            view = memoryview(content)
+            while view:
+                room = await self._wait_for_window()
+                # libp2p takes nothing but bytes.
+                piece = bytes(view[: min(room, _PIECE_BYTES)])
+                try:
+                    await self._stream.write(piece)
+                except Exception as error:
+                    raise WireClosed(f"lost ({type(error).__name__})") from None
+                view = view[len(piece) :]
 
     async def receive_frames(self, decoder: FrameDecoder) -> tuple[int, list[Frame]]:
         received = await self.receive()

@@ -5,6 +5,9 @@ Every UPGRADE_EVERY_S a direct connection is tried for each neighbour that is re
 there is one, senders wait for the moment it takes the peer to say that everything before has been handled (a
 ping travels behind the messages, and its pong comes after they were), then they turn to the new connection,
 and the old one is told that it has carried its last message. It ends when neither end sends on it any more.
+
+Two nodes that dial each other at the same moment have two direct connections; they turn to the one that the
+smaller node id sends on in the same way.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ class Upgrades:
         connections: Callable[[str], list[Connection]],
         dial: Callable[[str], Awaitable[Connection | None]],
         reopen: Callable[[str, Connection], Awaitable[Connection | None]],
+        own_id: str,
     ) -> None:
+        self._own_id = own_id
         self._neighbours = neighbours
         self._connections = connections
         self._dial = dial
@@ -46,6 +51,7 @@ class Upgrades:
             await trio.sleep(UPGRADE_EVERY_S)
             for node_id in list(self._neighbours):
                 await self.upgrade(node_id)
+                await self.merge(node_id)
                 self.tidy(node_id)
 
     async def upgrade(self, node_id: str) -> bool:
@@ -58,14 +64,45 @@ class Upgrades:
             new = await self._direct(node_id) or await self._ready(await self._reopen(node_id, old))
             if new is None or neighbour.sending is not old:
                 return False
-            return await self._turn(neighbour, old, new)
+            has_turned = await self._turn(neighbour, old, new)
+            if has_turned:
+                log.info("node %s is reached directly now", node_id)
+            return has_turned
+
+    async def merge(self, node_id: str) -> None:
+        """Leave all direct connections but one to their end. Which one the smaller node id says, by leaving
+        the others: there may be several that look alike, and two nodes must not choose two."""
+        neighbour = self._neighbours.get(node_id)
+        direct = [c for c in self._connections(node_id) if c.wire_kind == "direct"]
+        if neighbour is None or len(direct) < 2:
+            return
+        async with neighbour.establishing:
+            old = neighbour.sending if neighbour.sending and neighbour.sending.alive else None
+            if old is not None and old not in direct:
+                return
+            left = [c for c in direct if not c.is_forsaken and not c.forsakes]
+            if self._own_id < node_id:
+                kept = old or (left[0] if left else None)
+            else:
+                kept = left[0] if len(left) == 1 else None
+            if kept is None:
+                return
+            if old is None:
+                neighbour.sending = kept
+            elif old is not kept and not await self._turn(neighbour, old, kept):
+                return
+            for connection in direct:
+                if connection is not kept and not connection.forsakes:
+                    connection.forsake()
 
     def tidy(self, node_id: str) -> None:
         """End what neither side sends on any more."""
         neighbour = self._neighbours.get(node_id)
         for connection in list(neighbour.connections) if neighbour else ():
-            if connection.is_forsaken and neighbour and connection is not neighbour.sending:
+            if connection.is_over:
                 connection.end("no longer needed")
+            elif connection.is_forsaken and not connection.forsakes and not _sends_on(neighbour, connection):
+                connection.forsake()
 
     async def _direct(self, node_id: str) -> Connection | None:
         for connection in self._connections(node_id):
@@ -89,13 +126,16 @@ class Upgrades:
                 if new.alive:
                     neighbour.sending = new
                     old.forsake()
-                    log.info("node %s is reached directly now", old.node_id)
                     return True
         except NodeUnreachable as lost:
-            log.debug("no turning to a direct connection: %s", lost)
+            log.debug("no turning to another connection: %s", lost)
             return False
         else:
             return False
         finally:
             neighbour.turning.set()
             neighbour.turning = None
+
+
+def _sends_on(neighbour: Neighbour | None, connection: Connection) -> bool:
+    return neighbour is not None and neighbour.sending is connection

@@ -53,6 +53,20 @@ async def test_a_fetch_takes_a_connection_of_its_own_and_messages_theirs(tmp_pat
         assert all(not c.bulk for c in a.plane.connections(b.node_id))
 
 
+async def test_both_ask_on_the_connection_that_one_of_them_has_dialled(tmp_path: Path) -> None:
+    async with two_nodes(tmp_path) as (a, b):
+        a.serve(answer_largest, no_message)
+        b.serve(answer_largest, no_message)
+        with trio.fail_after(DEADLINE_S):
+            assert bytes(await a.fetch(b.node_id, b"a")) == b"a".ljust(REQUEST_MAX, b".")
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(a.fetch, b.node_id, b"a")
+                    nursery.start_soon(b.fetch, a.node_id, b"b")
+            assert bytes(await b.fetch(a.node_id, b"b")) == b"b".ljust(REQUEST_MAX, b".")
+        assert bulk_connections(a, b.node_id) == bulk_connections(b, a.node_id) == 1
+
+
 async def test_the_loss_of_a_bulk_connection_fails_its_questions_and_nobody_else(tmp_path: Path) -> None:
     async with two_nodes(tmp_path) as (a, b):
         asked = trio.Event()

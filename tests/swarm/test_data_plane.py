@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import trio
 
+from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.settings import SwarmSettings
 
-from .conftest import DEADLINE_S, meet, until
+from .conftest import DEADLINE_S, Libp2pSwarm, meet, until
+from .dht.swarm_of import contacts
 
 pytestmark = pytest.mark.slow
 
@@ -137,6 +139,47 @@ async def test_both_dialling_at_once_lose_and_reorder_nothing(tmp_path: Path) ->
     async with two_nodes(tmp_path) as (a, b):
         # At once after meeting, before either has a data connection.
         await exchange(a, b, payloads)
+
+
+async def test_of_two_connections_that_were_dialled_at_once_one_remains(tmp_path: Path) -> None:
+    payloads = [bytes([number % 256]) * (number * 500) for number in range(200)]
+    async with two_nodes(tmp_path) as (a, b):
+        with trio.fail_after(DEADLINE_S):
+            # As it is when neither has had the other's connection before it dialled.
+            for here, there in ((a, b), (b, a)):
+                dialled = await here.plane._dial(there.node_id)
+                assert dialled is not None
+                await dialled.ready.wait()
+                here.plane._neighbours[there.node_id].sending = dialled
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(exchange, a, b, payloads)
+                nursery.start_soon(a.plane.upgrades.merge, b.node_id)
+                nursery.start_soon(b.plane.upgrades.merge, a.node_id)
+            while len(a.plane.all_connections(b.node_id)) > 1 or len(b.plane.all_connections(a.node_id)) > 1:
+                for here, there in ((a, b), (b, a)):
+                    await here.plane.upgrades.merge(there.node_id)
+                    here.plane.upgrades.tidy(there.node_id)
+                await trio.sleep(0.01)
+        assert len(a.plane.connections(b.node_id)) == len(b.plane.connections(a.node_id)) == 1
+        await exchange(a, b, [b"after"])
+        assert (a.connected(), b.connected()) == ({b.node_id}, {a.node_id})
+
+
+async def test_who_cannot_be_reached_is_tried_again_later_and_later(libp2p_swarm: Libp2pSwarm) -> None:
+    a = await libp2p_swarm.start("a")
+    assert isinstance(a, Libp2pRouter)
+    nobody, waits_s = contacts(1)[0].node_id, []
+    with trio.fail_after(DEADLINE_S):
+        while len(waits_s) < 3:
+            try:
+                await a.plane.reach(nobody)
+            except NodeUnreachable as error:
+                if "a moment ago" not in error.message:
+                    waits_s.append(a.plane._neighbours[nobody].retry_at_s - trio.current_time())
+            await trio.sleep(0.01)
+    assert waits_s[0] > 0
+    assert waits_s[1] > 1.5 * waits_s[0]
+    assert waits_s[2] > 1.5 * waits_s[1]
 
 
 async def test_a_lost_data_connection_is_noticed_and_replaced(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class Punch:
     """Where the sender may be dialled at the agreed moment."""
 
 
-def encode_hop(message: Hop, *, duration_s: int = 0, data_bytes: int = 0) -> bytes:
+def encode_hop(message: Hop, *, duration_s: int = 0) -> bytes:
     encoded = _circuit.HopMessage(type=message.kind.upper())
     if message.node_id:
         encoded.peer.id = ID.from_base58(message.node_id).to_bytes()
@@ -81,8 +81,8 @@ def encode_hop(message: Hop, *, duration_s: int = 0, data_bytes: int = 0) -> byt
         encoded.status = int(message.status)
     if message.expires_at:
         encoded.reservation.expire = message.expires_at
-    if duration_s:
-        encoded.limit.duration, encoded.limit.data = duration_s, data_bytes
+    if duration_s or message.data_bytes:
+        encoded.limit.duration, encoded.limit.data = duration_s, message.data_bytes
     return bytes(encoded.SerializeToString())
 
 

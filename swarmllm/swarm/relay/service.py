@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 import trio
 
@@ -170,9 +171,11 @@ class _Pipe:
 
 
 async def _say(stream: Stream, message: Hop) -> None:
-    is_promise = message.status is Status.OK
-    limits = (int(CIRCUIT_S), CIRCUIT_BYTES) if is_promise else (0, 0)
-    await stream.write(framed(encode_hop(message, duration_s=limits[0], data_bytes=limits[1])))
+    if message.status is not Status.OK:
+        await stream.write(framed(encode_hop(message)))
+        return
+    limited = replace(message, data_bytes=CIRCUIT_BYTES)
+    await stream.write(framed(encode_hop(limited, duration_s=int(CIRCUIT_S))))
 
 
 async def _reset(stream: Stream) -> None:

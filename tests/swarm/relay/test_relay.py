@@ -234,8 +234,12 @@ async def test_a_relay_that_was_not_asked_brings_nobody(tmp_path: Path) -> None:
         assert victim.host.connected() == {str(host.get_id())}
 
 
-async def test_a_relays_other_end_must_be_who_was_announced(tmp_path: Path) -> None:
+async def test_a_relays_other_end_must_be_who_was_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The relay itself plays the node that dials, under another name than it proves."""
+    # A look would find that the victim needs no relay.
+    monkeypatch.setattr(relaying, "LOOK_EVERY_S", 3600.0)
     async with node(tmp_path, "victim", hidden=False, secret=None) as victim, stranger(victim) as host:
         relay_id = str(host.get_id())
         victim.outreach.relaying.circuits.reserved_until_s[relay_id] = trio.current_time() + 60

@@ -71,8 +71,12 @@ def test_circuits_are_limited_for_each_end_and_together() -> None:
 
 @pytest.mark.parametrize("status", Status)
 def test_messages_come_back_as_they_were(status: Status) -> None:
-    for hop in (Hop("reserve"), Hop("connect", NODE), Hop("status", status=status, expires_at=1 + status)):
-        assert decode_hop(encode_hop(hop, duration_s=5, data_bytes=7)) == hop
+    for hop in (
+        Hop("reserve"),
+        Hop("connect", NODE),
+        Hop("status", status=status, expires_at=1 + status, data_bytes=7),
+    ):
+        assert decode_hop(encode_hop(hop, duration_s=5)) == hop
     for stop in (Stop("connect", NODE), Stop("status", status=status)):
         assert decode_stop(encode_stop(stop)) == stop
     where = (Address("192.0.2.1", 8810), Address("2001:db8::1", 1))
