@@ -41,7 +41,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.reloading import reload_on_sighup
 from swarmllm.scheduling.constraints import Constraints, Pin
 from swarmllm.scheduling.observation import Observations
-from swarmllm.sd_notify import ServiceManager
+from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.peer_lists import PeerLists
 from swarmllm.swarm.registry import Registry
@@ -331,13 +331,14 @@ def write_whereabouts(file: Path, whereabouts: Whereabouts) -> None:
 
 def set_up_logging(level: str) -> None:
     """Everything to stderr, one line each. Libraries are heard only when they warn."""
-    logging.basicConfig(
-        level=logging.WARNING,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+    output = logging.StreamHandler(sys.stderr)
+    if is_journal(os.environ):
+        output.setFormatter(JournalFormatter())
+    else:
+        output.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
+        )
+    logging.basicConfig(level=logging.WARNING, handlers=[output], force=True)
     logging.getLogger("swarmllm").setLevel(level.upper())
 
 

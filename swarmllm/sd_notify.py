@@ -1,4 +1,4 @@
-"""What a service manager wants to hear from a daemon (systemd's sd_notify protocol).
+"""What systemd wants to hear from a daemon: the sd_notify protocol, and lines of a log with their level.
 
 A datagram to the socket that NOTIFY_SOCKET names, and nothing at all where nobody asked. Spoken here in
 twenty lines instead of by a library that links libsystemd. The watchdog is fed by a task of the daemon's own
@@ -41,6 +41,31 @@ class ServiceManager:
         while self._address and self.watchdog_s is not None:
             self.tell(WATCHDOG=1)
             await trio.sleep(self.watchdog_s / 2)
+
+
+STDERR = 2
+PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+"""As syslog(3) counts them."""
+
+
+class JournalFormatter(logging.Formatter):
+    """Lines for the journal, which has a time of its own and takes the level from a line's beginning."""
+
+    def __init__(self) -> None:
+        super().__init__("%(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        prefix = f"<{PRIORITIES.get(record.levelno, 6)}>"
+        return "\n".join(prefix + line for line in super().format(record).splitlines())
+
+
+def is_journal(env: Mapping[str, str], file: int = STDERR) -> bool:
+    """Whether what is written to `file` goes to the journal."""
+    try:
+        there = os.fstat(file)
+    except OSError:
+        return False
+    return env.get("JOURNAL_STREAM") == f"{there.st_dev}:{there.st_ino}"
 
 
 def _watchdog_s(env: Mapping[str, str]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import trio
 import trio.testing
 from daemon_process import clean_environment, toml
 
-from swarmllm.sd_notify import ServiceManager
+from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
 
 
 def listen(address: str) -> socket.socket:
@@ -39,6 +40,17 @@ def test_a_manager_that_is_gone_disturbs_nobody(tmp_path: Path, caplog: pytest.L
     assert caplog.text == ""
     ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "nobody")}).tell(READY=1)
     assert "does not listen" in caplog.text
+
+
+def test_the_journal_takes_the_level_from_every_line_and_the_time_from_itself(tmp_path: Path) -> None:
+    record = logging.LogRecord("swarmllm.node", logging.WARNING, "", 0, "one\n%s", ("two",), None)
+    assert JournalFormatter().format(record) == "<4>swarmllm.node: one\n<4>two"
+    with (tmp_path / "log").open("w") as file:
+        there = os.fstat(file.fileno())
+        stream = f"{there.st_dev}:{there.st_ino}"
+        assert is_journal({"JOURNAL_STREAM": stream}, file.fileno())
+        assert not is_journal({"JOURNAL_STREAM": "1:2"}, file.fileno())
+        assert not is_journal({}, file.fileno())
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,10 @@ def test_a_node_of_the_machine_serves_and_comes_back_when_it_falls_or_hangs(mach
     processes = Path("/sys/fs/cgroup/system.slice/swarmllm.service/cgroup.procs")
     worker = next(pid for pid in machine.said("cat", str(processes)).split() if pid != first)
 
+    said = machine.said("journalctl", "--unit=swarmllm", "--priority=info", "--output=cat").splitlines()
+    assert any(line.startswith("swarmllm.daemon: node") for line in said), said
+    assert not machine.said("journalctl", "--quiet", f"_PID={first}", "--priority=err", "--output=cat")
+
     machine.said("kill", "-KILL", first)
     second = machine.running_after(first)
     assert machine.run("kill", "-0", worker).returncode != 0, "the worker ended with its daemon"
