@@ -1,23 +1,24 @@
-"""Everything that reads bytes from outside, in one form: what may be raised, and what to start from.
-
-`decode(data)` may return anything; `refusals` are the only exceptions it may raise.
-"""
+"""Everything that reads bytes from outside, in one form."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import gguf
 import numpy as np
 
+from bench.decoder_target import ADDRESS, NODE_ID, Decode, Target
 from bench.hostile_bytes import frames_of, golden
+from bench.swarm_decoders import swarm_targets
+from swarmllm.api.anthropic import MessagesRequest
 from swarmllm.api.completions import CompletionRequest
+from swarmllm.api.embeddings import EmbeddingRequest
 from swarmllm.api.errors import decode_body
+from swarmllm.api.ollama import OllamaChat, OllamaGenerate
+from swarmllm.api.responses import ResponsesRequest
 from swarmllm.api.schema import ChatRequest
 from swarmllm.errors import BadModel, InvalidRequest
 from swarmllm.guide import GUIDE_PATH
@@ -26,7 +27,6 @@ from swarmllm.swarm.invitation import from_text, invitation, to_text
 from swarmllm.swarm.network_key import private_network
 from swarmllm_proto import codec
 from swarmllm_proto.envelope import Envelope, Heartbeat, seal, unseal
-from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.neighbours import (
     DialBackRequest,
@@ -38,21 +38,21 @@ from swarmllm_proto.neighbours import (
 from swarmllm_proto.tensors import decode_tensor
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
+from swarmllm_workers.grammar import grammar_of_schema
 
-Decode = Callable[[bytes], object]
 NOTHING = memoryview(b"")
-NODE_ID = "12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
-ADDRESS = f"/ip4/192.0.2.7/tcp/8810/p2p/{NODE_ID}"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": 0},
+        "s": {"enum": ["a", 1]},
+        "l": {"$ref": "#/$defs/l"},
+    },
+    "required": ["n"],
+    "$defs": {"l": {"type": "array", "items": {"type": ["string", "null"]}, "maxItems": 3}},
+}
 GGUF_BYTES = 48 * 1024
 """Of the guide's file: all its metadata begins here, and what follows is missing."""
-
-
-@dataclass(frozen=True)
-class Target:
-    decode: Decode
-    refusals: tuple[type[Exception], ...] = (ProtocolError,)
-    seeds: Mapping[str, bytes] = field(default_factory=dict)
-    """Name -> bytes to damage, a name that ends in .json for JSON."""
 
 
 def _worker_stream(data: bytes) -> None:
@@ -114,7 +114,8 @@ _MEANT_FOR = {
 
 def all_targets() -> dict[str, Target]:
     vectors = golden()
-    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "stop": ["x"]}
+    talk: dict[str, object] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    chat = talk | {"temperature": 0.5, "stop": ["x"]}
     completion = {"model": "m", "prompt": "hi", "max_tokens": 5, "stream": True}
     gguf = {"small": _small_gguf(), "guide's metadata": GUIDE_PATH.read_bytes()[:GGUF_BYTES]}
     envelope = Envelope(
@@ -132,18 +133,34 @@ def all_targets() -> dict[str, Target]:
         name: Target(decode, seeds={k: v for k, v in vectors.items() if k.startswith(_MEANT_FOR[name])})
         for name, decode in PROTOCOL.items()
     }
-    return protocol | {
-        "frames, byte by byte": Target(_byte_by_byte, seeds=vectors),
-        "envelope": Target(_unseal(Envelope), seeds={"sealed": seal(envelope, _sign)}),
-        "heartbeat": Target(_unseal(Heartbeat), seeds={"sealed": seal(heartbeat, _sign)}),
-        "invitation": Target(
-            lambda data: from_text(data.decode("latin-1"), 0.0), (InvalidRequest,), {"text": invited.encode()}
-        ),
-        "chat request": _body(ChatRequest, chat),
-        "completion request": _body(CompletionRequest, completion),
-        "GGUF in the daemon": Target(_DaemonGguf().decode, (BadModel,), gguf),
-        "GGUF in the worker": Target(_WorkerGguf().decode, (CallError,), gguf),
-    }
+    return (
+        protocol
+        | swarm_targets()
+        | {
+            "frames, byte by byte": Target(_byte_by_byte, seeds=vectors),
+            "envelope": Target(_unseal(Envelope), seeds={"sealed": seal(envelope, _sign)}),
+            "heartbeat": Target(_unseal(Heartbeat), seeds={"sealed": seal(heartbeat, _sign)}),
+            "invitation": Target(
+                lambda data: from_text(data.decode("latin-1"), 0.0),
+                (InvalidRequest,),
+                {"text": invited.encode()},
+            ),
+            "chat request": _body(ChatRequest, chat),
+            "completion request": _body(CompletionRequest, completion),
+            "Anthropic's request": _body(MessagesRequest, talk | {"max_tokens": 5, "system": "be kind"}),
+            "response request": _body(ResponsesRequest, {"model": "m", "input": "hi", "stream": True}),
+            "Ollama's chat": _body(OllamaChat, talk | {"options": {"num_predict": 5}}),
+            "Ollama's generate": _body(OllamaGenerate, {"model": "m", "prompt": "hi", "stream": False}),
+            "embedding request": _body(EmbeddingRequest, {"model": "m", "input": ["a", "b"]}),
+            "JSON schema": Target(
+                lambda data: grammar_of_schema(data.decode("latin-1")),
+                (CallError,),
+                {"example.json": json.dumps(SCHEMA).encode()},
+            ),
+            "GGUF in the daemon": Target(_DaemonGguf().decode, (BadModel,), gguf),
+            "GGUF in the worker": Target(_WorkerGguf().decode, (CallError,), gguf),
+        }
+    )
 
 
 def _unseal(kind: type[Envelope] | type[Heartbeat]) -> Decode:

@@ -14,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from bench.decoders import Target, all_targets
+from bench.decoder_target import Target
+from bench.decoders import all_targets
 from bench.figures import RESULTS, machine
 from bench.hostile_bytes import golden, mutated, noise, reshaped
 
@@ -36,7 +37,7 @@ def main() -> int:
     while done < options.inputs:
         for name, target in targets.items():
             for _ in range(BATCH // len(targets) + 1):
-                data = _input(target, foreign, rng)
+                data = hostile(target, foreign, rng)
                 accepted = _try(name, target, data)
                 if accepted is None:
                     return 1
@@ -51,7 +52,7 @@ def main() -> int:
     return int(grown_bytes > GROWTH_MAX_BYTES)
 
 
-def _input(target: Target, foreign: dict[str, bytes], rng: random.Random) -> bytes:
+def hostile(target: Target, foreign: dict[str, bytes], rng: random.Random) -> bytes:
     kind = rng.random()
     if kind < 0.05:
         return noise(rng)

@@ -1,4 +1,4 @@
-"""Every decoder against bytes of a fixed seed: only ProtocolError may come out, and never a hang.
+"""Every decoder against bytes of a fixed seed: only its own refusals may come out, and never a hang.
 `python -m bench.fuzz` does the same with a million of them."""
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.decoders import PROTOCOL
+from bench.decoders import PROTOCOL, all_targets
+from bench.fuzz import hostile
 from bench.hostile_bytes import golden, mutated, noise, reshaped
 from swarmllm_proto.errors import ProtocolError
 
 N_PER_VECTOR = 250
 N_NOISE = 3000
+N_PER_TARGET = 400
 
 
 def hostile_bytes(rng: random.Random) -> Iterator[bytes]:
@@ -46,3 +48,20 @@ def test_only_protocol_errors_escape_from_any_decoder() -> None:
     assert all(n_refused.values()), n_refused
     # Mutations that stay legal prove that the corpus reaches behind the first check of every decoder.
     assert all(n_accepted.values()), n_accepted
+
+
+@pytest.mark.slow
+def test_only_their_refusals_escape_from_all_that_reads_bytes_of_others() -> None:
+    rng = random.Random(20261121)
+    foreign = golden()
+    for name, target in all_targets().items():
+        if name in PROTOCOL:
+            continue
+        for _ in range(N_PER_TARGET):
+            data = hostile(target, foreign, rng)
+            try:
+                target.decode(data)
+            except target.refusals:
+                continue
+            except Exception as error:
+                pytest.fail(f"{name} let {error!r} out for {data!r}")
