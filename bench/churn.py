@@ -198,18 +198,16 @@ def measure(node: DemoNode) -> dict[str, Any]:
     for _ in range(N_LOOKS):
         looks.append(look(node))
         time.sleep(0.5)
-    return min(looks, key=lambda found: found["tasks but for these"])
+    return min(looks, key=lambda found: found["tasks"])
 
 
 def look(node: DemoNode) -> dict[str, Any]:
     stats = ask(node, "stats")
     pid = node.process.pid
     descriptors = open_descriptors(pid)
-    n_accepted = accepted_connections(pid, descriptors)
     return {
         "tasks": stats["tasks"],
-        "connections accepted": n_accepted,
-        "tasks but for these": stats["tasks"] - n_accepted,
+        "connections accepted": accepted_connections(pid, descriptors),
         "file descriptors": len(descriptors),
         "sockets": sum(target.startswith("socket:") for target in descriptors),
         "threads": len(list(Path(f"/proc/{pid}/task").iterdir())),
@@ -231,7 +229,7 @@ def open_descriptors(pid: int) -> list[str]:
 
 
 def accepted_connections(pid: int, descriptors: list[str]) -> int:
-    """Of each, trio's server has a task that a dialled one does not have; who dialled whom changes."""
+    """Who dialled whom changes, and an accepted connection has not the same tasks as a dialled one."""
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     own = [(row[1].partition(":")[2], row[3]) for row in rows if f"socket:[{row[9]}]" in descriptors]
     listening = {port for port, state in own if state == "0A"}

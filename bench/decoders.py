@@ -18,7 +18,7 @@ from swarmllm.api.completions import CompletionRequest
 from swarmllm.api.embeddings import EmbeddingRequest
 from swarmllm.api.errors import decode_body
 from swarmllm.api.ollama import OllamaChat, OllamaGenerate
-from swarmllm.api.responses import ResponsesRequest
+from swarmllm.api.responses_request import ResponsesRequest
 from swarmllm.api.schema import ChatRequest
 from swarmllm.errors import BadModel, InvalidRequest
 from swarmllm.guide import GUIDE_PATH

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,14 +51,16 @@ def running_daemon(
     *,
     load: list[str],
     bootstrap: list[str] | None = None,
+    program: Sequence[str] = ("-m", "swarmllm"),
     **tables: dict[str, Any],
 ) -> Iterator[DaemonProcess]:
-    """On loopback, on free ports, its configuration in a file. Stopped hard at the end if it still runs."""
+    """On loopback, on free ports, its configuration in a file. Stopped hard at the end if it still runs.
+    `program` is what Python runs."""
     data_dir = folder / nickname
     config = folder / f"{nickname}.toml"
     config.write_text(toml(nickname, data_dir, load, bootstrap or [], tables))
     log = folder / f"{nickname}.log"
-    command = [sys.executable, "-m", "swarmllm", "daemon", "--config", str(config)]
+    command = [sys.executable, *program, "daemon", "--config", str(config)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
