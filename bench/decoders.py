@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import gguf
@@ -181,9 +183,18 @@ def _body(kind: type[object], example: dict[str, object]) -> Target:
     return Target(lambda data: decode_body(data, kind), (InvalidRequest,), seeds)
 
 
+_kept = ExitStack()
+"""As long as the process."""
+atexit.register(_kept.close)
+
+
+def _new_folder() -> Path:
+    return Path(_kept.enter_context(tempfile.TemporaryDirectory(dir=_memory_folder())))
+
+
 class _DaemonGguf:
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(dir=_memory_folder())  # noqa: SIM115 (as long as the process)
+        self._file = _kept.enter_context((_new_folder() / "hostile.gguf").open("w+b"))
 
     def decode(self, data: bytes) -> object:
         self._file.seek(0)
@@ -195,8 +206,7 @@ class _DaemonGguf:
 
 class _WorkerGguf:
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(dir=_memory_folder())
-        self._path = Path(self._folder.name) / "hostile.gguf"
+        self._path = _new_folder() / "hostile.gguf"
 
     def decode(self, data: bytes) -> object:
         self._path.write_bytes(data)

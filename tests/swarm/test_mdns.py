@@ -1,0 +1,98 @@
+"""Nodes that find each other by multicast, here on the loopback interface, with real zeroconf."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+from zeroconf import ServiceInfo
+
+from swarmllm.swarm import mdns
+from swarmllm.swarm.addresses import Address
+
+from .conftest import DEADLINE_S
+
+LOOPBACK = "127.0.0.1"
+PRIVATE = "ab" * 16
+
+
+class Finder:
+    """What a node has been told by multicast."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[Address]] = {}
+        self._news = trio.lowlevel.ParkingLot()
+
+    def take(self, node_id: str, addresses: list[Address]) -> None:
+        self.found[node_id] = addresses
+        self._news.unpark_all()
+
+    async def finds(self, node_id: str) -> list[Address]:
+        with trio.fail_after(DEADLINE_S):
+            while node_id not in self.found:
+                await self._news.park()
+        return self.found[node_id]
+
+
+@asynccontextmanager
+async def node(name: str, network_id: str, port: int) -> AsyncIterator[Finder]:
+    finder = Finder()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(mdns.run_mdns, name, network_id, [LOOPBACK], port, finder.take)
+        yield finder
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture(autouse=True)
+def loopback_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left out otherwise: nobody else is there."""
+    monkeypatch.setattr(mdns, "is_loopback", lambda _ip: False)
+
+
+@pytest.mark.slow
+async def test_nodes_of_one_network_find_each_other_and_nobody_else() -> None:
+    async with node("a", PRIVATE, 1001) as a, node("b", PRIVATE, 1002) as b, node("c", "", 1003) as c:
+        assert await a.finds("b") == [Address(LOOPBACK, 1002)]
+        assert await b.finds("a") == [Address(LOOPBACK, 1001)]
+        # Whoever is new is answered, so by now each has heard everybody.
+        await c.finds("c")
+        assert "c" not in a.found | b.found
+        assert c.found.keys() == {"c"}
+
+
+def announced(name: str, **what: object) -> ServiceInfo:
+    where = [socket.inet_aton(LOOPBACK)]
+    given: dict[str, object] = {"port": 1, "addresses": where, "properties": {"id": name}}
+    return ServiceInfo(mdns.SERVICE, f"{name}.{mdns.SERVICE}", **(given | what))  # type: ignore[arg-type]
+
+
+JUNK = {
+    "no id": announced("x", properties={}),
+    "no address": announced("x", addresses=[]),
+    "no port": announced("x", port=0),
+    "another network": announced("x", properties={"id": "x", "net": b"\xff" * 200}),
+}
+
+
+class Answering:
+    """In the place of a Zeroconf that has the announcement."""
+
+    def __init__(self, info: ServiceInfo | None) -> None:
+        self._info = info
+
+    def get_service_info(self, _kind: str, _name: str, timeout: float) -> ServiceInfo | None:
+        return self._info
+
+
+@pytest.mark.parametrize("junk", [*JUNK, "no answer", "nothing wrong"])
+async def test_what_is_no_announcement_is_passed_over(junk: str) -> None:
+    finder = Finder()
+    listener = mdns._Listener(trio.lowlevel.current_trio_token(), b"", finder.take)
+    info = announced("x") if junk == "nothing wrong" else JUNK.get(junk)
+    listener.add_service(Answering(info), mdns.SERVICE, "x")  # type: ignore[arg-type]
+    await trio.testing.wait_all_tasks_blocked()
+    assert set(finder.found) == ({"x"} if junk == "nothing wrong" else set())
