@@ -36,7 +36,7 @@ def swarm_targets() -> dict[str, Target]:
     reserved = relay.Hop("status", status=relay.Status.OK, expires_at=2_000_000_000)
     hops = {
         "connect": relay.encode_hop(relay.Hop("connect", node_id=NODE_ID)),
-        "reserved": relay.encode_hop(reserved, duration_s=3600, data_bytes=1 << 27),
+        "reserved": relay.encode_hop(reserved, duration_s=3600),
     }
     stops = {
         "connect": relay.encode_stop(relay.Stop("connect", node_id=NODE_ID)),
