@@ -177,10 +177,14 @@ def verify(name: str, as_json: bool, api_url: str) -> None:
     elif not damaged:
         click.echo(f"{safe(result['model']['name'])}: what is here is right.")
     if damaged:
-        is_own = not result["model"]["stored"] and any(not part.startswith("segment ") for part in damaged)
+        stored = result["model"]["stored"]
+        is_own = not stored and any(not part.startswith("segment ") for part in damaged)
         remedy = "replace its file" if is_own else "load it again to replace them (unload it first)"
+        if stored and damaged == ["header"]:
+            remedy = "it has been mended"
         shown = ", ".join(map(safe, damaged[:5])) + (" ..." if len(damaged) > 5 else "")
-        raise CommandFailed(f"{len(damaged)} parts of {safe(name)} are damaged ({shown}); {remedy}.")
+        what = "1 part" if len(damaged) == 1 else f"{len(damaged)} parts"
+        raise CommandFailed(f"{what} of {safe(name)} damaged ({shown}); {remedy}.")
 
 
 @models.command(short_help="Keep a fetched model when room is needed.")

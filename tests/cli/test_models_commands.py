@@ -219,7 +219,15 @@ def test_verify_fails_where_something_is_damaged(run: Run, node: FakeNode) -> No
     wrong = run("models", "verify", "guide", "--json")
     assert wrong.exit_code == EXIT_FAILED
     assert json.loads(wrong.stdout)["damaged"] == ["blk.0.x", "blk.1.x"]
-    assert "2 parts of guide are damaged (blk.0.x, blk.1.x); load it again" in wrong.stderr
+    assert "2 parts of guide damaged (blk.0.x, blk.1.x); load it again" in wrong.stderr
+    header = {"type": "result", "model": MODEL, "damaged": ["header"]}
+    node.on("POST", path, ndjson(header))
+    assert "1 part of guide damaged (header); it has been mended" in run("models", "verify", "guide").stderr
+    own = {**MODEL, "stored": False}
+    node.on("POST", path, ndjson(header | {"model": own}))
+    assert "(header); replace its file" in run("models", "verify", "guide").stderr
+    node.on("POST", path, ndjson({"type": "result", "model": own, "damaged": ["segment 4:8"]}))
+    assert "(segment 4:8); load it again" in run("models", "verify", "guide").stderr
 
 
 @pytest.mark.parametrize(
