@@ -130,9 +130,14 @@ _original_run_and_manage = trio_manager.TrioManager._run_and_manage_task
 
 
 async def _run_and_remember(self: Any, task: Any) -> None:
-    tasks = self.__dict__.setdefault("_task_of_trio_task", weakref.WeakKeyDictionary())
-    tasks[trio.lowlevel.current_task()] = task
-    await _original_run_and_manage(self, task)
+    tasks = self.__dict__.setdefault("_task_of_trio_task", {})
+    trio_task = trio.lowlevel.current_task()
+    tasks[trio_task] = task
+    try:
+        await _original_run_and_manage(self, task)
+    finally:
+        # Each knows the other: nothing but this lets go of them.
+        del tasks[trio_task]
 
 
 def _remembered_task(self: Any, trio_task: trio.lowlevel.Task) -> Any:

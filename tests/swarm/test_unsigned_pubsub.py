@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import env_to_send_in_RPC
 from libp2p.pubsub import pubsub
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
+from libp2p.tools.anyio_service.trio_tasks import FunctionTask
 from libp2p.utils import encode_varint_prefixed
 
 from swarmllm.swarm.addresses import Address
@@ -263,3 +266,21 @@ async def test_no_times_of_messages_and_connections_pile_up(tmp_path: Path) -> N
             assert MODELS in router.recent_message_deliveries
             kept = [*router.recent_message_deliveries.values(), router.recent_peer_connections]
             assert all(len(times) == 0 for times in kept)
+
+
+def n_library_tasks() -> int:
+    gc.collect()
+    return sum(type(each) is FunctionTask for each in gc.get_objects())
+
+
+async def test_of_a_message_that_was_passed_on_no_task_is_left(tmp_path: Path) -> None:
+    async with listener(tmp_path / "a") as a, listener(tmp_path / "b") as b:
+        await connect(a, b)
+        await a.gossip.publish(MODELS, b"valid before")
+        await b.hears(b"valid before")
+        before = n_library_tasks()
+        for number in range(30):
+            await a.gossip.publish(MODELS, b"valid %d" % number)
+            await b.hears(b"valid %d" % number)
+        await trio.testing.wait_all_tasks_blocked()
+        assert n_library_tasks() < before + 15
