@@ -88,11 +88,21 @@ def float_among(own: str, at: Coordinate, peers: Iterable[PeerInfo], registry: R
 
 def is_news(old: NodeCapability, new: NodeCapability) -> bool:
     """Whether a route could turn out differently. Free memory alone never does."""
-    if _counts(old) != _counts(new):
-        return True
-    if _strayed(old.coordinate, new.coordinate):
-        return True
-    before, after = _seconds(old), _seconds(new)
+    return is_news_of_work(old, new) or is_news_of_ways(old, new)
+
+
+def is_news_of_work(old: NodeCapability, new: NodeCapability) -> bool:
+    """Of load and speed, which routes should know as they were a second ago."""
+    return _counts(old) != _counts(new) or _changed(_work_s(old), _work_s(new))
+
+
+def is_news_of_ways(old: NodeCapability, new: NodeCapability) -> bool:
+    """Of where this node is among the others. On busy machines that wanders all the time, of all nodes at
+    once."""
+    return _strayed(old.coordinate, new.coordinate) or _changed(_ways_s(old), _ways_s(new))
+
+
+def _changed(before: dict[tuple[str, str], float], after: dict[tuple[str, str], float]) -> bool:
     return before.keys() != after.keys() or any(
         abs(after[key] - seconds) > max(NEWS * seconds, NEGLIGIBLE_S if key[0] == "rtt" else 0.0)
         for key, seconds in before.items()
@@ -113,11 +123,16 @@ def _counts(capability: NodeCapability) -> tuple[object, ...]:
     )
 
 
-def _seconds(capability: NodeCapability) -> dict[tuple[str, str], float]:
+def _ways_s(capability: NodeCapability) -> dict[tuple[str, str], float]:
     seconds = {("rtt", link.node_id): link.rtt_s for link in capability.observed_links}
     for link in capability.observed_links:
         if link.bytes_per_s:
             seconds["mebibyte", link.node_id] = 2**20 / link.bytes_per_s
+    return seconds
+
+
+def _work_s(capability: NodeCapability) -> dict[tuple[str, str], float]:
+    seconds: dict[tuple[str, str], float] = {}
     for latency in capability.observed_latencies:
         seconds["decode", latency.model_id] = latency.decode_s
         seconds["prefill", latency.model_id] = latency.prefill_s

@@ -16,7 +16,7 @@ import trio
 from swarmllm import __version__
 from swarmllm.models import Catalogue, LayerRange
 from swarmllm.node.auto_shard import AutoShardManager
-from swarmllm.node.capability import float_among, is_news
+from swarmllm.node.capability import float_among, is_news, is_news_of_work
 from swarmllm.node.prefix_sharing import prefix_announcements
 from swarmllm.node.speed_probe import machine_speed
 from swarmllm.scheduling.observation import Observations
@@ -36,7 +36,8 @@ SPEAK_S = 1.0
 know load from five seconds ago all run to the same nodes, and requests take three times as long as they
 could; from one second ago, half as long again."""
 FLOAT_S = 5.0
-"""How often this node looks where it is among the others, and what it holds, without being told to."""
+"""How often this node looks, and says, where it is among the others, and what it holds, without being told
+to."""
 Holdings = tuple[tuple[ShardAnnounce, ...], tuple[FileAnnounce, ...], tuple[PrefixCacheAnnounce, ...]]
 """(layers ready to run, files to give, prompts' beginnings whose KV is kept)"""
 
@@ -81,7 +82,7 @@ class Herald:
                 await self._changed.wait()
                 self._changed = trio.Event()
                 look_s = 0.0
-            if trio.current_time() < look_s and not is_news(self._capability, self._describe()):
+            if trio.current_time() < look_s and not is_news_of_work(self._capability, self._describe()):
                 continue
             look_s = trio.current_time() + FLOAT_S
             self._observations.coordinate = float_among(

@@ -3,7 +3,8 @@
     request:   [u32 length][u8 kind][body]        length counts kind and body, little-endian
     response:  [u32 length][u8 status][body]
 
-A stream per request costs three round trips, which control messages can afford, and gives each its own fate.
+A stream per request costs some five small messages, which control messages can afford, and gives each its own
+fate; the request goes with the proposal of its stream, so that it takes one round trip.
 The read loop is exact and checks the length before it allocates (the library's own request helper stops short
 above 4 MB).
 

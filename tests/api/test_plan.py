@@ -13,7 +13,14 @@ from api_fakes import serve_node
 from swarmllm.errors import NoPipeline
 from swarmllm.models import CatalogueEntry
 from swarmllm.node.admission import Admission
-from swarmllm.node.capability import MAX_LINKS, describe, float_among, is_news
+from swarmllm.node.capability import (
+    MAX_LINKS,
+    describe,
+    float_among,
+    is_news,
+    is_news_of_ways,
+    is_news_of_work,
+)
 from swarmllm.node.speed_probe import _best_s, machine_speed
 from swarmllm.pipeline.occupancy import Room
 from swarmllm.pipeline.routes import RequestSize
@@ -111,6 +118,22 @@ def capability(decode_s: float = 0.001, rtt_s: float = 0.02, **counts: int) -> N
 )
 def test_what_a_route_could_feel_is_news(new: NodeCapability, expected: bool) -> None:
     assert is_news(capability(), new) is expected
+
+
+@pytest.mark.parametrize(
+    ("new", "expected"),
+    [
+        (capability(active_requests=1), (True, False)),
+        (capability(decode_s=0.0013), (True, False)),
+        (capability(rtt_s=0.026), (False, True)),
+        (capability(), (False, False)),
+    ],
+    ids=["load", "speed", "a round trip", "nothing"],
+)
+def test_load_and_speed_are_told_sooner_than_where_a_node_is(
+    new: NodeCapability, expected: tuple[bool, bool]
+) -> None:
+    assert (is_news_of_work(capability(), new), is_news_of_ways(capability(), new)) == expected
 
 
 def test_the_round_trip_of_a_neighbour_may_jitter() -> None:
