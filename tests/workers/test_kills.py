@@ -109,8 +109,9 @@ def mend(place: Place, dice: random.Random) -> None:
     entry = place.entry()
     place.store.copy_tensors(entry, entry.absent(TENSORS), GUIDE_PATH)
     home = place.home(place.store.seal(entry))
-    segment = home.ensure(ARCHITECTURES["llama"], *dice.choice(RANGES))
-    home.settle(())
+    layers = dice.choice(RANGES)
+    segment = home.ensure(ARCHITECTURES["llama"], *layers)
+    home.settle({layers})
     for path in (segment, entry.path):
         with path.open("r+b") as file:
             file.seek(dice.randrange(HEADER_BYTES // 2, path.stat().st_size // 2))
