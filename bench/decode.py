@@ -39,7 +39,8 @@ def main() -> None:
     gguf, n_layers = (GUIDE_PATH, 12) if arguments.model == "guide" else (half_billion(), 24)
     command = (
         f"python -m bench.decode --model {arguments.model} --rounds {arguments.rounds} "
-        f"--tokens {arguments.tokens} --threads {arguments.threads}"
+        f"--tokens {arguments.tokens} --threads {arguments.threads} "
+        f"--nodes {' '.join(map(str, arguments.nodes))}"
     )
     rival = Figure("llama-cpp-python, uncut", "tokens/s")
     ours = {n: Figure(f"{n} daemon{'s' if n > 1 else ''}", "tokens/s") for n in arguments.nodes}
