@@ -84,7 +84,7 @@ def test_wrong_bytes_never_count(source: Source, store: Store) -> None:
     assert store.catalogue.get("tiny").present == {tensor.name}
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(cuts=st.lists(st.integers(1, 31), max_size=4))
 def test_an_interrupted_tensor_goes_on_where_it_was_saved(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int]

@@ -27,7 +27,7 @@ def by_hand(data: bytes) -> str:
     return blake3(b"".join(blake3(chunk).digest() for chunk in chunks)).hexdigest()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     size=st.sampled_from(SIZES),
     cuts=st.lists(st.integers(0, max(SIZES)), max_size=6).map(sorted),

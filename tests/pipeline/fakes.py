@@ -21,11 +21,17 @@ from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.swarm.trust_keeper import Trust
 from swarmllm_proto.codec import encode_record
-from swarmllm_proto.swarm import NodeCapability, NodeRecord, ShardAnnounce
+from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
 
 from .arithmetic import fake_entry
 
 DEFAULTS = PipelineSettings()
+
+
+def computes(model_id: str, layer_s: float) -> NodeCapability:
+    """What a node says that takes so long for a row of a layer, in prefill as in decode."""
+    latency = ObservedLatency(model_id=model_id, decode_s=layer_s, prefill_s=layer_s)
+    return NodeCapability(observed_latencies=(latency,))
 
 
 class FakeCatalogue:
@@ -94,6 +100,15 @@ class Swarm:
     def kill(self, node_id: str) -> None:
         self.network.kill(node_id)
         self.nodes.pop(node_id).stop()
+
+    async def tell(self, listener: str, said: Mapping[str, NodeCapability]) -> None:
+        """Wait until `listener` knows what these nodes say of themselves."""
+        for node_id, capability in said.items():
+            await self[node_id].say(capability)
+        known = self[listener].registry
+        with trio.fail_after(5):
+            while any(known.nodes()[node_id].capability != said[node_id] for node_id in said):
+                await trio.lowlevel.checkpoint()
 
     async def quiet(self) -> None:
         """Wait until no node has a request or a slot left."""

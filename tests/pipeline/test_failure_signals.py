@@ -15,10 +15,10 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.suspects import MAX_PER_ACCUSER, SUSPECT_S, Suspects
 from swarmllm_proto.codec import decode_job
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import LayerForward, NodeCapability, ObservedLatency
+from swarmllm_proto.swarm import LayerForward
 
 from .arithmetic import uncut
-from .fakes import open_swarm
+from .fakes import computes, open_swarm
 from .test_survival import N_TOKENS, PROMPT, SETTINGS, kills, pools_of, read
 
 ACK_S = SETTINGS.ack_timeout_s
@@ -69,12 +69,8 @@ async def test_a_retry_prefers_no_pipeline(patient_clock: MockClock, monkeypatch
 
         first = await turn()
         (other,) = {"b", "c"} - {first}
-        for node_id, decode_s in ((first, 0.0012), (other, 0.001)):
-            latency = ObservedLatency(model_id=model_id, decode_s=decode_s, prefill_s=decode_s)
-            await swarm[node_id].say(NodeCapability(observed_latencies=(latency,)))
-        with trio.fail_after(5):
-            while pipelines.stages_for(swarm.entry)[1].node_id != other:
-                await trio.lowlevel.checkpoint()
+        await swarm.tell("a", {first: computes(model_id, 0.0012), other: computes(model_id, 0.001)})
+        assert pipelines.stages_for(swarm.entry)[1].node_id == other
         assert await turn() == first
         drop_one(swarm, "a", monkeypatch, at=0)
         assert await turn() == other

@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import trio
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard, TensorEntry
@@ -24,7 +23,7 @@ from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, ObservedLatency, ObservedLink
 
 from .arithmetic import FakePool, fake_entry
-from .fakes import open_swarm
+from .fakes import computes, open_swarm
 
 
 def manifest() -> Manifest:
@@ -161,12 +160,9 @@ async def test_a_request_goes_where_the_gossip_says_it_is_quicker() -> None:
         pipelines, entry = swarm["a"].pipelines, swarm.entry
         (before,) = [stage.node_id for stage in pipelines.stages_for(entry)]
         (other,) = {"b", "c"} - {before}
-        for node_id, decode_s in {before: 0.004, other: 0.001}.items():
-            observed = (ObservedLatency(model_id=entry.model_id, decode_s=decode_s, prefill_s=decode_s),)
-            await swarm[node_id].say(NodeCapability(observed_latencies=observed))
-        with trio.fail_after(5):
-            while [stage.node_id for stage in pipelines.stages_for(entry)] != [other]:
-                await trio.lowlevel.checkpoint()
+        said = {before: computes(entry.model_id, 0.004), other: computes(entry.model_id, 0.001)}
+        await swarm.tell("a", said)
+        assert [stage.node_id for stage in pipelines.stages_for(entry)] == [other]
         plan = await pipelines.plan(entry, RequestSize(100, 200))
         assert (plan.stages[0].node_id, plan.stages[0].standby, plan.stages[0].is_measured) == (
             other,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.models import TensorEntry
@@ -17,7 +17,6 @@ def tensor(index: int) -> TensorEntry:
     )
 
 
-@settings(deadline=None)
 @given(
     n_tensors=st.integers(0, 12),
     has=st.dictionaries(st.sampled_from(HOLDERS), st.frozensets(st.integers(0, 11))),

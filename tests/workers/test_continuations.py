@@ -66,7 +66,7 @@ def test_what_nobody_asks_for_is_forgotten() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 2 * N_TOKENS_MAX)), max_size=40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_memory_is_bounded(answers: list[tuple[int, int]]) -> None:
     kept, off = Continuations(SETTINGS), Continuations(PrefixSettings())
     for at, (prompt, n) in enumerate(answers):

@@ -39,7 +39,7 @@ def test_text_without_repetition_gives_nothing(tokens: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(1, 5), max_size=20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_lookup_agrees_with_searching_the_text(tokens: list[int], pieces: list[int]) -> None:
     """However the text arrives."""
     ngrams = NgramLookup(4, 10)
@@ -107,7 +107,7 @@ def test_gives_up_where_it_does_not_pay(rate: float, row_cost: float) -> None:
 
 
 @given(st.floats(0, 1), st.floats(0.02, 3), st.integers(0, 5), st.sampled_from(["ngram-2", "model", "swift"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_whatever_the_text_trying_costs_a_hundredth_at_most(
     rate: float, row_cost: float, seed: int, kind: str
 ) -> None:

@@ -23,7 +23,7 @@ RUNS = st.lists(
 """(bytes left out, bytes written) one after the other."""
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(runs=RUNS, seed=st.integers(0, 99))
 def test_file_holds_what_was_written(
     runs: list[tuple[int, int]], seed: int, tmp_path_factory: pytest.TempPathFactory

@@ -124,7 +124,7 @@ def test_what_is_written_is_valid(vocabulary: Vocabulary, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["integer", "number"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(-3000, 3000),
     st.integers(0, 4000),
@@ -158,7 +158,7 @@ def test_numbers_keep_within_their_bounds(
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_integer_within_the_bounds_can_be_written(vocabulary: Vocabulary, low: int, width: int) -> None:
     grammar = Grammar(vocabulary.handle, gbnf({"type": "integer", "minimum": low, "maximum": low + width}))
     for number in {low, low + width // 2, low + width, low - 1, low + width + 1}:

@@ -159,7 +159,7 @@ def model_bytes(make_model: MakeModel) -> bytes:
     return make_model("llama").read_bytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_damaged_header_is_refused_or_read_but_never_crashes(
     model_bytes: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -80,7 +80,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ARCHITECTURE = ARCHITECTURES["llama"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(steps=st.lists(st.one_of(st.just("whole"), st.sampled_from(RANGES)), max_size=6))
 def test_whatever_is_loaded_nothing_is_lost_and_nothing_lies_there_twice(
     steps: list[Any], model: Path, tmp_path_factory: pytest.TempPathFactory
