@@ -136,9 +136,9 @@ class Chaos:
                 self.down.discard(node.name)
 
     def stream(self, prompt: str, n_tokens: int, random: Random | None = None) -> Stream:
-        """One request; with `random`, a node is disturbed after some piece of it."""
+        """One request; with `random`, a node is disturbed after some word of it."""
         stream = Stream(prompt)
-        at = random.randrange(1, 12) if random else -1
+        n_words = random.randrange(1, 12) if random else 0
         body = {
             "model": "guide",
             "messages": [{"role": "user", "content": prompt}],
@@ -149,7 +149,7 @@ class Chaos:
         give_up_s = time.monotonic() + READ_TIMEOUT_S
         while True:
             try:
-                self._read(body, stream, at, random)
+                self._read(body, stream, n_words, random)
             except Refused:
                 # Nobody has read a word of it: clients ask again.
                 stream.n_refusals += 1
@@ -161,15 +161,15 @@ class Chaos:
                 stream.error = f"{type(error).__name__}: {error}"
             return stream
 
-    def _read(self, body: dict[str, object], stream: Stream, at: int, random: Random | None) -> None:
+    def _read(self, body: dict[str, object], stream: Stream, n_words: int, random: Random | None) -> None:
         url = f"{self.url}/v1/chat/completions"
-        n_pieces, last_s = 0, time.perf_counter()
+        last_s = time.perf_counter()
         with httpx.stream("POST", url, json=body, timeout=READ_TIMEOUT_S, trust_env=False) as response:
             if response.status_code in (502, 503):
                 raise Refused
             for line in response.raise_for_status().iter_lines():
                 event = json.loads(line[6:]) if line.startswith("data: {") else {}
-                if "error" in event and not n_pieces:
+                if "error" in event and not stream.text:
                     raise Refused
                 if "error" in event:
                     raise RuntimeError(event["error"]["message"])
@@ -180,14 +180,15 @@ class Chaos:
                 if not text:
                     continue
                 now_s = time.perf_counter()
-                if n_pieces:
+                if stream.text:
                     stream.longest_pause_s = max(stream.longest_pause_s, now_s - last_s)
                 else:
                     stream.first_s = now_s - last_s
                 stream.text += text
-                n_pieces += 1
-                if n_pieces == at and random is not None:
+                if random is not None and len(stream.text.split()) >= n_words:
+                    # Not so many pieces: a quick node tells several tokens at once.
                     stream.disturbed_by = self.disturb(random, response.headers["x-swarm-route"])
+                    random = None
                 last_s = time.perf_counter()
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import trio
 from blake3 import blake3
+from zeroconf import Error as ZeroconfError
 from zeroconf import ServiceBrowser, ServiceInfo, ServiceListener, Zeroconf
 
 from swarmllm.errors import InvalidRequest
@@ -36,7 +37,12 @@ class _Listener(ServiceListener):
         self._found = found
 
     def add_service(self, zc: Zeroconf, type_: str, name: str) -> None:
-        info = zc.get_service_info(type_, name, timeout=_RESOLVE_MS)
+        try:
+            info = zc.get_service_info(type_, name, timeout=_RESOLVE_MS)
+        except (ZeroconfError, RuntimeError) as error:
+            # Closed meanwhile, or slower than it is allowed to be; this is a thread of zeroconf's own.
+            log.debug("mDNS answer not looked up: %s", type(error).__name__)
+            return
         if info is None or info.port is None or (info.properties.get(_NETWORK_KEY) or b"") != self._network:
             return
         node_id = (info.properties.get(_NODE_ID_KEY) or b"").decode("ascii", "replace")

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 import trio.testing
-from zeroconf import ServiceInfo
+from zeroconf import EventLoopBlocked, NotRunningException, ServiceInfo
 
 from swarmllm.swarm import mdns
 from swarmllm.swarm.addresses import Address
@@ -88,6 +88,16 @@ class Answering:
         return self._info
 
 
+class Failing:
+    """In the place of a Zeroconf that is being closed, or whose machine is overloaded."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def get_service_info(self, _kind: str, _name: str, timeout: float) -> ServiceInfo | None:
+        raise self._error
+
+
 @pytest.mark.parametrize("junk", [*JUNK, "no answer", "nothing wrong"])
 async def test_what_is_no_announcement_is_passed_over(junk: str) -> None:
     finder = Finder()
@@ -96,3 +106,9 @@ async def test_what_is_no_announcement_is_passed_over(junk: str) -> None:
     listener.add_service(Answering(info), mdns.SERVICE, "x")  # type: ignore[arg-type]
     await trio.testing.wait_all_tasks_blocked()
     assert set(finder.found) == ({"x"} if junk == "nothing wrong" else set())
+
+
+@pytest.mark.parametrize("error", [EventLoopBlocked(), NotRunningException(), RuntimeError("loop closed")])
+async def test_what_cannot_be_looked_up_is_passed_over(error: Exception) -> None:
+    listener = mdns._Listener(trio.lowlevel.current_trio_token(), b"", Finder().take)
+    listener.add_service(Failing(error), mdns.SERVICE, "x")  # type: ignore[arg-type]
