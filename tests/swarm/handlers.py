@@ -35,6 +35,18 @@ class Inbox:
                 await self._news.wait()
 
 
+class HeldInbox(Inbox):
+    """Takes nothing before it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = trio.Event()
+
+    async def __call__(self, sender: str, header: bytes, payload: memoryview) -> None:
+        await self.released.wait()
+        await super().__call__(sender, header, payload)
+
+
 async def pair(swarm: Swarm) -> tuple[Router, Router]:
     a, b = await swarm.start("a"), await swarm.start("b")
     await meet(a, b)

@@ -22,7 +22,7 @@ from swarmllm.swarm.memory_link import LinkQuality
 from swarmllm.swarm.router import Router
 
 from .conftest import DEADLINE_S, Libp2pSwarm, MemorySwarm, Swarm, until
-from .handlers import Inbox, no_request, pair
+from .handlers import HeldInbox, Inbox, no_request, pair
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,8 @@ async def acknowledgements_that_are_lost(swarm: Swarm, limits: Limits) -> None:
 
 async def a_reader_that_takes_longer_than_anybody_waits(swarm: Swarm, limits: Limits) -> None:
     a, b = await pair(swarm)
-    inbox = Inbox()
-    released = trio.Event()
-
-    async def handle(sender: str, header: bytes, payload: memoryview) -> None:
-        await released.wait()
-        await inbox(sender, header, payload)
-
-    b.serve(no_request, handle)
+    inbox = HeldInbox()
+    b.serve(no_request, inbox)
     for number in range(5):
         await a.send(b.node_id, b"%d" % number)
     async with a.changes() as changes:
@@ -104,7 +98,7 @@ async def a_reader_that_takes_longer_than_anybody_waits(swarm: Swarm, limits: Li
             while True:
                 assert (await anext(changes)).kind != "disconnected"
     assert not swarm.all_is_acknowledged(a, b)
-    released.set()
+    inbox.released.set()
     await inbox.wait_for(5)
     assert [header for _, header, _ in inbox.messages] == [b"%d" % number for number in range(5)]
 

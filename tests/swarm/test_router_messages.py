@@ -10,7 +10,7 @@ import trio
 from swarmllm_proto.limits import SWARM_HEADER_MAX
 
 from .conftest import DEADLINE_S, Swarm
-from .handlers import Inbox, no_request, pair
+from .handlers import HeldInbox, Inbox, no_request, pair
 
 
 async def test_messages_of_many_sizes_arrive_whole_and_in_order(swarm: Swarm) -> None:
@@ -97,14 +97,8 @@ async def test_a_failing_message_handler_does_not_stop_the_next_message(swarm: S
 
 async def test_a_sender_waits_for_a_slow_reader_and_nothing_is_lost(swarm: Swarm) -> None:
     a, b = await pair(swarm)
-    inbox = Inbox()
-    released = trio.Event()
-
-    async def handle(sender: str, header: bytes, payload: memoryview) -> None:
-        await released.wait()
-        await inbox(sender, header, payload)
-
-    b.serve(no_request, handle)
+    inbox = HeldInbox()
+    b.serve(no_request, inbox)
     n_messages = 40
     n_sent = 0
 
@@ -120,25 +114,19 @@ async def test_a_sender_waits_for_a_slow_reader_and_nothing_is_lost(swarm: Swarm
             await inbox.wait_for(1)
         assert n_sent < n_messages
         assert a.connected() == {b.node_id}
-        released.set()
+        inbox.released.set()
     await inbox.wait_for(n_messages)
     assert [header for _, header, _ in inbox.messages] == [b"%d" % number for number in range(n_messages)]
 
 
 async def test_a_cancelled_send_leaves_the_stream_in_order(swarm: Swarm) -> None:
     a, b = await pair(swarm)
-    inbox = Inbox()
-    released = trio.Event()
-
-    async def handle(sender: str, header: bytes, payload: memoryview) -> None:
-        await released.wait()
-        await inbox(sender, header, payload)
-
-    b.serve(no_request, handle)
+    inbox = HeldInbox()
+    b.serve(no_request, inbox)
     for number in range(40):
         with trio.move_on_after(0.02):
             await a.send(b.node_id, b"%d" % number, bytes([number]) * 1024 * 1024)
-    released.set()
+    inbox.released.set()
     await a.send(b.node_id, b"last", b"after all the cancelled ones")
     with trio.fail_after(DEADLINE_S):
         while not inbox.messages or inbox.messages[-1][1] != b"last":

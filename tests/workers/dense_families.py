@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from gguf import GGMLQuantizationType as Type
 
 from .blueprint import Family
 from .family_pieces import BASE, LAYER_NORM, NO_BIAS, NO_OUTPUT_BIAS, NO_QK_NORM, WIDE_HEADS, YARN, without
+
+GEMMA: Final[dict[str, Any]] = {**without(BASE, "rope.freq_base"), **WIDE_HEADS, "embedding_length": 96}
+GEMMA_2: Final[dict[str, Any]] = {
+    **GEMMA,
+    "attention.sliding_window": 8,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
 
 DENSE: Final[dict[str, Family]] = {
     "llama-3.1": Family("llama", BASE, absent=(NO_BIAS,), extra=("rope_freqs.weight",)),
@@ -15,39 +23,9 @@ DENSE: Final[dict[str, Family]] = {
     "mistral": Family("llama", {**BASE, "rope.freq_base": 1e6}, absent=(NO_BIAS,), types=(Type.Q4_0,)),
     "qwen2": Family("qwen2", BASE, absent=(NO_OUTPUT_BIAS,)),
     "qwen3": Family("qwen3", {**BASE, **WIDE_HEADS}, absent=(NO_BIAS,), tied=True),
-    "gemma": Family(
-        "gemma",
-        {**without(BASE, "rope.freq_base"), **WIDE_HEADS, "embedding_length": 96},
-        absent=(NO_BIAS,),
-        tied=True,
-    ),
-    "gemma-2": Family(
-        "gemma2",
-        {
-            **without(BASE, "rope.freq_base"),
-            **WIDE_HEADS,
-            "embedding_length": 96,
-            "attention.sliding_window": 8,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        absent=(NO_BIAS,),
-        tied=True,
-    ),
-    "gemma-2 27b": Family(
-        "gemma2",
-        {
-            **without(BASE, "rope.freq_base"),
-            **WIDE_HEADS,
-            "embedding_length": 96,
-            "attention.sliding_window": 8,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        absent=(NO_BIAS,),
-        tied=True,
-        n_layers=46,
-    ),
+    "gemma": Family("gemma", GEMMA, absent=(NO_BIAS,), tied=True),
+    "gemma-2": Family("gemma2", GEMMA_2, absent=(NO_BIAS,), tied=True),
+    "gemma-2 27b": Family("gemma2", GEMMA_2, absent=(NO_BIAS,), tied=True, n_layers=46),
     "gemma-3": Family(
         "gemma3",
         {**BASE, **WIDE_HEADS, "embedding_length": 96, "rope.freq_base": 1e6, "attention.sliding_window": 8},
