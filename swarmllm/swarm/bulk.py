@@ -8,6 +8,9 @@ questions and answers instead of messages: header `[u8 kind][u64 number]`, paylo
 Questions are handled side by side, so one slow answer holds up no other; at most PENDING_MAX per connection.
 The loss of a bulk connection is nobody's death: what was asked on it fails and is asked again.
 
+Two nodes that ask each other at the same moment may both dial. What the smaller node id dialled stays: the
+other turns to it once it is asked there, and so is asked nowhere else, and ends its own with the last answer.
+
 Where the peer's data port cannot be reached, its wire is a libp2p stream (`/swarmllm/shard/1.0.0`). A better
 way is looked for now and then, beside what goes on: new questions take it, and the old connection ends with
 its last answer. Through a relay, transfers leave half of what it carries for a circuit to messages.
@@ -78,12 +81,14 @@ class Bulk:
 
     def __init__(
         self,
+        own_id: str,
         nursery: trio.Nursery,
         connections: Callable[[str], list[Connection]],
         dial: Callable[[str], Awaitable[Connection | None]],
         open_stream: Callable[[str, Connection | None], Awaitable[Connection | None]],
         answer: Callable[[str, bytes], Awaitable[bytes]],
     ) -> None:
+        self._own_id = own_id
         self._nursery = nursery
         self._connections = connections
         self._dial = dial
@@ -149,20 +154,20 @@ class Bulk:
     async def _connection(self, node_id: str) -> Connection:
         peer = self._peers.setdefault(node_id, _Peer())
         async with peer.dialling:
-            connection = peer.connection
-            if connection is None or not connection.alive:
-                connection = peer.connection = await self._establish(node_id, peer)
-            elif connection.wire_kind != "direct" and self._may_look(peer):
+            if peer.connection is None or not peer.connection.alive:
+                peer.connection = await self._establish(node_id, peer)
+                self._keep_one(node_id, peer)
+            elif peer.connection.wire_kind != "direct" and self._may_look(peer):
                 peer.is_looking = True
-                self._nursery.start_soon(self._look_for_better, node_id, peer, connection)
+                self._nursery.start_soon(self._look_for_better, node_id, peer, peer.connection)
+            connection = peer.connection
         if isinstance(connection.wire, StreamWire) and connection.wire.relay_room() < _RELAY_ROOM_MIN:
             raise NodeUnreachable(f"the relay to node {node_id} carries no more transfers")
         return connection
 
     async def _establish(self, node_id: str, peer: _Peer) -> Connection:
-        theirs = [c for c in self._connections(node_id) if c.bulk and c.alive and c.wire_kind == "direct"]
-        if theirs:
-            return theirs[0]
+        if there := [c for c in self._connections(node_id) if _is_ready_and_direct(c)]:
+            return there[0]
         connection = None
         if trio.current_time() >= peer.retry_at_s:
             connection = await self._ready(await self._dial(node_id))
@@ -172,6 +177,17 @@ class Bulk:
         if connection is None:
             raise NoBulkWay(f"node {node_id} takes no bulk connection")
         return connection
+
+    def _keep_one(self, node_id: str, peer: _Peer) -> None:
+        """Of a connection dialled here and one that the peer, of the smaller id, dialled and asks on."""
+        own = peer.connection
+        if own is None or not own.dialled or self._own_id < node_id:
+            return
+        for theirs in self._connections(node_id):
+            if _is_ready_and_direct(theirs) and not theirs.dialled and theirs in self._n_answering:
+                peer.connection = theirs
+                self._end_if_replaced(own)
+                return
 
     def _may_look(self, peer: _Peer) -> bool:
         return not peer.is_looking and trio.current_time() >= peer.retry_at_s
@@ -215,6 +231,8 @@ class Bulk:
             await self._reply(connection, BulkKind.BUSY, number, b"")
             return
         self._n_answering[connection] = n_answering + 1
+        if (peer := self._peers.get(connection.node_id)) is not None:
+            self._keep_one(connection.node_id, peer)
         self._nursery.start_soon(self._handle, connection, number, body)
 
     async def _handle(self, connection: Connection, number: int, body: bytes) -> None:
@@ -233,3 +251,8 @@ class Bulk:
             await connection.send(_HEADER.pack(kind, number), content)
         except NodeUnreachable as error:
             log.debug("an answer found nobody: %s", error)
+
+
+def _is_ready_and_direct(connection: Connection) -> bool:
+    is_ready = connection.alive and connection.ready.is_set()
+    return is_ready and connection.bulk and connection.wire_kind == "direct"

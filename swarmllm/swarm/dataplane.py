@@ -102,7 +102,12 @@ class DataPlane:
         self._lost = lost
         self._note = note
         self.bulk = Bulk(
-            nursery, self.all_connections, partial(self._dial, bulk=True), self._open_bulk_stream, answer
+            identity.node_id,
+            nursery,
+            self.all_connections,
+            partial(self._dial, bulk=True),
+            self._open_bulk_stream,
+            answer,
         )
         self._neighbours: dict[str, Neighbour] = {}
         self.upgrades = Upgrades(

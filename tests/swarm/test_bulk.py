@@ -14,6 +14,7 @@ from swarmllm.errors import NodeUnreachable, RemoteError
 from swarmllm.swarm import bulk
 from swarmllm.swarm.addresses import Address
 from swarmllm.swarm.bulk import PENDING_MAX
+from swarmllm.swarm.connection import Connection
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm.swarm.stream_wire import BULK_PROTOCOL
@@ -64,6 +65,56 @@ async def test_both_ask_on_the_connection_that_one_of_them_has_dialled(tmp_path:
                     nursery.start_soon(a.fetch, b.node_id, b"a")
                     nursery.start_soon(b.fetch, a.node_id, b"b")
             assert bytes(await b.fetch(a.node_id, b"b")) == b"b".ljust(REQUEST_MAX, b".")
+        assert bulk_connections(a, b.node_id) == bulk_connections(b, a.node_id) == 1
+
+
+def delay_dial(router: Libp2pRouter, begun: trio.Event, go_on: trio.Event) -> None:
+    dial = router.plane.bulk._dial
+
+    async def wait_first(node_id: str) -> Connection | None:
+        begun.set()
+        await go_on.wait()
+        return await dial(node_id)
+
+    router.plane.bulk._dial = wait_first
+
+
+@pytest.mark.parametrize("later", ["smaller", "larger"])
+async def test_of_two_that_were_dialled_at_once_one_remains_and_no_answer_is_lost(
+    tmp_path: Path, later: str
+) -> None:
+    async with two_nodes(tmp_path) as (a, b):
+        smaller, larger = sorted((a, b), key=lambda router: router.node_id)
+        second, first = (smaller, larger) if later == "smaller" else (larger, smaller)
+        both_dial, is_asked, may_answer = trio.Event(), trio.Event(), trio.Event()
+        delay_dial(second, both_dial, is_asked)
+        delay_dial(first, trio.Event(), both_dial)
+
+        async def answer_late(sender: str, body: bytes) -> bytes:
+            is_asked.set()
+            await may_answer.wait()
+            return await answer_largest(sender, body)
+
+        second.serve(answer_late, no_message)
+        first.serve(answer_largest, no_message)
+        answers: list[bytes] = []
+
+        async def fetch_first() -> None:
+            answers.append(bytes(await first.fetch(second.node_id, b"first")))
+
+        with trio.fail_after(DEADLINE_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fetch_first)
+                answers.append(bytes(await second.fetch(first.node_id, b"second")))
+                may_answer.set()
+            assert answers == [word.ljust(REQUEST_MAX, b".") for word in (b"second", b"first")]
+            while (bulk_connections(a, b.node_id), bulk_connections(b, a.node_id)) != (1, 1):  # noqa: ASYNC110
+                await trio.sleep(0.01)
+            (kept,) = (c for c in smaller.plane.all_connections(larger.node_id) if c.bulk)
+            assert kept.dialled
+            for here, there in ((a, b), (b, a)):
+                assert bytes(await here.fetch(there.node_id, b"more")) == b"more".ljust(REQUEST_MAX, b".")
+        assert kept.alive
         assert bulk_connections(a, b.node_id) == bulk_connections(b, a.node_id) == 1
 
 
