@@ -78,7 +78,11 @@ def test_limits_and_stop_sequences_are_kept(client: anthropic.Anthropic) -> None
     stop = text[len(text) // 2 :][:6]
     stopped = ask(client, stop_sequences=[stop])
     assert stopped.content[0].text == text[: text.index(stop)]
-    assert stopped.stop_reason == "end_turn"
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
+    _, message = streamed(client, stop_sequences=["never", stop])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+    whole = ask(client, max_tokens=300, stop_sequences=["never"])
+    assert (whole.stop_reason, whole.stop_sequence) == ("end_turn", None)
 
 
 def test_a_system_prompt_and_blocks_reach_the_model(client: anthropic.Anthropic) -> None:

@@ -112,6 +112,18 @@ def test_a_cut_model_embeds_from_every_node(nodes: tuple[DaemonProcess, ...]) ->
     assert vectors[0] == vectors[1] == vectors[2]
 
 
+@pytest.mark.parametrize("origin", [0, 2], ids=["first stage", "last stage"])
+def test_the_stop_sequence_that_ended_a_message_is_told(
+    nodes: tuple[DaemonProcess, ...], origin: int
+) -> None:
+    text = ask(nodes[0])
+    stop = text[len(text) // 2 :][:6]
+    body = {"model": "guide", "messages": QUESTION, "temperature": 0, "max_tokens": 60}
+    said = nodes[origin].http.post("/v1/messages", json=body | {"stop_sequences": ["\0", stop]}).json()
+    assert said["content"][0]["text"] == text[: text.index(stop)]
+    assert (said["stop_reason"], said["stop_sequence"]) == ("stop_sequence", stop)
+
+
 def test_after_the_prompt_workers_speak_to_each_other_directly(nodes: tuple[DaemonProcess, ...]) -> None:
     ask(nodes[0])  # Whoever is first opens the links, and may be done before they are.
     before = [node.stats()["pipelines"]["jobs_by_link"] for node in nodes]

@@ -29,6 +29,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     SizeBytes,
     StageIndex,
     StageTiming,
+    StopIndex,
     TokenCount,
     TokenId,
     TokenLogprob,
@@ -297,6 +298,8 @@ class Token(WorkerMessage, frozen=True, tag=True):
     logprobs: Logprobs = ()
     onward: bool = False
     """The token has left by a link to the first stage."""
+    stopped_by: StopIndex | None = None
+    """Which of the sampling's stop strings ended the generation here; None: another thing did."""
 
 
 class Done(WorkerMessage, frozen=True, tag=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,9 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 """Thirty years at most: keeps infinity out of sums and averages."""
 FinishReason = Literal["stop", "length", "cancelled"]
+STOPS_MAX: Final = 16
+StopIndex = Annotated[int, Meta(ge=0, le=STOPS_MAX - 1)]
+"""Of a string in `Sampling.stop`."""
 GeneratedTokens = Annotated[tuple[TokenId, ...], Meta(max_length=2**19)]
 """What a request has generated already, where another process goes on with it; at most 5 bytes each."""
 PeerId = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -52,7 +55,9 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_de
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     seed: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
-    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)] = ()
+    stop: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=STOPS_MAX)
+    ] = ()
     ignore_eos: bool = False
     typical_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
     xtc_probability: Annotated[float, Meta(ge=0, le=1)] = 0.0

@@ -22,6 +22,7 @@ from swarmllm_proto.ipc import (
     RequestId,
     Sampling,
     Seconds,
+    StopIndex,
     TokenCount,
     TokenId,
     require_layer_range,
@@ -343,6 +344,8 @@ class StreamingToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     logprobs: Logprobs = ()
     n_cached_tokens: TokenCount = 0
     """With the last token: of the prompt, not computed, because an earlier request there began alike."""
+    stopped_by: StopIndex | None = None
+    """Which of the sampling's stop strings ended the generation here; None: another thing did."""
 
 
 class RemoteGenerateRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -218,6 +218,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ),
     ("token-last", ipc.Token(id=9, request_id=REQUEST_ID, index=4, token=2, finish_reason="stop"), b""),
     (
+        "token-stopped",
+        ipc.Token(id=9, request_id=REQUEST_ID, index=4, token=13, finish_reason="stop", stopped_by=1),
+        b"",
+    ),
+    (
         "generate-done",
         ipc.GenerateDone(
             id=9,

@@ -66,6 +66,11 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
         b"",
     ),
     (
+        "streaming-token-stopped",
+        swarm.StreamingToken(request_id=REQUEST_ID, index=9, token=13, finish_reason="stop", stopped_by=15),
+        b"",
+    ),
+    (
         "remote-generate-request",
         swarm.RemoteGenerateRequest(request_id=REQUEST_ID, n_tokens=4),
         tensor_bytes(TOKEN_IDS),

@@ -1,6 +1,7 @@
 """Answers in Anthropic's words: a message of blocks, or the events that build one up.
 
-What ended a generation is known as "stop" or "length" only, so a stop sequence is reported as `end_turn`.
+A call that is there wants to be run whatever ended the text behind it, so `tool_use` goes before the other
+reasons.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class AnthropicReply:
         if heard.text.strip() or not heard.calls:
             blocks.append({"type": "text", "text": heard.text})
         blocks += [_tool_use(call) | {"input": msgspec.json.decode(call.arguments)} for call in heard.calls]
-        end = {"stop_reason": self._stop_reason(generation), "usage": _usage(generation)}
+        end = self._stopped(generation) | {"usage": _usage(generation)}
         return encode(self._message(blocks) | end | {"swarm": swarm_object(generation)})
 
     def first(self, generation: Generation | None) -> bytes:
@@ -82,8 +83,8 @@ class AnthropicReply:
         if not self._n_blocks:
             events.append(self._found(""))
         events.append(self._close_open())
-        delta = {"stop_reason": self._stop_reason(generation), "stop_sequence": None}
-        end = {"delta": delta, "usage": _usage(generation), "swarm": swarm_object(generation)}
+        end: Json = {"delta": self._stopped(generation), "usage": _usage(generation)}
+        end["swarm"] = swarm_object(generation)
         events += [_event("message_delta", end), _event("message_stop", {})]
         return b"".join(events)
 
@@ -138,10 +139,13 @@ class AnthropicReply:
         self._open_kind = ""
         return closing
 
-    def _stop_reason(self, generation: Generation) -> str:
+    def _stopped(self, generation: Generation) -> Json:
         if self._spoken.n_calls:
-            return "tool_use"
-        return "max_tokens" if generation.finish_reason == "length" else "end_turn"
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if generation.stop_sequence is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": generation.stop_sequence}
+        reason = "max_tokens" if generation.finish_reason == "length" else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _tool_use(call: FoundCall) -> Json:

@@ -29,7 +29,7 @@ from swarmllm.pipeline.compute import SampledToken
 from swarmllm.pipeline.generation import Guesses, Shape, StageAccount, StageReport
 from swarmllm.pipeline.job import ComputeStep, Job
 from swarmllm.pipeline.mending import Left, is_anew, rebuilds
-from swarmllm.pipeline.origin import BrokenPromise, Chunk, PromptWindow, TokenLog
+from swarmllm.pipeline.origin import BrokenPromise, Chunk, PromptWindow, TokenLog, require_stop_string
 from swarmllm.pipeline.prefix_names import PrefixNames
 from swarmllm.pipeline.resuming import Feeding
 from swarmllm.pipeline.session import Session
@@ -271,6 +271,7 @@ class Chain:
     def _token(self, message: StreamingToken, payload: bytes | memoryview) -> None:
         if len(payload) > MAX_PIECE_BYTES:
             raise BrokenPromise(f"a token of {len(payload)} bytes")
+        require_stop_string(message, len(self.context.sampling.stop))
         if message.index == self._tokens.n_received + 1 and self._early is None:
             # Where links break and open, two tokens may take different ways and be read in the wrong order.
             self._early = (message, bytes(payload))

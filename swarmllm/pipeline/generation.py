@@ -190,12 +190,16 @@ class Generation:
         *,
         request_id: str,
         n_prompt_tokens: int,
+        stop: Sequence[str] = (),
         queue_s: float = 0.0,
         tokenize_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.n_prompt_tokens = n_prompt_tokens
         self.finish_reason: FinishReason | None = None
+        self.stop_sequence: str | None = None
+        """Which one of the `stop` strings ended it."""
+        self._stop = tuple(stop)
         self._source = source
         self._first: tuple[SampledToken, bytes] | None = first
         self._queue_s = queue_s
@@ -264,5 +268,7 @@ class Generation:
         else:
             token, piece = await self._source.next()
         self.finish_reason = token.finish_reason
+        if token.stopped_by is not None and token.stopped_by < len(self._stop):
+            self.stop_sequence = self._stop[token.stopped_by]
         text = self._characters.decode(piece, final=token.finish_reason is not None)
         return GeneratedText(text, token.index, token.token, token.finish_reason, token.logprobs)

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from swarmllm.pipeline.compute import SampledToken
+
 
 class BrokenPromise(Exception):
     """A stage said something that cannot be true of this request."""
@@ -115,3 +117,11 @@ class TokenLog:
             self.awaited = True
             return False
         raise BrokenPromise(f"no job is under way at {position}")
+
+
+def require_stop_string(token: SampledToken, n_stop: int) -> None:
+    """Raises BrokenPromise where the stop string that is said to have ended the text is none of `n_stop`."""
+    if token.stopped_by is None:
+        return
+    if token.stopped_by >= n_stop or token.finish_reason != "stop":
+        raise BrokenPromise(f"stop string {token.stopped_by} of {n_stop} is said to have ended the text")

@@ -185,6 +185,7 @@ class Pipelines:
                     await source.next(),
                     request_id=request_id,
                     n_prompt_tokens=len(tokens),
+                    stop=sampling.stop,
                     queue_s=queue_s,
                     tokenize_s=tokenize_s,
                 )

@@ -71,4 +71,5 @@ def _told(
         timings=(timing,),
         logprobs=token.logprobs,
         n_cached_tokens=n_cached_tokens,
+        stopped_by=token.stopped_by,
     )

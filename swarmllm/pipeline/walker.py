@@ -244,6 +244,7 @@ class Walker:
             finish_reason=sampled.finish_reason,
             timings=job.timings,
             logprobs=sampled.logprobs,
+            stopped_by=sampled.stopped_by,
         )
         outcome = after_head(job, self._view)
         origin_is_first = self._view.origin == self._view.stages[0].node_id

@@ -50,6 +50,7 @@ class Script:
     logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
     """Of the texts."""
     finish_reason: str = "stop"
+    stop_sequence: str | None = None
     fail_before: SwarmLLMError | None = None
     fail_after: int | None = None
     """Raise `failure` after this many texts."""
@@ -74,6 +75,7 @@ class FakeGeneration:
         self.n_prompt_tokens = 7
         self.n_generated = 0
         self.finish_reason: str | None = None
+        self.stop_sequence: str | None = None
 
     async def __aiter__(self) -> AsyncIterator[GeneratedText]:
         script = self._script
@@ -86,7 +88,7 @@ class FakeGeneration:
             self.n_generated += 1
             logprobs = script.logprobs[i] if script.logprobs else ()
             yield GeneratedText(text, i, 100 + i, None, logprobs)
-        self.finish_reason = script.finish_reason
+        self.finish_reason, self.stop_sequence = script.finish_reason, script.stop_sequence
 
 
 @dataclass

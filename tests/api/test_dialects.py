@@ -108,3 +108,38 @@ async def test_ollamas_own_examples_work_as_curl_sends_them(tmp_path: Path) -> N
             assert answer.json()["message"]["content"] == "Hello there."
             page = await stand.http.post("/api/chat", content=data, headers=kind | {"Origin": "null"})
             assert page.status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("script", "stopped"),
+    [
+        (Script(stop_sequence="END"), ("stop_sequence", "END")),
+        (Script(), ("end_turn", None)),
+        (Script(finish_reason="length"), ("max_tokens", None)),
+        (Script(texts=[CALL, " "], stop_sequence="END"), ("tool_use", None)),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+async def test_anthropics_clients_learn_what_ended_a_message(
+    tmp_path: Path, script: Script, stopped: tuple[str, str | None]
+) -> None:
+    tool = {"name": "now", "input_schema": {"type": "object"}}
+    async with serve_node(tmp_path) as stand:
+        stand.pipelines.script = script
+        whole = (
+            await stand.http.post("/v1/messages", json=MESSAGES | {"stream": False, "tools": [tool]})
+        ).json()
+        events = await anthropic_events(stand, tools=[tool])
+    (delta,) = [fields["delta"] for kind, fields in events if kind == "message_delta"]
+    assert (whole["stop_reason"], whole["stop_sequence"]) == stopped
+    assert (delta["stop_reason"], delta["stop_sequence"]) == stopped
+    (start,) = [fields["message"] for kind, fields in events if kind == "message_start"]
+    assert (start["stop_reason"], start["stop_sequence"]) == (None, None)
+
+
+async def test_a_stop_string_is_a_stop_to_the_other_dialects(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        stand.pipelines.script = Script(stop_sequence="END")
+        assert (await ollama_lines(stand))[-1]["done_reason"] == "stop"
+        answer = await stand.http.post("/v1/chat/completions", json=CHAT)
+        assert answer.json()["choices"][0]["finish_reason"] == "stop"

@@ -235,6 +235,10 @@ class FakePool:
         # Depends on how often the slot has sampled, as a seeded sampler does: sampling twice shows.
         token_id = (int(row.sum()) + slot.n_sampled) % PRIME
         index, slot.n_sampled = slot.n_sampled, slot.n_sampled + 1
+        piece, stops = f"{token_id} ", slot.sampling.stop
+        if piece in stops:
+            stopped = {"finish_reason": "stop", "stopped_by": stops.index(piece)}
+            return Token(id=0, request_id=request_id, index=index, token=token_id, **stopped), b""
         ends = slot.n_sampled >= slot.sampling.max_tokens
         token = Token(
             id=0,
@@ -244,7 +248,7 @@ class FakePool:
             finish_reason="length" if ends else None,
             compute_s=0.001,
         )
-        return token, f"{token_id} ".encode()
+        return token, piece.encode()
 
 
 class FakeStream:

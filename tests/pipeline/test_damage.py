@@ -225,6 +225,10 @@ async def test_a_job_that_makes_no_sense_fails_the_request_with_the_field(
     ("message", "complaint"),
     [
         (StreamingToken(request_id="-", index=9, token=1), "token 9 came where"),
+        (
+            StreamingToken(request_id="-", index=0, token=1, finish_reason="stop", stopped_by=0),
+            "stop string 0 of 0",
+        ),
         (PrefillProgress(request_id="-", position=10_000), "rows up to 10000"),
         (
             PipelineError(request_id="-", node_id="b", kind="x", damaged=True, position=500),
@@ -232,7 +236,7 @@ async def test_a_job_that_makes_no_sense_fails_the_request_with_the_field(
         ),
         (PipelineError(request_id="-", node_id="b", kind="x", message="bell\x07\n"), r"\(b\): bell  $"),
     ],
-    ids=["token", "progress", "damage", "control characters"],
+    ids=["token", "stop string", "progress", "damage", "control characters"],
 )
 async def test_a_stage_that_breaks_its_promises_is_named(message: JobMessage, complaint: str) -> None:
     pools = {"a": FakePool("0:6"), "b": FakePool("6:12")}

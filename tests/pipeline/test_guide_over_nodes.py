@@ -11,6 +11,7 @@ from pathlib import Path
 import llama_cpp
 import pytest
 import trio
+from msgspec.structs import replace
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
@@ -107,6 +108,20 @@ async def test_greedy_tokens_over_three_nodes_equal_the_uncut_model(
             assert tokens == expected
             shown = [token for token in expected if token != uncut.token_eos()]
             assert text == uncut.detokenize(shown).decode(errors="replace")
+
+
+async def test_a_worker_elsewhere_tells_which_stop_string_ended_the_text(
+    tmp_path: Path, entry: CatalogueEntry
+) -> None:
+    prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[0]}])
+    async with guide_swarm(tmp_path, entry, {"a": "", "b": "0:12"}) as swarm:
+        _, text = await ask(swarm, "a", QUESTIONS[0])
+        word = text[len(text) // 2 :][:6]
+        sampling = replace(GREEDY, stop=("\0", word))
+        async with swarm["a"].pipelines.generate(prompt, entry, sampling) as generation:
+            shown = "".join([piece.text async for piece in generation])
+        assert shown == text[: text.index(word)]
+        assert (generation.shape, generation.stop_sequence) == ("remote-generate", word)
 
 
 async def test_log_probabilities_over_three_nodes_are_those_of_one(

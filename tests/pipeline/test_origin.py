@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.pipeline.origin import BrokenPromise, PromptWindow, TokenLog
+from swarmllm.pipeline.origin import BrokenPromise, PromptWindow, TokenLog, require_stop_string
+from swarmllm_proto.ipc import FinishReason
+from swarmllm_proto.swarm import StreamingToken
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 4), st.data())
@@ -76,6 +78,20 @@ def test_tokens_come_one_after_the_other() -> None:
     assert (tokens.position(), tokens.last_token) == (11, 8)
     with pytest.raises(BrokenPromise, match="more than the 2 tokens"):
         tokens.receive(2, 9)
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "finish_reason", "n_stop"),
+    [(1, "stop", 1), (0, "stop", 0), (0, "length", 1), (0, None, 1)],
+)
+def test_only_a_stop_string_that_was_asked_for_can_end_a_text(
+    stopped_by: int, finish_reason: FinishReason | None, n_stop: int
+) -> None:
+    token = StreamingToken(
+        request_id="r", index=0, token=1, finish_reason=finish_reason, stopped_by=stopped_by
+    )
+    with pytest.raises(BrokenPromise, match=f"stop string {stopped_by} of {n_stop}"):
+        require_stop_string(token, n_stop)
 
 
 def test_a_token_is_repeated_now_or_when_it_arrives() -> None:

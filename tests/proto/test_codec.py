@@ -109,6 +109,7 @@ def test_daemon_message_that_is_wrong_names_the_field(header: Any, field: str) -
             {"type": "Token", "id": 1, "request_id": "r", "index": 0, "token": 1, "finish_reason": "x"},
             "finish_reason",
         ),
+        ({"type": "Token", "request_id": "r", "index": 0, "token": 1, "stopped_by": -1}, "stopped_by"),
         ({"type": "LayerResult", "id": 1, "compute_s": -0.5}, "compute_s"),
         ({"type": "LayerResult", "id": 1, "compute_s": 1e300}, "compute_s"),
         ({"type": "Error", "id": 1, "kind": "surprise", "message": "m"}, "kind"),
@@ -174,6 +175,8 @@ Decode = Callable[[bytes], object]
         (codec.decode_response, pack({"type": "Digests", "status": "some"}), "status"),
         (codec.decode_response, pack({"type": "PipelineAck", "request_id": "r", "accepted": 1}), "accepted"),
         (codec.decode_job, pack({**TOKEN, "token": 2**31}), "token"),
+        (codec.decode_job, pack({**TOKEN, "stopped_by": 16}), "stopped_by"),
+        (codec.decode_job, pack({**TOKEN, "stopped_by": "END"}), "stopped_by"),
         (codec.decode_job, pack({**TOKEN, "timings": [[0, 0.5]]}), "timings[0]"),
         (codec.decode_job, pack({**TOKEN, "timings": [[0, 0.5, -1.0]]}), "timings[0][2]"),
         (codec.decode_job, pack({**TOKEN, "type": "PipelineAck"}), "type"),
@@ -196,6 +199,24 @@ def test_unknown_fields_are_ignored_and_other_versions_refused(
     with pytest.raises(UnsupportedVersion) as caught:
         decode(pack({**message, "v": 2}))
     assert caught.value.version == 2
+
+
+def test_a_node_that_says_nothing_of_stop_strings_is_understood_and_understands() -> None:
+    """The field came after the first version."""
+    told = codec.decode_job(pack(TOKEN))
+    assert isinstance(told, swarm.StreamingToken)
+    assert told.stopped_by is None
+    header, _ = codec.encode_job(msgspec.structs.replace(told, finish_reason="stop", stopped_by=3))
+    earlier = msgspec.defstruct(
+        "StreamingToken",
+        [
+            (f.name, f.type)
+            for f in msgspec.structs.fields(told)
+            if f.name in TOKEN or f.name == "finish_reason"
+        ],
+        tag=True,
+    )
+    assert msgspec.structs.asdict(msgspec.msgpack.decode(header, type=earlier))["finish_reason"] == "stop"
 
 
 def test_message_of_another_version_is_not_blamed_for_its_fields() -> None:

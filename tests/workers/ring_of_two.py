@@ -194,6 +194,7 @@ class RingOfTwo:
                 index=message.index,
                 token=message.token,
                 finish_reason=message.finish_reason,
+                stopped_by=message.stopped_by,
             )
             self._told(told, bytes(payload))
         if not message.onward and message.finish_reason is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
@@ -110,6 +111,21 @@ def test_a_ring_of_links_gives_the_text_of_the_uncut_model(
     last = ring.tokens["r"][N_TOKENS - 1]
     assert [timing.stage for timing in last.timings] == [0, 1]
     assert all(timing.busy_s >= timing.compute_s > 0 for timing in last.timings)
+
+
+@pytest.mark.parametrize("origin", ["first", "last", "elsewhere"])
+def test_the_origin_of_a_ring_learns_which_stop_string_ended_it(
+    rings: MakeRing, uncut: dict[str, tuple[np.ndarray, list[int], bytes]], origin: str
+) -> None:
+    prompt, _, text = uncut[PROMPTS[0]]
+    word = text.decode()[40:46]
+    ring = rings(origin)
+    ring.link(0)
+    ring.link(1)
+    ring.start("r", prompt, replace(GREEDY, stop=("\0", word)))
+    ring.run(lambda: ring.finished("r"))
+    assert ring.text["r"] == text[: text.index(word.encode())]
+    assert [token.stopped_by for token in ring.tokens["r"].values() if token.finish_reason] == [1]
 
 
 @pytest.mark.parametrize("links", [(), (0,), (1,)])

@@ -29,8 +29,8 @@ from .test_exactness import GUIDE
 USER: list[dict[str, object]] = [{"role": "user", "content": "Hello"}]
 
 
-def streamed(text: bytes, splits: Sequence[int], stop: Sequence[str] = ()) -> tuple[bytes, bool]:
-    """Everything a TextStream shows of `text`, pushed in pieces that end at `splits`."""
+def streamed(text: bytes, splits: Sequence[int], stop: Sequence[str] = ()) -> tuple[bytes, int | None]:
+    """Everything a TextStream shows of `text`, pushed in pieces that end at `splits`, and what stopped it."""
     stream = TextStream(stop)
     shown = b""
     bounds = [0, *sorted(at % (len(text) + 1) for at in splits), len(text)]
@@ -38,12 +38,12 @@ def streamed(text: bytes, splits: Sequence[int], stop: Sequence[str] = ()) -> tu
         part = stream.push(text[start:end])
         part.decode()  # never half a character
         shown += part
-    return shown + stream.flush(), stream.is_stopped
+    return shown + stream.flush(), stream.stopped_by
 
 
 @given(st.text(), st.lists(st.integers(0, 200), max_size=12))
 def test_text_without_stop_strings_comes_through_unchanged(text: str, splits: list[int]) -> None:
-    assert streamed(text.encode(), splits) == (text.encode(), False)
+    assert streamed(text.encode(), splits) == (text.encode(), None)
 
 
 @given(
@@ -55,16 +55,17 @@ def test_text_without_stop_strings_comes_through_unchanged(text: str, splits: li
 def test_stop_string_never_leaks_however_it_is_split(text: str, stop: list[str], splits: list[int]) -> None:
     """What is shown is the text before the first completed stop string. Which one is completed first may
     depend on the pieces where two overlap; none is ever part of what is shown."""
-    shown, is_stopped = streamed(text.encode(), splits, stop)
+    shown, stopped_by = streamed(text.encode(), splits, stop)
     assert not any(word in shown.decode() for word in stop)
-    assert is_stopped == any(word in text for word in stop)
-    assert text.startswith(shown.decode())
-    if not is_stopped:
+    assert (stopped_by is not None) == any(word in text for word in stop)
+    if stopped_by is None:
         assert shown.decode() == text
+    else:
+        assert text.startswith(shown.decode() + stop[stopped_by])
 
 
 def test_bytes_that_are_no_text_become_replacement_characters() -> None:
-    assert streamed(b"a\xff\xc3(\xe2\x82", [2, 3]) == ("a\ufffd\ufffd(\ufffd".encode(), False)
+    assert streamed(b"a\xff\xc3(\xe2\x82", [2, 3]) == ("a\ufffd\ufffd(\ufffd".encode(), None)
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +236,26 @@ def test_generation_ends_at_stop_strings_end_tokens_and_the_limit(vocabulary: Vo
     stopping = Sampling(**greedy, stop=("bc",))  # type: ignore[arg-type]
     assert decoded(vocabulary, stopping, text[:3]) == [(b"a", None), (b"", None), (b"", "stop")]
     assert decoded(vocabulary, stopping, [97, 98, end])[-1] == (b"b", "stop")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish", "stopped_by"),
+    [
+        (list(b"abc"), "stop", 1),
+        (list(b"abcd"), "stop", 1),
+        ([97, 98, special("<|im_end|>")], "stop", None),
+        (list(b"abzz"), "length", None),
+    ],
+    ids=["a stop string", "one at the limit", "the model's own end", "the limit"],
+)
+def test_a_stop_string_that_ended_it_is_told_apart_from_other_ends(
+    vocabulary: Vocabulary, tokens: list[int], finish: str, stopped_by: int | None
+) -> None:
+    stop = ("bd", "bc" if len(tokens) == 3 else "cd", "ab!")
+    decoding = Decoding(vocabulary, Sampling(temperature=0.0, max_tokens=4, stop=stop))
+    results = [decoding.decode(logits_for(token), index) for index, token in enumerate(tokens)]
+    assert (results[-1].finish_reason, results[-1].stopped_by) == (finish, stopped_by)
+    assert {result.stopped_by for result in results[:-1]} == {None}
 
 
 def test_repeated_step_gives_the_same_token_and_text(vocabulary: Vocabulary) -> None:

@@ -23,6 +23,8 @@ class Decoded:
     """UTF-8 that may be shown now."""
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] = ()
+    stopped_by: int | None = None
+    """The index of the stop string that ended it."""
 
 
 class Decoding:
@@ -75,7 +77,7 @@ class Decoding:
             text += self._text.flush()
             if self._text.is_stopped:
                 finish = "stop"
-        return Decoded(index, token, text, finish, self._logprobs(logits, token))
+        return Decoded(index, token, text, finish, self._logprobs(logits, token), self._text.stopped_by)
 
     def _logprobs(self, logits: np.ndarray, token: int) -> tuple[TokenLogprob, ...]:
         if not self.sampling.logprobs:

@@ -236,6 +236,7 @@ class Ring:
             finish_reason=decoded.finish_reason,
             timings=timings,
             logprobs=decoded.logprobs,
+            stopped_by=decoded.stopped_by,
         )
         job = LayerForward(
             request_id=its.request_id,

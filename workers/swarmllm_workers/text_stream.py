@@ -11,13 +11,18 @@ from collections.abc import Sequence
 
 
 class TextStream:
-    """`push` pieces, `flush` at the end. `is_stopped` once a stop string has been completed."""
+    """`push` pieces, `flush` at the end."""
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._stop = tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
-        self.is_stopped = False
+        self.stopped_by: int | None = None
+        """The index of the stop string that has been completed."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stopped_by is not None
 
     def push(self, piece: bytes) -> bytes:
         if self.is_stopped:
@@ -33,11 +38,11 @@ class TextStream:
 
     def _release(self, text: str, *, final: bool) -> bytes:
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, index) for index, stop in enumerate(self._stop) if (at := text.find(stop)) >= 0]
         if found:
-            self.is_stopped = True
+            at, self.stopped_by = min(found)
             self._held = ""
-            return text[: min(found)].encode()
+            return text[:at].encode()
         n_held = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
         shown, self._held = text[: len(text) - n_held], text[len(text) - n_held :]
         return shown.encode()

@@ -386,4 +386,5 @@ def token_message(
         compute_s=compute_s,
         logprobs=decoded.logprobs,
         onward=onward,
+        stopped_by=decoded.stopped_by,
     )

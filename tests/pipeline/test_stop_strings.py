@@ -1,0 +1,70 @@
+"""Whoever asks learns which stop string ended the text, wherever it was sampled."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.generation import Generation
+from swarmllm_proto.ipc import Sampling
+
+from .arithmetic import uncut
+from .fakes import Swarm, open_swarm
+from .test_survival import PROMPT, SETTINGS, Act, kills, pools_of
+
+
+async def nothing(index: int) -> None:
+    pass
+
+
+async def read(swarm: Swarm, sampling: Sampling, act: Act = nothing) -> tuple[str, Generation]:
+    text = ""
+    async with swarm["a"].pipelines.generate(Prompt(text=PROMPT), swarm.entry, sampling) as generation:
+        async for piece in generation:
+            assert generation.stop_sequence is None or piece.finish_reason == "stop"
+            text += piece.text
+            await act(piece.index)
+    return text, generation
+
+
+async def last_word(n_tokens: int) -> str:
+    return (await uncut(PROMPT, n_tokens)).split()[-1] + " "
+
+
+HOLDINGS = [
+    {"a": "0:12"},
+    {"a": "", "b": "0:12"},
+    {"a": "0:4", "b": "4:8", "c": "8:12"},
+    {"a": "8:12", "b": "0:4", "c": "4:8"},
+    {"a": "", "b": "0:6", "c": "6:12"},
+]
+SHAPES = ["local", "remote-generate", "chain", "chain", "chain"]
+
+
+@pytest.mark.parametrize(("holdings", "shape"), list(zip(HOLDINGS, SHAPES, strict=True)), ids=str)
+async def test_every_shape_tells_it(holdings: dict[str, str], shape: str) -> None:
+    word = await last_word(8)
+    async with open_swarm(pools_of(**holdings), settings=SETTINGS) as swarm:
+        text, generation = await read(swarm, Sampling(max_tokens=20, stop=("never", word, "ever")))
+        assert text == await uncut(PROMPT, 7)
+        assert (generation.shape, generation.finish_reason) == (shape, "stop")
+        assert generation.stop_sequence == word
+        _, other = await read(swarm, Sampling(max_tokens=3, stop=("never",)))
+        assert (other.finish_reason, other.stop_sequence) == ("length", None)
+        await swarm.quiet()
+
+
+@pytest.mark.parametrize(
+    "holdings",
+    [{"a": "0:4", "b": "4:8", "c": "8:12", "d": "8:12"}, {"a": "", "b": "0:12", "c": "0:12"}],
+    ids=["chain", "remote-generate"],
+)
+async def test_it_is_told_after_another_node_went_on(holdings: dict[str, str]) -> None:
+    word = await last_word(12)
+    async with open_swarm(pools_of(**holdings), settings=SETTINGS) as swarm:
+        victim = swarm["a"].pipelines.stages_for(swarm.entry)[-1].node_id
+        sampling = Sampling(max_tokens=20, stop=("never", word))
+        text, generation = await read(swarm, sampling, kills(swarm, victim))
+        assert text == await uncut(PROMPT, 11)
+        assert (generation.n_recoveries, generation.stop_sequence) == (1, word)
+        await swarm.quiet()
