@@ -1,4 +1,4 @@
-"""The Responses API over HTTP, on a node that plays a script; the real client is in test_openai_client."""
+"""The Responses API over HTTP, on a node that plays a script; the real client is in test_openai_tools."""
 
 from __future__ import annotations
 

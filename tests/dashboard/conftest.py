@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
+from browser_page import media, size
 from selenium import webdriver
 from selenium.webdriver.chrome.webdriver import WebDriver
 
@@ -29,3 +30,13 @@ def chromium() -> Iterator[WebDriver]:
     chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
     yield chrome
     chrome.quit()
+
+
+@pytest.fixture
+def page(chromium: WebDriver) -> Iterator[WebDriver]:
+    media(chromium, "light")
+    size(chromium, 1280)
+    yield chromium
+    complaints = [entry["message"] for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"]
+    chromium.get("about:blank")
+    assert [text for text in complaints if "ERR_" not in text and "status of 40" not in text] == []

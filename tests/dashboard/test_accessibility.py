@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser_page import go, media, picture, size
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
@@ -31,8 +32,6 @@ axe.run(document, {runOnly: {type: "tag", values: arguments[0]}}).then(
     [each.impact, each.id, each.nodes.map((node) => node.html.slice(0, 200))])}),
   (error) => done({passes: 0, violations: [["error", String(error), []]]}));
 """
-SCREENSHOTS = os.environ.get("SWARMLLM_SCREENSHOTS")
-"""A folder to keep the pictures in, for people to look at."""
 QUESTION = "What is a layer?"
 
 
@@ -84,26 +83,22 @@ def wait_in(folder: Path) -> None:
 def test_axe_finds_nothing_to_complain_about(
     chromium: WebDriver, node: DaemonProcess, axe: str, scheme: str, width: int
 ) -> None:
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    media(chromium, scheme)
+    size(chromium, width)
     complaints = []
     for view, expected in (
         ("swarm", "Recent requests"),
         ("models", "waiting for the hashes of layers 4–11, head"),
         ("chat", ""),
     ):
-        chromium.get("about:blank")
-        chromium.get(f"{node.url}/#{view}")
+        go(chromium, node, view)
         shown(chromium, f"view-{view}", expected)
         if view == "chat":
             chromium.find_element(By.ID, "prompt").send_keys(QUESTION, Keys.ENTER)
             wait_for(lambda: chromium.find_elements(By.CSS_SELECTOR, ".way .hops li"), 30, "the route")
         chromium.execute_script(axe)
         found: dict[str, Any] = chromium.execute_async_script(JUDGE, RULES)
-        if SCREENSHOTS:
-            chromium.save_screenshot(str(Path(SCREENSHOTS, f"axe-{scheme}-{width}-{view}.png")))
+        picture(chromium, f"axe-{scheme}-{width}-{view}")
         complaints += [(view, *each) for each in found["violations"]]
         assert found["passes"] > 15, "nearly nothing was looked at"
     assert not complaints, "\n".join(map(str, complaints))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,23 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser_page import find, go, media, picture, seen, size
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
 
 from swarmllm.guide import DRAFT_PATH
-from swarmllm.keys import KeyFile
 
 pytestmark = pytest.mark.slow
 
 WIDTHS = (1280, 768, 360)
 VIEWS = ("swarm", "models", "chat")
 NAMED_ROLES = {"button", "combobox", "image", "link", "progressbar", "region", "textbox"}
-SCREENSHOTS = os.environ.get("SWARMLLM_SCREENSHOTS")
-"""A folder to keep the pictures in, for people to look at."""
-
 CONTRAST = """
 const channel = (c) => { c /= 255; return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
 const parse = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -71,43 +65,6 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProc
             "the nodes to know each other",
         )
         yield kitchen, study
-
-
-@pytest.fixture
-def page(chromium: WebDriver) -> Iterator[WebDriver]:
-    media(chromium, "light")
-    size(chromium, 1280)
-    yield chromium
-    complaints = [entry["message"] for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"]
-    chromium.get("about:blank")
-    assert [text for text in complaints if "ERR_" not in text and "status of 40" not in text] == []
-
-
-def media(page: WebDriver, scheme: str) -> None:
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-
-
-def size(page: WebDriver, width: int, height: int = 900) -> None:
-    page.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
-    )
-
-
-def go(page: WebDriver, node: DaemonProcess, view: str = "swarm") -> None:
-    page.get("about:blank")
-    page.get(f"{node.url}/#{view}")
-
-
-def seen(page: WebDriver, text: str, where: str = "main") -> Any:
-    return wait_for(
-        lambda: text in page.find_element(By.CSS_SELECTOR, where).text, 20, f"{text!r} in {where}"
-    )
-
-
-def find(page: WebDriver, selector: str) -> WebElement:
-    return wait_for(lambda: page.find_elements(By.CSS_SELECTOR, selector), 20, selector)[0]  # type: ignore[no-any-return]
 
 
 def complete(node: DaemonProcess) -> None:
@@ -275,12 +232,6 @@ def test_it_fits_every_width_and_can_be_read(
             picture(page, f"{scheme}-{width}-{view}")
 
 
-def picture(page: WebDriver, name: str) -> None:
-    if SCREENSHOTS:
-        shot = page.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": False})
-        Path(SCREENSHOTS, f"{name}.png").write_bytes(base64.b64decode(shot["data"]))
-
-
 def test_everything_has_a_name_and_is_reached_by_keyboard(
     page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]
 ) -> None:
@@ -358,50 +309,3 @@ def file_server(folder: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
         thread.join()
-
-
-def test_a_node_with_keys_asks_for_one(page: WebDriver, tmp_path: Path) -> None:
-    with running_daemon(tmp_path, "locked", load=[]) as node:
-        keys = KeyFile(node.data_dir)
-        _, user = keys.create("app")
-        _, admin = keys.create("me", is_admin=True)
-        wait_for(lambda: node.http.get("/api/admin/stats").status_code == 401, 5, "the keys to count")
-        go(page, node)
-        find(page, "#login[open]")
-        type_key(page, "sk-swarm-wrong")
-        seen(page, "not known here", "#login")
-        type_key(page, user)
-        seen(page, "only the chat works", "#notice")
-        page.execute_script("sessionStorage.clear()")
-        go(page, node)
-        find(page, "#login[open]")
-        type_key(page, admin)
-        seen(page, "Recent requests")
-        assert node.stop() == 0
-        seen(page, "The connection to the node is lost", "#notice")
-        assert "stale" in find(page, "main").get_attribute("class")
-
-
-def type_key(page: WebDriver, key: str) -> None:
-    find(page, "#login-key").send_keys(key, Keys.ENTER)
-
-
-def test_names_of_other_nodes_are_text_and_scripts_of_others_do_not_run(
-    page: WebDriver, tmp_path: Path
-) -> None:
-    name = "<img src=x onerror=document.title='owned'>"
-    with running_daemon(tmp_path, "plain", load=["guide:0:4"], node={"nickname": name}) as node:
-        go(page, node)
-        seen(page, name)
-        page.execute_script(
-            "document.body.insertAdjacentHTML('beforeend', `<img src=x onerror=\"window.owned = 1\">`)"
-        )
-        blocked = """
-        const done = arguments[0];
-        const script = document.createElement("script");
-        script.textContent = "window.owned = 1";
-        document.addEventListener("securitypolicyviolation", () => done(window.owned ?? "blocked"));
-        document.body.append(script);
-        """
-        assert page.execute_async_script(blocked) == "blocked"
-        page.get_log("browser")

@@ -1,42 +1,16 @@
-"""The `openai` client against a real daemon with the whole guide model."""
+"""The `openai` client against a real daemon: chats, completions and embeddings."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
-from daemon_process import DaemonProcess, running_daemon, wait_for
+from daemon_process import DaemonProcess
+from openai_asking import QUESTION, ask, text_of
 
 pytestmark = pytest.mark.slow
-
-QUESTION = [{"role": "user", "content": "What is a layer range?"}]
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    folder = tmp_path_factory.mktemp("openai")
-    with running_daemon(folder, "solo", load=["guide"], inference={"n_threads": 1, "n_ctx": 2048}) as node:
-        wait_for(lambda: node.http.get("/health/ready").status_code == 200, 60, "the guide to be loaded")
-        yield node
-
-
-@pytest.fixture
-def ai(node: DaemonProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-def ask(ai: openai.OpenAI, **options: Any) -> Any:
-    options = {"model": "guide", "messages": QUESTION, "temperature": 0, "max_tokens": 40} | options
-    return ai.chat.completions.create(**options)
-
-
-def text_of(answer: Any) -> str:
-    return str(answer.choices[0].message.content)
 
 
 def counted(answer: Any) -> tuple[int, int]:
@@ -198,83 +172,6 @@ def test_errors_are_of_the_clients_own_kinds(
         assert caught.value.request_id
 
 
-def test_a_conversation_with_tools_goes_through_the_template(ai: openai.OpenAI) -> None:
-    tool = {
-        "type": "function",
-        "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}},
-    }
-    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
-    messages = [
-        {"role": "system", "content": "You are the guide."},
-        {"role": "user", "content": [{"type": "text", "text": "What is the weather in Oslo?"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-    ]
-    with_tools = ask(ai, messages=messages, tools=[tool])
-    without = ask(ai, messages=messages, tools=[tool], tool_choice="none")
-    assert with_tools.usage.prompt_tokens > without.usage.prompt_tokens
-
-
-def test_the_guide_calls_a_tool_that_it_is_given(ai: openai.OpenAI) -> None:
-    """Whether it is the right call is measured elsewhere; here: that it arrives as one, streamed or not."""
-    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
-    messages = [{"role": "user", "content": "What is the weather in Oslo?"}]
-    choice = ask(ai, messages=messages, tools=[tool]).choices[0]
-    assert choice.finish_reason == "tool_calls"
-    assert choice.message.content is None
-    (call,) = choice.message.tool_calls
-    assert isinstance(json.loads(call.function.arguments), dict)
-    chunks = [chunk.choices[0] for chunk in ask(ai, messages=messages, tools=[tool], stream=True)]
-    (streamed,) = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
-    assert streamed.function == type(streamed.function)(
-        name=call.function.name, arguments=call.function.arguments
-    )
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
-    assert chunks[-1].finish_reason == "tool_calls"
-
-
-NAMES = ("get_weather", "get_time")
-
-
-def offered(name: str) -> dict[str, Any]:
-    """The same reference in every tool: each means its own."""
-    city = {"type": "string", "enum": [f"{name}-oslo", f"{name}-rome"]}
-    parameters = {
-        "type": "object",
-        "properties": {"city": {"$ref": "#/$defs/City"}},
-        "required": ["city"],
-        "additionalProperties": False,
-        "$defs": {"City": city},
-    }
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "get_time"}}], ids=["any", "named"]
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_forced_call_follows_the_tools_schema(ai: openai.OpenAI, choice: Any, stream: bool) -> None:
-    """The question needs no tool: the grammar leaves no other way."""
-    options = {"tools": [offered(name) for name in NAMES], "tool_choice": choice, "max_tokens": 300}
-    answer = ask(ai, stream=stream, parallel_tool_calls=False, **options)
-    if stream:
-        chunks = [chunk.choices[0] for chunk in answer]
-        calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
-        reason = chunks[-1].finish_reason
-        assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
-    else:
-        calls, reason = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
-        assert answer.choices[0].message.content is None
-    assert reason == "tool_calls"
-    (call,) = calls
-    assert call.function.name in (NAMES if choice == "required" else ("get_time",))
-    assert json.loads(call.function.arguments)["city"] in (
-        f"{call.function.name}-oslo",
-        f"{call.function.name}-rome",
-    )
-
-
 def test_a_picture_is_refused_until_something_can_look_at_it(ai: openai.OpenAI) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     with pytest.raises(openai.InternalServerError) as caught:
@@ -350,53 +247,6 @@ def test_what_cannot_be_embedded_is_refused_by_name(
     with pytest.raises(openai.BadRequestError) as caught:
         ai.embeddings.create(**({"model": "guide", "input": "x"} | options))
     assert caught.value.param == param
-
-
-RESPOND: dict[str, Any] = {"model": "guide", "input": QUESTION[0]["content"], "temperature": 0}
-
-
-def test_a_response_says_the_same_streamed_or_not_and_as_a_chat(ai: openai.OpenAI) -> None:
-    whole = ai.responses.create(**RESPOND)
-    assert whole.output_text == text_of(ask(ai, max_tokens=None))
-    assert whole.status == "completed"
-    assert whole.usage is not None
-    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
-    with ai.responses.stream(**RESPOND) as stream:
-        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
-        final = stream.get_final_response()
-    assert "".join(texts) == final.output_text == whole.output_text
-    short = ai.responses.create(**RESPOND, max_output_tokens=3)
-    assert (short.status, short.usage and short.usage.output_tokens) == ("incomplete", 3)
-
-
-def test_a_response_is_gone_on_from(ai: openai.OpenAI) -> None:
-    first = ai.responses.create(**RESPOND)
-    second = ai.responses.create(
-        model="guide", input="Why is that useful?", previous_response_id=first.id, temperature=0
-    )
-    turns = [
-        *QUESTION,
-        {"role": "assistant", "content": first.output_text},
-        {"role": "user", "content": "Why is that useful?"},
-    ]
-    assert second.output_text == text_of(ask(ai, messages=turns, max_tokens=None))
-    assert ai.responses.retrieve(first.id).output_text == first.output_text
-    ai.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError):
-        ai.responses.retrieve(first.id)
-
-
-def test_a_response_calls_tools_and_keeps_to_a_schema(ai: openai.OpenAI) -> None:
-    tool = {"type": "function", **offered("get_time")["function"], "strict": True}
-    called = ai.responses.create(**RESPOND, tools=[tool], tool_choice="required", parallel_tool_calls=False)
-    (call,) = [item for item in called.output if item.type == "function_call"]
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
-    items = [{"role": "user", "content": "What time is it?"}, call.model_dump(), result]
-    answer = ai.responses.create(model="guide", input=items, tools=[tool], max_output_tokens=5)
-    assert answer.usage is not None
-    wanted = {"type": "json_schema", "name": "where", "schema": {"enum": ["here", "there"]}}
-    formed = ai.responses.create(**RESPOND, text={"format": wanted})
-    assert json.loads(formed.output_text) in ("here", "there")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from daemon_process import DaemonProcess, running_daemon, wait_for
+from daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.slow
 
@@ -18,14 +18,6 @@ WEATHER: dict[str, Any] = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 IN_OSLO = [{"role": "user", "content": "What is the weather in Oslo?"}]
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    folder = tmp_path_factory.mktemp("anthropic")
-    with running_daemon(folder, "solo", load=["guide"], inference={"n_threads": 1, "n_ctx": 2048}) as node:
-        wait_for(lambda: node.http.get("/health/ready").status_code == 200, 60, "the guide to be loaded")
-        yield node
 
 
 @pytest.fixture
