@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import trio
 
-from swarmllm.downloads.errors import Broken, DownloadError, FileChanged, Offline
+from swarmllm.downloads.errors import DownloadError, FileChanged, Offline
 from swarmllm.downloads.fetch_layers import FetchLayers
 from swarmllm.downloads.gathering import Gathering
 from swarmllm.downloads.parts import Parts, check_same_file
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 REMEMBERED = 20
 """Ended downloads that can still be looked at."""
 RATE_WINDOW_S = 5.0
@@ -108,7 +107,11 @@ class Download:
         self.done_bytes = self.total_bytes = 0
         self._history: deque[tuple[float, int]] = deque()
 
-    def meet(self, trouble: str) -> None:
+    def patience(self, settings: DownloadSettings) -> Patience:
+        """For one thing that a server is asked for; what it meets is this download's trouble."""
+        return Patience(settings, self._meet)
+
+    def _meet(self, trouble: str) -> None:
         self.trouble = trouble
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
@@ -222,7 +225,7 @@ class Downloads:
         self._downloads[download.id] = download
         for old in [each for each in self._downloads.values() if each.state in ENDED][:-REMEMBERED]:
             del self._downloads[old.id]
-        self._nursery.start_soon(self._carry, download, replace(settings, tell_trouble=download.meet))
+        self._nursery.start_soon(self._carry, download, settings)
         return download
 
     async def _carry(self, download: Download, settings: DownloadSettings) -> None:
@@ -250,11 +253,11 @@ class Downloads:
         self, download: Download, settings: DownloadSettings, http: httpx.AsyncClient
     ) -> CatalogueEntry | None:
         source = download.source
-        url = source.url or await self._address(source, settings, http)
+        url = source.url or await self._address(download, settings, http)
         remote = Remote(http, url, settings.token if source.is_endpoint else "", settings)
         name = download.name or normalise_name(model_name(url))
         for is_last in (False, True):
-            facts = await self._patiently(remote.facts, settings)
+            facts = await download.patience(settings).keep_trying(remote.facts)
             try:
                 if download.layers is not None:
                     return await self._parts(download, remote, facts, name, settings)
@@ -269,7 +272,7 @@ class Downloads:
         self, download: Download, remote: Remote, facts: Facts, name: str, settings: DownloadSettings
     ) -> CatalogueEntry:
         folder = self._folder_of(remote)
-        whole = WholeFile(remote, folder, settings, download.progress)
+        whole = WholeFile(remote, folder, settings, download.patience(settings), download.progress)
         here_bytes = await trio.to_thread.run_sync(allocated_bytes, whole.part)
         await self._travel.make_room(max(0, facts.size_bytes - here_bytes))
         await whole.run(facts, download.sha256, lambda: setattr(download, "state", "checking"))
@@ -309,14 +312,15 @@ class Downloads:
         layers: LayerRange,
         settings: DownloadSettings,
     ) -> CatalogueEntry:
-        await self._patiently(partial(check_same_file, remote, facts, entry), settings)
+        await download.patience(settings).keep_trying(partial(check_same_file, remote, facts, entry))
 
         async def fetch(
             wanted: CatalogueEntry,
             tensors: tuple[TensorEntry, ...],
             progress: Callable[[int, int], None],
         ) -> None:
-            await Parts(remote, facts, self._travel.store, wanted, tensors, settings, progress).run()
+            store, patience = self._travel.store, download.patience(settings)
+            await Parts(remote, facts, store, wanted, tensors, settings, patience, progress).run()
 
         return await self._travel.ensure(entry, layers, download.progress, fetch=fetch)
 
@@ -349,9 +353,10 @@ class Downloads:
             await trio.to_thread.run_sync(model.begin)
         model.is_fetching = True
         try:
-            await FetchLayers(remote, facts, model, settings, download.progress).run(
-                layers, self._travel.make_room
+            fetching = FetchLayers(
+                remote, facts, model, settings, download.patience(settings), download.progress
             )
+            await fetching.run(layers, self._travel.make_room)
         finally:
             model.is_fetching = False
         download.state = "checking"
@@ -371,20 +376,14 @@ class Downloads:
     def _folder_of(self, remote: Remote) -> Path:
         return self._folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
 
-    async def _address(self, source: Source, settings: DownloadSettings, http: httpx.AsyncClient) -> str:
+    async def _address(self, download: Download, settings: DownloadSettings, http: httpx.AsyncClient) -> str:
         """Of the file of a repository that is meant."""
+        source = download.source
         url = listing_url(settings.endpoint, source.repo)
-        raw = await self._patiently(Remote(http, url, settings.token, settings).listing, settings)
+        listing = Remote(http, url, settings.token, settings).listing
+        raw = await download.patience(settings).keep_trying(listing)
         try:
             names = [sibling.rfilename for sibling in msgspec.json.decode(raw, type=Listing).siblings]
         except msgspec.DecodeError:
             raise DownloadError(f"{url}: the answer is not a list of files") from None
         return file_url(settings.endpoint, source.repo, choose_file(source.repo, names, source.wanted))
-
-    async def _patiently(self, act: Callable[[], Awaitable[T]], settings: DownloadSettings) -> T:
-        patience = Patience(settings)
-        while True:
-            try:
-                return await act()
-            except Broken as error:
-                await patience.wait(error)

@@ -40,6 +40,7 @@ class FetchLayers:
         facts: Facts,
         model: WaitingModel,
         settings: DownloadSettings,
+        patience: Patience,
         progress: Progress,
     ) -> None:
         self._remote = remote
@@ -47,7 +48,7 @@ class FetchLayers:
         self._model = model
         self._settings = settings
         self._progress = progress
-        self._patience = Patience(settings)
+        self._patience = patience
         self._n_bytes = self._total_bytes = 0
 
     async def run(self, layers: LayerRange, make_room: Callable[[int], Awaitable[None]]) -> None:

@@ -53,6 +53,7 @@ class Parts:
         entry: CatalogueEntry,
         tensors: Iterable[TensorEntry],
         settings: DownloadSettings,
+        patience: Patience,
         progress: Progress,
     ) -> None:
         self._remote = remote
@@ -64,7 +65,7 @@ class Parts:
         self._settings = settings
         self._progress = progress
         self._done: dict[str, int] = {}
-        self._patience = Patience(settings)
+        self._patience = patience
 
     async def run(self) -> None:
         """Raises DownloadError, BadModel, StoreFull; what has arrived is kept."""

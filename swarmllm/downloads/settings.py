@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swarmllm.config import DownloadsTable
@@ -34,8 +34,6 @@ class DownloadSettings:
     """A server that asks for more patience than this is given up."""
     read_timeout_s: float = 60.0
     connect_timeout_s: float = 15.0
-    tell_trouble: Callable[[str], None] = lambda trouble: None
-    """What has gone wrong, when it is going to be tried again."""
 
     def __repr__(self) -> str:
         return (

@@ -42,7 +42,14 @@ class State(msgspec.Struct, kw_only=True):
 class WholeFile:
     """One file on its way into `folder`."""
 
-    def __init__(self, remote: Remote, folder: Path, settings: DownloadSettings, progress: Progress) -> None:
+    def __init__(
+        self,
+        remote: Remote,
+        folder: Path,
+        settings: DownloadSettings,
+        patience: Patience,
+        progress: Progress,
+    ) -> None:
         self.part = folder / PART
         self._remote = remote
         self._folder = folder
@@ -50,7 +57,7 @@ class WholeFile:
         self._progress = progress
         self._facts = Facts(0, "", "", has_ranges=False)
         self._done: list[Span] = []
-        self._patience = Patience(settings)
+        self._patience = patience
         self._saving = trio.Lock()
 
     async def run(self, facts: Facts, sha256: str, on_checking: Callable[[], None]) -> None:
