@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from .template import SPECIAL_TOKENS
 
@@ -20,18 +20,14 @@ PATTERN = (
 )
 
 
-def _with_parts(tokenizer: Tokenizer) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
+    """A BPE of exactly `n_vocab` tokens; the special ones come first."""
+    tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
-    """A BPE of exactly `n_vocab` tokens; the special ones come first."""
-    tokenizer = _with_parts(Tokenizer(models.BPE()))
     trainer = trainers.BpeTrainer(
         vocab_size=n_vocab,
         special_tokens=list(SPECIAL_TOKENS),
@@ -41,13 +37,4 @@ def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != n_vocab:
         raise ValueError(f"the texts give {tokenizer.get_vocab_size()} tokens, not {n_vocab}")
-    return tokenizer
-
-
-def rebuild_tokenizer(tokens: list[str], merges: list[str]) -> Tokenizer:
-    """The tokenizer of a GGUF, from its `tokenizer.ggml.tokens` and `tokenizer.ggml.merges`."""
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
-    tokenizer = _with_parts(Tokenizer(models.BPE(vocab=vocab, merges=pairs)))
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL_TOKENS])
     return tokenizer

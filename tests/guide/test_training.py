@@ -13,14 +13,15 @@ pytest.importorskip("tokenizers")
 
 import gguf
 import llama_cpp
+from tokenizers import AddedToken, Tokenizer, models
 
 from swarmllm.guide import data
 from swarmllm.guide.data import IGNORED, AnswerMask, batches, sample_texts
 from swarmllm.guide.export import export_gguf
 from swarmllm.guide.model import Llama, Shape
 from swarmllm.guide.recipe import Phase, Recipe
-from swarmllm.guide.template import ANSWER_PREFIX, render
-from swarmllm.guide.tokens import rebuild_tokenizer, train_tokenizer
+from swarmllm.guide.template import ANSWER_PREFIX, SPECIAL_TOKENS, render
+from swarmllm.guide.tokens import train_tokenizer
 from swarmllm.guide.train import Training, weights_hash
 
 pytestmark = pytest.mark.slow
@@ -120,6 +121,10 @@ def test_a_tokenizer_rebuilt_from_the_file_is_the_trained_one(tokenizer, tmp_pat
     reader = gguf.GGUFReader(path)
     tokens = reader.get_field("tokenizer.ggml.tokens").contents()
     merges = reader.get_field("tokenizer.ggml.merges").contents()
-    rebuilt = rebuild_tokenizer(tokens, merges)
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    rebuilt = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    rebuilt.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL_TOKENS])
+    rebuilt.pre_tokenizer, rebuilt.decoder = tokenizer.pre_tokenizer, tokenizer.decoder
     for text in (ANSWER_PREFIX, "Ünïcödé 日本 12345 \n\n  def f():\treturn", *sample_texts(20, seed=2)):
         assert rebuilt.encode(text).ids == tokenizer.encode(text).ids
