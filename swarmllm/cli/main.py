@@ -83,6 +83,6 @@ def main() -> None:
     A node is one running daemon. Nodes that know each other form a swarm; each serves some layers of some
     models, and a request walks from node to node until it has seen every layer.
 
-    All commands but `daemon` and `demo` talk to a running node: the one named by --api or SWARMLLM_API,
-    else the one that was started with the default data folder.
+    Commands with --api talk to a running node: the one named by it or by SWARMLLM_API, else the one that
+    was started with the default data folder.
     """
