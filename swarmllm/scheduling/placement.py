@@ -250,7 +250,7 @@ class _Planner:
         before = dict(self._free)
         for gap in row.gaps:
             unit = self._shape.unit
-            new = self._cover(row, gap.start // unit, -(-gap.end // unit))
+            new = self._cover(stages, gap.start // unit, -(-gap.end // unit))
             if new is None:
                 self._free = before
                 return None
@@ -260,24 +260,26 @@ class _Planner:
         self._busy |= {stage.node_id for stage in stages}
         return Row(tuple(sorted(stages)), row.n_layers)
 
-    def _cover(self, row: Row, start: int, end: int) -> list[Held] | None:
-        """Those next to the gap first, then idle nodes near the pipeline, the roomiest first: as few as can
-        do it."""
+    def _cover(self, row: Sequence[Held], start: int, end: int) -> list[Held] | None:
+        """Those next to the gap first, each from its own side, so that what it gets is one range with what it
+        has; then idle nodes near the pipeline, the roomiest first: as few as can do it."""
         unit = self._shape.unit
         edges = (start * unit, min(end * unit, self._shape.n_layers))
-        beside = [stage.node_id for stage in row.stages if stage.layers.end == edges[0]]
-        beside += [stage.node_id for stage in row.stages if stage.layers.start == edges[1]]
-        here = {self._regions[stage.node_id] for stage in row.stages}
+        before = [stage.node_id for stage in row if stage.layers.end == edges[0]]
+        after = [stage.node_id for stage in row if stage.layers.start == edges[1]]
+        helping = {stage.node_id for stage in row}
+        here = {self._regions[node_id] for node_id in helping}
         idle = sorted(
             self._idle(None),
-            key=lambda node_id: (self._regions[node_id] not in here, -self._free[node_id], node_id),
+            key=lambda n: (n in helping, self._regions[n] not in here, -self._free[n], n),
         )
-        candidates = list(dict.fromkeys([*(n for n in beside if self._free[n] > 0), *idle]))
+        beside = [node_id for node_id in (*before, *after) if self._free[node_id] > 0]
+        candidates = list(dict.fromkeys([*beside, *idle]))
         room = list(itertools.accumulate(self._free[n] // self._shape.layer_bytes for n in candidates))
         enough = bisect.bisect_left(room, edges[1] - edges[0]) + 1
         # The ends of the model take room too: one or two nodes more than the layers alone need.
         for n_nodes in range(enough, min(enough + 3, len(candidates)) + 1):
-            new = self._laid_out(candidates[:n_nodes], start, end, first=beside[:1], last=beside[1:])
+            new = self._laid_out(candidates[:n_nodes], start, end, before, after)
             if new is not None:
                 return new
         return None
@@ -291,7 +293,7 @@ class _Planner:
         last: Sequence[str] = (),
     ) -> list[Held] | None:
         """Units [start, end) over the nodes, near ones next to each other; `first` and `last` keep to their
-        end. None where they have no room."""
+        end, unless there is no other way. None where they have no room."""
         for node_id in node_ids if len(node_ids) == 1 else ():
             # Exactly: the last unit may have fewer layers than others.
             if self._shape.n_bytes(self._shape.layers(start, end)) <= self._free[node_id]:
@@ -299,8 +301,7 @@ class _Planner:
         order = sorted(
             node_ids, key=lambda n: (n not in first, n in last and n not in first, self._regions[n], n)
         )
-        roomy = sorted(order, key=lambda n: (-self._free[n], n))
-        for attempt in (order, [*roomy[:1], *roomy[2:], *roomy[1:2]]):
+        for attempt in (order, self._roomy_at_ends(order, first, last), self._roomy_at_ends(order)):
             while attempt:
                 units = self._shares(attempt, start, end)
                 if units is None:
@@ -309,6 +310,17 @@ class _Planner:
                     return self._stages(attempt, units, start)
                 attempt = [node_id for node_id, share in zip(attempt, units, strict=True) if share]
         return None
+
+    def _roomy_at_ends(
+        self, node_ids: Sequence[str], first: Sequence[str] = (), last: Sequence[str] = ()
+    ) -> list[str]:
+        """With the roomiest nodes at those ends where nobody has to be, for the embedding and the head."""
+        ahead = [node_id for node_id in node_ids if node_id in first]
+        behind = [node_id for node_id in node_ids if node_id in last and node_id not in first]
+        roomy = sorted({*node_ids} - {*ahead, *behind}, key=lambda n: (-self._free[n], n))
+        ahead, roomy = (ahead, roomy) if ahead else (roomy[:1], roomy[1:])
+        behind, roomy = (behind, roomy) if behind else (roomy[:1], roomy[1:])
+        return [*ahead, *roomy, *behind]
 
     def _shares(self, node_ids: Sequence[str], start: int, end: int) -> list[int] | None:
         shape = self._shape

@@ -209,6 +209,34 @@ def test_who_is_beside_a_gap_fills_it_from_its_own_end() -> None:
     assert plan.targets == targets
 
 
+@pytest.mark.parametrize(
+    ("held", "expected"), [("6:12", ["0:5", "5:12"]), ("0:6", ["7:12", "0:7"])], ids=["start", "end"]
+)
+def test_who_is_beside_a_gap_at_an_end_of_the_model_gets_what_is_next_to_its_own(
+    held: str, expected: list[str]
+) -> None:
+    """The other one has no room for all of the gap."""
+    nodes = [node("a", 5), node("b", 1, held=(LayerRange.parse(held),))]
+    assert [str(*place(SHAPE, nodes).targets[node_id]) for node_id in "ab"] == expected
+
+
+def test_two_gaps_are_filled_by_two_nodes_where_there_are_two() -> None:
+    held = [node("a", 0, held=(LayerRange(2, 6),)), node("b", 0, held=(LayerRange(8, 12),))]
+    targets = place(SHAPE, [*held, node("c", 12), node("d", 8)], 1).targets
+    assert {targets["c"], targets["d"]} == {(LayerRange(0, 2),), (LayerRange(6, 8),)}
+    alone = place(SHAPE, [*held, node("c", 4)]).targets
+    assert alone["c"] == (LayerRange(0, 2), LayerRange(6, 8))
+
+
+def test_who_is_beside_a_gap_keeps_its_side_though_another_has_no_room_for_the_head() -> None:
+    """The roomiest two would be at the ends, were nobody there already."""
+    shape = ModelShape(12, 1, 100, head_bytes=250)
+    nodes = [node("b", 3, held=(LayerRange(0, 4),)), node("c", 7), node("d", 2)]
+    plan = place(shape, nodes)
+    assert plan.pipelines
+    assert [len(plan.targets[node_id]) for node_id in "bcd"] == [1, 1, 1]
+
+
 def test_nodes_in_one_region_complement_each_other_and_an_ocean_is_crossed_only_at_need() -> None:
     def at(x_s: float) -> Coordinate:
         return Coordinate((x_s, 0.0, 0.0), 0.001, 0.1)
