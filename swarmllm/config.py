@@ -205,6 +205,9 @@ class ModelTable:
         (),
         "Loaded at start: NAME for a whole model or NAME:START:END for layers [START, END), e.g. guide:0:4.",
     )
+    restore: bool = _setting(
+        True, "Load at start, after what load names, what was loaded by hand before and not unloaded since."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from swarmllm.keys import KeyFile
 from swarmllm.models import Catalogue, Store
 from swarmllm.node import Node
 from swarmllm.node.node import DOWNLOADS
+from swarmllm.node.remembered_loads import open_remembered_loads
 from swarmllm.pipeline.links import Links
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
@@ -139,12 +140,13 @@ async def _open_rooms(
         registry = Registry(router.node_id, trust.may_work, lambda node_id: trust.score(node_id) >= trust_min)
         await nursery.start(follow_router, registry, router)
         observations = Observations()
+        remembered = await trio.to_thread.run_sync(open_remembered_loads, data_dir)
         travel = Travel(
             router,
             registry,
             await trio.to_thread.run_sync(open_store, config, data_dir, catalogue),
             travel_settings(config),
-            in_use=lambda: pool.models().keys(),
+            in_use=lambda: {*pool.models(), *(load.model_id for load in remembered.all())},
             on_change=lambda: node.holdings_changed(),
             note=trust.note,
             seeker=router.outreach,
@@ -178,6 +180,7 @@ async def _open_rooms(
             gathering=gathering,
             observations=observations,
             trust=trust,
+            remembered=remembered,
         )
         await nursery.start(node.run)
         nursery.start_soon(node.measure, data_dir / MACHINE_FILE)

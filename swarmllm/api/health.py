@@ -1,4 +1,5 @@
-"""GET /health (the process answers), /health/ready (what it was told to load is loaded), /metrics."""
+"""GET /health (the process answers), /health/ready (what it was told to load, by its configuration
+or by hand before it ended, is loaded), /metrics."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Json = dict[str, object]
 
 
 def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
-    counts, admission = node.counts, node.admission
+    counts, admission, readiness = node.counts, node.admission, node.readiness()
     loaded = [
         {"name": view.name, "model_id": view.model_id, "layers": range_texts(view.loaded)}
         for view in models
@@ -37,7 +37,8 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         "pid": os.getpid(),
         "uptime_s": round(time.time() - node.started_at, 3),
         "tasks": trio.lowlevel.current_statistics().tasks_living,
-        "ready": node.readiness().status == "ready",
+        "ready": readiness.status == "ready",
+        "reason": readiness.reason,
         "addresses": node.addresses,
         "peers_connected": len(node.peers()),
         "reachability": _reachability(node.reachability),

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from swarmllm.workerpool.settings import ContextCells, GpuLayers, Threads
 from swarmllm_proto.ipc import Effort, FlashAttention, KvType
 
 Text = Annotated[str, Meta(max_length=4 * 2**20)]
@@ -273,9 +274,9 @@ class LoadModel(Body, frozen=True):
     configuration has it."""
 
     layers: LayersText | None = None
-    n_ctx: Annotated[int, Meta(ge=16, le=2**24)] | None = None
-    n_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    n_gpu_layers: Annotated[int, Meta(ge=0, le=65535)] | None = None
+    n_ctx: ContextCells | None = None
+    n_threads: Threads | None = None
+    n_gpu_layers: GpuLayers | None = None
     kv_type: KvType | None = None
     flash_attention: FlashAttention | None = None
     use_mmap: bool | None = None

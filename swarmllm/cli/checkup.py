@@ -183,7 +183,10 @@ def check_daemon(stats: dict[str, Any]) -> Iterator[Finding]:
     """What the running daemon says about itself."""
     if not stats["ready"]:
         yield Finding(
-            "daemon", "warning", "the daemon has not loaded what its configuration names", "see its log"
+            "daemon",
+            "warning",
+            f"the daemon has not loaded all that it should: {stats.get('reason') or 'not said why'}",
+            "see its log",
         )
     for worker in stats["workers"]:
         if worker["n_starts"] > 1:

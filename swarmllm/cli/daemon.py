@@ -29,6 +29,7 @@ FLAGS = {
     "--mdns/--no-mdns": "network.mdns",
     "--api-port": "api.port",
     "--load": "model.load",
+    "--restore/--no-restore": "model.restore",
 }
 
 

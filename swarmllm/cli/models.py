@@ -112,6 +112,9 @@ def load(name: str, layers: str | None, as_json: bool, api_url: str, **options: 
 
     What the options do not say is as the configuration has it; they count until the model's last layer is
     unloaded here, and memory is predicted with them.
+
+    When the daemon starts again, after a crash or with the machine, it loads these layers again with the
+    same options, until they are unloaded (`model.restore`).
     """
     said = {key: value for key, value in options.items() if value is not None}
     with Client(api_url) as client:
@@ -131,7 +134,10 @@ def load(name: str, layers: str | None, as_json: bool, api_url: str, **options: 
 @json_option
 @api_option
 def unload(name: str, layers: str | None, as_json: bool, api_url: str) -> None:
-    """Drop layers from this node and give their memory back."""
+    """Drop layers from this node and give their memory back.
+
+    The daemon does not load them again when it starts, unless its configuration says so (`model.load`).
+    """
     with Client(api_url) as client:
         events = client.post_progress(_path(name, "unload"), {"layers": layers, "progress": True})
         model = _follow(events, f"unloading {name} {layers or ''}".strip(), show=not as_json)["model"]

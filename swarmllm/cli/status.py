@@ -32,7 +32,8 @@ def status(as_json: bool, api_url: str) -> None:
 def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
     """(heading or "", line), top to bottom."""
     requests = stats["requests"]
-    state = "ready" if stats["ready"] else "not ready (see its log)"
+    reason = stats.get("reason") or "see its log"
+    state = "ready" if stats["ready"] else f"not ready ({reason})"
     models = [f"{model['name']}  layers {', '.join(model['layers'])}" for model in stats["models"]]
 
     def lines(name: str, values: Sequence[str]) -> Iterator[tuple[str, str]]:

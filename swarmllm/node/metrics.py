@@ -102,7 +102,11 @@ GUESSED_TOKENS = Definition(
     ("model", "by", "guess"),
 )
 INFO = Definition("swarmllm_info", "gauge", "Always 1; says which version runs.", ("version",))
-READY = Definition("swarmllm_ready", "gauge", "1 when what `model.load` names is loaded, else 0.")
+READY = Definition(
+    "swarmllm_ready",
+    "gauge",
+    "1 when what `model.load` names, and what was loaded by hand before the start, is loaded, else 0.",
+)
 STARTED = Definition(
     "swarmllm_start_time_seconds", "gauge", "When the node started, in seconds since the epoch."
 )

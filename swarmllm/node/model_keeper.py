@@ -7,6 +7,7 @@ nodes and the registry (what others hold); the swarm is told after each change.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -16,6 +17,7 @@ from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.node.cut_checks import CutChecks
 from swarmllm.node.model_view import view_model, view_waiting
+from swarmllm.node.remembered_loads import RememberedLoads
 from swarmllm.node.request_words import check_layers
 from swarmllm.node.views import ModelView
 from swarmllm.swarm.registry import Registry, SwarmModel
@@ -23,6 +25,7 @@ from swarmllm.travel import Travel
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, ModelFile, WorkerPool
 
 Progress = Callable[[int, int], None]
+Then = Callable[[], Awaitable[object]]
 
 
 class ModelKeeper:
@@ -33,6 +36,7 @@ class ModelKeeper:
         travel: Travel,
         registry: Registry,
         gathering: Gathering,
+        remembered: RememberedLoads,
         *,
         node_id: str,
         nickname_of: Callable[[str], str],
@@ -43,6 +47,7 @@ class ModelKeeper:
         self._travel = travel
         self._registry = registry
         self._gathering = gathering
+        self._remembered = remembered
         self._node_id = node_id
         self._nickname_of = nickname_of
         self._publish = publish
@@ -101,10 +106,18 @@ class ModelKeeper:
         fetching: Progress,
         options: LoadOptions = AS_CONFIGURED,
     ) -> ModelView:
-        """Make layers ready and tell the swarm; what is not here is fetched from other nodes first, which
-        `fetching` tells of. Raises BadModel, WorkerError, Conflict (layers of it are loaded with other
-        options), and what `Travel.ensure` raises."""
-        entry = await self.hold(entry, layers, progress, fetching, options)
+        """Make layers ready, now and after each start, and tell the swarm; what is not here is fetched from
+        other nodes first, which `fetching` tells of. Raises BadModel, WorkerError, Conflict (layers of it are
+        loaded with other options), and what `Travel.ensure` raises."""
+        remember = partial(
+            self._remembered.remember,
+            entry.model_id,
+            entry.name,
+            layers,
+            options,
+            beside_others=bool(self._pool.loaded(entry.model_id)),
+        )
+        entry = await self.hold(entry, layers, progress, fetching, options, remember)
         return self._view(entry, self._registry.models().get(entry.model_id))
 
     async def verify(self, name_or_id: str, progress: Progress) -> tuple[ModelView, tuple[str, ...]]:
@@ -131,6 +144,7 @@ class ModelKeeper:
             )
         view = self._view(entry, self._registry.models().get(entry.model_id))
         await self._travel.remove(entry)
+        await self._remembered.forget(entry.model_id, entry.name, entry.manifest.whole)
         await self._publish()
         return view
 
@@ -144,9 +158,15 @@ class ModelKeeper:
     async def unload(
         self, entry: CatalogueEntry, layers: LayerRange, progress: Progress | None = None
     ) -> ModelView:
-        """Drop layers. `progress`: (bytes given back and read anew, bytes in all). Raises Conflict (none is
-        loaded)."""
-        await self.drop(entry, layers, progress)
+        """Drop layers, and do not load them again at the next start. `progress`: (bytes given back and read
+        anew, bytes in all). Raises Conflict (none is loaded)."""
+        forget = partial(self._remembered.forget, entry.model_id, entry.name, layers)
+        try:
+            await self.drop(entry, layers, progress, forget)
+        except Conflict:
+            # What did not come back at the start is remembered all the same, and must not be for ever.
+            if not await forget():
+                raise
         return self._view(entry, self._registry.models().get(entry.model_id))
 
     async def find(self, name_or_id: str, *, far: bool = False) -> CatalogueEntry:
@@ -176,13 +196,14 @@ class ModelKeeper:
         progress: Progress,
         fetching: Progress,
         options: LoadOptions = AS_CONFIGURED,
+        then: Then | None = None,
     ) -> CatalogueEntry:
-        """`load` without the view."""
+        """`load` for now only, and without the view; `then` follows, whether or not anybody waits for it."""
         entry = await self._travel.ensure(entry, layers, fetching)
         if layers != entry.manifest.whole:
             entry = await self._cut_checks.ensure(entry, progress)
             check_layers(entry, layers)
-        await self._pool.load(ModelFile.of(entry), layers, progress, options)
+        await self._pool.load(ModelFile.of(entry), layers, progress, options, then)
         await self._publish()
         return entry
 
@@ -190,8 +211,15 @@ class ModelKeeper:
         """With what this node can find out about where the model may be cut."""
         return await self._cut_checks.ensure(entry, lambda done_bytes, total_bytes: None)
 
-    async def drop(self, entry: CatalogueEntry, layers: LayerRange, progress: Progress | None = None) -> None:
-        await self._pool.unload(entry.model_id, layers, progress)
+    async def drop(
+        self,
+        entry: CatalogueEntry,
+        layers: LayerRange,
+        progress: Progress | None = None,
+        then: Then | None = None,
+    ) -> None:
+        """`unload` for now only, and without the view."""
+        await self._pool.unload(entry.model_id, layers, progress, then)
         await self._publish()
 
     def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None) -> ModelView:

@@ -32,7 +32,9 @@ from swarmllm.node.embeddings import Embeddings
 from swarmllm.node.herald import Herald
 from swarmllm.node.metrics import Metrics
 from swarmllm.node.model_keeper import ModelKeeper
+from swarmllm.node.remembered_loads import RememberedLoads
 from swarmllm.node.requests import Requests
+from swarmllm.node.restoring import Restoring
 from swarmllm.node.texts import Texts
 from swarmllm.node.views import PeerView, Readiness, RequestCounts
 from swarmllm.pipeline.generation import Generation
@@ -80,6 +82,7 @@ class Node:
         gathering: Gathering,
         observations: Observations | None = None,
         trust: Trust | None = None,
+        remembered: RememberedLoads | None = None,
     ) -> None:
         inference = config.inference
         self.nickname = config.nickname
@@ -95,15 +98,23 @@ class Node:
         self._catalogue = catalogue
         self._pipelines = pipelines
         self._travel = travel
+        remembered = remembered or RememberedLoads()
         self.models = ModelKeeper(
             catalogue,
             pool,
             travel,
             registry,
             gathering,
+            remembered,
             node_id=router.node_id,
             nickname_of=self.nickname_of,
             publish=self.publish,
+        )
+        self._restoring = Restoring(
+            remembered,
+            pool,
+            find=self.models.find,
+            hold=lambda entry, layers, options: self.models.hold(entry, layers, _unseen, _unseen, options),
         )
         self.acquaintances = Acquaintances(router, registry, trust or Trust())
         self._observations = observations or Observations()
@@ -166,6 +177,8 @@ class Node:
         return self._router.reachability
 
     def readiness(self) -> Readiness:
+        if self._readiness.status == "ready" and (missing := self._restoring.missing()):
+            return Readiness("failed", missing)
         return self._readiness
 
     def peers(self) -> tuple[PeerView, ...]:
@@ -184,12 +197,13 @@ class Node:
         return self._travel.seeking()
 
     async def start(self) -> None:
-        """Load what the configuration names.
+        """Load what the configuration names, then what was loaded by hand when the daemon ended.
 
-        Raises SwarmLLMError for an entry that cannot be meant (no such model, layers it does not have); a
-        load that fails is logged and leaves the node running, not ready.
+        Raises SwarmLLMError for an entry of the configuration that cannot be meant (no such model, layers it
+        does not have); any other load that fails is logged and leaves the node running, not ready.
         """
         wanted = [await self._patiently(partial(self._wanted, text)) for text in self.config.model.load]
+        failures: list[str] = []
         for entry, layers in wanted:
             try:
                 await self._patiently(partial(self.models.hold, entry, layers, _unseen, _unseen))
@@ -197,9 +211,12 @@ class Node:
                 log.error(  # noqa: TRY400 (the message says it all)
                     "loading %s %s failed: %s", entry.name, layers, error.message
                 )
-                self._readiness = Readiness("failed", f"{entry.name} {layers}: {error.message}")
-                return
-        self._readiness = Readiness("ready")
+                failures.append(f"{entry.name} {layers}: {error.message}")
+                self._readiness = Readiness("failed", "; ".join(failures))
+        if self.config.model.restore:
+            await self._restoring.run(self._patiently)
+        if not failures:
+            self._readiness = Readiness("ready")
 
     @asynccontextmanager
     async def generate(

@@ -20,6 +20,7 @@ from swarmllm.workerpool.settings import (
 )
 
 T = TypeVar("T")
+Then = Callable[[], Awaitable[object]]
 
 
 class HoldingCalls(ABC):
@@ -39,8 +40,10 @@ class HoldingCalls(ABC):
         layers: LayerRange,
         progress: OnProgress | None = None,
         options: LoadOptions = AS_CONFIGURED,
+        then: Then | None = None,
     ) -> tuple[LayerRange, ...]:
-        """Make `layers` runnable; returns all ranges held now. Goes on when the caller leaves.
+        """Make `layers` runnable; returns all ranges held now. Goes on when the caller leaves, `then`
+        included, which follows when they are.
 
         `progress`: (bytes done, bytes in all), called on the trio thread. `options` hold until the model's
         last layer is unloaded; raises Conflict where layers of it are loaded with other ones, BadModel,
@@ -50,16 +53,24 @@ class HoldingCalls(ABC):
 
         async def work() -> tuple[LayerRange, ...]:
             try:
-                return await hosted.load(layers, progress, options)
+                held = await hosted.load(layers, progress, options)
+                if then is not None:
+                    await then()
+                return held
             finally:
                 self._on_change()
 
         return await self._background(work).wait()
 
     async def unload(
-        self, model_id: str, layers: LayerRange | None = None, progress: OnProgress | None = None
+        self,
+        model_id: str,
+        layers: LayerRange | None = None,
+        progress: OnProgress | None = None,
+        then: Then | None = None,
     ) -> tuple[LayerRange, ...]:
         """Drop `layers` (None: all); returns the ranges still held. The process leaves with its last range.
+        Goes on when the caller leaves, `then` included, which follows when they are dropped.
 
         `progress`: (bytes given back and read anew, bytes in all). Raises Conflict where none of them is
         loaded, WorkerError, WorkerDied.
@@ -70,7 +81,10 @@ class HoldingCalls(ABC):
 
         async def work() -> tuple[LayerRange, ...]:
             try:
-                return await hosted.unload(layers, progress)
+                held = await hosted.unload(layers, progress)
+                if then is not None:
+                    await then()
+                return held
             finally:
                 self._on_change()
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
 from swarmllm.models.cuts import checked_unit
 from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_proto.segment_names import FOLDER
+
+ContextCells = Annotated[int, Meta(ge=16, le=2**24)]
+Threads = Annotated[int, Meta(ge=1, le=1024)]
+GpuLayers = Annotated[int, Meta(ge=0, le=65535)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +47,9 @@ class ModelMemory:
 class LoadOptions:
     """What may be other for one model than for all. None: as configured."""
 
-    n_ctx: int | None = None
-    n_threads: int | None = None
-    n_gpu_layers: int | None = None
+    n_ctx: ContextCells | None = None
+    n_threads: Threads | None = None
+    n_gpu_layers: GpuLayers | None = None
     kv_type: KvType | None = None
     flash_attention: FlashAttention | None = None
     use_mmap: bool | None = None

@@ -5,7 +5,7 @@ Everything from HTTP down to `Node` is the real thing, and so are router (in mem
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +19,11 @@ from swarmllm.api.app import create_app
 from swarmllm.api.server import open_api
 from swarmllm.config import ApiTable, Config, InferenceTable
 from swarmllm.downloads import Gathering
-from swarmllm.errors import SwarmLLMError
+from swarmllm.errors import Conflict, SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store, merge, subtract
 from swarmllm.node import Node
+from swarmllm.node.remembered_loads import open_remembered_loads
 from swarmllm.pipeline.generation import GeneratedText, Guesses, StageReport, Timings
 from swarmllm.pipeline.occupancy import Room
 from swarmllm.pipeline.prompt import Prompt
@@ -149,28 +150,42 @@ class FakePool:
     def __init__(self) -> None:
         self.held: dict[str, tuple[LayerRange, ...]] = {}
         self.failure: SwarmLLMError | None = None
+        self.refused: Container[str] = ()
         self.options: dict[str, LoadOptions] = {}
 
     def kept_prefixes(self) -> dict[str, tuple[KeptPrefix, ...]]:
         return {}
 
     async def load(
-        self, model: Any, layers: LayerRange, progress: Any, options: LoadOptions = AS_CONFIGURED
+        self,
+        model: Any,
+        layers: LayerRange,
+        progress: Any,
+        options: LoadOptions = AS_CONFIGURED,
+        then: Any = None,
     ) -> tuple[LayerRange, ...]:
         if progress is not None:
             progress(50, 100)
         await trio.lowlevel.checkpoint()
-        if self.failure is not None:
+        if self.failure is not None and (not self.refused or model.model_id in self.refused):
             raise self.failure
         self.held[model.model_id] = merge([*self.loaded(model.model_id), layers])
         self.options[model.model_id] = options
+        if then is not None:
+            await then()
         return self.held[model.model_id]
 
-    async def unload(self, model_id: str, layers: LayerRange, progress: Any) -> tuple[LayerRange, ...]:
+    async def unload(
+        self, model_id: str, layers: LayerRange, progress: Any, then: Any = None
+    ) -> tuple[LayerRange, ...]:
         if progress is not None:
             progress(70, 70)
         await trio.lowlevel.checkpoint()
+        if not any(layers.overlaps(held) for held in self.loaded(model_id)):
+            raise Conflict(f"layers {layers} are not loaded here", field="layers")
         self.held[model_id] = subtract(self.loaded(model_id), [layers])
+        if then is not None:
+            await then()
         return self.held[model_id]
 
     async def tokenize(
@@ -244,9 +259,15 @@ class Stand:
 
 @asynccontextmanager
 async def open_node(
-    folder: Path, *, config: Config | None = None, pool_failure: SwarmLLMError | None = None, **inference: Any
+    folder: Path,
+    *,
+    config: Config | None = None,
+    pool_failure: SwarmLLMError | None = None,
+    refused_models: Container[str] = (),
+    **inference: Any,
 ) -> AsyncIterator[Stand]:
-    """A started node "node-a" with the guide in its catalogue; `inference`: keys of that table."""
+    """A started node "node-a" with the guide in its catalogue; `inference`: keys of that table. The pool
+    fails with `pool_failure`, of `refused_models` only where there are any."""
     config = config or Config(
         api=ApiTable(port=0, max_body_bytes=65536), inference=InferenceTable(**inference)
     )
@@ -274,8 +295,9 @@ async def open_node(
             pipelines=pipelines,  # type: ignore[arg-type]
             travel=travel,
             gathering=Gathering(folder / "downloads", router, travel, may_believe=lambda node_id: True),
+            remembered=open_remembered_loads(folder),
         )
-        pool.failure = pool_failure
+        pool.failure, pool.refused = pool_failure, refused_models
         await nursery.start(node.run)
         await node.start()
         yield Stand(node, pipelines, pool, config, network, router, registry, catalogue)

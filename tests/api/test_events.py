@@ -155,7 +155,7 @@ async def test_a_load_is_seen_by_who_did_not_ask_for_it(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand, reading(stand) as reader, trio.open_nursery() as nursery:
         loading = trio.Event()
 
-        async def load(model: Any, layers: Any, progress: Any, options: Any) -> Any:
+        async def load(model: Any, layers: Any, progress: Any, options: Any, then: Any) -> Any:
             progress(30, 100)
             await loading.wait()
             return ()

@@ -340,15 +340,30 @@ async def test_a_cancelled_caller_leaves_the_worker_in_step(tmp_path: Path) -> N
         assert pool.statistics()[0].n_starts == 1
 
 
-async def test_a_load_goes_on_when_its_caller_leaves(tmp_path: Path) -> None:
+async def test_loads_and_unloads_go_on_when_their_caller_leaves_with_what_follows(tmp_path: Path) -> None:
     changed = trio.Event()
-    async with fake_pool(tmp_path, on_change=changed.set) as pool:
+    seen: list[dict[str, tuple[LayerRange, ...]]] = []
+
+    async def follow() -> None:
+        seen.append(pool.models())
+
+    async with fake_pool(tmp_path, on_change=lambda: changed.set()) as pool:
         with trio.CancelScope() as scope:
             scope.cancel()
-            await pool.load(MODEL, LayerRange(0, 4))
+            await pool.load(MODEL, LayerRange(0, 4), then=follow)
         with trio.fail_after(10):
             await changed.wait()
-        assert pool.models() == {MODEL.model_id: (LayerRange(0, 4),)}
+        assert pool.models() == {MODEL.model_id: (LayerRange(0, 4),)} == seen.pop()
+        changed = trio.Event()
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await pool.unload(MODEL.model_id, then=follow)
+        with trio.fail_after(10):
+            await changed.wait()
+        assert pool.models() == {} == seen.pop()
+        with pytest.raises(Conflict):
+            await pool.unload(MODEL.model_id, then=follow)
+        assert not seen, "nothing follows what failed"
 
 
 async def test_a_worker_without_layers_leaves_when_it_is_idle(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ function draw() {
     h("span", { class: "sr" }, isLive ? "connected" : "not connected"));
   show($("notice"), status === "lost" ? `The connection to the node is lost; trying again. ${detail}`
     : status === "limited" ? "This key may use models, but not look at this node: only the chat works."
-    : state.node && !state.node.ready ? "This node is still loading what its configuration names." : "");
+    : state.node && !state.node.ready ? `This node has not loaded all that it was told to: ${state.node.reason}.` : "");
   $("main").classList.toggle("stale", status === "lost" && state.node !== null);
   if (status === "limited" && name !== "chat") show($(`view-${name}`), h("div", { class: "panel empty" }, "This needs a key that may administer the node."));
   else views[name]($(`view-${name}`), state);
