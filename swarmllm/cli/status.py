@@ -32,8 +32,7 @@ def status(as_json: bool, api_url: str) -> None:
 def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
     """(heading or "", line), top to bottom."""
     requests = stats["requests"]
-    reason = stats.get("reason") or "see its log"
-    state = "ready" if stats["ready"] else f"not ready ({reason})"
+    state = "ready" if stats["ready"] else "not ready"
     models = [f"{model['name']}  layers {', '.join(model['layers'])}" for model in stats["models"]]
 
     def lines(name: str, values: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -44,6 +43,8 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
         "state",
         f"{state}, up {duration(stats['uptime_s'])}, process {stats['pid']}, version {stats['version']}",
     )
+    if not stats["ready"]:
+        yield "", stats.get("reason") or "see its log"
     yield "endpoint", f"{api_url}/v1"
     yield from lines("addresses", stats["addresses"] or ["none: other nodes cannot dial this one"])
     yield "peers", f"{stats['peers_connected']} connected"
