@@ -275,6 +275,10 @@ class Host:
                 return ip
         return ""
 
+    def muxers(self, node_id: str) -> list[Any]:
+        """What carries the streams of each connection to a node."""
+        return [connection.muxed_conn for connection in self._connections(node_id)]
+
     def forget_departed(self) -> None:
         if self.libp2p_host is not None:
             host_guards.forget_departed(self.libp2p_host, {*self.connected(), *self._dialling})
@@ -340,8 +344,8 @@ async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) ->
             health_initial_delay=5,
             health_warmup_window=0,
             health_check_interval=60,
-            # Starved of processor time for some seconds is not frozen, and whoever has a data connection
-            # notices a frozen peer there, in five.
+            # Starved of processor time for some seconds is not frozen, and whoever counts as connected is
+            # watched more closely (heart.py, libp2p_heart.py).
             ping_timeout=20,
             abort_connection_on_ping_failure=True,
             # Otherwise a slow connection is replaced, by a dial of the library's own.

@@ -4,7 +4,8 @@ A peer counts from the moment its records have been exchanged (so whoever sees i
 record) until the first of
   - its data connection is lost: it died, froze or lost its network, and messages may be missing;
   - it said goodbye;
-  - libp2p lost it and did not find it again for some seconds, or at once where there is no data connection.
+  - libp2p lost it and did not find it again for some seconds, or at once where there is no data connection;
+  - it froze before there was a data connection (see libp2p_heart).
 Then everything that leads to it is closed together, its pending requests fail, and the dialler starts over.
 """
 
@@ -22,6 +23,7 @@ from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.dataplane import DataPlane
 from swarmllm.swarm.dialler import Dialler, Unanswering
 from swarmllm.swarm.host import Host
+from swarmllm.swarm.libp2p_heart import Libp2pHearts
 from swarmllm.swarm.requests import Requests
 from swarmllm.swarm.router import Change
 
@@ -66,9 +68,10 @@ class Liveness:
         self._greeting: dict[str, trio.Event] = {}
         self._greetings = trio.Semaphore(GREETINGS_MAX)
         self._thinning: set[str] = set()
+        self._hearts = Libp2pHearts(host.muxers, nursery)
         self._plane: DataPlane | None = None
         self.connected_since_s: dict[str, float] = {}
-        """By node id, in seconds since the epoch. The connected peers are its keys."""
+        """By node id, by trio's clock. The connected peers are its keys."""
 
     def begin(self, plane: DataPlane) -> None:
         self._plane = plane
@@ -126,6 +129,7 @@ class Liveness:
         finally:
             self._greeting.pop(node_id).set()
         if is_new:
+            self._nursery.start_soon(self._watch, node_id, self.connected_since_s[node_id])
             await self._reach_early(node_id)
 
     async def _answers_as_a_node(self, node_id: str) -> bool:
@@ -175,6 +179,16 @@ class Liveness:
                 await plane.reach(node_id)
             except NodeUnreachable as error:
                 log.info("no data connection to %s yet: %s", node_id, error)
+
+    async def _watch(self, node_id: str, since_s: float) -> None:
+        """Until there is a data connection, the end of which is the end of the peer."""
+
+        def is_over() -> bool:
+            has_data_connection = self._plane is not None and self._plane.has_connection(node_id)
+            return has_data_connection or self.connected_since_s.get(node_id) != since_s
+
+        if await self._hearts.falls_silent(node_id, is_over):
+            self.drop(node_id, "silent")
 
     def _libp2p_disconnected(self, node_id: str) -> None:
         self._dialler.wake()

@@ -13,9 +13,13 @@ from pathlib import Path
 import pytest
 import trio
 
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.connection import Connection
+from swarmllm.swarm.libp2p_router import open_libp2p_router
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.swarm.router import Router
+from swarmllm.swarm.settings import SwarmSettings
 
 from .conftest import DEADLINE_S, Libp2pSwarm, until
 from .handlers import Inbox, no_request
@@ -122,6 +126,29 @@ async def test_a_frozen_node_is_out_of_the_routes_and_found_again_when_it_thaws(
         await a.send(node_id, b"after")
         await inbox.wait_for(2)
     assert [header for _, header, _ in inbox.messages] == [b"before", b"after"]
+
+
+@pytest.mark.slow
+async def test_a_node_that_froze_before_the_first_data_connection_is_out_of_the_routes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How soon: see test_libp2p_heart. Without the DHT, which may have asked it something."""
+
+    async def reach(node_id: str) -> Connection:
+        raise NodeUnreachable("held up for the test")
+
+    settings = SwarmSettings(tmp_path / "a", "127.0.0.1", 0, 0, mdns=False, dht="off")
+    async with open_libp2p_router(settings) as a:
+        monkeypatch.setattr(a.plane, "_may_come", lambda node_id: False)
+        monkeypatch.setattr(a.plane, "reach", reach)
+        async with (
+            known_to_plans(a) as registry,
+            node_process(tmp_path / "other", *a.addresses) as (process, node_id),
+        ):
+            await counted_on(registry, [node_id])
+            process.send_signal(signal.SIGSTOP)
+            assert not a.plane.has_connection(node_id)
+            await counted_on(registry, [])
 
 
 @pytest.mark.slow
