@@ -17,6 +17,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     CallId,
     DaemonMessage,
     Dimension,
+    ErrorKind,
     FinishReason,
     GeneratedTokens,
     LayerIndex,
@@ -311,20 +312,7 @@ class Error(WorkerMessage, frozen=True, tag=True):
     """The call failed. `kind` is stable and machine-readable, `field` names the offending field where there
     is one. fatal: the worker cannot go on and exits."""
 
-    kind: Literal[
-        "bad_message",
-        "bad_model",
-        "cannot_cut",
-        "not_loaded",
-        "no_slot",
-        "no_room",
-        "context_full",
-        "bad_tensor",
-        "position_gap",
-        "bad_template",
-        "out_of_memory",
-        "engine",
-    ]
+    kind: ErrorKind
     message: str
     field: str = ""
     request_id: str = ""

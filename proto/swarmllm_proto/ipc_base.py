@@ -18,6 +18,20 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 """Thirty years at most: keeps infinity out of sums and averages."""
 FinishReason = Literal["stop", "length", "cancelled"]
+ErrorKind = Literal[
+    "bad_message",
+    "bad_model",
+    "cannot_cut",
+    "not_loaded",
+    "no_slot",
+    "no_room",
+    "context_full",
+    "bad_tensor",
+    "position_gap",
+    "bad_template",
+    "out_of_memory",
+    "engine",
+]
 STOPS_MAX: Final = 16
 StopIndex = Annotated[int, Meta(ge=0, le=STOPS_MAX - 1)]
 """Of a string in `Sampling.stop`."""

@@ -3,22 +3,7 @@ is answered as kind "engine"."""
 
 from __future__ import annotations
 
-from typing import Literal
-
-ErrorKind = Literal[
-    "bad_message",
-    "bad_model",
-    "cannot_cut",
-    "not_loaded",
-    "no_slot",
-    "no_room",
-    "context_full",
-    "bad_tensor",
-    "position_gap",
-    "bad_template",
-    "out_of_memory",
-    "engine",
-]
+from swarmllm_proto.ipc_base import ErrorKind
 
 
 class CallError(Exception):
