@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.errors import NodeUnreachable, RemoteError
 from swarmllm.swarm.answering import (
     RequestRefused,
     answer,
@@ -22,6 +22,7 @@ from swarmllm.swarm.answering import (
     deliver,
 )
 from swarmllm.swarm.change_feed import ChangeFeed
+from swarmllm.swarm.exchange import Exchange
 from swarmllm.swarm.memory_link import Line, LinkQuality, MemoryLink
 from swarmllm.swarm.router import Change, MessageHandler, PeerInfo, RequestHandler
 
@@ -52,20 +53,6 @@ class Surroundings(Protocol):
     async def keep_acknowledged(self, link: MemoryLink, sender: str, receiver: str) -> None: ...
 
 
-class _Exchange:
-    """One request under way: where its caller waits, and whoever learns the end of it says so."""
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.response = b""
-        self.failure: SwarmLLMError | None = None
-
-    def finish(self, response: bytes = b"", failure: SwarmLLMError | None = None) -> None:
-        if not self.done.is_set():
-            self.response, self.failure = response, failure
-            self.done.set()
-
-
 class InMemoryRouter:
     """One node; made by `InMemoryNetwork.add`."""
 
@@ -77,7 +64,7 @@ class InMemoryRouter:
         self._feed = ChangeFeed()
         self._connected_since: dict[str, float] = {}
         self._links: dict[str, MemoryLink] = {}
-        self._exchanges: dict[str, set[_Exchange]] = {}
+        self._exchanges: dict[str, set[Exchange]] = {}
         self._scopes: set[trio.CancelScope] = set()
         self._alive = True
         self._on_request: RequestHandler | None = None
@@ -130,20 +117,14 @@ class InMemoryRouter:
     async def request(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
         check_request(body)
         target = self if node_id == self._node_id else self._network.router(self._require(node_id))
-        exchange = _Exchange()
+        exchange = Exchange()
         waiting = self._exchanges.setdefault(node_id, set())
         waiting.add(exchange)
         try:
             target.start(target._answer, self, bytes(body), exchange)
-            with trio.move_on_after(timeout_s):
-                await exchange.done.wait()
+            return await exchange.response(node_id, timeout_s)
         finally:
             waiting.discard(exchange)
-        if exchange.failure is not None:
-            raise exchange.failure
-        if not exchange.done.is_set():
-            raise DeadlineExceeded(f"node {node_id} did not answer within {timeout_s:g} s")
-        return exchange.response
 
     async def fetch(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
         return await self.request(node_id, body, timeout_s=timeout_s)
@@ -232,7 +213,7 @@ class InMemoryRouter:
     async def _deliver(self, sender: str, header: bytes, payload: memoryview) -> None:
         await deliver(self._on_message, sender, header, payload)
 
-    async def _answer(self, caller: InMemoryRouter, body: bytes, exchange: _Exchange) -> None:
+    async def _answer(self, caller: InMemoryRouter, body: bytes, exchange: Exchange) -> None:
         await self._network.pass_way(caller.node_id, self._node_id)
         if exchange.done.is_set():
             return

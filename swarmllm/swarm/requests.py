@@ -22,8 +22,9 @@ from struct import Struct
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.errors import NodeUnreachable, RemoteError, SwarmLLMError
 from swarmllm.swarm.answering import RequestRefused
+from swarmllm.swarm.exchange import Exchange
 from swarmllm.swarm.host import Host, Stream
 from swarmllm.swarm.negotiation import FIRST_MAX_BYTES
 from swarmllm_proto.limits import REQUEST_MAX
@@ -50,17 +51,10 @@ Answer = Callable[[str, int, bytes], Awaitable[bytes]]
 """(sender, kind, body) -> response body; raises RequestRefused."""
 
 
-class _Exchange:
+class _Exchange(Exchange):
     def __init__(self) -> None:
-        self.done = trio.Event()
+        super().__init__()
         self.reading = trio.CancelScope()
-        self.response = b""
-        self.failure: SwarmLLMError | None = None
-
-    def finish(self, response: bytes = b"", failure: SwarmLLMError | None = None) -> None:
-        if not self.done.is_set():
-            self.response, self.failure = response, failure
-            self.done.set()
 
 
 class Requests:
@@ -82,18 +76,12 @@ class Requests:
         under_way.add(exchange)
         self._nursery.start_soon(self._run, node_id, kind, body, timeout_s, exchange)
         try:
-            with trio.move_on_after(timeout_s):
-                await exchange.done.wait()
+            return await exchange.response(node_id, timeout_s)
         finally:
             under_way.discard(exchange)
             if not under_way and self._exchanges.get(node_id) is under_way:
                 del self._exchanges[node_id]
             exchange.reading.cancel()
-        if not exchange.done.is_set():
-            raise DeadlineExceeded(f"node {node_id} did not answer within {timeout_s:g} s")
-        if exchange.failure is not None:
-            raise exchange.failure
-        return exchange.response
 
     def lose(self, node_id: str) -> None:
         """The node is gone: whoever waits for it need not wait longer."""
