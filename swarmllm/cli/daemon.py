@@ -14,6 +14,7 @@ import click
 import msgspec
 
 from swarmllm.cli.errors import CommandFailed, WrongUsage
+from swarmllm.cli.options import config_option
 from swarmllm.config import keys_of
 from swarmllm.config_sources import load_config
 from swarmllm.errors import ConfigError, SwarmLLMError
@@ -57,12 +58,7 @@ Examples:
   swarmllm daemon --load guide:6:12 --bootstrap /ip4/192.0.2.7/tcp/8810/p2p/12D3KooW...
 """,
 )
-@click.option(
-    "--config",
-    "config_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="TOML file to read instead of ~/.config/swarmllm/config.toml.",
-)
+@config_option
 @_configuration_flags
 @click.option(
     "--json",

@@ -15,7 +15,7 @@ from swarmllm.cli.checkup import Finding
 from swarmllm.cli.client import Client
 from swarmllm.cli.display import make_console, print_json, safe
 from swarmllm.cli.errors import EXIT_FAILED, CommandFailed, DaemonUnreachable
-from swarmllm.cli.options import api_option, json_option
+from swarmllm.cli.options import api_option, config_option, json_option
 from swarmllm.config import Config
 from swarmllm.config_sources import load_config
 from swarmllm.errors import ConfigError
@@ -31,12 +31,7 @@ Exit codes:
   0 no problem (warnings are none)   1 a problem was found
 """,
 )
-@click.option(
-    "--config",
-    "config_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="TOML file to read instead of ~/.config/swarmllm/config.toml.",
-)
+@config_option
 @json_option
 @api_option
 def doctor(config_file: Path | None, as_json: bool, api_url: str) -> None:

@@ -15,8 +15,8 @@ import click
 
 from swarmllm.cli.display import print_json
 from swarmllm.cli.errors import failures_explained
-from swarmllm.cli.network import DAY_S, data_dir_option, days_option, network_file
-from swarmllm.cli.options import json_option
+from swarmllm.cli.network import DAY_S, days_option, network_file
+from swarmllm.cli.options import data_dir_option, json_option
 from swarmllm.errors import InvalidRequest
 
 DAEMON_FILE = "daemon.json"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TypeVar, get_args
+from typing import get_args
 
 import click
 
 from swarmllm.cli.display import make_console, print_json, safe, table
 from swarmllm.cli.errors import failures_explained
-from swarmllm.cli.options import json_option
+from swarmllm.cli.options import data_dir_option, json_option
 from swarmllm.keys import ApiKey, KeyFile, Tier
-
-Command = TypeVar("Command", bound=Callable[..., object])
 
 
 @click.group(
@@ -35,11 +32,6 @@ def key() -> None:
     address that other machines can reach. A running daemon notices changes within a second. The commands
     of this program take theirs from SWARMLLM_KEY.
     """
-
-
-def data_dir_option(command: Command) -> Command:
-    help_text = "The node's data folder.  [default: as configured]"
-    return click.option("--data-dir", metavar="DIR", help=help_text)(command)
 
 
 @key.command(short_help="Make a key and show it, once.")

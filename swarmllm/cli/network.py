@@ -15,7 +15,7 @@ import click
 
 from swarmllm.cli.display import print_json
 from swarmllm.cli.errors import failures_explained
-from swarmllm.cli.options import json_option
+from swarmllm.cli.options import data_dir_option, json_option
 from swarmllm.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -42,11 +42,6 @@ def network() -> None:
     Nodes of a private swarm prove to each other that they know its key before anything else is said. Who
     does not know it sees a closed connection.
     """
-
-
-def data_dir_option(command: Command) -> Command:
-    help_text = "The node's data folder.  [default: as configured]"
-    return click.option("--data-dir", metavar="DIR", help=help_text)(command)
 
 
 def days_option(name: str, default: float, help_text: str) -> Callable[[Command], Command]:

@@ -1,10 +1,11 @@
-"""Options that every command which talks to a daemon shares, and how the daemon is found."""
+"""Options that several commands share, and how the daemon is found."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import click
@@ -31,6 +32,21 @@ def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of text.")(
         command
     )
+
+
+def data_dir_option(command: Command) -> Command:
+    """Of commands that work on the data folder, daemon or not."""
+    help_text = "The node's data folder.  [default: as configured]"
+    return click.option("--data-dir", metavar="DIR", help=help_text)(command)
+
+
+def config_option(command: Command) -> Command:
+    return click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="TOML file to read instead of ~/.config/swarmllm/config.toml.",
+    )(command)
 
 
 def find_api_url() -> str:
