@@ -75,16 +75,10 @@ class Embeddings:
             raise InvalidRequest(
                 f"{entry.name} has {n_embd} dimensions, and no fewer that mean anything.", field="dimensions"
             )
-        request = self._requests.begin(entry.name)
-        try:
+        with self._requests.under_way(entry.name) as request:
             async with self._admission.turn() as queue_s:
                 request.has_turn()
                 return await self._all(entry, texts, pooling, queue_s)
-        except BaseException as error:
-            request.failed(error)
-            raise
-        finally:
-            request.end()
 
     async def _all(
         self, entry: CatalogueEntry, texts: Sequence[str | list[int]], pooling: Pooling, queue_s: float

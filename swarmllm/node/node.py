@@ -235,18 +235,12 @@ class Node:
         entry = await self._as_origin(model)
         # Pipelines shorten it to what the context leaves.
         sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens or MAX_TOKENS)
-        request = self.requests.begin(entry.name)
-        try:
+        with self.requests.under_way(entry.name) as request:
             async with self.admission.turn(caller) as queue_s:
                 request.has_turn()
                 async with self._pipelines.generate(prompt, entry, sampling, queue_s=queue_s) as generation:
                     request.first_token(generation)
                     yield generation
-        except BaseException as error:
-            request.failed(error)
-            raise
-        finally:
-            request.end()
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the swarm informed of holdings, load and speed; started once it knows this node."""

@@ -10,6 +10,8 @@ import logging
 import time
 import uuid
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -55,7 +57,7 @@ class RequestView:
 
 
 class Request:
-    """One request's account; `Requests.begin` makes it."""
+    """One request's account; `Requests.under_way` keeps it."""
 
     def __init__(self, requests: Requests, model: str) -> None:
         self.id = uuid.uuid4().hex[:12]
@@ -139,10 +141,18 @@ class Requests:
         """Those that have ended, the latest first."""
         return tuple(self._recent)
 
-    def begin(self, model: str) -> Request:
+    @contextmanager
+    def under_way(self, model: str) -> Iterator[Request]:
+        """From the request's arrival to its end, however it ends."""
         request = Request(self, model)
         self._live[request.id] = request
-        return request
+        try:
+            yield request
+        except BaseException as error:
+            request.failed(error)
+            raise
+        finally:
+            request.end()
 
     def ended(self, request: Request, outcome: Outcome, elapsed_s: float) -> None:
         generation = request.generation
