@@ -11,6 +11,7 @@ from types import ModuleType
 
 import click
 import pytest
+from test_house import LAYERS
 
 from swarmllm.cli.main import main
 
@@ -35,6 +36,11 @@ def test_the_architecture_page_is_drawn_from_this_source() -> None:
     drawn = drawing_script("draw_architecture").page_with_drawing()
     page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     assert page == drawn, "the source has changed; run: python docs/draw_architecture.py"
+
+
+def test_rooms_are_drawn_in_the_order_in_which_they_may_import() -> None:
+    drawn = [room for room in drawing_script("draw_architecture").TOP_DOWN if room in LAYERS]
+    assert drawn == [room for room in LAYERS if room in drawn]
 
 
 def test_the_page_of_architectures_is_drawn_from_the_table() -> None:
