@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 15.0
+from patience import PATIENCE_S
 
 
 @dataclass
@@ -41,7 +39,7 @@ class DaemonProcess:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(STOP_TIMEOUT_S)
+        return self.process.wait(PATIENCE_S)
 
 
 @contextmanager
@@ -70,14 +68,14 @@ def running_daemon(
             env=clean_environment(),
         )
     try:
-        found = wait_for(lambda: whereabouts(process, data_dir, log), START_TIMEOUT_S, "daemon.json")
-        with httpx.Client(base_url=found["api_url"], trust_env=False, timeout=60) as http:
+        found = wait_for(lambda: whereabouts(process, data_dir, log), PATIENCE_S, "daemon.json")
+        with httpx.Client(base_url=found["api_url"], trust_env=False, timeout=PATIENCE_S) as http:
             yield DaemonProcess(process, data_dir, log, http, found["node_id"], found["addresses"])
     finally:
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(STOP_TIMEOUT_S)
+                process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

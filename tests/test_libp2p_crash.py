@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
+from patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -34,9 +35,13 @@ def events(node: DaemonProcess, after_some: Callable[[], None]) -> Iterator[dict
         if answer.status_code == 503:
             return
         for number, line in enumerate(line for line in answer.iter_lines() if line.startswith("data: {")):
-            if number == 5:
+            if number == 2:
                 after_some()
             yield json.loads(line.removeprefix("data: "))
+
+
+def n_peers(node: DaemonProcess) -> int:
+    return len(node.http.get("/api/admin/peers").json()["peers"])
 
 
 def is_complete(node: DaemonProcess) -> bool:
@@ -58,14 +63,16 @@ def test_an_answer_goes_on_while_libp2p_starts_again_on_every_node(tmp_path: Pat
                 )
             )
         a, b, _ = nodes
-        wait_for(lambda: is_complete(a) and is_complete(b), 60, "all layers")
+        wait_for(lambda: is_complete(a) and is_complete(b), PATIENCE_S, "all layers")
         undisturbed = list(events(a, lambda: None))
 
         def crash_all() -> None:
             for node in nodes:
                 node.process.send_signal(signal.SIGUSR1)
             for node in nodes:
-                wait_for(lambda node=node: RESTARTED in node.log.read_text(), 20, "libp2p to fall over")
+                wait_for(
+                    lambda node=node: RESTARTED in node.log.read_text(), PATIENCE_S, "libp2p to fall over"
+                )
 
         disturbed = list(events(a, crash_all))
         assert text_of(disturbed) == text_of(undisturbed) != ""
@@ -73,6 +80,7 @@ def test_an_answer_goes_on_while_libp2p_starts_again_on_every_node(tmp_path: Pat
         assert sum(event.get("swarm", {}).get("recoveries", 0) for event in disturbed) == 0
         assert [node.log.read_text().count(RESTARTED) for node in nodes] == [1, 1, 1]
         # Nobody was lost, and what needs libp2p works again.
-        assert {len(node.http.get("/api/admin/peers").json()["peers"]) for node in nodes} == {2}
-        again = wait_for(lambda: text_of(list(events(b, lambda: None))), 30, "libp2p to be back")
+        for node in nodes:
+            wait_for(lambda node=node: n_peers(node) == 2, PATIENCE_S, "everybody to see the others")
+        again = wait_for(lambda: text_of(list(events(b, lambda: None))), PATIENCE_S, "libp2p to be back")
         assert again == text_of(undisturbed)

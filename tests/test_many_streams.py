@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import trio
 from daemon_process import DaemonProcess, running_daemon, wait_for
+from patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,9 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("many-streams")
     inference = {"n_threads": 1, "n_ctx": 4096, "n_slots": 8, "max_queued_requests": N_STREAMS}
     with running_daemon(folder, "solo", load=["guide"], inference=inference) as node:
-        wait_for(lambda: node.http.get("/health/ready").status_code == 200, 60, "the guide to be loaded")
+        wait_for(
+            lambda: node.http.get("/health/ready").status_code == 200, PATIENCE_S, "the guide to be loaded"
+        )
         yield node
 
 
@@ -69,7 +72,7 @@ async def visit(node: DaemonProcess, seed: int, ends: list[bytes]) -> None:
 
 async def wave(node: DaemonProcess, first_seed: int) -> list[bytes]:
     ends: list[bytes] = []
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
             for i in range(N_STREAMS):
                 nursery.start_soon(visit, node, first_seed + i, ends)
@@ -89,7 +92,7 @@ def left_behind(node: DaemonProcess) -> dict[str, Any]:
         )
         return None if any(busy) else stats
 
-    stats = wait_for(idle, 10, "the daemon to be idle")
+    stats = wait_for(idle, PATIENCE_S, "the daemon to be idle")
     assert not any(slot["is_processing"] for slot in node.http.get("/slots").json())
     pids = [node.process.pid, *node.worker_pids()]
     return {
@@ -125,4 +128,4 @@ def wait_for_quiet(node: DaemonProcess) -> dict[str, Any]:
         seen.append(left_behind(node))
         return seen[-1] if len(seen) > 5 and all(each == seen[-1] for each in seen[-5:]) else None
 
-    return dict(wait_for(same, 15, "the daemon to be quiet"))
+    return dict(wait_for(same, PATIENCE_S, "the daemon to be quiet"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
+from patience import PATIENCE_S
 
 PROMPT = "A swarm of nodes runs a model that none of them could hold alone. " * 4
 
@@ -29,11 +30,11 @@ def test_a_peer_hears_of_a_kept_prompt_from_whoever_wants_it_told(tmp_path: Path
         running_daemon(tmp_path, "open", load=["guide"], inference=sharing, bootstrap=a.addresses) as b,
         running_daemon(tmp_path, "seer", load=[], bootstrap=[*a.addresses, *b.addresses]) as seer,
     ):
-        wait_for(lambda: announced(seer) == {"silent": 0, "open": 0}, 30, "both records")
+        wait_for(lambda: announced(seer) == {"silent": 0, "open": 0}, PATIENCE_S, "both records")
         ask(a)
         ask(b)
-        wait_for(lambda: announced(seer)["open"] == 1, 30, "the announcement")
+        wait_for(lambda: announced(seer)["open"] == 1, PATIENCE_S, "the announcement")
         assert announced(seer)["silent"] == 0
-        assert announced(a)["open"] == 1
+        wait_for(lambda: announced(a)["open"] == 1, PATIENCE_S, "the announcement at the other one")
         seen = seer.http.get("/api/admin/peers/open").json()
         assert seen["connected"]["announced_prefixes"] == 1

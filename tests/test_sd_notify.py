@@ -14,6 +14,7 @@ import pytest
 import trio
 import trio.testing
 from daemon_process import clean_environment, toml
+from patience import PATIENCE_S
 
 from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
 
@@ -21,7 +22,7 @@ from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
 def listen(address: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     listener.bind(address)
-    listener.settimeout(60)
+    listener.settimeout(PATIENCE_S)
     return listener
 
 
@@ -103,7 +104,7 @@ def test_a_daemon_says_when_it_is_ready_alive_and_stopping(tmp_path: Path) -> No
             process.send_signal(signal.SIGTERM)
             while not heard[-1].startswith("STOPPING"):
                 heard.append(listener.recv(1000).decode())
-            assert process.wait(15) == 0
+            assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
             process.wait()

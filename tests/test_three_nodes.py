@@ -12,6 +12,7 @@ import llama_cpp
 import openai
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
+from patience import PATIENCE_S
 
 from swarmllm.guide import GUIDE_PATH
 
@@ -32,7 +33,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProc
         running_daemon(folder, "c", load=[THIRDS[2]], inference=inference, bootstrap=a.addresses) as c,
     ):
         for node in (a, b, c):
-            wait_for(lambda node=node: complete(node), 60, "every node to know holders of all layers")
+            wait_for(lambda node=node: complete(node), PATIENCE_S, "every node to know holders of all layers")
         yield a, b, c
         assert [node.stop() for node in (a, b, c)] == [0, 0, 0]
 
@@ -42,7 +43,7 @@ def complete(node: DaemonProcess) -> bool:
 
 
 def client(node: DaemonProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
 def ask(node: DaemonProcess) -> str:
@@ -140,7 +141,7 @@ def test_after_the_prompt_workers_speak_to_each_other_directly(nodes: tuple[Daem
     for node, known in zip(nodes, before, strict=True):
         wait_for(
             lambda node=node, known=known: node.stats()["pipelines"]["jobs_by_link"] >= known + 48,
-            5,
+            PATIENCE_S,
             "the node to have run decode jobs that came by links",
         )
 
@@ -188,7 +189,7 @@ def test_closing_a_stream_frees_its_slot_on_every_node(nodes: tuple[DaemonProces
                 next(stream)
             assert nodes[1].stats()["pipelines"]["active_stage_requests"] == 1
         for node in nodes:
-            wait_for(lambda node=node: is_idle(node), 1.0, "the node to be idle after the client left")
+            wait_for(lambda node=node: is_idle(node), PATIENCE_S, "the node to be idle after the client left")
     assert nodes[0].stats()["requests"]["cancelled"] >= N_SLOTS + 1
     assert ask(nodes[0])
 
@@ -196,13 +197,14 @@ def test_closing_a_stream_frees_its_slot_on_every_node(nodes: tuple[DaemonProces
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_stream_survives_a_killed_worker(nodes: tuple[DaemonProcess, ...], which: int) -> None:
     undisturbed, (pid,) = stream_text(nodes[0]), nodes[which].worker_pids()
-    assert stream_text(nodes[0], after=(5, lambda: os.kill(pid, signal.SIGKILL))) == undisturbed
+    n_before = nodes[0].stats()["pipelines"]["recoveries"]
+    assert stream_text(nodes[0], after=(2, lambda: os.kill(pid, signal.SIGKILL))) == undisturbed
     assert nodes[which].worker_pids() != [pid]
-    assert nodes[0].stats()["pipelines"]["recoveries"] == which + 1
+    assert nodes[0].stats()["pipelines"]["recoveries"] > n_before
 
 
 def stream_text(node: DaemonProcess, after: tuple[int, Callable[[], None]] | None = None) -> str:
-    """`after` (n, act): act once n pieces have come."""
+    """`after` (n, act): act once n words have come; a piece may be several."""
     texts: list[str] = []
     with (
         client(node) as ai,
@@ -210,13 +212,14 @@ def stream_text(node: DaemonProcess, after: tuple[int, Callable[[], None]] | Non
             model="guide",
             messages=QUESTION,
             temperature=0,
-            max_tokens=80,
+            max_tokens=200,
             stream=True,
             extra_body={"ignore_eos": True},
         ) as stream,
     ):
         for chunk in stream:
             texts += [choice.delta.content or "" for choice in chunk.choices]
-            if after is not None and len(texts) == after[0]:
+            if after is not None and len("".join(texts).split()) >= after[0]:
                 after[1]()
+                after = None
     return "".join(texts)

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import trio
+from patience import PATIENCE_S
 
 from swarmllm.api.app import create_app
 from swarmllm.api.server import open_api
@@ -252,7 +253,7 @@ class Stand:
         announced = ShardAnnounce(model_id="ab" * 32, name=model, n_layers=n_layers, ranges=ranges)
         record = NodeRecord(node_id=node_id, nickname=f"{node_id}'s name", models=(announced,))
         await self.network.add(node_id).publish(encode_record(record))
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE_S):
             while "ab" * 32 not in self.registry.models():
                 await trio.lowlevel.checkpoint()
 
@@ -310,7 +311,7 @@ async def serve_node(folder: Path, **inference: Any) -> AsyncIterator[Stand]:
     async with (
         open_node(folder, **inference) as stand,
         open_api(stand.node, stand.config) as stand.url,
-        httpx.AsyncClient(base_url=stand.url, trust_env=False, timeout=10) as stand.http,
+        httpx.AsyncClient(base_url=stand.url, trust_env=False, timeout=PATIENCE_S) as stand.http,
     ):
         yield stand
 

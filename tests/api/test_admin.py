@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import trio
 from api_fakes import Stand, open_node, serve_node
+from patience import PATIENCE_S
 
 from swarmllm.config import Config, ModelTable
 from swarmllm.errors import InvalidRequest, ModelNotFound, WorkerError
@@ -90,7 +91,7 @@ async def test_the_swarm_is_told_what_is_held(tmp_path: Path) -> None:
         assert decode_record(stand.router.records()["node-a"]) == record, "nothing new, nothing said"
         stand.pool.held.clear()
         stand.node.holdings_changed()
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE_S):
             while decode_record(stand.router.records()["node-a"]).models:
                 await trio.lowlevel.checkpoint()
 

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
+from patience import PATIENCE_S
 
 from swarmllm.api import app, events, server
 from swarmllm.api.events import Pulse
@@ -21,7 +22,6 @@ from swarmllm.api.server import open_api
 from swarmllm.errors import NodeUnreachable
 from swarmllm.keys import KeyFile
 
-DEADLINE_S = 20
 SECTIONS = {"node", "peers", "models", "requests", "downloads", "work"}
 
 
@@ -36,7 +36,7 @@ class Reader:
         self.names: list[str] = []
 
     async def read_until(self, condition: Callable[[dict[str, Any]], Any]) -> None:
-        with trio.fail_after(DEADLINE_S):
+        with trio.fail_after(PATIENCE_S):
             while not (self.state.keys() >= SECTIONS and condition(self.state)):
                 name, _, data = (await self._take(b"\n\n")).partition("\n")
                 if name.startswith("event: "):
@@ -44,7 +44,7 @@ class Reader:
                     self.state[self.names[-1]] = json.loads(data.removeprefix("data: "))
 
     async def read_head(self) -> None:
-        with trio.fail_after(DEADLINE_S):
+        with trio.fail_after(PATIENCE_S):
             head = await self._take(b"\r\n\r\n")
         self.status = int(head.split()[1])
         assert ("text/event-stream" in head) == (self.status == 200)
@@ -189,7 +189,7 @@ async def test_only_so_many_may_read_and_a_place_is_given_back(
             async with reading(stand) as refused:
                 assert refused.status == 429
         (pulse,) = pulses
-        with trio.fail_after(DEADLINE_S):
+        with trio.fail_after(PATIENCE_S):
             while pulse.n_readers:
                 await trio.lowlevel.checkpoint()
         async with reading(stand) as reader:
@@ -214,7 +214,7 @@ async def test_a_reader_that_stops_reading_is_cut_off_and_nothing_is_kept_for_it
         await client.connect((host, int(port)))
         await client.send(f"GET /api/events HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
         (pulse,) = pulses
-        with trio.fail_after(DEADLINE_S):
+        with trio.fail_after(PATIENCE_S):
             while not pulse.n_readers:
                 await trio.lowlevel.checkpoint()
             while pulse.n_readers:

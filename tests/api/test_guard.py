@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 from api_fakes import serve_node
+from patience import PATIENCE_S
 
 from swarmllm.api import server
 from swarmllm.api.errors import Forbidden
@@ -148,7 +149,7 @@ async def test_a_body_without_end_is_answered_and_then_cut_off(tmp_path: Path) -
                 while True:
                     await connection.send_all(b"1000\r\n" + b" " * 4096 + b"\r\n")
 
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             async with connection, trio.open_nursery() as nursery:
                 nursery.start_soon(send_for_ever)
                 with contextlib.suppress(trio.BrokenResourceError):
@@ -162,10 +163,10 @@ async def test_a_body_without_end_is_answered_and_then_cut_off(tmp_path: Path) -
 async def test_an_idle_connection_is_closed_after_a_request_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 1.0)
     async with serve_node(tmp_path) as stand:
         connection = await trio.open_tcp_stream("127.0.0.1", int(stand.url.rpartition(":")[2]))
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             async with connection:
                 await connection.send_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 answer = b"".join([data async for data in connection])
@@ -177,11 +178,11 @@ async def test_a_header_without_end_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float
 ) -> None:
     """By its size, or, a few bytes at a time, by the time in which a request has to begin."""
-    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.3)
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 1.0)
     n_sent = 0
     async with serve_node(tmp_path) as stand:
         connection = await trio.open_tcp_stream("127.0.0.1", int(stand.url.rpartition(":")[2]))
-        with trio.fail_after(5), contextlib.suppress(trio.BrokenResourceError):
+        with trio.fail_after(PATIENCE_S), contextlib.suppress(trio.BrokenResourceError):
             async with connection:
                 await connection.send_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
                 while True:
@@ -214,7 +215,7 @@ async def test_broken_http_does_not_disturb_others(tmp_path: Path) -> None:
             WEBSOCKET,
         ):
             connection = await trio.open_tcp_stream("127.0.0.1", port)
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_S):
                 async with connection:
                     await connection.send_all(garbage)
                     await connection.send_eof()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
+from patience import PATIENCE_S
 from prometheus_client.parser import text_string_to_metric_families
 
 from swarmllm import __version__
@@ -46,7 +47,7 @@ async def test_requests_are_counted_and_timed_by_how_they_end(tmp_path: Path) ->
             while len(stand.pipelines.calls) < 3:
                 await trio.lowlevel.checkpoint()
             nursery.cancel_scope.cancel()
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             await stand.pipelines.calls[-1].ended.wait()
         samples = await scrape(stand)
     requests = "swarmllm_inference_requests_total"

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import trio
 from api_fakes import serve_node
+from patience import PATIENCE_S
 
 from swarmllm.errors import NoPipeline
 from swarmllm.models import CatalogueEntry
@@ -175,7 +176,7 @@ async def test_the_machine_is_measured_once_and_the_swarm_is_told(tmp_path: Path
     async with serve_node(tmp_path) as stand:
         await stand.node.measure(file)
         kept = file.read_bytes()
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             while not decode_record(stand.router.records()["node-a"]).capability.flops:
                 await trio.lowlevel.checkpoint()
         told = decode_record(stand.router.records()["node-a"]).capability

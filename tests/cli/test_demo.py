@@ -57,15 +57,17 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def daemons_of(folder: Path) -> list[int]:
-    """Processes whose command line names a file in the folder, as each daemon's --config does."""
+def daemons_of(folder: Path, name: str = "") -> list[int]:
+    """Processes whose command line names a file in the folder (of this node), as each daemon's --config
+    does."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if str(folder).encode() in path.read_bytes():
-                found.append(int(path.parent.name))
+            command = path.read_text(errors="replace")
         except OSError:
             continue
+        if str(folder) in command and name in command:
+            found.append(int(path.parent.name))
     return found
 
 
@@ -115,10 +117,9 @@ def test_an_interrupted_demo_leaves_nothing(folder: Path, number: signal.Signals
 def test_a_node_that_dies_fails_the_demo_and_its_log_is_kept(folder: Path) -> None:
     demo = start_demo(folder)
     wait_for(lambda: has_started(folder, "node-1"))
-    wait_for(lambda: any("node-2" in Path(f"/proc/{pid}/cmdline").read_text() for pid in daemons_of(folder)))
-    for pid in daemons_of(folder):
-        if "node-2" in Path(f"/proc/{pid}/cmdline").read_text():
-            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: daemons_of(folder, "node-2"))
+    for pid in daemons_of(folder, "node-2"):
+        os.kill(pid, signal.SIGKILL)
     output, _ = demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode == 1
     assert "node-2 stopped by itself (exit status -9)" in output

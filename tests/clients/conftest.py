@@ -7,17 +7,21 @@ from collections.abc import Iterator
 import openai
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
+from patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("client")
     with running_daemon(folder, "solo", load=["guide"], inference={"n_threads": 1, "n_ctx": 2048}) as node:
-        wait_for(lambda: node.http.get("/health/ready").status_code == 200, 60, "the guide to be loaded")
+        wait_for(
+            lambda: node.http.get("/health/ready").status_code == 200, PATIENCE_S, "the guide to be loaded"
+        )
         yield node
 
 
 @pytest.fixture
 def ai(node: DaemonProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    url = f"{node.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client

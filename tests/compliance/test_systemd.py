@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 BOX = Path(__file__).with_name("systemd_box.sh")
 SYSTEMD = Path("/lib/systemd/systemd")
-DEADLINE_S = 60
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 DROP_INS = Path("/etc/systemd/system/swarmllm.service.d")
 CONFIG = Path("/var/lib/swarmllm/.config/swarmllm/config.toml")
@@ -45,7 +45,7 @@ class Machine:
         ]
 
     def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*self._enter, *command], capture_output=True, text=True, timeout=DEADLINE_S)
+        return subprocess.run([*self._enter, *command], capture_output=True, text=True, timeout=PATIENCE_S)
 
     def said(self, *command: str | Path) -> str:
         done = self.run(*command)
@@ -83,7 +83,7 @@ def swarmllm(home: Path) -> list[str]:
 
 
 def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, holds
         time.sleep(0.05)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from daemon_process import DaemonProcess, wait_for
+from patience import PATIENCE_S
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
@@ -34,13 +36,17 @@ def go(page: WebDriver, node: DaemonProcess, view: str = "swarm") -> None:
 
 
 def seen(page: WebDriver, text: str, where: str = "main") -> Any:
-    return wait_for(
-        lambda: text in page.find_element(By.CSS_SELECTOR, where).text, 20, f"{text!r} in {where}"
-    )
+    def shown() -> bool:
+        try:
+            return any(text in element.text for element in page.find_elements(By.CSS_SELECTOR, where))
+        except StaleElementReferenceException:
+            return False  # It was drawn anew between the two.
+
+    return wait_for(shown, PATIENCE_S, f"{text!r} in {where}")
 
 
 def find(page: WebDriver, selector: str) -> WebElement:
-    return wait_for(lambda: page.find_elements(By.CSS_SELECTOR, selector), 20, selector)[0]  # type: ignore[no-any-return]
+    return wait_for(lambda: page.find_elements(By.CSS_SELECTOR, selector), PATIENCE_S, selector)[0]  # type: ignore[no-any-return]
 
 
 def picture(page: WebDriver, name: str) -> None:

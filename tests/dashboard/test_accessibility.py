@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from browser_page import go, media, picture, size
 from daemon_process import DaemonProcess, running_daemon, wait_for
+from patience import PATIENCE_S
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -50,7 +51,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("accessible")
     wait_in(folder / "kitchen" / "downloads" / "0123456789abcdef")
     with running_daemon(folder, "kitchen", load=["guide"]) as node:
-        wait_for(lambda: node.http.get("/health/ready").status_code == 200, 60, "the guide")
+        wait_for(lambda: node.http.get("/health/ready").status_code == 200, PATIENCE_S, "the guide")
         body = {"model": "guide", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20}
         assert node.http.post("/v1/chat/completions", json=body).status_code == 200
         yield node
@@ -95,7 +96,9 @@ def test_axe_finds_nothing_to_complain_about(
         shown(chromium, f"view-{view}", expected)
         if view == "chat":
             chromium.find_element(By.ID, "prompt").send_keys(QUESTION, Keys.ENTER)
-            wait_for(lambda: chromium.find_elements(By.CSS_SELECTOR, ".way .hops li"), 30, "the route")
+            wait_for(
+                lambda: chromium.find_elements(By.CSS_SELECTOR, ".way .hops li"), PATIENCE_S, "the route"
+            )
         chromium.execute_script(axe)
         found: dict[str, Any] = chromium.execute_async_script(JUDGE, RULES)
         picture(chromium, f"axe-{scheme}-{width}-{view}")
@@ -106,4 +109,4 @@ def test_axe_finds_nothing_to_complain_about(
 
 def shown(page: WebDriver, view: str, text: str) -> None:
     element = page.find_element(By.ID, view)
-    wait_for(lambda: element.is_displayed() and text in element.text, 20, f"{text!r} in {view}")
+    wait_for(lambda: element.is_displayed() and text in element.text, PATIENCE_S, f"{text!r} in {view}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from browser_page import find, go, seen
 from daemon_process import running_daemon, wait_for
+from patience import PATIENCE_S
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.keys import Keys
 
@@ -20,7 +21,9 @@ def test_a_node_with_keys_asks_for_one(page: WebDriver, tmp_path: Path) -> None:
         keys = KeyFile(node.data_dir)
         _, user = keys.create("app")
         _, admin = keys.create("me", is_admin=True)
-        wait_for(lambda: node.http.get("/api/admin/stats").status_code == 401, 5, "the keys to count")
+        wait_for(
+            lambda: node.http.get("/api/admin/stats").status_code == 401, PATIENCE_S, "the keys to count"
+        )
         go(page, node)
         find(page, "#login[open]")
         type_key(page, "sk-swarm-wrong")

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from daemon_process import wait_for
 from doc_blocks import PAGES, SOME_ADDRESS, SOME_ID, Block, Machine, blocks
+from patience import PATIENCE_S
 from shelf import open_shelf
 
 from swarmllm.guide import GUIDE_PATH
@@ -23,9 +24,6 @@ pytestmark = pytest.mark.slow
 
 QUICKSTART = next(page for page in PAGES if page.name == "quickstart.md")
 OTHER_PAGES = [page for page in PAGES if page != QUICKSTART]
-START_TIMEOUT_S = 60
-LEARNING_TIMEOUT_S = 30
-"""How soon a node must know what another one has just been told; people type slower."""
 
 
 def all_blocks(pages: list[Path], *languages: str) -> list[Any]:
@@ -38,7 +36,7 @@ class RunningNode:
     def __init__(self, machine: Machine, command: str) -> None:
         self.machine = machine
         self.process = machine.start(command)
-        found = wait_for(self._whereabouts, START_TIMEOUT_S, "daemon.json")
+        found = wait_for(self._whereabouts, PATIENCE_S, "daemon.json")
         self.url = str(found["api_url"])
         self.address = str(found["addresses"][0])
 
@@ -50,7 +48,7 @@ class RunningNode:
             return None
 
     def answers(self, model: str) -> bool:
-        answer = httpx.get(f"{self.url}/api/admin/models/{model}/status", trust_env=False, timeout=30)
+        answer = httpx.get(f"{self.url}/api/admin/models/{model}/status", trust_env=False, timeout=PATIENCE_S)
         return bool(answer.json().get("complete"))
 
     def type(self, block: Block) -> subprocess.CompletedProcess[str]:
@@ -62,7 +60,7 @@ class RunningNode:
     def stop(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(15)
+            self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -86,7 +84,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, s
 def node(start: Callable[[str, str], RunningNode]) -> RunningNode:
     """One that serves the whole guide."""
     node = start("only", "swarmllm daemon --load guide")
-    wait_for(lambda: node.answers("guide"), START_TIMEOUT_S, "the guide to be loaded")
+    wait_for(lambda: node.answers("guide"), PATIENCE_S, "the guide to be loaded")
     return node
 
 
@@ -135,8 +133,8 @@ def _follow_the_quickstart(start: Callable[[str, str], RunningNode]) -> None:
             continue
         if len(nodes) == 3:
             for each in nodes.values():
-                wait_for(lambda each=each: each.answers("guide"), LEARNING_TIMEOUT_S, "all layers held")
-        done = wait_for(partial(_worked, nodes[name], block), LEARNING_TIMEOUT_S, str(block))
+                wait_for(lambda each=each: each.answers("guide"), PATIENCE_S, "all layers held")
+        done = wait_for(partial(_worked, nodes[name], block), PATIENCE_S, str(block))
         asked.append(done.stdout)
     assert set(nodes) == {"first", "second", "third"}
     shown = "\n".join(asked)

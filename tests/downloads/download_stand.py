@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import trio
+from patience import PATIENCE_S
 
 from swarmllm.downloads import Download, Downloads, DownloadSettings, Gathering
 from swarmllm.guide import DRAFT_PATH, GUIDE_PATH
@@ -51,7 +52,7 @@ class Stand:
 
     async def fetch(self, source: str, **options: Any) -> Download:
         download = self.downloads.start(source, **options)
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE_S):
             await download.ended.wait()
         return download
 

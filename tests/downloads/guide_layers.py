@@ -12,6 +12,7 @@ from typing import Any
 import download_stand
 import trio
 from download_stand import PIECE_BYTES, SETTINGS, Stand, guide
+from patience import PATIENCE_S
 
 from swarmllm.models import CatalogueEntry, LayerRange, needed_tensors
 from swarmllm.swarm.memory import InMemoryNetwork
@@ -44,7 +45,7 @@ def header_bytes() -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 (what other nodes say)
             await trio.sleep(0.01)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import trio
+from patience import PATIENCE_S
 
 from swarmllm.errors import BadModel, ModelNotFound, NodeUnreachable
 from swarmllm.models import LayerRange, merge
@@ -105,7 +106,7 @@ async def test_what_is_unloaded_while_it_comes_back_does_not() -> None:
     stand = Stand("abc")
     for name in "ab":
         stand.stuck[name] = trio.Event()
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stand.run)
             await stand.stuck["a"].wait()
@@ -119,7 +120,7 @@ async def test_what_is_unloaded_while_it_comes_back_does_not() -> None:
 async def test_the_end_of_the_daemon_is_not_taken_for_a_failure() -> None:
     stand = Stand("a")
     stand.stuck["a"] = trio.Event()
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stand.run)
             await stand.stuck["a"].wait()

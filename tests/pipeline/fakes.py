@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import trio
+from patience import PATIENCE_S
 
 from swarmllm.errors import WorkerError
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
@@ -106,13 +107,13 @@ class Swarm:
         for node_id, capability in said.items():
             await self[node_id].say(capability)
         known = self[listener].registry
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             while any(known.nodes()[node_id].capability != said[node_id] for node_id in said):
                 await trio.lowlevel.checkpoint()
 
     async def quiet(self) -> None:
         """Wait until no node has a request or a slot left."""
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE_S):
             while any(_busy(node) for node in self.nodes.values()):
                 await trio.lowlevel.checkpoint()
 
@@ -138,7 +139,7 @@ async def open_swarm(
         swarm = Swarm(network, entry, start)
         for node_id, pool in holdings.items():
             await swarm.start(node_id, pool)
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             while any(len(node.registry.nodes()) < len(holdings) for node in swarm.nodes.values()):
                 await trio.lowlevel.checkpoint()
         yield swarm

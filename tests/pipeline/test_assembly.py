@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import trio
+from patience import PATIENCE_S
 
 from swarmllm.errors import InvalidRequest, NoPipeline
 from swarmllm.models.layers import LayerRange
@@ -228,6 +229,6 @@ async def test_only_connected_holders_are_used() -> None:
 
 
 async def _until_forgotten(swarm: Swarm, node_id: str) -> None:
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE_S):
         while node_id in swarm["a"].registry.connected():
             await trio.lowlevel.checkpoint()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import trio
+from patience import PATIENCE_S
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from swarmllm.errors import (
@@ -64,7 +65,7 @@ async def test_a_cancelled_client_frees_every_node(phase: str) -> None:
             pools["b"].before_forward = stop_at
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, swarm, "a")
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_S):
                 await reached.wait()
             nursery.cancel_scope.cancel()
         await wait_all_tasks_blocked(0.01)
@@ -85,7 +86,7 @@ async def test_a_lost_node_fails_the_stream_at_once_and_the_others_are_freed() -
                     if piece.index == 5:
                         swarm.kill("b")
 
-        with pytest.raises(NodeUnreachable, match="nick-b"), trio.fail_after(1):
+        with pytest.raises(NodeUnreachable, match="nick-b"), trio.fail_after(PATIENCE_S):
             await read()
         assert len(texts) >= 6
         await swarm.quiet()
@@ -101,7 +102,7 @@ async def test_a_lost_origin_frees_the_stages() -> None:
                 await ask(swarm, "a", n_tokens=4000)
 
         nursery.start_soon(client)
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             while not pools["c"].slots:
                 await trio.lowlevel.checkpoint()
         swarm.kill("a")
@@ -119,7 +120,7 @@ async def test_a_node_lost_before_the_first_token_is_replaced_by_another_holder(
             await trio.sleep_forever()
 
         pools[chosen].before_forward = die
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE_S):
             assert await ask(swarm, "a") == await uncut(PROMPT, 12)
         assert swarm["a"].pipelines.statistics().retries == 1
         await swarm.quiet()

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
+from patience import PATIENCE_S
 from trio.testing import wait_all_tasks_blocked
 
 from swarmllm.errors import RemoteError
@@ -86,7 +87,7 @@ async def test_a_damaged_job_is_repeated_and_the_text_is_the_same(
     }
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         positions = damage_on_arrival(swarm, node_id, CASES[case])
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             assert await ask(swarm) == await uncut(PROMPT, 12)
         assert len(positions) == 1
         assert swarm["a"].pipelines.statistics().repeats == 1
@@ -101,7 +102,7 @@ async def test_a_token_damaged_on_its_way_to_the_first_stage_is_repeated(first: 
         positions = damage_on_arrival(
             swarm, first, lambda job: job.step == "embed" and job.position > 27, times=2
         )
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             assert await ask(swarm) == await uncut(PROMPT, 12)
         # The origin repeats here without a message that could be damaged again.
         assert positions == ([28, 29] if first == "a" else [28, 28])
@@ -112,7 +113,7 @@ async def test_a_line_that_always_damages_fails_the_request() -> None:
     pools = {"a": FakePool("0:6"), "b": FakePool("6:12")}
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         damage_on_arrival(swarm, "b", lambda job: True, times=1000)
-        with pytest.raises(RemoteError, match="4 jobs arrived damaged"), trio.fail_after(5):
+        with pytest.raises(RemoteError, match="4 jobs arrived damaged"), trio.fail_after(PATIENCE_S):
             await ask(swarm)
         await swarm.quiet()
 
@@ -215,7 +216,10 @@ async def test_a_job_that_makes_no_sense_fails_the_request_with_the_field(
             await real_send(node_id, header, body)
 
         monkeypatch.setattr(swarm["a"].router, "send", send)
-        with pytest.raises(RemoteError, match=rf"node nick-b \(b\): .*{complaint}"), trio.fail_after(5):
+        with (
+            pytest.raises(RemoteError, match=rf"node nick-b \(b\): .*{complaint}"),
+            trio.fail_after(PATIENCE_S),
+        ):
             await ask(swarm)
         assert n_sent
         await swarm.quiet()
@@ -258,7 +262,7 @@ async def test_a_stage_that_breaks_its_promises_is_named(message: JobMessage, co
                     pass
 
         pools["b"].before_forward = lie
-        with pytest.raises(RemoteError, match=complaint) as failure, trio.fail_after(5):
+        with pytest.raises(RemoteError, match=complaint) as failure, trio.fail_after(PATIENCE_S):
             await read()
         assert "nick-b (b)" in str(failure.value)
         await swarm.quiet()

@@ -12,6 +12,7 @@ import llama_cpp
 import pytest
 import trio
 from msgspec.structs import replace
+from patience import PATIENCE_S
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
@@ -217,7 +218,7 @@ async def test_a_stream_survives_a_killed_worker(tmp_path: Path, entry: Catalogu
 
     async with guide_swarm(tmp_path, entry, THIRDS) as swarm:
         undisturbed = await read(-1)
-        with trio.fail_after(30):
+        with trio.fail_after(PATIENCE_S):
             assert await read(9) == undisturbed
         await swarm.quiet()
 
@@ -230,7 +231,7 @@ async def test_a_spare_is_built_up_from_what_the_others_have(
     async with guide_swarm(tmp_path, entry, {**THIRDS, "d": layers}) as swarm:
         expected = await ask(swarm, "a", QUESTIONS[0])
         tokens = []
-        with trio.fail_after(30):
+        with trio.fail_after(PATIENCE_S):
             async with swarm["a"].pipelines.generate(prompt, entry, GREEDY) as generation:
                 async for piece in generation:
                     tokens.append(piece.token)

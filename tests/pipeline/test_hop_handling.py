@@ -17,7 +17,7 @@ from swarmllm_proto.swarm import Stage
 
 from .fakes import open_swarm
 from .test_assembly import ask, held, stages
-from .test_survival import N_TOKENS, pools_of, read
+from .test_survival import kills, pools_of, read
 
 RING = stages("a 0:4", "b 4:8", "c 8:12")
 
@@ -50,12 +50,8 @@ async def test_an_origin_learns_what_its_hops_take_besides_the_way(patient_clock
             plan = await pipelines.plan(swarm.entry, RequestSize(1, 1))
             return plan.stages[1].network_s
 
-        async def hurry(index: int) -> None:
-            # No thread works while tokens are made.
-            patient_clock.autojump_threshold = 0.2 if index == N_TOKENS - 1 else 0.0
-
         assert await hop_s() == pytest.approx(0.01 + HOP_HANDLING_S)
-        await read(swarm, "a", hurry)
+        await read(swarm, "a", kills(swarm))
         assert await hop_s() == pytest.approx(0.01 + 0.003, rel=0.02)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import trio
+from patience import PATIENCE_S
 from trio.testing import wait_all_tasks_blocked
 
 from swarmllm.errors import NoPipeline, RemoteError, WorkerError
@@ -22,7 +23,7 @@ PROMPT = "who may be trusted?"
 
 
 async def ask(swarm: Swarm) -> str:
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE_S):
         async with swarm["a"].pipelines.generate(
             Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=6)
         ) as generation:

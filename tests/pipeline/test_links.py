@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import trio
 import trio.lowlevel
+from patience import PATIENCE_S
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from swarmllm.errors import NodeUnreachable, WorkerDied
@@ -252,7 +253,7 @@ async def test_two_tokens_that_come_the_wrong_way_round_are_put_right() -> None:
         swarm["a"].router.serve(pipelines.on_request, deliver)
         prompt = "where do the layers live?"
         text = ""
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             async with pipelines.generate(
                 Prompt(text=prompt), swarm.entry, Sampling(max_tokens=12)
             ) as generation:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import trio
+from patience import PATIENCE_S
 from trio.testing import MockClock
 
 from swarmllm.errors import WorkerError
@@ -51,7 +52,7 @@ async def test_only_the_lost_stages_compute_again(
         pools = {node_id: node.pool for node_id, node in swarm.nodes.items()}
         expected = await uncut(PROMPT, N_TOKENS)
         route = swarm["a"].pipelines.stages_for(swarm.entry)
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm, *victims, at=at))
         assert text == expected
         assert (generation.n_recoveries, generation.n_rebuilt) == (1, 1)
@@ -82,7 +83,7 @@ async def test_a_stage_that_stays_takes_the_lost_ones_place_beside_its_own(
                     await trio.lowlevel.checkpoint()
                 swarm.kill(victim)
 
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", act)
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_rebuilt == 1
@@ -95,7 +96,7 @@ async def test_without_a_journal_the_stages_above_compute_again_and_those_below_
     pools = pools_of(a="0:3", b="3:6", c="6:9", d="9:12", e="6:9")
     pools["b"].keeps_journals = False
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm, "c"))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_rebuilt == 1
@@ -108,7 +109,7 @@ async def test_with_no_journal_anywhere_the_origin_embeds_the_tokens_again() -> 
     pools = pools_of(a="0:4", b="4:8", c="8:12", d="4:8")
     pools["a"].keeps_journals = False
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm, "b"))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_rebuilt == 1
@@ -126,7 +127,7 @@ async def test_the_spare_dies_too_and_then_another_one_goes_on() -> None:
                 await trio.sleep_forever()
 
         pools["d"].before_forward = die
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm, "b"))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert (generation.n_recoveries, generation.n_rebuilt) == (1, 1)
@@ -158,7 +159,7 @@ async def test_a_spare_that_is_lost_while_it_is_asked_costs_nobody_what_he_has()
                 swarm["c"].router.serve(busy, swarm["c"].pipelines.on_message)
                 swarm.kill("b")
 
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", act)
         assert text == await uncut(PROMPT, N_TOKENS)
         assert [stage.node_id for stage in generation.route] == ["a", "e", "c"]
@@ -177,7 +178,7 @@ async def test_a_spare_that_refuses_is_passed_over() -> None:
             return encode_response(PipelineAck(request_id=request.request_id, accepted=False, reason="no"))
 
         swarm["d"].router.serve(refuse, pipelines.on_message)
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm, "b"))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert [stage.node_id for stage in generation.route] == ["a", "e", "c"]
@@ -192,7 +193,7 @@ async def test_where_a_journal_cannot_be_read_after_all_everything_is_computed_a
 
     pools["b"].read_journal = unreadable  # type: ignore[method-assign]
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm, "c"))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 1
@@ -204,7 +205,7 @@ async def test_a_row_that_is_damaged_while_a_stage_is_built_again_is_sent_again(
     pools = pools_of(a="0:4", b="4:8", c="8:12", d="8:12")
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         positions = damage_on_arrival(swarm, "d", lambda job: job.position == position)
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm, "c"))
         assert positions == [position]
         assert text == await uncut(PROMPT, N_TOKENS)
@@ -264,7 +265,7 @@ async def test_what_is_held_of_a_lost_origin_is_let_go() -> None:
                 swarm.kill("a")
                 reading.cancel()
 
-        with reading, trio.fail_after(5):
+        with reading, trio.fail_after(PATIENCE_S):
             await read(swarm, "a", both)
         await swarm.quiet()
 
@@ -309,7 +310,7 @@ async def test_no_more_is_held_than_could_run() -> None:
             session = sessions.by_request[f"r{i}"]
             assert sessions.cancel("a", f"r{i}", hold=True)
             await session.done.wait()
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             while len(pool.slots) > 2:
                 await trio.lowlevel.checkpoint()
         assert set(sessions.held) == set(pool.slots) == {"r3", "r4"}
@@ -347,7 +348,7 @@ async def test_a_stranger_gets_nothing_of_what_is_held_and_has_nothing_sent() ->
             acks.append(await swarm["b"].pipelines._sessions.acknowledge("x", assignment))
             swarm["b"].pipelines._sessions.cancel("x", "stolen")
 
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", steal)
         assert text == await uncut(PROMPT, N_TOKENS)
         assert (acks[0].accepted, acks[0].kept, generation.n_recoveries) == (True, (), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import trio
+from patience import PATIENCE_S
 from trio.testing import wait_all_tasks_blocked
 
 from swarmllm.errors import NoPipeline, WorkerDied
@@ -70,7 +71,7 @@ async def test_leaving_early_frees_the_other_node() -> None:
 async def test_a_stream_survives_its_only_stage() -> None:
     async with open_swarm(pools_of(a="", b="0:12", c="0:12"), settings=SETTINGS) as swarm:
         victim = swarm["a"].pipelines.stages_for(swarm.entry)[0].node_id
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm, victim))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert (generation.shape, generation.n_recoveries) == ("remote-generate", 1)
@@ -79,7 +80,7 @@ async def test_a_stream_survives_its_only_stage() -> None:
 
 async def test_a_stream_goes_on_as_a_chain_where_no_node_has_everything() -> None:
     async with open_swarm(pools_of(a="", b="0:12", c="0:6", d="6:12"), settings=SETTINGS) as swarm:
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm, "b"))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.shape == "chain"
@@ -90,7 +91,7 @@ async def test_a_worker_that_dies_there_is_asked_again() -> None:
     pools = pools_of(a="", b="0:12")
     pools["b"].before_forward = dies_at({len(PROMPT) + 4})
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 1

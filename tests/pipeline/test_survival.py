@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 import trio
+from patience import PATIENCE_S
 from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable, NoPipeline, RemoteError, SwarmLLMError, WorkerDied
@@ -58,7 +59,7 @@ def kills(swarm: Swarm, *node_ids: str, at: int = 5) -> Act:
 @pytest.mark.parametrize(("victim", "spare"), [("b", "4:8"), ("c", "8:12")])
 async def test_a_dead_node_is_replaced_by_another_holder(victim: str, spare: str) -> None:
     async with open_swarm(pools_of(a="0:4", b="4:8", c="8:12", d=spare), settings=SETTINGS) as swarm:
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm, victim))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert "d" in {stage.node_id for stage in generation.route}
@@ -72,7 +73,7 @@ async def test_a_dead_node_is_replaced_by_another_holder(victim: str, spare: str
 async def test_two_nodes_that_die_together_are_replaced() -> None:
     pools = pools_of(a="0:4", b="4:8", c="8:12", d="4:8", e="8:12")
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm, "b", "c"))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert [stage.node_id for stage in generation.route] == ["a", "d", "e"]
@@ -88,7 +89,7 @@ async def test_one_node_dies_after_the_other() -> None:
             if index in (3, 11):
                 swarm.kill(next(order))
 
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", act)
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 2
@@ -158,7 +159,7 @@ async def test_a_worker_that_dies_is_asked_again_once_it_is_back(where: str) -> 
     pools = pools_of(a="0:4", b="4:8", c="8:12")
     pools[where].before_forward = dies_at({len(PROMPT) + 3, len(PROMPT) + 9})
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 2
@@ -170,7 +171,7 @@ async def test_a_worker_here_that_runs_the_whole_model_dies(position: int) -> No
     pools = pools_of(a="0:12", b="")
     pools["a"].before_forward = dies_at({position})
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, "a", kills(swarm))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.is_local
@@ -192,7 +193,7 @@ async def test_a_request_that_kills_every_worker_is_given_up() -> None:
 
     pools["b"].before_forward = pools["c"].before_forward = always
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with pytest.raises(RemoteError, match="signal 11"), trio.fail_after(5):
+        with pytest.raises(RemoteError, match="signal 11"), trio.fail_after(PATIENCE_S):
             await read(swarm, "a", kills(swarm))
         assert n_deaths == 3
         await swarm.quiet()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 import trio
+from patience import PATIENCE_S
 
 from swarmllm.swarm.memory import InMemoryNetwork
 from swarmllm.swarm.memory_router import InMemoryRouter
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from swarmllm.swarm.libp2p_router import Libp2pRouter
 
 
-DEADLINE_S = 15.0
+DEADLINE_S = PATIENCE_S
 
 
 class Swarm(Protocol):

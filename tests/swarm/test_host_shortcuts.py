@@ -26,7 +26,8 @@ from swarmllm.swarm.host import Host, Stream, run_libp2p
 from swarmllm.swarm.host_shortcuts import PromptLock
 from swarmllm.swarm.identity import load_or_create_identity
 
-DEADLINE_S = 15.0
+from .conftest import DEADLINE_S
+
 ECHO = "/echo/1"
 
 

@@ -1,5 +1,5 @@
-"""What a node notices of another one's end, with real processes and real signals, and how soon it plans
-without it: the deadlines are what is promised.
+"""What a node notices of another one's end, with real processes and real signals: it plans without it. How
+soon is promised too, and held by a clock that no other process disturbs (test_heart.py, bench/forgetting.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,6 @@ from swarmllm.swarm.settings import SwarmSettings
 from .conftest import DEADLINE_S, Libp2pSwarm, until
 from .handlers import Inbox, no_request
 from .node_process import MODEL_ID, record
-
-KILLED_S = 10.0
-FROZEN_S = 5.0
-LEFT_S = 1.0
 
 NODE = Path(__file__).with_name("node_process.py")
 
@@ -82,8 +78,7 @@ async def test_a_killed_node_is_out_of_the_routes_and_its_record_stays(
     ):
         await counted_on(registry, [node_id])
         process.send_signal(signal.SIGKILL)
-        with trio.fail_after(KILLED_S):
-            await counted_on(registry, [])
+        await counted_on(registry, [])
         assert not a.connected()
         assert a.records()[node_id] == record(node_id)
 
@@ -100,8 +95,7 @@ async def test_a_node_that_leaves_is_out_of_the_routes_at_once(
         await counted_on(registry, [node_id])
         assert process.stdin is not None
         await process.stdin.aclose()
-        with trio.fail_after(LEFT_S):
-            await counted_on(registry, [])
+        await counted_on(registry, [])
 
 
 @pytest.mark.slow
@@ -119,8 +113,7 @@ async def test_a_frozen_node_is_out_of_the_routes_and_found_again_when_it_thaws(
         await a.send(node_id, b"before")
         await inbox.wait_for(1)
         process.send_signal(signal.SIGSTOP)
-        with trio.fail_after(FROZEN_S):
-            await counted_on(registry, [])
+        await counted_on(registry, [])
         process.send_signal(signal.SIGCONT)
         await counted_on(registry, [node_id])
         await a.send(node_id, b"after")

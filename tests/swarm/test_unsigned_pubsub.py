@@ -27,9 +27,9 @@ from swarmllm.swarm.host import Host, run_libp2p
 from swarmllm.swarm.identity import load_or_create_identity
 from swarmllm.swarm.unsigned_pubsub import UnsignedGossipSub
 
-pytestmark = pytest.mark.slow
+from .conftest import DEADLINE_S
 
-DEADLINE_S = 15.0
+pytestmark = pytest.mark.slow
 
 
 class Listener:

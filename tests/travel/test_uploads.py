@@ -77,9 +77,11 @@ async def test_bandwidth_is_given_in_turn(catalogue: Catalogue, entry: Catalogue
 
 
 async def test_a_long_queue_puts_off_whoever_comes_last(catalogue: Catalogue, entry: CatalogueEntry) -> None:
-    uploads = Uploads(catalogue, TravelSettings(upload_bytes_s=32.0, max_waiting_uploads=2))
+    slow = TravelSettings(upload_bytes_s=1.0, upload_wait_s=1000.0, max_waiting_uploads=2)
+    uploads = Uploads(catalogue, slow)
+    assert (await uploads.answer(tensor_request(entry, "output.weight"))).status == "ok"
     async with trio.open_nursery() as nursery:
-        for _ in range(3):
+        for _ in range(2):
             nursery.start_soon(uploads.answer, tensor_request(entry, "output.weight"))
         await trio.testing.wait_all_tasks_blocked()
         assert (await uploads.answer(tensor_request(entry, "output.weight"))).status == "busy"

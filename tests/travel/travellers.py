@@ -11,6 +11,7 @@ from typing import Any
 import trio
 import trio.testing
 from gguf_parts import LLAMA, gguf_bytes
+from patience import PATIENCE_S
 
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store
 from swarmllm.swarm.memory import InMemoryNetwork
@@ -128,7 +129,7 @@ async def _no_messages(sender: str, header: bytes, payload: memoryview) -> None:
 
 @asynccontextmanager
 async def open_world(folder: Path) -> AsyncIterator[World]:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE_S):
         async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
             yield World(network, nursery, folder)
             nursery.cancel_scope.cancel()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from patience import PATIENCE_S
 
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_worker_message, encode_ipc
@@ -20,7 +21,7 @@ from swarmllm_proto.tensors import decode_tensor, encode_tensor
 
 M = TypeVar("M")
 
-DEADLINE_S = 30.0
+DEADLINE_S = PATIENCE_S
 GREEDY = ipc.Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 

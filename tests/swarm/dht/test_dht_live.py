@@ -21,8 +21,7 @@ from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
 from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.dht import dht as dht_module
-from swarmllm.swarm.dht import serving
+from swarmllm.swarm.dht import asking, serving
 from swarmllm.swarm.dht.dht import PROTOCOL, Dht, protocol_name
 from swarmllm.swarm.dht.keys import name_key, node_key
 from swarmllm.swarm.dht.messages import MESSAGE_MAX_BYTES, Contact, Kind, Message, encode
@@ -271,27 +270,35 @@ async def test_whoever_asks_too_fast_is_refused(start: Start, monkeypatch: pytes
         assert dht.statistics().n_answered <= 25
 
 
-async def test_silent_streams_are_ended_and_their_number_is_limited(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_streams_are_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "READ_S", 0.5)
     async with still_works(start) as (host, dht), stranger(host) as attacker:
-        silent = [await opened(attacker, host) for _ in range(serving.STREAMS_PER_PEER)]
+        silent = [await opened(attacker, host) for _ in range(3)]
         await silent[0].write(b"\x10half")
+        for stream in silent:
+            assert await ended(stream) == b""
+        assert dht.statistics().n_refused == len(silent)
+        # The friend is asked more patiently.
+        monkeypatch.undo()
+
+
+async def test_the_number_of_a_peers_streams_is_limited(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "READ_S", 2 * DEADLINE_S)
+    async with still_works(start) as (host, dht), stranger(host) as attacker:
+        silent = [await opened(attacker, host) for _ in range(serving.STREAMS_PER_PEER)]
         for _ in range(4):
             with suppress(StreamFailure):
                 assert await ended(await opened(attacker, host)) == b""
         assert dht.statistics().n_refused == 4
         for stream in silent:
-            assert await ended(stream) == b""
-        assert dht.statistics().n_refused == 4 + len(silent)
+            await stream.reset()
 
 
 async def test_a_node_that_never_answers_holds_up_nothing(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarmllm.swarm.dht.asking.ASK_S", 0.5)
-    monkeypatch.setattr(dht_module, "_LOOKUP_S", 5.0)
     async with still_works(start) as (host, dht), stranger(host) as attacker:
 
         async def swallow(stream: Any) -> None:
@@ -300,6 +307,7 @@ async def test_a_node_that_never_answers_holds_up_nothing(
         attacker.set_stream_handler(TProtocol(PROTOCOL), swallow)
         silent = Contact(str(attacker.get_id()))
         dht.core.table.answered(silent, trio.current_time())
-        with trio.fail_after(DEADLINE_S):
+        with monkeypatch.context() as patched, trio.fail_after(DEADLINE_S):
+            patched.setattr(asking, "ASK_S", 0.5)
             assert await dht.find_providers(name_key("nobody has it")) == []
         assert silent.node_id not in dht.core.table
