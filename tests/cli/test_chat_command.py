@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from fake_node import TEXT_DELAY_FOREVER, FakeNode, sse
+from patience import PATIENCE_S
 from rich.console import Console
 
 from swarmllm.cli.chat import Conversation, show_answer
@@ -105,7 +106,7 @@ def test_leaving_a_stream_closes_the_connection(answering: FakeNode) -> None:
     answering.on("POST", COMPLETIONS, [*sse(ROLE, delta("Once ")), TEXT_DELAY_FOREVER])
     with Client(answering.url) as client, closing(stream_chat(client, "guide", [])) as stream:
         assert next(stream) == "Once "
-    assert answering.client_left.wait(10)
+    assert answering.client_left.wait(PATIENCE_S)
 
 
 def test_an_error_in_the_middle_is_raised_with_the_nodes_words(answering: FakeNode) -> None:
@@ -228,7 +229,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def read_until(self, text: str, timeout_s: float = 60) -> str:
+    def read_until(self, text: str, timeout_s: float = PATIENCE_S) -> str:
         """What was shown since the last call, up to and including `text`."""
         deadline_s = time.monotonic() + timeout_s
         while text not in self.shown:
@@ -263,7 +264,7 @@ def test_a_conversation_in_a_terminal(answering: FakeNode) -> None:
         terminal.read_until("Once upon")
         terminal.process.send_signal(2)
         terminal.read_until("Stopped.")
-        assert answering.client_left.wait(10)
+        assert answering.client_left.wait(PATIENCE_S)
         terminal.read_until("› ")
         terminal.type("/quit\n")
-        assert terminal.process.wait(20) == 0
+        assert terminal.process.wait(PATIENCE_S) == 0

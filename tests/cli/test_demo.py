@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from swarmllm.cli.demo import MODEL, PARTS
 from swarmllm.cli.demo_nodes import ONE_THREAD, configuration, family, is_alive, mark_of
@@ -24,7 +25,7 @@ from swarmllm.config_sources import load_config
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, build_manifest, merge
 
-TIMEOUT_S = 150.0
+TIMEOUT_S = 2 * PATIENCE_S
 
 
 @pytest.fixture

@@ -223,7 +223,7 @@ def test_worker_ends_when_the_daemon_closes_the_socket(worker: Worker, make_mode
     worker.send(ipc.Generate, encode_tensor(PROMPT), request_id="r", sampling=endless)
     worker.receive(ipc.Token)
     worker.socket.close()
-    worker.process.wait(5)
+    worker.process.wait(DEADLINE_S)
 
 
 PARENT = """
@@ -252,10 +252,10 @@ def test_no_orphan_is_left_when_the_daemon_is_killed(tmp_path: Path) -> None:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
         parent.stdout.close()
-        ended, _, _ = select.select([descriptor], [], [], 1.0)
+        ended, _, _ = select.select([descriptor], [], [], DEADLINE_S)
         os.close(descriptor)
         connection.close()
-    assert ended, "the worker outlived its parent by a second"
+    assert ended, "the worker outlived its parent"
 
 
 def test_interrupt_at_the_terminal_is_left_to_the_daemon(worker: Worker) -> None:
