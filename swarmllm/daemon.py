@@ -203,6 +203,7 @@ async def _open_rooms(
             try:
                 log.info("node %s (%s) serves %s", node.nickname, node.node_id, api_url)
                 nursery.start_soon(node.start)
+                nursery.start_soon(node.keep_trying)
                 nursery.start_soon(node.placing.run)
                 yield whereabouts, apply
             finally:

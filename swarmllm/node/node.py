@@ -218,6 +218,10 @@ class Node:
         if not failures:
             self._readiness = Readiness("ready")
 
+    async def keep_trying(self) -> None:
+        """Beside `start` and after it: what was loaded by hand and could not be loaded again yet."""
+        await self._restoring.keep_trying()
+
     @asynccontextmanager
     async def generate(
         self,

@@ -2,7 +2,9 @@
 
 One model after the other, because each is fitted into the memory that the ones before it have left. What does
 not come back (its file is on a disk that is not there, it does not fit any more) costs the node nothing else:
-it is said in the log and by `Restoring.missing`, and stays remembered for the next start.
+it is said in the log and by `Restoring.missing`, and stays remembered for the next start. What only needs a
+file or a node that is not there yet is tried again, because disks are mounted and machines are switched on in
+any order; what does not fit is not, because each try may cost somebody else the memory.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from swarmllm.errors import ModelNotFound, NodeUnreachable, SwarmLLMError
+import trio
+
+from swarmllm.errors import BadModel, ModelNotFound, NodeUnreachable, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange, subtract
 from swarmllm.node.remembered_loads import RememberedLoad, RememberedLoads
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerPool
@@ -20,7 +24,10 @@ log = logging.getLogger("swarmllm.node")
 
 Find = Callable[[str], Awaitable[CatalogueEntry]]
 Hold = Callable[[CatalogueEntry, LayerRange, LoadOptions], Awaitable[object]]
-Patiently = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
+Act = Callable[[], Awaitable[None]]
+Patiently = Callable[[Act], Awaitable[None]]
+
+RETRY_S = 30.0
 
 
 class Restoring:
@@ -31,6 +38,9 @@ class Restoring:
         self._hold = hold
         self._failures: dict[str, str] = {}
         """By model id."""
+        self._may_pass: set[str] = set()
+        """Those of them that may be over without anybody's doing here."""
+        self._tried = trio.Event()
 
     async def run(self, patiently: Patiently) -> None:
         """`patiently` does something again while nobody is connected yet who might help."""
@@ -42,14 +52,17 @@ class Restoring:
                 # Those that need nobody's help do not wait for it.
                 late.append(load)
         for load in late:
-            try:
-                await patiently(partial(self._bring_back, load.model_id))
-            except ModelNotFound:
-                log.warning("%s was loaded before, and is forgotten: nobody knows this model any more", load)
-                for layers in load.layers:
-                    await self._remembered.forget(load.model_id, load.name, layers)
-            except NodeUnreachable as error:
-                self._has_failed(load, error.message)
+            await self._settle(load, partial(patiently, partial(self._bring_back, load.model_id)))
+        self._tried.set()
+
+    async def keep_trying(self) -> None:
+        """After `run`: what a file or a node was missing for, every now and then until nothing is left."""
+        await self._tried.wait()
+        while waiting := [load for load in self._remembered.all() if load.model_id in self._may_pass]:
+            await trio.sleep(RETRY_S)
+            for load in waiting:
+                self._may_pass.discard(load.model_id)
+                await self._settle(load, partial(self._bring_back, load.model_id))
 
     def missing(self) -> str:
         """What did not come back and still is not here, and why; empty if there is no such thing."""
@@ -59,6 +72,16 @@ class Restoring:
             for load in self._remembered.all()
             if load.model_id in self._failures and (layers := self._absent(load))
         )
+
+    async def _settle(self, load: RememberedLoad, bring_back: Act) -> None:
+        try:
+            await bring_back()
+        except ModelNotFound:
+            log.warning("%s was loaded before, and is forgotten: nobody knows this model any more", load)
+            for layers in load.layers:
+                await self._remembered.forget(load.model_id, load.name, layers)
+        except NodeUnreachable as error:
+            self._has_failed(load, error)
 
     async def _bring_back(self, model_id: str) -> None:
         """Raises ModelNotFound, NodeUnreachable; all else is said, and does not stop anything."""
@@ -70,7 +93,7 @@ class Restoring:
                 except (ModelNotFound, NodeUnreachable):
                     raise
                 except SwarmLLMError as error:
-                    self._has_failed(load, error.message)
+                    self._has_failed(load, error)
                 except Exception as error:
                     # Whatever it is, a daemon that ended by it would end at each start again.
                     log.exception("%s could not be loaded again", load)
@@ -88,6 +111,9 @@ class Restoring:
     def _absent(self, load: RememberedLoad) -> tuple[LayerRange, ...]:
         return subtract(load.layers, self._pool.loaded(load.model_id))
 
-    def _has_failed(self, load: RememberedLoad, reason: str) -> None:
-        log.error("loading %s again failed: %s", load, reason)
-        self._failures[load.model_id] = reason
+    def _has_failed(self, load: RememberedLoad, error: SwarmLLMError) -> None:
+        if self._failures.get(load.model_id) != error.message:
+            log.error("loading %s again failed: %s", load, error.message)
+        self._failures[load.model_id] = error.message
+        if isinstance(error, BadModel | NodeUnreachable):
+            self._may_pass.add(load.model_id)

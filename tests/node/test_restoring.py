@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from patience import PATIENCE_S
 
-from swarmllm.errors import BadModel, ModelNotFound, NodeUnreachable
+from swarmllm.errors import BadModel, ModelNotFound, NodeUnreachable, WorkerError
 from swarmllm.models import LayerRange, merge
 from swarmllm.node.remembered_loads import RememberedLoad, RememberedLoads
-from swarmllm.node.restoring import Restoring
+from swarmllm.node.restoring import RETRY_S, Restoring
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions
 
 WHOLE = LayerRange(0, 12)
@@ -93,6 +94,32 @@ async def test_who_needs_others_waits_for_them_after_all_else(caplog: pytest.Log
     assert "model-b 0:12, which was loaded before, is not: nobody has it" in stand.restoring.missing()
     assert "model-a 0:12 was loaded before, and is forgotten" in caplog.text
     assert [load.model_id for load in stand.remembered.all()] == ["b", "c"]
+
+
+async def test_what_was_missing_is_loaded_as_soon_as_it_is_there(
+    caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
+) -> None:
+    stand = Stand("abcd")
+    stand.faults = {
+        "a": BadModel("its disk is not mounted"),
+        "b": NodeUnreachable("nobody has it"),
+        "c": WorkerError("out_of_memory: it does not fit"),
+    }
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stand.restoring.keep_trying)
+        await trio.testing.wait_all_tasks_blocked()
+        await stand.run()
+        await trio.sleep(2.5 * RETRY_S)
+        assert set(stand.held) == {"d"}
+        assert caplog.text.count("its disk is not mounted") == 1, "said once, not at each try"
+        n_holds = len(stand.holds)
+        del stand.faults["a"]
+        stand.unknown.add("b")
+        await trio.sleep(RETRY_S)
+        assert set(stand.held) == {"a", "d"}
+        assert [load.model_id for load in stand.remembered.all()] == ["a", "c", "d"]
+        assert [held[0] for held in stand.holds[n_holds:]] == ["a"], "what did not fit is left alone"
+    assert "model-c" in stand.restoring.missing(), "and nothing is tried any more"
 
 
 async def test_layers_that_the_configuration_has_loaded_keep_its_options() -> None:
