@@ -124,6 +124,10 @@ class SimulatedNode:
         ranges = merge([*self.held, *self.loading])
         return max(0, self.budget_bytes - sum(map(self._world.shape.n_bytes, ranges)))
 
+    @property
+    def lacks(self) -> str:
+        return "no free slot" if self.n_active >= N_SLOTS else ""
+
     def capability(self) -> NodeCapability:
         place = self.observations.coordinate
         x_s, y_s, z_s = place.position_s
@@ -223,7 +227,7 @@ class SimulatedNode:
 
     async def _answer(self, sender: str, body: bytes) -> bytes:
         """An assignment is accepted while there is a slot."""
-        return b"yes" if self.n_active < N_SLOTS else b"busy"
+        return b"busy" if self.lacks else b"yes"
 
 
 async def _ignore(sender: str, header: bytes, payload: memoryview) -> None:
@@ -325,7 +329,7 @@ class World:
             coordinate=origin.observations.coordinate,
         )
         work = workload(self.manifest, n_prompt, n_output)
-        load = Load(origin.n_active, origin.n_active >= N_SLOTS)
+        load = Load(origin.n_active, origin.lacks)
         known = circumstances(
             origin.node_id,
             self.manifest,
@@ -345,7 +349,7 @@ class World:
         reachable = [self.nodes[node_id] for node_id in origin.router.connected() if node_id in self.nodes]
         holders = [node for node in (origin, *reachable) if node.held]
         speeds = {
-            node.node_id: NodeSpeed(node.layer_s, node.layer_s / 8, node.n_active, node.n_active >= N_SLOTS)
+            node.node_id: NodeSpeed(node.layer_s, node.layer_s / 8, node.n_active, node.lacks)
             for node in holders
         }
         places = {

@@ -49,6 +49,7 @@ def plan_report(model: str, size: RequestSize, plan: Plan, nickname_of: Callable
                 "compute_s": stage.compute_s,
                 "network_s": stage.network_s,
                 "measured": stage.is_measured,
+                "lacks": stage.lacks,
                 "standby": stage.standby,
                 "alternatives": [
                     with_layers(other.node_id, other.layers)

@@ -56,6 +56,9 @@ def plan(model: str, prompt_tokens: int, output_tokens: int, as_json: bool, api_
         click.echo(f"to the first stage and back from the last: {duration(answer['ends_s'])}")
     for rival in answer["rivals"]:
         click.echo(_rival(rival, answer))
+    for stage in answer["stages"]:
+        if stage.get("lacks"):
+            click.echo(safe(f"may be refused: {stage['layers']}@{_name(stage)}, {stage['lacks']}"))
     for refusal in answer.get("refused", ()):
         click.echo(safe(f"not used: {refusal['layers']}@{_name(refusal)}, {refusal['reason']}"))
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from swarmllm.models.manifest import Manifest
+from swarmllm.pipeline.occupancy import Room
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import HOP_HANDLING_S, Circumstances, NodeSpeed, Workload
 from swarmllm.scheduling.observation import Latency, MachineSpeed, Observations, roofline
@@ -37,8 +38,8 @@ class Load:
 
     n_active: int = 0
     """Here."""
-    is_full: bool = False
-    """Here."""
+    lacks: str = ""
+    """Here; see `NodeSpeed`."""
     sent: Mapping[str, int] = field(default_factory=dict)
     """By node id: requests of this node that have just been sent there, and are in no record yet."""
 
@@ -92,11 +93,11 @@ def circumstances(
     for node_id in node_ids:
         said = capabilities.get(node_id, NodeCapability())
         n_active = said.active_requests + said.stage_requests + load.sent.get(node_id, 0)
-        is_full = 0 < said.max_requests <= n_active or not _has_room(said, work)
+        lacks = _lack(said, n_active, work)
         if node_id == origin:
-            n_active, is_full = load.n_active, load.is_full
+            n_active, lacks = load.n_active, load.lacks
         is_measured = node_id in observed and observed[node_id].decode_s is not None
-        speeds[node_id] = NodeSpeed(decode[node_id], prefill[node_id], n_active, is_full, is_measured)
+        speeds[node_id] = NodeSpeed(decode[node_id], prefill[node_id], n_active, lacks, is_measured)
     between = [
         (node_id, link)
         for node_id in node_ids
@@ -130,11 +131,12 @@ def _share(origin: str, node_id: str) -> float:
     return zlib.crc32(f"{origin}>{node_id}".encode()) / 2**32
 
 
-def _has_room(said: NodeCapability, work: Workload) -> bool:
-    """A slot, and KV for the prompt and the answer. A node that does not say may have both."""
-    if not said.slots:
-        return True
-    return said.free_slots > 0 and said.free_kv_tokens >= work.n_prompt_tokens + work.n_output_tokens
+def _lack(said: NodeCapability, n_active: int, work: Workload) -> str:
+    """Of a turn, a slot, or KV for the prompt and the answer. A node that does not say may have all of it."""
+    if 0 < said.max_requests <= n_active:
+        return f"{n_active} requests run there, and it takes {said.max_requests}"
+    room = Room(said.slots, said.free_slots, said.free_kv_tokens)
+    return room.lack(work.n_prompt_tokens + work.n_output_tokens)
 
 
 def _completed(observed: Mapping[str, float | None], guessed: Mapping[str, float | None]) -> dict[str, float]:

@@ -85,6 +85,11 @@ class RequestView:
     def last(self) -> int:
         return len(self.stages) - 1
 
+    @property
+    def runs_layers(self) -> bool:
+        """Whether any stage is here."""
+        return any(stage.node_id == self.node_id for stage in self.stages)
+
     def is_here(self, stage: int) -> bool:
         return self.stages[stage].node_id == self.node_id
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.walker import RequestContext
 
 EXPECTED_OUTPUT_TOKENS = 256
 """What a route is chosen for, where a request allows more: few answers use all they may."""
@@ -36,8 +37,24 @@ class Room:
     """Of the model that has least left."""
 
     slots: int = 0
+    """0: nobody has said."""
     free_slots: int = 0
     free_kv_tokens: int = 0
+
+    def lack(self, n_tokens: int) -> str:
+        """Why one more request with so many tokens, answer included, does not fit; empty: it does."""
+        if self.slots and self.free_slots <= 0:
+            return "no free slot"
+        if self.slots and self.free_kv_tokens < n_tokens:
+            return f"no room for {n_tokens:,} tokens of context: {self.free_kv_tokens:,} free"
+        return ""
+
+
+def held_here(context: RequestContext) -> Held | None:
+    """None: other nodes run all of its layers."""
+    if not context.view.runs_layers:
+        return None
+    return Held(context.model.model_id, context.n_prompt_tokens, context.sampling.max_tokens)
 
 
 def room_left(

@@ -32,8 +32,9 @@ from swarmllm.pipeline.hop_handling import learn
 from swarmllm.pipeline.inbox import Inbox
 from swarmllm.pipeline.lasting import Lasting
 from swarmllm.pipeline.links import Links, NoLinks
+from swarmllm.pipeline.load_here import LoadHere
 from swarmllm.pipeline.observed import ObservedCompute
-from swarmllm.pipeline.occupancy import EXPECTED_OUTPUT_TOKENS, Held, Room, room_left
+from swarmllm.pipeline.occupancy import EXPECTED_OUTPUT_TOKENS, Room, held_here
 from swarmllm.pipeline.prompt import Prompt, token_ids
 from swarmllm.pipeline.recovery import Recovery
 from swarmllm.pipeline.ring_notices import RingNotices
@@ -101,10 +102,10 @@ class Pipelines:
         self._settings = settings
         self._nursery: trio.Nursery | None = None
         self._counts = PipelineStatistics()
-        self._own: dict[str, Held] = {}
         self._swarm_changed = trio.lowlevel.ParkingLot()
         self._suspects = Suspects()
         self._sessions = Sessions(pool, router, catalogue, settings, self._start_session, note)
+        self._here = LoadHere(pool, self._sessions, settings)
         self._attempts = Attempts(router, registry, pool, self._sessions, settings, self._counts, note)
         self._links = links or NoLinks()
         self._sessions.on_open = self._links.join
@@ -114,7 +115,7 @@ class Pipelines:
 
     def statistics(self) -> PipelineStatistics:
         counts = PipelineStatistics(**{name: getattr(self._counts, name) for name in self._counts.__slots__})
-        counts.active_generations = len(self._own)
+        counts.active_generations = len(self._here.own)
         counts.active_stage_requests = self._sessions.n_for_others()
         counts.jobs_by_link = self._links.n_jobs
         counts.segments_served += sum(
@@ -126,8 +127,7 @@ class Pipelines:
 
     def room(self) -> Room:
         """For one more request, of the model with least of it."""
-        held = [*self._own.values(), *self._sessions.held_for_others()]
-        return room_left(held, self._settings, self._pool.context_sizes())
+        return self._here.room()
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; started once assignments and jobs are accepted."""
@@ -177,7 +177,7 @@ class Pipelines:
         tokenize_s = trio.current_time() - started_s
         sampling = self._fit(len(tokens), sampling, entry, prompt.field)
         self._counts.generations += 1
-        self._own[request_id] = Held(entry.model_id, len(tokens), sampling.max_tokens)
+        self._here.own[request_id] = None
         try:
             async with self._open(tokens, entry, sampling, request_id, prompt.session) as source:
                 yield Generation(
@@ -190,7 +190,7 @@ class Pipelines:
                     tokenize_s=tokenize_s,
                 )
         finally:
-            del self._own[request_id]
+            del self._here.own[request_id]
 
     async def rows(self, tokens: Tensor, entry: CatalogueEntry) -> Rows:
         """The model's states after the final norm, of every token of i32 [n].
@@ -209,7 +209,7 @@ class Pipelines:
                 wants="normed",
             )
             context = request_context(assignment, entry, self._node_id)
-            self._own[context.request_id] = Held(entry.model_id, len(tokens), 0)
+            self._here.own[context.request_id] = held_here(context)
             try:
                 if is_local(context):
                     n_chunk = self._settings.prefill_chunk_tokens
@@ -221,7 +221,7 @@ class Pipelines:
                         values = await chain.all_rows()
                 return Rows(values, assignment.stages)
             finally:
-                del self._own[context.request_id]
+                del self._here.own[context.request_id]
 
         return await with_one_retry(attempt)
 
@@ -229,11 +229,11 @@ class Pipelines:
         self, entry: CatalogueEntry, avoid: Collection[str] = (), request: RequestSize = DEFAULT_SIZE
     ) -> tuple[Stage, ...]:
         """The route such a request of this node would take now. Raises NoPipeline."""
-        return self._routes.choose(entry, request, self._load(0), avoid).stages
+        return self._routes.choose(entry, request, self._load(entry, request, n_asking=0), avoid).stages
 
     async def plan(self, entry: CatalogueEntry, request: RequestSize) -> Plan:
         """The same route with its reasons; nothing runs. Raises NoPipeline."""
-        return await self._routes.plan(entry, request, self._load(0))
+        return await self._routes.plan(entry, request, self._load(entry, request, n_asking=0))
 
     # What other nodes want.
 
@@ -291,6 +291,7 @@ class Pipelines:
         def attempt(generated: tuple[int, ...], avoid: set[str]) -> AbstractAsyncContextManager[Source]:
             # A retry prefers nothing: what it would prefer has just failed.
             is_first = source.n_attempts == 1
+            self._here.own[request_id] = None
             previous = self._affinity.previous(entry.model_id, session) if is_first else ()
             broken = tried[-1][1] if generated and tried else None
             assembly = self._assemble(entry, size, avoid, previous, broken)
@@ -311,6 +312,7 @@ class Pipelines:
             if not generated and not is_first:
                 self._counts.retries += 1
             context = replace(request_context(assignment, entry, self._node_id), session=session)
+            self._here.own[request_id] = held_here(context)
             opening = self._attempts.open(context, assignment, rows, avoid)
             return self._in_place_of(tried, opening)
 
@@ -349,22 +351,22 @@ class Pipelines:
         broken: Assembly | None = None,
     ) -> Assembly:
         """Without those of whom others say that they fail, if it can be. Raises NoPipeline."""
+        load = self._load(entry, size, n_asking=1)
         suspects = self._suspects.now(trio.current_time())
         if not suspects <= avoid:
             try:
-                return self._routes.choose(entry, size, self._load(1), avoid | suspects, previous, broken)
+                return self._routes.choose(entry, size, load, avoid | suspects, previous, broken)
             except NoPipeline:
                 pass
-        return self._routes.choose(entry, size, self._load(1), avoid, previous, broken)
+        return self._routes.choose(entry, size, load, avoid, previous, broken)
 
     async def _pause(self, until_s: float) -> None:
         with trio.CancelScope(deadline=until_s):
             await self._swarm_changed.park()
 
-    def _load(self, n_asking: int) -> Load:
-        """`n_asking` of the active requests are the one that asks."""
-        n_active = max(0, len(self._own) - n_asking) + self._sessions.n_for_others()
-        return Load(n_active, sent=self._attempts.just_sent())
+    def _load(self, entry: CatalogueEntry, size: RequestSize, *, n_asking: int) -> Load:
+        n_tokens = size.n_prompt_tokens + size.n_output_tokens
+        return self._here.now(entry, n_tokens, self._attempts.just_sent(), n_asking=n_asking)
 
     def _start_session(self, session: Session) -> None:
         if self._nursery is None:

@@ -107,7 +107,7 @@ class Session:
 
     @property
     def runs_layers(self) -> bool:
-        return any(self.view.is_here(stage) for stage in range(len(self.view.stages)))
+        return self.view.runs_layers
 
     def is_busy(self) -> bool:
         """Whether anything of this request happens here: work, or part of a large job that comes in. The

@@ -20,7 +20,7 @@ from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.known_rows import PATIENCE_S, give_names
-from swarmllm.pipeline.occupancy import Held
+from swarmllm.pipeline.occupancy import Held, held_here
 from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.walker import OriginSide, RequestContext
@@ -207,11 +207,12 @@ class Sessions:
         )
 
     def held_for_others(self) -> list[Held]:
-        return [
-            Held(context.model.model_id, context.n_prompt_tokens, context.sampling.max_tokens)
-            for context in (session.context for session in self.by_request.values())
-            if context.view.origin != self.router.node_id
-        ]
+        for_others = (
+            session.context
+            for session in self.by_request.values()
+            if session.view.origin != self.router.node_id
+        )
+        return [*filter(None, map(held_here, for_others))]
 
     async def _accept(self, sender: str, assignment: PipelineAssignment) -> RequestContext:
         if assignment.origin != sender or sender == self.router.node_id:

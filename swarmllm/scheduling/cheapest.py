@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -34,29 +34,32 @@ def cheapest_route(
 ) -> tuple[RouteStage, ...] | None:
     """The route over [0, n_layers) that costs this request least, or None; parameters as in `choose_route`.
 
-    Nodes that are full are used only where there is no route without them: what they say of themselves may
-    be old, and a refusal is better than none tried. Should the cheapest route have more than `max_stages`
-    stages, the one with the fewest is the answer.
+    Nodes that are full run as few layers as can be, whatever that costs: none, where there is a route without
+    them. They are not left out, because what they say of themselves may be old, and a refusal is better than
+    none tried. Should the cheapest route have more than `max_stages` stages, the one with the fewest is the
+    answer.
     """
-    free = {
-        node_id: ranges for node_id, ranges in holders.items() if not circumstances.speeds[node_id].is_full
-    }
-    for candidates in (free, holders) if len(free) < len(holders) else (holders,):
-        segments = sorted(
+    segments = _with_room(
+        n_layers,
+        sorted(
             {
                 (layers.start, layers.end, node_id)
-                for node_id, ranges in candidates.items()
+                for node_id, ranges in holders.items()
                 for layers in usable(ranges, n_layers, cut_alignment)
             }
-        )
-        path = _Search(n_layers, segments, circumstances).cheapest()
-        if path is None:
-            continue
-        route = _merged([segments[i] for i in path])
-        if len(route) <= max_stages:
-            return route
-        return choose_route(n_layers, cut_alignment, candidates, circumstances.origin, max_stages=max_stages)
-    return None
+        ),
+        {node_id for node_id in holders if circumstances.speeds[node_id].is_full},
+    )
+    path = _Search(n_layers, segments, circumstances).cheapest()
+    if path is None:
+        return None
+    route = _merged([segments[i] for i in path])
+    if len(route) <= max_stages:
+        return route
+    candidates: dict[str, list[LayerRange]] = defaultdict(list)
+    for start, end, node_id in segments:
+        candidates[node_id].append(LayerRange(start, end))
+    return choose_route(n_layers, cut_alignment, candidates, circumstances.origin, max_stages=max_stages)
 
 
 def route_cost_s(route: Sequence[RouteStage], circumstances: Circumstances) -> float:
@@ -146,6 +149,32 @@ class _Search:
         while before[path[-1]] >= 0:
             path.append(int(before[path[-1]]))
         return float(rings[at]), path[::-1]
+
+
+def _with_room(
+    n_layers: int, segments: Sequence[tuple[int, int, str]], full: Set[str]
+) -> Sequence[tuple[int, int, str]]:
+    """Of the sorted segments those that are in a route with the fewest layers on nodes of `full`. Every route
+    made of them is such a route."""
+    if not full:
+        return segments
+    n_full = [end - start if node_id in full else 0 for start, end, node_id in segments]
+    fewest_before, fewest_after = {0: 0}, {n_layers: 0}
+    for (start, end, _), n_more in zip(segments, n_full, strict=True):
+        if start in fewest_before:
+            n_ahead = fewest_before[start] + n_more
+            fewest_before[end] = min(n_ahead, fewest_before.get(end, n_ahead))
+    for (start, end, _), n_more in zip(reversed(segments), reversed(n_full), strict=True):
+        if end in fewest_after:
+            n_behind = fewest_after[end] + n_more
+            fewest_after[start] = min(n_behind, fewest_after.get(start, n_behind))
+    return [
+        segment
+        for segment, n_more in zip(segments, n_full, strict=True)
+        if segment[0] in fewest_before
+        and segment[1] in fewest_after
+        and fewest_before[segment[0]] + n_more + fewest_after[segment[1]] == fewest_before[n_layers]
+    ]
 
 
 def _merged(path: Sequence[tuple[int, int, str]]) -> tuple[RouteStage, ...]:

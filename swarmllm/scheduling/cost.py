@@ -60,10 +60,14 @@ class NodeSpeed:
     prefill_s: float
     n_active: int = 0
     """Requests that run there already."""
-    is_full: bool = False
-    """It would refuse one more."""
+    lacks: str = ""
+    """Why it would refuse one more, in words for people."""
     is_measured: bool = False
     """The decode latency was observed on real forwards, not estimated."""
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self.lacks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ class PlannedStage:
     network_s: float
     """For the whole request: from this stage to the next, after the last one back to the first."""
     is_measured: bool
+    lacks: str
+    """Why the node may refuse it: nobody else has room for these layers."""
     alternatives: tuple[Alternative, ...]
     """Those with the stage's cuts first, best first. The first of these that is not full is the standby."""
 
@@ -89,6 +91,7 @@ def make_plan(
             compute_s=circumstances.layer_s(stage.node_id) * len(stage.layers),
             network_s=_network_s(route, index, circumstances),
             is_measured=speeds[stage.node_id].is_measured,
+            lacks=speeds[stage.node_id].lacks,
             alternatives=(
                 *same_cuts(route, index, allowed, circumstances, cost_s),
                 *others.of(stage, cost_s),
@@ -113,7 +116,14 @@ def make_plan(
             away = best_with_others(n_layers, cut_alignment, home | others_free, circumstances)
             rivals.append(_rival("with other nodes", away, circumstances))
     ends_s = circumstances.entry_s(route[0].node_id) + circumstances.exit_s(route[-1].node_id)
-    return Plan(stages, cost_s, ends_s, tuple(rivals), refused)
+    used = {stage.node_id for stage in route}
+    without_room = tuple(
+        Refusal(node_id, layers, speeds[node_id].lacks)
+        for node_id, ranges in allowed.items()
+        if speeds[node_id].is_full and node_id not in used
+        for layers in ranges
+    )
+    return Plan(stages, cost_s, ends_s, tuple(rivals), (*refused, *without_room))
 
 
 def standbys_of(

@@ -46,6 +46,7 @@ PLAN: dict[str, Any] = {
             "compute_s": 0.25,
             "network_s": 0.25,
             "measured": False,
+            "lacks": "no free slot",
             "standby": "12D3KooWAway",
             "alternatives": [
                 {
@@ -80,7 +81,7 @@ PLAN_PATH = "/api/admin/plan?model=guide&prompt_tokens=10&output_tokens=300"
 def test_plan_shows_the_route_and_why_not_another(run: Run, node: FakeNode) -> None:
     node.on("GET", PLAN_PATH, PLAN)
     result = run("plan", "guide", "--prompt-tokens", "10", "--output-tokens", "300")
-    head, _, first, second, ends, home, fewest = result.output.splitlines()
+    head, _, first, second, ends, home, fewest, may = result.output.splitlines()
     assert head == "guide, 10 + 300 tokens: 1.2 s expected"
     for expected in ("kitchen", "0:8", "500.0 ms", "250.0 ms", "measured", "cellar is full"):
         assert expected in first
@@ -89,6 +90,7 @@ def test_plan_shows_the_route_and_why_not_another(run: Run, node: FakeNode) -> N
     assert "0.5 ms" in ends
     assert home == "all at home: not possible, layers are missing or cut elsewhere"
     assert fewest == "fewest stages: 2.5 s (0:12@shed)"
+    assert may == "may be refused: 8:12@attic\\x1b[2J, no free slot"
 
 
 def test_plan_for_programs_is_what_the_daemon_said(run: Run, node: FakeNode) -> None:

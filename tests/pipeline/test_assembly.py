@@ -32,7 +32,9 @@ def ask(holders: dict[str, list[LayerRange]], alignment: int = 1, **more: Any) -
     """Node "a" asks; all are alike, idle and near, but for `slow` and `full` ones."""
     slow, full = more.pop("slow", ""), more.pop("full", "")
     speeds = {
-        node_id: NodeSpeed(0.01 if node_id in slow else 0.001, 0.0001, is_full=node_id in full)
+        node_id: NodeSpeed(
+            0.01 if node_id in slow else 0.001, 0.0001, lacks="no free slot" if node_id in full else ""
+        )
         for node_id in holders
     }
     rtt_s = more.pop("rtt_s", 0.001)

@@ -105,7 +105,7 @@ def test_load_and_full_nodes_are_seen() -> None:
         }
     ).speeds
     assert (speeds["a"].n_active, speeds["a"].is_full) == (3, False)
-    assert speeds["b"].is_full
+    assert speeds["b"].lacks == "4 requests run there, and it takes 4"
 
 
 def test_round_trips_between_others_are_theirs_to_tell_and_ours_are_not() -> None:
@@ -205,6 +205,34 @@ async def test_a_second_request_of_the_same_moment_goes_to_the_other_node() -> N
         await swarm.quiet()
 
 
+async def test_a_stage_here_needs_a_slot_as_everywhere_else() -> None:
+    """b is the slower one. What others run does not fill this one, and what runs here as a whole waits for
+    its turn."""
+    pools = {"a": FakePool("0:6"), "b": FakePool("0:6"), "c": FakePool("6:12")}
+    settings = dict.fromkeys(pools, PipelineSettings()) | {"a": PipelineSettings(max_requests_per_model=1)}
+    async with open_swarm(pools, settings=settings) as swarm:
+        speeds = {"b": 0.01, "c": 0.001}
+        await swarm.tell("a", {name: computes(swarm.entry.model_id, speeds[name]) for name in speeds})
+        pipelines, prompt = swarm["a"].pipelines, Prompt(text="hi")
+
+        def nodes() -> list[str]:
+            return [stage.node_id for stage in pipelines.stages_for(swarm.entry)]
+
+        assert pipelines.room().free_slots == 1
+        assert nodes() == ["a", "c"]
+        async with pipelines.generate(prompt, swarm.entry, Sampling(max_tokens=30)):
+            assert pipelines.room().free_slots == 0
+            assert nodes() == ["b", "c"]
+            plan = await pipelines.plan(swarm.entry, RequestSize(10, 20))
+            assert [(each.node_id, each.reason) for each in plan.refused] == [("a", "no free slot")]
+            async with pipelines.generate(prompt, swarm.entry, Sampling(max_tokens=30)) as second:
+                assert [stage.node_id for stage in second.route] == ["b", "c"]
+                assert pipelines.room().free_slots == 0
+            swarm["a"].pool.ranges = (LayerRange(0, 12),)
+            assert nodes() == ["a"]
+        await swarm.quiet()
+
+
 def test_a_node_without_a_slot_or_without_kv_for_this_request_is_full() -> None:
     """The request has 10 + 20 tokens."""
     room = {"slots": 8, "free_slots": 1, "free_kv_tokens": 30}
@@ -216,7 +244,12 @@ def test_a_node_without_a_slot_or_without_kv_for_this_request_is_full() -> None:
             "d": NodeCapability(),
         }
     ).speeds
-    assert [speeds[name].is_full for name in "abcd"] == [False, True, True, False]
+    assert [speeds[name].lacks for name in "abcd"] == [
+        "",
+        "no free slot",
+        "no room for 30 tokens of context: 29 free",
+        "",
+    ]
 
 
 def test_what_runs_here_takes_slots_and_the_kv_it_may_need() -> None:

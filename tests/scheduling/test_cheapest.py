@@ -41,7 +41,12 @@ def random_case(rng: random.Random) -> tuple[Holders, Circumstances, int]:
         ORIGIN,
         Workload(rng.choice([1, 50, 1000]), rng.choice([1, 20, 300]), rng.choice([0, 256, 32768])),
         {
-            node_id: NodeSpeed(rng.uniform(1e-5, 5e-3), rng.uniform(1e-6, 1e-3), rng.choice([0, 0, 1, 4]))
+            node_id: NodeSpeed(
+                rng.uniform(1e-5, 5e-3),
+                rng.uniform(1e-6, 1e-3),
+                rng.choice([0, 0, 1, 4]),
+                rng.choice(["", "", "", "no free slot"]),
+            )
             for node_id in node_ids
         },
         {node_id: rng.choice([0.0, 0.001, 0.02, 0.2]) for node_id in others if rng.random() < 0.9},
@@ -81,6 +86,11 @@ def felt_s(segments: Segments, known: Circumstances) -> float:
     return total_s
 
 
+def n_on_full_nodes(segments: Segments, known: Circumstances) -> int:
+    """Layers."""
+    return sum(len(layers) for node_id, layers in segments if known.speeds[node_id].is_full)
+
+
 def as_segments(route: Sequence[RouteStage]) -> Segments:
     return [(stage.node_id, stage.layers) for stage in route]
 
@@ -88,18 +98,22 @@ def as_segments(route: Sequence[RouteStage]) -> Segments:
 @pytest.mark.slow
 def test_equal_to_brute_force_on_random_small_swarms() -> None:
     rng = random.Random(20260729)
-    n_routed = 0
+    n_routed = n_crowded = 0
     for _ in range(9000):
         held, known, alignment = random_case(rng)
         route = cheapest_route(N_LAYERS, alignment, held, known)
         allowed = {node_id: usable(ranges, N_LAYERS, alignment) for node_id, ranges in held.items()}
-        best_s = min((felt_s(segments, known) for segments in every_route(allowed)), default=None)
+        ways = ((n_on_full_nodes(way, known), felt_s(way, known)) for way in every_route(allowed))
+        n_full, best_s = min(ways, default=(0, None))
         assert (route is None) == (best_s is None)
         if route is not None and best_s is not None:
             n_routed += 1
+            n_crowded += n_full > 0
+            assert n_on_full_nodes(as_segments(route), known) == n_full
             assert felt_s(as_segments(route), known) == pytest.approx(best_s, rel=1e-9, abs=1e-7)
             assert route_cost_s(route, known) == pytest.approx(best_s, rel=1e-9, abs=1e-7)
     assert n_routed >= 2000
+    assert n_crowded >= 500
 
 
 CASES = st.integers(0, 2**32).map(lambda seed: random_case(random.Random(seed)))
@@ -156,7 +170,7 @@ def test_home_is_never_left_for_a_slower_route(case: tuple[Holders, Circumstance
     held, known, alignment = case
     home = choose_route(N_LAYERS, alignment, {ORIGIN: held.get(ORIGIN, [])}, ORIGIN)
     route = cheapest_route(N_LAYERS, alignment, held, known)
-    if home is not None:
+    if home is not None and not known.speeds[ORIGIN].is_full:
         assert route is not None
         assert route_cost_s(route, known) <= route_cost_s(home, known) * (1 + 1e-9)
 
@@ -223,10 +237,18 @@ def test_load_moves_requests_elsewhere() -> None:
 
 
 def test_a_full_node_is_used_only_where_nobody_else_is() -> None:
-    full = replace(QUICK, is_full=True)
+    full = replace(QUICK, lacks="no free slot")
     held = {"a": [WHOLE], "b": [WHOLE]}
     assert cheapest_route(6, 1, held, known({"a": full, "b": SLOW})) == (RouteStage("b", WHOLE),)
     assert cheapest_route(6, 1, {"a": [WHOLE]}, known({"a": full})) == (RouteStage("a", WHOLE),)
+
+
+def test_a_full_node_is_left_out_where_another_has_room_though_others_are_full_too() -> None:
+    """Nobody but c has the second half, so there is no route without full nodes; still b is better than a."""
+    full = replace(QUICK, lacks="no free slot")
+    held = {"a": [LayerRange(0, 3)], "b": [LayerRange(0, 3)], "c": [LayerRange(3, 6)]}
+    route = cheapest_route(6, 1, held, known({"a": full, "b": SLOW, "c": full}))
+    assert route == (RouteStage("b", LayerRange(0, 3)), RouteStage("c", LayerRange(3, 6)))
 
 
 def test_the_hop_back_to_the_first_stage_decides_between_equals() -> None:

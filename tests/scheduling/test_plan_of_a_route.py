@@ -10,11 +10,12 @@ from hypothesis import given
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.alternatives import MAX_ALTERNATIVES
 from swarmllm.scheduling.cheapest import cheapest_route
+from swarmllm.scheduling.constraints import Refusal
 from swarmllm.scheduling.cost import Circumstances
 from swarmllm.scheduling.plan import make_plan
 from swarmllm.scheduling.route import RouteStage, composes, usable
 
-from .test_cheapest import CASES, ORIGIN, QUICK, SLOW, WHOLE, felt_s, known
+from .test_cheapest import CASES, ORIGIN, QUICK, SLOW, WHOLE, as_segments, felt_s, known, n_on_full_nodes
 from .test_route import N_LAYERS, Holders, every_route
 
 
@@ -24,22 +25,24 @@ def test_a_plan_adds_up_and_no_alternative_in_it_is_better(case: tuple[Holders, 
     plan = make_plan(N_LAYERS, alignment, held, circumstances)
     route = cheapest_route(N_LAYERS, alignment, held, circumstances)
     assert (plan is None) == (route is None)
-    if plan is None:
+    if plan is None or route is None:
         return
     parts_s = sum(stage.compute_s + stage.network_s for stage in plan.stages) + plan.ends_s
     assert parts_s == pytest.approx(plan.cost_s)
     for stage in plan.stages:
         assert stage.node_id not in [other.node_id for other in stage.alternatives]
         for other in stage.alternatives:
-            assert other.extra_s >= -1e-7
+            assert other.is_full or other.extra_s >= -1e-7
             assert other.layers.overlaps(stage.layers)
             assert composes(held[other.node_id], other.layers)
+    n_full = n_on_full_nodes(as_segments(route), circumstances)
     for rival in plan.rivals:
-        assert rival.cost_s is None or rival.cost_s >= plan.cost_s - 1e-7
+        if rival.cost_s is not None and n_on_full_nodes(as_segments(rival.stages), circumstances) <= n_full:
+            assert rival.cost_s >= plan.cost_s - 1e-7
 
 
 def test_the_standby_of_a_stage_is_the_best_other_holder_that_is_not_full() -> None:
-    full = replace(QUICK, is_full=True)
+    full = replace(QUICK, lacks="no free slot")
     speeds = {"a": QUICK, "b": full, "c": SLOW}
     plan = make_plan(
         6, 1, {node_id: [WHOLE] for node_id in "abc"}, known(speeds, dict.fromkeys("abc", 0.001))
@@ -58,7 +61,10 @@ def test_what_else_there_is_has_the_cost_of_the_best_route_through_it(
     if plan is None:
         return
     allowed = {node_id: usable(ranges, N_LAYERS, alignment) for node_id, ranges in held.items()}
-    routes = [(felt_s(segments, circumstances), segments) for segments in every_route(allowed)]
+    routes = [
+        (n_on_full_nodes(segments, circumstances), felt_s(segments, circumstances), segments)
+        for segments in every_route(allowed)
+    ]
     for index, stage in enumerate(plan.stages):
         for other in stage.alternatives:
             if other.layers == stage.layers:
@@ -68,15 +74,22 @@ def test_what_else_there_is_has_the_cost_of_the_best_route_through_it(
                 assert other.extra_s + plan.cost_s == pytest.approx(cost_s, rel=1e-9, abs=1e-7)
             else:
                 assert not composes(allowed[other.node_id], stage.layers)
-                through = [cost_s for cost_s, segments in routes if (other.node_id, other.layers) in segments]
-                assert other.extra_s + plan.cost_s == pytest.approx(min(through), rel=1e-9, abs=1e-7)
+                through = [way[:2] for way in routes if (other.node_id, other.layers) in way[2]]
+                assert other.extra_s + plan.cost_s == pytest.approx(min(through)[1], rel=1e-9, abs=1e-7)
     away = [rival.cost_s for rival in plan.rivals if rival.name == "with other nodes"]
+    free = {node_id for node_id, speed in circumstances.speeds.items() if not speed.is_full} - {ORIGIN}
     if {stage.node_id for stage in plan.stages} == {ORIGIN}:
-        others = [cost_s for cost_s, segments in routes if any(node_id != ORIGIN for node_id, _ in segments)]
+        if circumstances.speeds[ORIGIN].is_full:
+            return
+        others = [
+            cost_s
+            for n_full, cost_s, segments in routes
+            if not n_full and any(node_id != ORIGIN for node_id, _ in segments)
+        ]
         assert away == (
             [pytest.approx(min(others), rel=1e-9, abs=1e-7)]
             if others
-            else [None] * any(allowed[node_id] for node_id in allowed.keys() - {ORIGIN})
+            else [None] * any(allowed[node_id] for node_id in allowed.keys() & free)
         )
     else:
         assert not away
@@ -97,11 +110,22 @@ def test_a_plan_that_stays_at_home_says_what_the_split_would_cost() -> None:
         assert (other.node_id, other.layers, other.is_full) == (node_id, layers, False)
         assert other.extra_s == pytest.approx(split.cost_s - plan.cost_s)
     assert plan.stages[0].standby is None
-    full = replace(circumstances, speeds={**circumstances.speeds, "b": replace(QUICK, is_full=True)})
+    full = replace(circumstances, speeds={**circumstances.speeds, "b": replace(QUICK, lacks="no free slot")})
     plan = make_plan(6, 1, {"o": [WHOLE], **halves}, full)
     assert plan is not None
     assert [other.is_full for other in plan.stages[0].alternatives] == [True, True]
     assert plan.rivals[-1].cost_s is None
+    assert plan.refused == (Refusal("b", LayerRange(3, 6), "no free slot"),)
+
+
+def test_who_has_no_room_but_is_needed_is_on_the_route_and_the_plan_says_so() -> None:
+    lack = "no room for 9,000 tokens of context: 4,096 free"
+    full = replace(QUICK, lacks=lack)
+    held = {"a": [LayerRange(0, 3)], "b": [LayerRange(3, 6)], "c": [LayerRange(0, 3)]}
+    plan = make_plan(6, 1, held, known({"a": full, "b": full, "c": SLOW}, dict.fromkeys("abc", 0.001)))
+    assert plan is not None
+    assert [(stage.node_id, stage.lacks) for stage in plan.stages] == [("c", ""), ("b", lack)]
+    assert plan.refused == (Refusal("a", LayerRange(0, 3), lack),)
 
 
 def test_of_many_nodes_with_other_cuts_a_plan_names_four_at_most() -> None:
