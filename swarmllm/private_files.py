@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from swarmllm.errors import ConfigError
@@ -22,8 +22,20 @@ def write_private(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        with suppress(OSError):
+            # Some file systems cannot: there a power cut may bring the file back that was replaced.
+            sync_folder(path.parent)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", field="data_dir") from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` outlast a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from swarmllm.private_files import sync_folder
+
 MTIME_STEP_NS = 10**9
 """Whole seconds: every file system keeps those."""
 
@@ -64,12 +66,3 @@ def allocated_bytes(file: Path) -> int:
     with suppress(OSError):
         return file.stat().st_blocks * 512
     return 0
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` outlast a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -40,7 +40,6 @@ from swarmllm.models.disk import (
     give_back,
     put,
     share_file,
-    sync_folder,
     take_back,
     whole_seconds_ns,
 )
@@ -55,6 +54,7 @@ from swarmllm.models.verification import (
     strays_of_copies,
     unfinished_files,
 )
+from swarmllm.private_files import sync_folder
 from swarmllm_proto.segment_names import FOLDER
 from swarmllm_proto.swarm import Outline
 
