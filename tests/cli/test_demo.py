@@ -28,16 +28,24 @@ from swarmllm.models import LayerRange, build_manifest, merge
 TIMEOUT_S = 2 * PATIENCE_S
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Short, unlike tmp_path: the daemons make Unix sockets in it."""
+    """Short, unlike tmp_path: the daemons make Unix sockets in it. What a test that failed has left running
+    ends here."""
     path = Path(tempfile.mkdtemp(prefix="demo-"))
     yield path
+    while STARTED:
+        with STARTED.pop() as demo:
+            demo.kill()
+    wait_for(lambda: daemons_of(path) == [])
     shutil.rmtree(path)
 
 
 def start_demo(folder: Path, *arguments: str, stderr: int = subprocess.STDOUT) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    demo = subprocess.Popen(
         [sys.executable, "-m", "swarmllm", "demo", *arguments],
         env={
             **os.environ,
@@ -49,6 +57,8 @@ def start_demo(folder: Path, *arguments: str, stderr: int = subprocess.STDOUT) -
         text=True,
         start_new_session=True,
     )
+    STARTED.append(demo)
+    return demo
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -16,6 +16,7 @@ from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.keys import KeyPair, PrivateKey, PublicKey
 from libp2p.custom_types import TProtocol
+from libp2p.host.exceptions import StreamFailure
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
@@ -120,8 +121,10 @@ async def test_pings_that_nobody_takes_back(libp2p_swarm: Libp2pSwarm) -> None:
         trio.open_nursery() as nursery,
     ):
         for sent in (bytes(32 * 1_000), bytes(31), b""):
-            stream = await opened(host, victim, PING)
-            nursery.start_soon(_write_and_ignore, stream.write, sent)
+            # The library takes two at a time, and may refuse the third while it still agrees on the protocol.
+            with suppress(StreamFailure):
+                stream = await opened(host, victim, PING)
+                nursery.start_soon(_write_and_ignore, stream.write, sent)
         await trio.testing.wait_all_tasks_blocked(0.1)
         nursery.cancel_scope.cancel()
 
