@@ -13,8 +13,12 @@ import gguf
 import numpy as np
 
 from bench.decoder_target import ADDRESS, NODE_ID, Decode, Target
+from bench.file_decoders import file_targets
+from bench.handshake_decoders import handshake_targets
 from bench.hostile_bytes import frames_of, golden
 from bench.swarm_decoders import swarm_targets
+from bench.wire_decoders import wire_targets
+from bench.worker_decoders import worker_targets
 from swarmllm.api.anthropic import MessagesRequest
 from swarmllm.api.completions import CompletionRequest
 from swarmllm.api.embeddings import EmbeddingRequest
@@ -138,6 +142,10 @@ def all_targets() -> dict[str, Target]:
     return (
         protocol
         | swarm_targets()
+        | wire_targets()
+        | handshake_targets()
+        | worker_targets()
+        | file_targets(_new_folder())
         | {
             "frames, byte by byte": Target(_byte_by_byte, seeds=vectors),
             "envelope": Target(_unseal(Envelope), seeds={"sealed": seal(envelope, _sign)}),

@@ -22,6 +22,8 @@ NASTY: list[Any] = [
     *(None, True, -1, 2**31, 2**53 + 1, 2**63, 2**64 - 1, 0.5, float("nan"), float("inf"), -0.0, 1e308),
     *("", "x" * 300, "\0", "layer", "Load", [], [[]], [[0, 0]], [0] * 300, {}, {"": {}}, {"type": "Load"}),
 ]
+NESTINGS = (b"[", b'{"a":', b"\x91", b"\x81\xa1a")
+"""JSON and MessagePack that goes one level deeper."""
 MESSAGE_PACK = ("record/", "request/", "response/", "neighbour/", "job/")
 
 
@@ -46,6 +48,10 @@ def noise(rng: random.Random) -> bytes:
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
     changed = bytearray(data)
+    if rng.random() < 0.03:
+        # More layers than any decoder can hold in its head; in the place of a value, if it meets one.
+        at = rng.randrange(len(changed) + 1)
+        changed[at : at + rng.randint(0, 2)] = rng.choice(NESTINGS) * rng.choice((200, 3000))
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(changed) + 1)
         match rng.randrange(5):

@@ -70,7 +70,7 @@ def _from_file(path: Path | None, env: Mapping[str, str]) -> list[Setting]:
         if path is None:
             return []
         raise ConfigError(f"There is no configuration file {file}.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"Cannot read {file}: {error}") from None
     found: list[Setting] = []
     for table, keys in tables.items():

@@ -117,7 +117,7 @@ async def open_daemon(
     settings = swarm_settings(config, data_dir)
     async with (
         open_trust(data_dir, settings.lists) as trust,
-        open_libp2p_router(settings, trust.note) as router,
+        open_libp2p_router(settings, trust.note, trust.has_merit) as router,
         _open_rooms(config, data_dir, catalogue, router, trust) as (whereabouts, apply),
         trio.open_nursery() as nursery,
     ):

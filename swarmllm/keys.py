@@ -53,7 +53,7 @@ class KeyFile:
             return msgspec.json.decode(self.path.read_bytes(), type=tuple[ApiKey, ...])
         except FileNotFoundError:
             return ()
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"Cannot read the keys in {self.path}: {error}") from None
 
     def create(

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
 import trio
 
 from swarmllm.downloads.errors import DownloadError, FileChanged, Offline
@@ -32,6 +31,7 @@ from swarmllm.downloads.source import (
     check_url,
     choose_file,
     file_url,
+    listed_files,
     listing_url,
     model_name,
     parse_source,
@@ -58,16 +58,6 @@ RATE_WINDOW_S = 5.0
 
 DownloadState = Literal["waiting", "fetching", "checking", "done", "failed", "cancelled"]
 ENDED: frozenset[DownloadState] = frozenset({"done", "failed", "cancelled"})
-
-
-class Sibling(msgspec.Struct):
-    rfilename: str
-
-
-class Listing(msgspec.Struct):
-    """What Hugging Face says about a repository, as far as it matters here."""
-
-    siblings: list[Sibling] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,8 +372,5 @@ class Downloads:
         url = listing_url(settings.endpoint, source.repo)
         listing = Remote(http, url, settings.token, settings).listing
         raw = await download.patience(settings).keep_trying(listing)
-        try:
-            names = [sibling.rfilename for sibling in msgspec.json.decode(raw, type=Listing).siblings]
-        except msgspec.DecodeError:
-            raise DownloadError(f"{url}: the answer is not a list of files") from None
+        names = listed_files(raw, url)
         return file_url(settings.endpoint, source.repo, choose_file(source.repo, names, source.wanted))

@@ -115,9 +115,12 @@ class Remote:
         """The last answer of a chain of redirects, and the headers of those before it."""
         url, seen = self.url, dict[str, str]()
         for _ in range(MAX_REDIRECTS + 1):
-            request = self._http.build_request("GET", url, headers=self._headers(url) | dict(headers))
             try:
+                request = self._http.build_request("GET", url, headers=self._headers(url) | dict(headers))
                 answer = await self._http.send(request, stream=True)
+            except httpx.InvalidURL:
+                # Stricter than `check_url`; also of the redirect in the answer, which httpx looks at unasked.
+                raise _misled(self.url) from None
             except httpx.HTTPError as error:
                 raise Broken(f"{url}: {_words(error)}") from error
             try:
@@ -128,14 +131,7 @@ class Remote:
                 seen |= {
                     name: value for name, value in answer.headers.items() if name.startswith("x-linked-")
                 }
-                target = urljoin(url, answer.headers.get("location", ""))
-                if url.startswith("https:") and not target.startswith("https:"):
-                    raise Refused(f"{self.url}: the server wants to continue without encryption")
-                try:
-                    check_url(target)
-                except InvalidRequest:
-                    raise Refused(f"{self.url}: the server redirects to a place that is no address") from None
-                url = target
+                url = _target(url, answer.headers.get("location", ""), self.url)
             finally:
                 await answer.aclose()
         raise Refused(f"{self.url}: more than {MAX_REDIRECTS} redirects")
@@ -212,6 +208,24 @@ def _length(answer: httpx.Response) -> int:
 
 def _validator(answer: httpx.Response, seen: Mapping[str, str]) -> str:
     return seen.get("x-linked-etag") or answer.headers.get("etag") or answer.headers.get("last-modified", "")
+
+
+def _target(url: str, location: str, asked: str) -> str:
+    """Where a redirect leads. Raises Refused."""
+    try:
+        target = urljoin(url, location)
+        stays_encrypted = target.startswith("https:") or not url.startswith("https:")
+        if stays_encrypted:
+            check_url(target)
+    except (InvalidRequest, ValueError):
+        raise _misled(asked) from None
+    if not stays_encrypted:
+        raise Refused(f"{asked}: the server wants to continue without encryption")
+    return target
+
+
+def _misled(url: str) -> Refused:
+    return Refused(f"{url}: the server redirects to a place that is no address")
 
 
 def _words(error: httpx.HTTPError) -> str:

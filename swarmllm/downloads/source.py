@@ -12,6 +12,9 @@ import re
 from dataclasses import dataclass
 from urllib.parse import quote, unquote, urlsplit
 
+import msgspec
+
+from swarmllm.downloads.errors import DownloadError
 from swarmllm.errors import InvalidRequest
 
 MAX_SOURCE_LENGTH = 2048
@@ -32,6 +35,16 @@ class Source:
     wanted: str = ""
     is_endpoint: bool = False
     """The token is for this address."""
+
+
+class _Sibling(msgspec.Struct):
+    rfilename: str
+
+
+class _Listing(msgspec.Struct):
+    """What Hugging Face says about a repository, as far as it matters here."""
+
+    siblings: list[_Sibling] = []
 
 
 def parse_source(text: str, endpoint: str) -> Source:
@@ -84,6 +97,14 @@ def file_url(endpoint: str, repo: str, file: str) -> str:
 
 def listing_url(endpoint: str, repo: str) -> str:
     return f"{endpoint}/api/models/{repo}"
+
+
+def listed_files(answer: bytes, url: str) -> list[str]:
+    """The names in what `listing_url` answered. Raises DownloadError."""
+    try:
+        return [sibling.rfilename for sibling in msgspec.json.decode(answer, type=_Listing).siblings]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise DownloadError(f"{url}: the answer is not a list of files") from None
 
 
 def choose_file(repo: str, names: list[str], wanted: str) -> str:

@@ -210,7 +210,7 @@ def read_waiting(folder: Path) -> WaitingModel | None:
             return None
         if notes.digests:
             model.learn_layout()
-    except (OSError, msgspec.DecodeError, BadModel, ValueError) as error:
+    except (OSError, msgspec.DecodeError, BadModel, ValueError, RecursionError) as error:
         if (folder / NOTES).exists():
             log.info("what is in %s cannot be used: %s", folder, error)
         return None

@@ -91,7 +91,7 @@ class WholeFile:
         facts = self._facts
         try:
             state = msgspec.json.decode((self._folder / STATE).read_bytes(), type=State)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             state = None
         same = state is not None and (state.url, state.size_bytes, state.validator) == (
             self._remote.url,

@@ -272,11 +272,17 @@ class Catalogue:
                     f"the model catalogue {self._path} cannot be written: the disk is full"
                 ) from error
             raise BadModel(f"the model catalogue {self._path} cannot be used: {error}") from error
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise BadModel(
+                f"the model catalogue {self._path} is damaged ({type(error).__name__}); move it away and add "
+                "the models again"
+            ) from error
 
     def _remembered(self, path: Path) -> tuple[Manifest, FileState] | None:
         with self.database() as database:
             rows = database.execute(f"SELECT {_COLUMNS} FROM models WHERE path = ?", (str(path),)).fetchall()
-        for entry in map(_entry, rows):
+            entries = [_entry(row) for row in rows]
+        for entry in entries:
             try:
                 if FileState.of(path.stat()) == entry.state:
                     return entry.manifest, entry.state

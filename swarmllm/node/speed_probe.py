@@ -55,7 +55,7 @@ def _read(file: Path) -> _Measured | None:
     try:
         with file.open("rb") as stream:
             return msgspec.json.decode(stream.read(FILE_MAX_BYTES), type=_Measured)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 

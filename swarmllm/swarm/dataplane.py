@@ -36,6 +36,7 @@ from swarmllm.swarm.identity import Identity
 from swarmllm.swarm.link_opening import ask_for_link, give_link
 from swarmllm.swarm.neighbour import Neighbour
 from swarmllm.swarm.noise_wire import HANDSHAKE_S, HandshakeFailed, NoiseWire, shake_hands
+from swarmllm.swarm.places import GAVE_WAY, Standing, who_makes_room
 from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm.swarm.stream_wire import BULK_PROTOCOL, PROTOCOL, StreamWire
 from swarmllm.swarm.trust import Deed, Note, unnoted
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 CONNECTIONS_MAX = 1024
 CONNECTIONS_PER_PEER = 6
 HANDSHAKES_MAX = 64
-"""Accepted connections of which the peer is not known yet; more are closed at once."""
+"""Accepted connections of which the peer is not known yet; for more the oldest make room."""
 
 _DIAL_S = 3.0
 _HELLO_S = 5.0
@@ -114,7 +115,8 @@ class DataPlane:
             self._neighbours, self.connections, self._dial, self._reopen, identity.node_id
         )
         self._courtesy = Courtesy()
-        self._n_handshakes = 0
+        self._half_open: dict[trio.SocketStream, None] = {}
+        """The oldest first."""
         self.port = 0
         self.on_link: LinkHandler | None = None
         """Takes what peers open; without it links are refused."""
@@ -337,17 +339,18 @@ class DataPlane:
             wire.abort()
 
     async def _accept(self, stream: trio.SocketStream) -> None:
-        if self._n_handshakes >= HANDSHAKES_MAX:
-            await trio.aclose_forcefully(stream)
-            return
-        self._n_handshakes += 1
+        if len(self._half_open) >= HANDSHAKES_MAX:
+            # Whoever says nothing must not keep others out.
+            del self._half_open[oldest := next(iter(self._half_open))]
+            await trio.aclose_forcefully(oldest)
+        self._half_open[stream] = None
         try:
             node_id, wire = await shake_hands(stream, self._identity, None, self._doorkeeper)
         except HandshakeFailed as error:
             log.debug("a connection was refused: %s", error)
             return
         finally:
-            self._n_handshakes -= 1
+            self._half_open.pop(stream, None)
         if self._may_come(node_id):
             self._start(node_id, wire, dialled=False)
         else:
@@ -360,12 +363,18 @@ class DataPlane:
         await self._run(self._connection(sender, self._wire(stream), dialled=False))
 
     def _may_come(self, node_id: str) -> bool:
-        n_all = sum(len(neighbour.connections) for neighbour in self._neighbours.values())
-        neighbour = self._neighbours.get(node_id)
-        n_of_peer = len(neighbour.connections) if neighbour else 0
-        return (
-            node_id != self._identity.node_id and n_all < CONNECTIONS_MAX and n_of_peer < CONNECTIONS_PER_PEER
-        )
+        n_of_each = {n: len(each.connections) for n, each in self._neighbours.items()}
+        if node_id == self._identity.node_id or n_of_each.get(node_id, 0) >= CONNECTIONS_PER_PEER:
+            return False
+        leaving = who_makes_room(n_of_each, node_id, CONNECTIONS_MAX, self._standing)
+        if leaving not in ("", node_id):
+            self._lost(leaving, GAVE_WAY)
+        return leaving != node_id
+
+    def _standing(self, node_id: str) -> Standing:
+        standing = self._doorkeeper.standing(node_id)
+        is_passing = standing is Standing.STRANGER and not self._host.is_connected(node_id)
+        return Standing.PASSING if is_passing else standing
 
     async def _take(self, connection: Connection, header: bytes, payload: memoryview) -> None:
         if connection.bulk:

@@ -20,6 +20,7 @@ import trio
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.places import Standing, stranger
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,15 @@ class Unanswering(NodeUnreachable):
 
 
 class Dialler:
-    def __init__(self, node_id: str, randomness: random.Random, peers_max: int = PEERS_MAX) -> None:
+    def __init__(
+        self,
+        node_id: str,
+        randomness: random.Random,
+        peers_max: int = PEERS_MAX,
+        standing: Callable[[str], Standing] = stranger,
+    ) -> None:
+        """Strangers are no reason not to dial whom this node knows: they give way (see places)."""
+        self._standing = standing
         self._node_id = node_id
         self._random = randomness
         self._candidates: dict[str, _Candidate] = {}
@@ -114,7 +123,8 @@ class Dialler:
     def due(self, now: float, connected: set[str]) -> tuple[list[tuple[str, list[Address]]], float]:
         """(whom to dial now, when to ask again). The ones returned count as being dialled until `dialled`."""
         n_dialling = sum(c.dialling_since_s is not None for c in self._candidates.values())
-        room = min(self._n_dials_max - n_dialling, self._peers_max - len(connected))
+        room = self._n_dials_max - n_dialling
+        n_places = self._peers_max - len(connected)
         ready: list[tuple[str, list[Address]]] = []
         next_s = math.inf
         for node_id, candidate in self._candidates.items():
@@ -122,10 +132,14 @@ class Dialler:
                 continue
             if candidate.due_at_s > now:
                 next_s = min(next_s, candidate.due_at_s)
-            elif len(ready) < room:
+            elif len(ready) < room and (len(ready) < n_places or self._may_push_in(node_id, connected)):
                 candidate.dialling_since_s = now
                 ready.append((node_id, list(candidate.addresses)))
         return ready, next_s
+
+    def _may_push_in(self, node_id: str, connected: set[str]) -> bool:
+        n_known = sum(self._standing(each) > Standing.STRANGER for each in connected)
+        return n_known < self._peers_max and self._standing(node_id) > Standing.STRANGER
 
     def dialled(self, node_id: str, now: float, *, succeeded: bool, unanswered: bool = False) -> None:
         if (candidate := self._candidates.get(node_id)) is not None:

@@ -34,6 +34,7 @@ from libp2p.security.noise.transport import Transport as Noise
 from swarmllm.errors import ConfigError
 from swarmllm.swarm.identity import Identity
 from swarmllm.swarm.network_key import KEYS_MAX, OPEN_SWARM, Network, NetworkFile
+from swarmllm.swarm.places import Standing, stranger
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class NotLetIn(HandshakeFailure):  # type: ignore[misc]
 
 
 class Doorkeeper:
-    """`lets_in(node_id)` is the settings' word on a node. `clock` is in seconds since the epoch."""
+    """`lets_in(node_id)` is the settings' word on a node, `standing(node_id)` what it is to this one. `clock`
+    is in seconds since the epoch."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class Doorkeeper:
         lets_in: Callable[[str], bool] = lambda node_id: True,
         *,
         file: NetworkFile | None = None,
+        standing: Callable[[str], Standing] = stranger,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._network = network
@@ -64,6 +67,7 @@ class Doorkeeper:
         self._file = file
         self._seen = file.state() if file else None
         self._clock = clock
+        self.standing = standing
         self._proved_with: dict[str, bytes] = {}
 
     @property

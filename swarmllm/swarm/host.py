@@ -39,10 +39,10 @@ from swarmllm.swarm.first_answer import first_to_answer
 from swarmllm.swarm.identity import Identity
 from swarmllm.swarm.listening import listening_port, refuse_taken_port
 from swarmllm.swarm.negotiation import propose_at_once
+from swarmllm.swarm.places import CONNECTIONS_MAX
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS_MAX = 300
 _CLOSE_S = 3.0
 _HANDSHAKE_S = 10.0
 _PUNCH_S = 4.0
@@ -148,13 +148,13 @@ class Host:
         return bool(self._connections(node_id))
 
     def connected(self) -> set[str]:
-        if self._swarm is None:
-            return set()
-        return {
-            str(peer_id)
-            for peer_id, connections in self._swarm.connections.items()
-            if any(not connection.event_closed.is_set() for connection in connections)
-        }
+        return set(self.n_connections())
+
+    def n_connections(self) -> dict[str, int]:
+        """Of each node that has any; in the order in which the nodes came."""
+        everybody = self._swarm.connections if self._swarm is not None else {}
+        counted = {str(p): sum(not c.event_closed.is_set() for c in each) for p, each in everybody.items()}
+        return {node_id: n for node_id, n in counted.items() if n}
 
     def serve(self, protocol: str, handler: Callable[[str, Stream], Awaitable[None]]) -> None:
         """The handler gets the sender's proven node id. The stream is closed when it returns, reset when it
@@ -335,10 +335,11 @@ async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) ->
         sec_opt={NOISE: host.security()},
         muxer_opt={TProtocol(yamux.PROTOCOL_ID): yamux.Yamux},
         connection_config=ConnectionConfig(
-            max_connections=CONNECTIONS_MAX,
+            # Who is one too many is decided when it is known who it is (`liveness`), and not before.
+            max_connections=CONNECTIONS_MAX + host_guards.HALF_OPEN_MAX,
             min_connections=0,
             low_watermark=0,
-            high_watermark=CONNECTIONS_MAX,
+            high_watermark=CONNECTIONS_MAX + host_guards.HALF_OPEN_MAX,
             # A frozen peer is never noticed otherwise.
             enable_health_monitoring=True,
             health_initial_delay=5,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 
@@ -42,6 +42,7 @@ from swarmllm.swarm.network_key import NetworkFile
 from swarmllm.swarm.outreach import open_outreach
 from swarmllm.swarm.peer_exchange import PeerExchange
 from swarmllm.swarm.peer_memory import PeerMemory, open_peer_memory
+from swarmllm.swarm.places import Standings
 from swarmllm.swarm.reachability import DialBacks, ReachabilityChecks
 from swarmllm.swarm.record_exchange import KIND_APPLICATION, KIND_DIAL_BACK, KIND_PEERS
 from swarmllm.swarm.record_spread import TOPIC_SIZES_BYTES, RecordSpread, next_incarnation
@@ -89,7 +90,7 @@ class Libp2pRouter:
         self._feed = ChangeFeed()
         self._on_request: RequestHandler | None = None
         self._on_message: MessageHandler | None = None
-        dialler = Dialler(identity.node_id, random.Random(), settings.max_peers)
+        dialler = Dialler(identity.node_id, random.Random(), settings.max_peers, doorkeeper.standing)
         self.finding = Finding(host, nursery, dialler, doorkeeper.lets_in)
         self._requests = Requests(host, nursery, self._answer)
         self.spread = RecordSpread(
@@ -103,7 +104,9 @@ class Libp2pRouter:
             heard=self._heard,
             forgotten=dialler.forget,
         )
-        self._liveness = Liveness(host, nursery, self._feed, dialler, self._requests, self._greet)
+        self._liveness = Liveness(
+            host, nursery, self._feed, dialler, self._requests, self._greet, doorkeeper.standing
+        )
         self.host = host
         self.supervisor: Supervisor | None = None
         self.plane = DataPlane(
@@ -327,19 +330,21 @@ class Libp2pRouter:
 
 
 def open_libp2p_router(
-    settings: SwarmSettings, note: Note = unnoted
+    settings: SwarmSettings, note: Note = unnoted, has_merit: Callable[[str], bool] = lambda node_id: False
 ) -> AbstractAsyncContextManager[Libp2pRouter]:
-    """Join the swarm until the context is left; leaving says goodbye.
+    """Join the swarm until the context is left; leaving says goodbye. `has_merit(node_id)`: see trust_keeper.
 
     Raises ConfigError (folder in use, unreadable identity, port taken) and InvalidRequest (an address in the
     settings). What is raised inside the context comes out as it is, unless something else fails at the same
     time.
     """
-    return unwrapped(_running_router(settings, note))
+    return unwrapped(_running_router(settings, note, has_merit))
 
 
 @asynccontextmanager
-async def _running_router(settings: SwarmSettings, note: Note) -> AsyncIterator[Libp2pRouter]:
+async def _running_router(
+    settings: SwarmSettings, note: Note, has_merit: Callable[[str], bool]
+) -> AsyncIterator[Libp2pRouter]:
     bootstrap = [NodeAddress.parse(text, field="bootstrap") for text in settings.bootstrap]
     ips = await trio.to_thread.run_sync(announced_ips, settings.listen_host, settings.announce)
     with locked_data_dir(settings.data_dir):
@@ -351,7 +356,9 @@ async def _running_router(settings: SwarmSettings, note: Note) -> AsyncIterator[
         network = await trio.to_thread.run_sync(network_file.read)
         bootstrap += [NodeAddress.parse(text, field="data_dir") for text in network.bootstrap]
         memory = await trio.to_thread.run_sync(open_peer_memory, settings.data_dir, network.network_id)
-        doorkeeper = Doorkeeper(network, settings.lists.lets_in, file=network_file)
+        named = {*settings.lists.allow, *(where.node_id for where in bootstrap)}
+        standings = Standings(named, {node_id for node_id, _ in memory.known}, has_merit)
+        doorkeeper = Doorkeeper(network, settings.lists.lets_in, file=network_file, standing=standings)
         listeners = await open_listeners(settings.listen_host, settings.data_port)
         async with AsyncExitStack() as stack:
             for listener in listeners:

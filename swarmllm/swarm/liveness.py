@@ -4,6 +4,7 @@ A peer counts from the moment its records have been exchanged (so whoever sees i
 record) until the first of
   - its data connection is lost: it died, froze or lost its network, and messages may be missing;
   - it said goodbye;
+  - it is the one that gives way where there are too many (see places);
   - libp2p lost it and did not find it again for some seconds, or at once where there is no data connection;
   - it froze before there was a data connection (see libp2p_heart).
 Then everything that leads to it is closed together, its pending requests fail, and the dialler starts over.
@@ -24,6 +25,15 @@ from swarmllm.swarm.dataplane import DataPlane
 from swarmllm.swarm.dialler import Dialler, Unanswering
 from swarmllm.swarm.host import Host
 from swarmllm.swarm.libp2p_heart import Libp2pHearts
+from swarmllm.swarm.places import (
+    CONNECTIONS_MAX,
+    GAVE_WAY,
+    Guest,
+    Standing,
+    network_of,
+    stranger,
+    who_gives_way,
+)
 from swarmllm.swarm.requests import Requests
 from swarmllm.swarm.router import Change
 
@@ -58,17 +68,21 @@ class Liveness:
         dialler: Dialler,
         requests: Requests,
         greet: Callable[[str], Awaitable[None]],
+        standing: Callable[[str], Standing] = stranger,
     ) -> None:
         self._host = host
         self._nursery = nursery
         self._feed = feed
         self._dialler = dialler
         self._requests = requests
+        self._standing = standing
         self._exchange_records = greet
         self._greeting: dict[str, trio.Event] = {}
         self._greetings = trio.Semaphore(GREETINGS_MAX)
         self._thinning: set[str] = set()
         self._hearts = Libp2pHearts(host.muxers, nursery)
+        self._giving_way: set[str] = set()
+        """Nodes whose connections are being ended for want of places."""
         self._plane: DataPlane | None = None
         self.connected_since_s: dict[str, float] = {}
         """By node id, by trio's clock. The connected peers are its keys."""
@@ -93,19 +107,36 @@ class Liveness:
         if self._plane is not None:
             self._plane.close(node_id, how)
         self._requests.lose(node_id)
-        self._dialler.lost(node_id, trio.current_time(), on_purpose=how == "goodbye")
+        self._dialler.lost(node_id, trio.current_time(), on_purpose=how in ("goodbye", GAVE_WAY))
         self._nursery.start_soon(self._host.close_hard, node_id)
         if was_connected:
             log.info("node %s disconnected: %s", node_id, how)
             self._feed.announce(Change("disconnected", node_id))
 
     def _libp2p_connected(self, node_id: str) -> None:
+        self._giving_way.discard(node_id)
+        if self._make_room() == node_id:
+            return
         if node_id not in self._thinning and self._host.surplus(node_id):
             self._thinning.add(node_id)
             self._nursery.start_soon(self._thin_out, node_id)
         if node_id not in self._greeting and node_id != self._host.node_id:
             self._greeting[node_id] = trio.Event()
             self._nursery.start_soon(self._greet, node_id)
+
+    def _make_room(self) -> str:
+        """The node that had to give way for the connection that has just been made; empty: none."""
+        counted = self._host.n_connections()
+        staying = {node_id: n for node_id, n in counted.items() if node_id not in self._giving_way}
+        if sum(staying.values()) <= CONNECTIONS_MAX:
+            return ""
+        node_id = who_gives_way(
+            Guest(node_id, self._standing(node_id), network_of(self._host.remote_ip(node_id)), n)
+            for node_id, n in staying.items()
+        )
+        self._giving_way.add(node_id)
+        self.drop(node_id, GAVE_WAY)
+        return node_id
 
     async def _thin_out(self, node_id: str) -> None:
         """Two nodes that dial each other at the same moment, or of which one has missed the end of a
@@ -191,6 +222,7 @@ class Liveness:
             self.drop(node_id, "silent")
 
     def _libp2p_disconnected(self, node_id: str) -> None:
+        self._giving_way.discard(node_id)
         self._dialler.wake()
         if node_id not in self.connected_since_s:
             return

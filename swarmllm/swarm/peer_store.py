@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from swarmllm.swarm.trust import KEPT_DEEDS, NODES_MAX, Deed, Entry, Reputation
 
@@ -31,7 +33,11 @@ CREATE TABLE IF NOT EXISTS peers (
     PRIMARY KEY (network_id, node_id)
 );
 """
+_Score = Annotated[float, Meta(ge=0, le=1)]
 _Recent = tuple[tuple[float, Deed, str, float], ...]
+_TrustRow = tuple[str, _Score, float, str, str]
+_PeerRow = tuple[str, str]
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class PeerStore:
@@ -41,21 +47,18 @@ class PeerStore:
         self._path = data_dir / FILE_NAME
         try:
             self._prepare()
-        except sqlite3.DatabaseError as error:
-            log.warning("%s is damaged (%s); a new one is begun", self._path, error)
-            self._path.replace(self._path.with_suffix(".damaged"))
-            self._prepare()
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            self._begin_anew(error)
 
     def reputations(self) -> list[tuple[str, Reputation]]:
-        with self._open() as database:
-            rows = database.execute("SELECT node_id, score, at, counts, recent FROM trust").fetchall()
         found = []
-        for node_id, score, at, counts, recent in rows:
+        for row in self._rows("SELECT node_id, score, at, counts, recent FROM trust"):
             try:
+                node_id, score, at, counts, recent = msgspec.convert(row, _TrustRow)
                 entries = [Entry(*entry) for entry in msgspec.json.decode(recent, type=_Recent)]
                 known = msgspec.json.decode(counts, type=dict[Deed, int])
-            except msgspec.MsgspecError:
-                log.warning("the reputation of %s cannot be read and is forgotten", node_id)
+            except _UNREADABLE:
+                log.warning("a reputation in %s cannot be read and is forgotten", self._path)
                 continue
             found.append((node_id, Reputation(score, at, known, deque(entries, KEPT_DEEDS))))
         return found
@@ -77,13 +80,20 @@ class PeerStore:
 
     def peers(self, network_id: str, since: float) -> list[tuple[str, tuple[str, ...]]]:
         """(node id, addresses) of those that were connected after `since`, the latest first."""
-        with self._open() as database:
-            rows = database.execute(
-                "SELECT node_id, addresses FROM peers WHERE network_id = ? AND seen_at > ? "
-                "ORDER BY seen_at DESC, rowid",
-                (network_id, since),
-            ).fetchall()
-        return [(node_id, tuple(addresses.split())) for node_id, addresses in rows]
+        rows = self._rows(
+            "SELECT node_id, addresses FROM peers WHERE network_id = ? AND seen_at > ? "
+            "ORDER BY seen_at DESC, rowid",
+            (network_id, since),
+        )
+        found = []
+        for row in rows:
+            try:
+                node_id, addresses = msgspec.convert(row, _PeerRow)
+            except msgspec.ValidationError:
+                log.warning("an address in %s cannot be read and is forgotten", self._path)
+                continue
+            found.append((node_id, tuple(addresses.split())))
+        return found
 
     def keep_peers(self, network_id: str, peers: Iterable[tuple[str, Iterable[str]]], now: float) -> None:
         rows = [
@@ -98,6 +108,19 @@ class PeerStore:
             f"DELETE FROM {table} WHERE node_id NOT IN "
             f"(SELECT node_id FROM {table} ORDER BY {age} DESC LIMIT {NODES_MAX})"
         )
+
+    def _rows(self, query: str, parameters: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+        try:
+            with self._open() as database:
+                return database.execute(query, parameters).fetchall()
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            self._begin_anew(error)
+            return []
+
+    def _begin_anew(self, error: Exception) -> None:
+        log.warning("%s is damaged (%s); a new one is begun", self._path, error)
+        self._path.replace(self._path.with_suffix(".damaged"))
+        self._prepare()
 
     def _prepare(self) -> None:
         with self._open() as database, database:

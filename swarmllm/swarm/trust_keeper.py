@@ -13,7 +13,7 @@ import trio
 
 from swarmllm.swarm.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.peer_store import PeerStore
-from swarmllm.swarm.trust import Deed, Explanation, TrustBook, may_work
+from swarmllm.swarm.trust import NEUTRAL, Deed, Explanation, TrustBook, may_work
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,10 @@ class Trust:
 
     def score(self, node_id: str) -> float:
         return self._book.score(node_id, self._clock())
+
+    def has_merit(self, node_id: str) -> bool:
+        """Whether it is trusted more than a node that was never met."""
+        return self.score(node_id) > NEUTRAL
 
     def may_work(self, node_id: str) -> bool:
         """Whether a node may have a part in pipelines and be asked for bytes."""

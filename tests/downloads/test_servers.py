@@ -121,6 +121,16 @@ async def test_encryption_is_not_given_up_on_the_way() -> None:
             await Remote(http, "https://hub.example/file", "", SETTINGS).facts()
 
 
+@pytest.mark.parametrize("place", ["https:path", "location: https://hub.example/file", "https://[["])
+async def test_a_redirect_to_no_address_is_a_refusal(place: str) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(302, headers={"Location": place})
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        with pytest.raises(Refused, match="no address"):
+            await Remote(http, "https://hub.example/file", "", SETTINGS).facts()
+
+
 async def test_a_proxy_of_the_environment_is_asked_and_no_proxy_is_honoured(
     tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,9 +165,10 @@ async def test_a_repository_is_asked_for_its_files(tmp_path: Path, shelf: Shelf)
         assert "has 2 that fit; name one of them: tiny-Q8_0.gguf, tiny-q4_k_m.gguf" in unclear.error
         nothing = await stand.fetch("hf:org/repo:Q2_K")
         assert "no GGUF with 'Q2_K'" in nothing.error
-        shelf.files["/api/models/org/repo"] = b"<html>"
-        nonsense = await stand.fetch("hf:org/repo")
-        assert "not a list of files" in nonsense.error
+        for answer in (b"<html>", b'{"siblings": [{"rfilename": "\xff"}]}', b'{"x": ' + b"[" * 5000):
+            shelf.files["/api/models/org/repo"] = answer
+            nonsense = await stand.fetch("hf:org/repo")
+            assert "not a list of files" in nonsense.error
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,20 @@ def test_a_database_of_another_time_or_kind_is_refused(tmp_path: Path) -> None:
         Catalogue(path)
 
 
+@pytest.mark.parametrize("manifest", [b"", b"\x80", b"\x81\xa1\xff\x01", b"\x91" * 5000])
+def test_a_row_that_cannot_be_read_is_a_damaged_catalogue(
+    catalogue: Catalogue, tmp_path: Path, manifest: bytes
+) -> None:
+    path = write_gguf(tmp_path / "a.gguf")
+    catalogue.add(path)
+    with closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as database, database:
+        database.execute("UPDATE models SET manifest = ?", (manifest,))
+    with pytest.raises(BadModel, match="is damaged"):
+        catalogue.list()
+    with pytest.raises(BadModel, match="is damaged"):
+        catalogue.add(path)
+
+
 def test_threads_may_use_it_together(catalogue: Catalogue, tmp_path: Path) -> None:
     paths = [
         write_gguf(tmp_path / f"{i}.gguf", keys={**LLAMA, "general.name": f"model-{i}"}) for i in range(6)

@@ -15,7 +15,7 @@ from swarmllm_proto.errors import ProtocolError
 
 N_PER_VECTOR = 250
 N_NOISE = 3000
-N_PER_TARGET = 400
+N_PER_TARGET = 150
 
 
 def hostile_bytes(rng: random.Random) -> Iterator[bytes]:

@@ -20,6 +20,7 @@ from swarmllm.swarm.dialler import (
     SLOW_S,
     Dialler,
 )
+from swarmllm.swarm.places import Standing
 
 HERE = [Address("192.0.2.1", 8810)]
 THERE = [Address("192.0.2.2", 8810)]
@@ -172,3 +173,21 @@ async def test_running_it_dials_until_everybody_is_connected(autojump_clock: Moc
         nursery.cancel_scope.cancel()
     assert connected == {f"z{number}" for number in range(20)}
     assert set(attempts.values()) == {4}
+
+
+def test_strangers_on_every_place_do_not_keep_it_from_dialling_whom_it_knows() -> None:
+    known = {"friend", "zed", "zoe"}
+
+    def standing(node_id: str) -> Standing:
+        return Standing.REMEMBERED if node_id in known else Standing.STRANGER
+
+    d = Dialler("me", random.Random(0), 2, standing)
+    for node_id in ("zoe", "stranger", "zed"):
+        d.suggest(node_id, HERE, now=0.0)
+    assert names(d.due(HOLD_BACK_S, {"a", "b", "c"})) == ["zoe", "zed"]
+    d = Dialler("me", random.Random(0), 2, standing)
+    d.suggest("zoe", HERE, now=0.0)
+    assert names(d.due(HOLD_BACK_S, {"a", "friend"})) == ["zoe"]
+    d = Dialler("me", random.Random(0), 2, standing)
+    d.suggest("zoe", HERE, now=0.0)
+    assert names(d.due(HOLD_BACK_S, {"zed", "friend"})) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,38 @@ def test_a_damaged_memory_is_set_aside(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"no database" * 1000)
     assert PeerStore(tmp_path).reputations() == []
     assert (tmp_path / FILE_NAME).with_suffix(".damaged").exists()
+
+
+@pytest.mark.parametrize("column", ["score", "at", "counts", "recent"])
+def test_a_reputation_that_cannot_be_read_is_forgotten_and_no_other(tmp_path: Path, column: str) -> None:
+    store, book = PeerStore(tmp_path), TrustBook()
+    for node_id in ("damaged", "whole"):
+        book.note(node_id, Deed.SERVED, 1.0)
+    store.keep_reputations({n: known for n in book.known() if (known := book.reputation(n))})
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database, database:
+        database.execute(f"UPDATE trust SET {column} = ? WHERE node_id = 'damaged'", (b"\xff",))
+    assert [node_id for node_id, _ in PeerStore(tmp_path).reputations()] == ["whole"]
+
+
+def test_an_address_that_cannot_be_read_is_forgotten_and_no_other(tmp_path: Path) -> None:
+    store = PeerStore(tmp_path)
+    store.keep_peers("", [("damaged", ["/ip4/192.0.2.1/tcp/1"]), ("whole", [])], 10)
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database, database:
+        database.execute("UPDATE peers SET addresses = ? WHERE node_id = 'damaged'", (b"\xff",))
+    assert store.peers("", since=0) == [("whole", ())]
+
+
+def test_a_memory_that_is_damaged_further_in_is_set_aside_when_it_is_read(tmp_path: Path) -> None:
+    store = PeerStore(tmp_path)
+    store.keep_peers("", [("a", [])], 10)
+    path = tmp_path / FILE_NAME
+    page_bytes = 4096
+    path.write_bytes(path.read_bytes()[:page_bytes] + b"\xff" * (path.stat().st_size - page_bytes))
+    again = PeerStore(tmp_path)
+    assert again.peers("", since=0) == []
+    assert path.with_suffix(".damaged").exists()
+    again.keep_peers("", [("b", [])], 10)
+    assert again.peers("", since=0) == [("b", ())]
 
 
 def test_peers_are_remembered_with_where_they_were(tmp_path: Path) -> None:
