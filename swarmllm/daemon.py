@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -61,6 +62,7 @@ DAEMON_FILE = "daemon.json"
 MACHINE_FILE = "machine.json"
 SEGMENTS = "segments"
 GUIDE_NAME = "guide"
+OPEN_FILES = 65_536
 
 
 class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +73,15 @@ class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
     api_url: str
     node_id: str
     addresses: tuple[str, ...]
+
+
+def allow_many_open_files() -> None:
+    """Every connection is an open file, and many systems let a process have 1024 unless it asks for more: so
+    many connections would use up what databases and models need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def run_daemon(
@@ -87,6 +98,7 @@ async def run_daemon(
     Raises ConfigError, and other SwarmLLMErrors for what keeps a daemon from running.
     """
     set_up_logging(config.node.log_level)
+    allow_many_open_files()
     manager = ServiceManager(os.environ)
     try:
         async with trio.open_nursery() as nursery:

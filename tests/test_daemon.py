@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import stat
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 from daemon_process import clean_environment, process_exists, running_daemon, toml, wait_for
 from patience import PATIENCE_S
+
+from swarmllm.daemon import OPEN_FILES
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +56,18 @@ def test_its_data_folder_is_private_and_its_identity_lasts(tmp_path: Path) -> No
             ids.append(node.node_id)
             node.stop()
     assert ids[0] == ids[1]
+
+
+def test_it_asks_for_all_the_open_files_that_it_may_have(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        with running_daemon(tmp_path, "solo", load=[]) as node:
+            its_soft, its_hard = resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert its_hard == hard
+    assert its_soft == (OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)) > 1024
 
 
 def test_a_stream_under_way_does_not_hold_up_the_end(tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ def check_open_files(limit: int) -> Iterator[Finding]:
         yield Finding(
             "limits",
             "warning",
-            f"this user may have {limit} files open; many connections need more",
-            f"ulimit -n {MIN_OPEN_FILES} before the daemon starts, or LimitNOFILE in its unit",
+            f"a process of this user may have {limit} files open at most; many connections need more",
+            f"ulimit -Hn {MIN_OPEN_FILES} before the daemon starts, or LimitNOFILE in its unit",
         )
     else:
         yield Finding("limits", "ok", f"{limit} files may be open")
@@ -294,8 +294,9 @@ def clock_is_synchronised() -> bool | None:
 
 
 def open_files_limit() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft if soft != resource.RLIM_INFINITY else 2**31
+    """What a daemon may raise its own to, as it does."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return hard if hard != resource.RLIM_INFINITY else 2**31
 
 
 def cpu_features() -> frozenset[str]:
