@@ -4,6 +4,9 @@ Between the exchange of records and the first data connection a peer counts as c
 does one to which no data connection can be made. Whatever comes over a libp2p connection shows that it lives.
 As on the data plane each side says so of its own accord (by yamux pings, which every implementation answers),
 and silence is judged alike: see heart. All of this ends with the first data connection.
+
+An answer has a longer way than a beat of the peer's own, and before their first data connections many nodes
+may meet and keep each other busy. So where this side is late itself, silence counts for less.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ from typing import Any
 import libp2p.stream_muxer.yamux.yamux as yamux
 import trio
 
-from swarmllm.swarm.heart import Heart
+from swarmllm.swarm.heart import CHECK_S, Heart
 
 log = logging.getLogger(__name__)
 
+_PATIENCE = 2.0
+"""With the peer, for each second that this side is late: both ends write and read between other tasks."""
+_PATIENCE_MAX_S = 5.0
 _HEADER = Struct(">BBHII")
 _HEARD_AT = "_heard_at_s"
 
@@ -53,20 +59,31 @@ class Libp2pHearts:
     async def falls_silent(self, node_id: str, is_over: Callable[[], bool]) -> bool:
         """Returns True once nothing has come from the peer for too long, False once `is_over`."""
         heart, now = Heart(), trio.current_time()
-        heart.heard(now)
-        heard_at_s = -math.inf
+        heard_at_s, patience_s = now, 0.0
         while True:
-            await trio.sleep_until(heart.next_look_s(now))
+            heart.heard(heard_at_s + patience_s)
+            look_at_s = heart.next_look_s(now)
+            await trio.sleep_until(look_at_s)
             if is_over():
                 return False
             now = trio.current_time()
+            patience_s = min(_PATIENCE_MAX_S, patience_s + _PATIENCE * (now - look_at_s))
             if (latest_s := self._heard_at_s(node_id)) > heard_at_s:
-                heard_at_s = latest_s
-                heart.heard(latest_s)
-            if heart.look(now, is_reading=True) == "silent":
+                heard_at_s, patience_s = latest_s, 0.0
+            heart.heard(heard_at_s + patience_s)
+            state = heart.look(now, is_reading=True)
+            if state == "silent":
                 return True
+            if state == "unknown":
+                heard_at_s, patience_s = now, 0.0
             if heart.ping_is_due(now):
                 self._beat(node_id)
+
+    async def speaks_again(self, node_id: str) -> None:
+        """Returns once something comes from the peer; the pings that it has not answered are on their way."""
+        silent_since_s = self._heard_at_s(node_id)
+        while self._heard_at_s(node_id) <= silent_since_s:  # noqa: ASYNC110 (the library tells nobody)
+            await trio.sleep(CHECK_S / 4)
 
     def _heard_at_s(self, node_id: str) -> float:
         sessions = [muxer.secured_conn for muxer in self._muxers(node_id)]

@@ -8,6 +8,7 @@ record) until the first of
   - libp2p lost it and did not find it again for some seconds, or at once where there is no data connection;
   - it froze before there was a data connection (see libp2p_heart).
 Then everything that leads to it is closed together, its pending requests fail, and the dialler starts over.
+In the last case the connection is kept for a while: a peer that was only slow counts again when it speaks.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ _NO_ANSWERS_MAX = 12
 _DIAL_AND_GREET_S = 30.0
 _LIBP2P_GRACE_S = 10.0
 """How long a healthy data connection carries a peer that libp2p has lost."""
+_SILENT_TOO_LONG_S = 15.0
+"""For its connection to be kept, after it has ceased to count. A new one would cost two busy nodes more."""
 _LARGER_ID_WAITS_S = 3.0
 _SURPLUS_S = 2.0
 """Between looks at a peer with more than one connection."""
@@ -103,12 +106,20 @@ class Liveness:
 
     def drop(self, node_id: str, how: str) -> None:
         """The peer is gone, or as good as gone."""
-        was_connected = self.connected_since_s.pop(node_id, None) is not None
+        self._count_no_more(node_id, how)
         if self._plane is not None:
             self._plane.close(node_id, how)
-        self._requests.lose(node_id)
         self._dialler.lost(node_id, trio.current_time(), on_purpose=how in ("goodbye", GAVE_WAY))
         self._nursery.start_soon(self._host.close_hard, node_id)
+
+    def _count(self, node_id: str) -> None:
+        self.connected_since_s[node_id] = trio.current_time()
+        log.info("node %s connected", node_id)
+        self._feed.announce(Change("connected", node_id))
+
+    def _count_no_more(self, node_id: str, how: str) -> None:
+        was_connected = self.connected_since_s.pop(node_id, None) is not None
+        self._requests.lose(node_id)
         if was_connected:
             log.info("node %s disconnected: %s", node_id, how)
             self._feed.announce(Change("disconnected", node_id))
@@ -154,13 +165,11 @@ class Liveness:
                 self._host.is_connected(node_id) and node_id not in self.connected_since_s
             )
             if is_new:
-                self.connected_since_s[node_id] = trio.current_time()
-                log.info("node %s connected", node_id)
-                self._feed.announce(Change("connected", node_id))
+                self._count(node_id)
         finally:
             self._greeting.pop(node_id).set()
         if is_new:
-            self._nursery.start_soon(self._watch, node_id, self.connected_since_s[node_id])
+            self._nursery.start_soon(self._watch, node_id)
             await self._reach_early(node_id)
 
     async def _answers_as_a_node(self, node_id: str) -> bool:
@@ -211,15 +220,27 @@ class Liveness:
             except NodeUnreachable as error:
                 log.info("no data connection to %s yet: %s", node_id, error)
 
-    async def _watch(self, node_id: str, since_s: float) -> None:
+    async def _watch(self, node_id: str) -> None:
         """Until there is a data connection, the end of which is the end of the peer."""
+        since_s = self.connected_since_s.get(node_id)
 
         def is_over() -> bool:
             has_data_connection = self._plane is not None and self._plane.has_connection(node_id)
             return has_data_connection or self.connected_since_s.get(node_id) != since_s
 
-        if await self._hearts.falls_silent(node_id, is_over):
-            self.drop(node_id, "silent")
+        while since_s is not None and await self._hearts.falls_silent(node_id, is_over):
+            self._count_no_more(node_id, "silent")
+            with trio.move_on_after(_SILENT_TOO_LONG_S) as waiting:
+                await self._hearts.speaks_again(node_id)
+            if waiting.cancelled_caught:
+                self.drop(node_id, "silent for too long")
+                return
+            is_greeted_anew = node_id in self._greeting or node_id in self.connected_since_s
+            if is_greeted_anew or not self._host.is_connected(node_id):
+                return
+            self._count(node_id)
+            self._nursery.start_soon(self._reach_early, node_id)
+            since_s = self.connected_since_s[node_id]
 
     def _libp2p_disconnected(self, node_id: str) -> None:
         self._giving_way.discard(node_id)
