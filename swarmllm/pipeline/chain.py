@@ -123,18 +123,18 @@ class Chain:
 
     @property
     def prefill_s(self) -> float:
-        return self._first_s - self._started_s if self._has_begun else 0.0
+        return self._first_s - self._started_s if self.has_begun else 0.0
 
     @property
     def decode_s(self) -> float:
-        return self._latest_s - self._first_s if self._has_begun else 0.0
+        return self._latest_s - self._first_s if self.has_begun else 0.0
 
     @property
     def n_generated(self) -> int:
         return self._tokens.n_received
 
     @property
-    def _has_begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether this pipeline has given a token."""
         return self._tokens.n_received > self._n_resumed
 
@@ -340,7 +340,7 @@ class Chain:
             sender,
         )
         if position < self.window.n_tokens:
-            if self._has_begun:
+            if self.has_begun:
                 raise BrokenPromise(f"no job is under way at {position}")
             (self.window if self._feeding is None else self._feeding.window).rewind(position)
             self._feed()

@@ -11,7 +11,7 @@ import trio
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.assignment import assign
 from swarmllm.pipeline.compute import Compute
-from swarmllm.pipeline.walker import RequestContext
+from swarmllm.pipeline.walker import OriginSide, RequestContext
 from swarmllm.swarm.router import Router
 from swarmllm_proto.swarm import PipelineAssignment, StageBlocks
 
@@ -53,6 +53,13 @@ async def agree(
     if not acks or any(map(view.is_here, range(len(view.stages)))):
         n_blocks.append(n_here)
     return min(n_blocks)
+
+
+def last_names(side: OriginSide | None, node_id: str) -> tuple[StageBlocks, ...]:
+    """What a node is told of a request that is over. Nothing before the first token: the prompt's names came
+    with the assignment, and a worker that computes it still would have to answer before it hears that nobody
+    wants it."""
+    return side.prefixes_of(node_id) if side is not None and side.has_begun else ()
 
 
 async def give_names(compute: Compute, context: RequestContext, prefixes: Sequence[StageBlocks]) -> int:

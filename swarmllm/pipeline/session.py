@@ -24,7 +24,7 @@ from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError, Wo
 from swarmllm.pipeline.arrivals import GivenPrompt, Item, NotFinite, Relay, Report, read_job
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.job import Job
-from swarmllm.pipeline.known_rows import give_names
+from swarmllm.pipeline.known_rows import give_names, last_names
 from swarmllm.pipeline.probing import MOVED_BYTES
 from swarmllm.pipeline.remote_stage import generate_for_origin, read_prompt
 from swarmllm.pipeline.walker import OriginSide, RequestContext, Walker
@@ -345,7 +345,7 @@ class Session:
         self._is_held = hold and self.runs_layers
         async with trio.open_nursery() as nursery:
             if self._origin_side is not None:
-                self.prefixes = self._origin_side.prefixes_of(self.view.node_id)
+                self.prefixes = last_names(self._origin_side, self.view.node_id)
                 # A node that lost this one ends the request on its own.
                 for node_id in {stage.node_id for stage in self.view.stages} & self._router.connected():
                     nursery.start_soon(self._cancel_at, node_id, hold)
@@ -353,7 +353,7 @@ class Session:
                 nursery.start_soon(self._hold_slot if self._is_held else self._free_slot)
 
     async def _cancel_at(self, node_id: str, hold: bool) -> None:
-        prefixes = self._origin_side.prefixes_of(node_id) if self._origin_side is not None else ()
+        prefixes = last_names(self._origin_side, node_id)
         message = CancelInference(request_id=self.context.request_id, prefixes=prefixes, hold=hold)
         try:
             await self._router.send(node_id, *encode_job(message))

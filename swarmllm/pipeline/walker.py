@@ -106,6 +106,11 @@ class OriginSide(Protocol):
         """It broke, and another pipeline may go on with what this one has."""
         ...
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether this pipeline has given a token."""
+        ...
+
     def prefixes_of(self, node_id: str) -> tuple[StageBlocks, ...]:
         """Names of all that the node's stages have been sent."""
         ...

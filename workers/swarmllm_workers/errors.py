@@ -14,3 +14,10 @@ class CallError(Exception):
         self.kind: ErrorKind = kind
         self.message = message
         self.field = field
+
+
+class Interrupted(CallError):
+    """A batch was left in the middle because nobody waits for it any more; its rows are gone again."""
+
+    def __init__(self) -> None:
+        super().__init__("engine", "the request was cancelled", "request_id")

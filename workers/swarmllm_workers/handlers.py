@@ -21,6 +21,7 @@ from swarmllm_workers.decoding import Decoding
 from swarmllm_workers.ending_handlers import EndingHandlers
 from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.foresight import Foresight
 from swarmllm_workers.load_handlers import LoadHandlers
 from swarmllm_workers.lone_steps import LoneSteps
 from swarmllm_workers.opening import engine_settings, speculation_settings
@@ -43,9 +44,16 @@ STARVED_MS: Final = 5
 class Handlers:
     """The worker between two messages: its engine, if a model is open, and the work in progress."""
 
-    def __init__(self, send: Send, watch: Watch, take_descriptor: Callable[[], int | None]) -> None:
+    def __init__(
+        self,
+        send: Send,
+        watch: Watch,
+        take_descriptor: Callable[[], int | None],
+        foresight: Foresight | None = None,
+    ) -> None:
         """`watch`: for links; `take_descriptor`: what came along with the message that is handled."""
         self._send = send
+        self._foresight = foresight
         self._take_descriptor = take_descriptor
         self.ring = Ring(send, self._forward_by_link, watch)
         self._arrived_at = 0.0
@@ -160,7 +168,7 @@ class Handlers:
         engine = Engine(
             Path(message.path),
             Path(message.cache_dir),
-            engine_settings(message),
+            engine_settings(message, self._foresight),
             owns_path=message.owns_path,
         )
         self._engine = engine
@@ -171,7 +179,7 @@ class Handlers:
         planner = Planner(
             chunk=min(message.prefill_chunk_tokens, CAPACITY - 1), batching=message.continuous_batching
         )
-        self._runner = Runner(engine, planner, self._answer_work)
+        self._runner = Runner(engine, planner, self._answer_work, self._foresight)
         self._send(
             ipc.Opened(
                 id=message.id,

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,12 +29,16 @@ from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_workers import huge_pages, row_attention, small_batches
-from swarmllm_workers.errors import CallError
+from swarmllm_workers.errors import CallError, Interrupted
 
 log = logging.getLogger(__name__)
 
 N_BATCH: Final = 512
 """Rows of one `llama_decode`; longer forwards are run in parts."""
+WATCHED_ROWS_MIN: Final = 16
+WATCHED_FROM_S: Final = 0.1
+"""A batch of so many rows that is expected to take so long may be left before its end. To be asked costs a
+microsecond for each operation of the graph."""
 
 _LEVELS: Final = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
 """libllama warns of every dummy vocabulary; its warnings are our news."""
@@ -146,6 +152,16 @@ class Model:
             self.handle = None
 
 
+def _abort_callback(is_unwanted: Callable[[], bool] | None) -> Any:
+    if is_unwanted is None:
+        return None
+
+    def asked(_user_data: int | None) -> bool:
+        return is_unwanted()
+
+    return lib.ggml_abort_callback(asked)
+
+
 def _overrides(numbers: Mapping[str, int]) -> Any:
     """A list that ends with an empty key."""
     overrides = (lib.llama_model_kv_override * (len(numbers) + 1))()
@@ -168,6 +184,8 @@ class ContextSettings:
     """A `ggml_backend_sched_eval_callback` and the pointer it is called with; both must outlive the
     context."""
     eval_user_data: int | None = None
+    is_unwanted: Callable[[], bool] | None = None
+    """Asked while a long batch runs: whether to leave it. Must not raise."""
 
 
 class Context:
@@ -214,6 +232,9 @@ class Context:
         self._outputs = np.zeros(N_BATCH, np.int8)
         first = self._sequences.ctypes.data
         self._sequence_pointers = np.arange(first, first + 4 * N_BATCH, 4, dtype=np.uint64)
+        self._is_unwanted = _abort_callback(settings.is_unwanted)
+        self._row_s = math.inf
+        """What a row took in the latest batch of many."""
         self._row_batch = self._batch(rows=True)
         self._token_batch = self._batch(rows=False)
 
@@ -244,7 +265,8 @@ class Context:
 
         `data`: f32 [n, n_embd], or i32 [n] token ids. `outputs`: which rows the head computes (tap: all of
         them), at most `n_outputs_max`: libllama aborts. `normed`: `normed` has something to give afterwards.
-        Raises CallError context_full where no cells are free, engine for anything else.
+        Raises CallError context_full where no cells are free, engine for anything else; Interrupted where
+        it turned out to be unwanted.
         """
         n = len(data)
         if data.ndim == 2:
@@ -264,13 +286,30 @@ class Context:
         if normed != self._gives_normed:
             lib.llama_set_embeddings(self.handle, normed)
             self._gives_normed = normed
-        status = lib.llama_decode(self.handle, batch)
+        if n >= WATCHED_ROWS_MIN and self._is_unwanted is not None:
+            status = self._decode_watched(batch, n, self._is_unwanted)
+        else:
+            status = lib.llama_decode(self.handle, batch)
         if status == 0:
             lib.llama_synchronize(self.handle)
+        elif status == 2:
+            raise Interrupted
         elif status == 1:
             raise CallError("context_full", f"no KV cells are free for {n} more rows")
         else:
             raise CallError("engine", f"llama_decode failed with status {status}")
+
+    def _decode_watched(self, batch: Any, n: int, is_unwanted: Any) -> int:
+        is_long = n * self._row_s >= WATCHED_FROM_S
+        if is_long:
+            lib.llama_set_abort_callback(self.handle, is_unwanted, None)
+        started = time.perf_counter()
+        status = int(lib.llama_decode(self.handle, batch))
+        if is_long:
+            lib.llama_set_abort_callback(self.handle, lib.ggml_abort_callback(), None)
+        if status == 0:
+            self._row_s = (time.perf_counter() - started) / n
+        return status
 
     def logits(self, row: int) -> np.ndarray:
         """f32 [n_vocab] of a row that was marked as output: a view that the next decode overwrites."""

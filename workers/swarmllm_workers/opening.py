@@ -6,6 +6,7 @@ from typing import Final
 
 from swarmllm_proto import ipc
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.foresight import Foresight
 from swarmllm_workers.prefixes import PrefixSettings
 from swarmllm_workers.segment import EngineSettings
 from swarmllm_workers.speculation import SpeculationSettings
@@ -14,7 +15,7 @@ SEQUENCES_MAX: Final = 256
 """libllama's limit."""
 
 
-def engine_settings(message: ipc.Open) -> EngineSettings:
+def engine_settings(message: ipc.Open, foresight: Foresight | None = None) -> EngineSettings:
     """Raises CallError bad_message."""
     if message.kv_type != "f16" and message.flash_attention == "off":
         raise CallError("bad_message", f"stored as {message.kv_type}, values need flash attention", "kv_type")
@@ -32,6 +33,7 @@ def engine_settings(message: ipc.Open) -> EngineSettings:
         prefixes=_prefix_settings(message),
         journal_max_bytes=message.journal_max_bytes,
         checked_unit=message.checked_unit,
+        is_unwanted=foresight.is_unwanted if foresight is not None else None,
     )
 
 

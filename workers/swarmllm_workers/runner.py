@@ -15,6 +15,9 @@ from typing import Final
 import numpy as np
 
 from swarmllm_workers.engine import Engine
+from swarmllm_workers.errors import Interrupted
+from swarmllm_workers.foresight import Foresight
+from swarmllm_workers.libllama import WATCHED_ROWS_MIN
 from swarmllm_workers.planner import Batch, Demand, Planner
 from swarmllm_workers.routes import Route
 from swarmllm_workers.segment import Span
@@ -35,8 +38,11 @@ class _Ready:
 
 
 class Runner:
-    def __init__(self, engine: Engine, planner: Planner, on_error: OnError) -> None:
+    def __init__(
+        self, engine: Engine, planner: Planner, on_error: OnError, foresight: Foresight | None = None
+    ) -> None:
         self._engine = engine
+        self._foresight = foresight
         self._planner = planner
         self._on_error = on_error
         self._works: dict[int, Work] = {}
@@ -201,7 +207,10 @@ class Runner:
         n_decodes = sum(work.is_decode for work, _ in chosen)
         started = time.perf_counter()
         try:
-            results = self._engine.run(route, [span for _, span in chosen])
+            results = self._engine_run(route, chosen)
+        except Interrupted:
+            self._leave(route, chosen)
+            return
         except Exception as error:
             if len(chosen) == 1:
                 self._fail(chosen[0][0], error)
@@ -219,6 +228,26 @@ class Runner:
             }
         for (work, _), result in zip(chosen, results, strict=True):
             self._accept(work, result, compute_s)
+
+    def _engine_run(self, route: Route, chosen: Sequence[tuple[Work, Span]]) -> list[np.ndarray]:
+        spans = [span for _, span in chosen]
+        if self._foresight is None or sum(len(span.data) for span in spans) < WATCHED_ROWS_MIN:
+            return self._engine.run(route, spans)
+        self._foresight.begin(work.request_id for work, _ in chosen)
+        try:
+            return self._engine.run(route, spans)
+        finally:
+            self._foresight.end()
+
+    def _leave(self, route: Route, chosen: Sequence[tuple[Work, Span]]) -> None:
+        """All of these are about to be cancelled. A state that cannot be rolled back is of no use to
+        them."""
+        if not any(segment.is_recurrent for segment in route.segments):
+            return
+        for work, _ in chosen:
+            self._engine.empty(work.request_id)
+            if work.can_restart:
+                work.restart()
 
     def _accept(self, work: Work, result: np.ndarray, compute_s: float) -> None:
         try:

@@ -48,6 +48,8 @@ class EngineSettings:
     native_tap: bool = True
     checked_unit: int = 0
     """Of a model whose architecture is not in the table: as many layers a self-check found exact; 0: none."""
+    is_unwanted: Callable[[], bool] | None = None
+    """Asked while a long batch runs: whether to leave it."""
 
 
 class Span(NamedTuple):
@@ -122,6 +124,7 @@ class Segment:
                     n_outputs_max=self.n_outputs_max,
                     eval_callback=self._tap.callback if self._tap else None,
                     eval_user_data=self._tap.user_data if self._tap else None,
+                    is_unwanted=settings.is_unwanted,
                 ),
             )
         except CallError:
@@ -272,7 +275,7 @@ class Segment:
         `n_outputs_max` rows.
 
         All spans together have at most N_BATCH rows and have passed `check`; slots are truncated to their
-        position. Raises CallError position_gap, context_full, engine.
+        position. Raises CallError position_gap, context_full, engine; Interrupted.
         """
         rows = _Rows.of(spans)
         normed = self.has_head and spans[0].want == "normed"

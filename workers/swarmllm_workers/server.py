@@ -23,6 +23,7 @@ from swarmllm_proto.codec import decode_daemon_message, encode_ipc
 from swarmllm_proto.errors import BadMessage, ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_workers import __version__
+from swarmllm_workers.foresight import Foresight
 from swarmllm_workers.handlers import Handlers
 from swarmllm_workers.libllama import engine_version
 
@@ -60,7 +61,8 @@ class Server:
         self._n_unwritten = 0
         self._poll = select.poll()
         self._descriptors: deque[int] = deque()
-        self._handlers = Handlers(self.send, self._watch, self._take_descriptor)
+        self._foresight = Foresight(self._receive, self._decoder)
+        self._handlers = Handlers(self.send, self._watch, self._take_descriptor, self._foresight)
         self._pid = pid
 
     def send(self, message: Any, payload: Any = b"") -> None:
@@ -100,6 +102,7 @@ class Server:
                         return
                 if self._handlers.has_work and self._n_unwritten <= UNWRITTEN_MAX:
                     self._handlers.step()
+                    self._handle_ahead()
             self._connection.setblocking(True)
             self._connection.settimeout(1.0)
             self._write()
@@ -150,6 +153,12 @@ class Server:
                 if self._handlers.is_finished:
                     return True
         return True
+
+    def _handle_ahead(self) -> None:
+        """What came during the step."""
+        for frame in self._foresight.take():
+            if not self._handlers.is_finished:
+                self._handle(frame)
 
     def _handle(self, frame: Frame) -> None:
         try:
