@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from bench.figures import Figure, ratios, table, write
@@ -68,6 +69,17 @@ def exact(held: Holders, known: Circumstances) -> Route:
     return route
 
 
+def crowded(swarm: Swarm) -> Swarm:
+    """The same swarm, of which a tenth of the nodes has no room."""
+    held, known = swarm
+    full = set(random.Random(0).sample(sorted(held), N_NODES // 10))
+    speeds = {
+        name: replace(speed, lacks="no free slot") if name in full else speed
+        for name, speed in known.speeds.items()
+    }
+    return held, replace(known, speeds=speeds)
+
+
 def greedy(held: Holders, known: Circumstances) -> Route:
     """At each boundary the node that is best now."""
     starting: dict[int, list[str]] = {}
@@ -120,13 +132,16 @@ def main() -> int:
         Figure("greedy", "ms"),
         Figure("exact, plain Python", "ms"),
     )
+    among_full = Figure("exact, a tenth of the nodes full", "ms")
     ours_cost, greedy_cost = Figure("cost, exact", "s"), Figure("cost, greedy", "s")
     for seed in SEEDS:
         swarm = make_swarm(seed)
-        known = swarm[1]
+        known, crowd = swarm[1], crowded(swarm)
         for n_round in range(N_ROUNDS):
             route = timed_ms(exact, swarm, ours)
             other = timed_ms(greedy, swarm, rival)
+            with_room = timed_ms(exact, crowd, among_full)
+            assert not any(crowd[1].speeds[stage.node_id].is_full for stage in with_room)
             if n_round == 0:
                 exact_s = timed_ms(plain, swarm, slow)
                 assert abs(route_cost_s(route, known) - exact_s) < 1e-6, "the two exact searches disagree"
@@ -137,13 +152,16 @@ def main() -> int:
         [
             (ours, ratios(ours, rival)),
             (rival, None),
+            (among_full, ratios(among_full, ours)),
             (first_rounds, ratios(first_rounds, slow)),
             (slow, None),
             (ours_cost, ratios(ours_cost, greedy_cost)),
             (greedy_cost, None),
         ]
     )
-    rows = [(figure, None) for figure in (ours, rival, first_rounds, slow, ours_cost, greedy_cost)]
+    rows = [
+        (figure, None) for figure in (ours, rival, among_full, first_rounds, slow, ours_cost, greedy_cost)
+    ]
     print(text)
     print(write("scheduling", COMMAND, rows, text))
     return 0
