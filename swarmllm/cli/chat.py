@@ -155,7 +155,7 @@ def with_line_editing() -> None:
 Examples:
   swarmllm chat
   swarmllm chat "How do I load a model?"
-  git diff | swarmllm chat --model qwen "Write a commit message for this change:"
+  git diff | swarmllm chat --model qwen "Write a commit message:"
 """,
 )
 @click.argument("question", nargs=-1)

@@ -55,7 +55,7 @@ def _print_line(whereabouts: msgspec.Struct) -> None:
 Examples:
   swarmllm daemon --load guide
   swarmllm daemon --load guide:0:6 --nickname kitchen
-  swarmllm daemon --load guide:6:12 --bootstrap /ip4/192.0.2.7/tcp/8810/p2p/12D3KooW...
+  swarmllm daemon --bootstrap /ip4/192.0.2.7/tcp/8810/p2p/12D3KooW...
 """,
 )
 @config_option

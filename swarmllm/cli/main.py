@@ -71,7 +71,7 @@ Examples:
 
 \b
 Exit codes:
-  0 done   1 failed   2 wrong usage   3 no daemon answers   4 the daemon refused the request
+  0 done  1 failed  2 wrong usage  3 no daemon answers  4 the daemon refused
 """
 
 

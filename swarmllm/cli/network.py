@@ -31,9 +31,9 @@ RESTART = "A running daemon belongs to it after a restart."
     short_help="Make the swarm private; change its key.",
     epilog="""\b
 Examples:
-  swarmllm network create          this node now belongs to a private swarm of its own
+  swarmllm network create          this node now has a swarm of its own
   swarmllm invite                  prints what other nodes need to join it
-  swarmllm network rotate          a new key; the old one works for another week
+  swarmllm network rotate          a new key; the old one works for a week
 """,
 )
 def network() -> None:

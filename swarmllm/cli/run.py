@@ -25,7 +25,7 @@ from swarmllm.cli.options import api_option, json_option
     epilog="""\b
 Examples:
   swarmllm run "Name three primes" > primes.txt
-  git diff | swarmllm run --model qwen "Write a commit message for this change:"
+  git diff | swarmllm run --model qwen "Write a commit message:"
   swarmllm run - < prompt.txt
 """,
 )

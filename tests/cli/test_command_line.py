@@ -70,6 +70,12 @@ def test_every_command_and_option_says_what_it_does(path: tuple[str, ...], comma
     assert "Usage:" in result.output
 
 
+def test_help_fits_a_terminal_of_80_columns() -> None:
+    for path, command in (((), main), *ALL_COMMANDS):
+        context = click.Context(command, info_name=" ".join(("swarmllm", *path)), terminal_width=80)
+        assert [line for line in command.get_help(context).splitlines() if len(line) > 80] == []
+
+
 def test_the_groups_short_helps_are_those_of_the_commands() -> None:
     assert {path[0]: command.short_help for path, command in ALL_COMMANDS if len(path) == 1} == {
         name: command.short_help for name, command in COMMANDS.items()
