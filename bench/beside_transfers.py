@@ -14,13 +14,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import trio
 
 from bench.figures import Figure, ratios, table, write
-from bench.swarm_link import ASK_PIECE, BULK_LANES, echo_process, settings
-from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
+from bench.swarm_link import ASK_PIECE, BULK_LANES, echo_process, echoing_peer
+from swarmllm.swarm.libp2p_router import Libp2pRouter
 
 MESSAGE = bytes(14_336)
 """One token's hidden state of a 3584 wide model."""
@@ -110,24 +111,11 @@ class Comparison:
 
 
 async def compare(address: str, folder: Path, n_rounds: int) -> list[tuple[Figure, Figure | None]]:
-    async with open_libp2p_router(settings(folder, address)) as router, trio.open_nursery() as nursery:
-        arrived = trio.Event()
-
-        async def answer(sender: str, body: bytes) -> bytes:
-            return body
-
-        async def note(sender: str, header: bytes, payload: memoryview) -> None:
-            arrived.set()
-
-        router.serve(answer, note)
-        peer = await router.connect(address)
-
-        async def there_and_back() -> None:
-            nonlocal arrived
-            arrived = trio.Event()
-            await router.send(peer, b"h" * 64, MESSAGE)
-            await arrived.wait()
-
+    async with (
+        echoing_peer(address, folder) as (router, peer, send_there_and_back),
+        trio.open_nursery() as nursery,
+    ):
+        there_and_back = partial(send_there_and_back, MESSAGE)
         lanes = Lanes(router, peer)
         for _ in range(BULK_LANES):
             nursery.start_soon(lanes.carry)

@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 
 from bench.figures import RESULTS, Figure, machine, table
-from bench.swarm_nodes import wait_for
+from bench.swarm_nodes import demo_nodes, wait_for
 from swarmllm.cli.client import Client
 from swarmllm.cli.demo_nodes import DemoNode, DemoNodes, family
 
@@ -199,8 +199,7 @@ def chaos(
     **inference: int,
 ) -> Iterator[Chaos]:
     """ "a" is asked, and first."""
-    nodes = DemoNodes()
-    try:
+    with demo_nodes() as nodes:
         bootstrap: list[str] = []
         found: dict[str, dict[str, Any]] = {}
         for name, load in holdings.items():
@@ -217,12 +216,6 @@ def chaos(
             )
         ids = {name: announced["node_id"] for name, announced in found.items()}
         yield Chaos(nodes, {node.name: node for node in nodes.nodes}, ids, url, ways)
-    finally:
-        for node in nodes.nodes:
-            for mark in family(node.process.pid):
-                os.kill(mark.pid, signal.SIGCONT)
-        nodes.stop()
-        nodes.remove_folder()
 
 
 def run(

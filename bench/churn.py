@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 
 from bench.figures import RESULTS, machine
+from bench.swarm_nodes import demo_nodes, wait_for
 from swarmllm.cli.client import Client
 from swarmllm.cli.demo_nodes import DemoNode, DemoNodes, family
 
@@ -117,8 +118,7 @@ def main() -> None:
 
 @contextmanager
 def eight_nodes() -> Iterator[DemoNodes]:
-    nodes = DemoNodes()
-    try:
+    with demo_nodes() as nodes:
         bootstrap: list[str] = []
         for index, layers in enumerate(HOLDINGS):
             node = nodes.start(
@@ -127,12 +127,6 @@ def eight_nodes() -> Iterator[DemoNodes]:
             found = wait_for(node.announcement, f"{node.name} to start")
             bootstrap = bootstrap or list(found["addresses"])
         yield nodes
-    finally:
-        for node in nodes.nodes:
-            for mark in family(node.process.pid):
-                os.kill(mark.pid, signal.SIGCONT)
-        nodes.stop()
-        nodes.remove_folder()
 
 
 @contextmanager
@@ -254,15 +248,6 @@ def is_ready(node: DemoNode) -> bool:
             return bool(client.get("/health/ready"))
     except Exception:
         return False
-
-
-def wait_for(probe: Any, what: str, timeout_s: float = 120.0) -> Any:
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        if found := probe():
-            return found
-        time.sleep(0.1)
-    raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
 
 
 def report(

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.figures import Figure
-from bench.swarm_nodes import wait_for
+from bench.swarm_nodes import demo_nodes, wait_for
 from swarmllm.cli.client import Client
-from swarmllm.cli.demo_nodes import DemoNodes
 
 GOAL_PERCENT = 1.0
 
@@ -35,8 +34,8 @@ def n_connected(api_url: str) -> int:
 
 
 def idle_percent(n_nodes: int, settle_s: float, measured_s: float) -> Figure:
-    nodes, urls = DemoNodes(), list[str]()
-    try:
+    urls: list[str] = []
+    with demo_nodes() as nodes:
         bootstrap: list[str] = []
         for index in range(n_nodes):
             node = nodes.start(f"n{index + 1}", [], bootstrap)
@@ -52,9 +51,6 @@ def idle_percent(n_nodes: int, settle_s: float, measured_s: float) -> Figure:
         spent = [processor_s(pid) - was for pid, was in zip(pids, before, strict=True)]
         passed_s = time.monotonic() - start_s
         return Figure(f"{n_nodes} alive", "% of a core", [100 * each / passed_s for each in spent])
-    finally:
-        nodes.stop()
-        nodes.remove_folder()
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import select
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from llama_cpp import llama_cpp as lib
 
 from bench.decode import half_billion
 from bench.figures import Figure, ratios, table, write
+from bench.ring import connected
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_job, encode_job_frame
 from swarmllm_proto.swarm import LayerForward
@@ -116,16 +116,6 @@ class Stage:
     def _hear(self, message: Any, _payload: Any = b"") -> None:
         if isinstance(message, ipc.Error):
             raise SystemExit(message.message)
-
-
-def connected() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a TCP connection, as the daemons set them."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = socket.create_connection(listener.getsockname())
-        theirs, _ = listener.accept()
-    for end in (ours, theirs):
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return ours, theirs
 
 
 def main() -> None:

@@ -18,9 +18,8 @@ from typing import Any
 
 from bench.delay_proxy import delay_proxy
 from bench.figures import RESULTS, Figure, machine, ratios, table
-from bench.swarm_nodes import Swarm, is_complete, wait_for
+from bench.swarm_nodes import Swarm, demo_nodes, is_complete, wait_for
 from swarmllm.cli.client import Client
-from swarmllm.cli.demo_nodes import DemoNodes
 
 PROMPT = "What is a pipeline?"
 HOMES = {"asked": ("127.0.0.2", "127.0.0.3"), "other": ("127.0.0.4", "127.0.0.5")}
@@ -38,10 +37,7 @@ def far_swarm(asked: list[str], other: list[str], rtt_s: float) -> Iterator[Swar
     """Two nodes that reach each other through the proxy only."""
     ports = {name: (free_port(home), free_port(home)) for name, (home, _) in HOMES.items()}
     ways = [((proxy, port), (home, port)) for name, (home, proxy) in HOMES.items() for port in ports[name]]
-    nodes = DemoNodes()
-    with ExitStack() as stack:
-        stack.callback(nodes.remove_folder)
-        stack.callback(nodes.stop)
+    with demo_nodes() as nodes, ExitStack() as stack:
         stack.enter_context(delay_proxy(ways, rtt_s / 2))
         bootstrap: list[str] = []
         urls: dict[str, str] = {}

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import trio
@@ -87,7 +88,9 @@ async def measure(name: str, round_trip: RoundTrip, sizes_bytes: Mapping[int, in
         print(f"{name:12} {size:>11,} {p50_s * 1e3:10.3f} {p99_s * 1e3:10.3f} {rate}")
 
 
-async def measure_router(address: str, folder: Path) -> None:
+@asynccontextmanager
+async def echoing_peer(address: str, folder: Path) -> AsyncIterator[tuple[Libp2pRouter, str, RoundTrip]]:
+    """A router of this process, the node that answers at `address`, and the way there and back."""
     async with open_libp2p_router(settings(folder, address)) as router:
         arrived = trio.Event()
 
@@ -106,6 +109,11 @@ async def measure_router(address: str, folder: Path) -> None:
             await router.send(peer, b"h" * 64, content)
             await arrived.wait()
 
+        yield router, peer, send_there_and_back
+
+
+async def measure_router(address: str, folder: Path) -> None:
+    async with echoing_peer(address, folder) as (router, peer, send_there_and_back):
         await send_there_and_back(b"")
         await measure("data plane", send_there_and_back)
         times_s = []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,21 +87,34 @@ class Swarm:
 
 
 @contextmanager
+def demo_nodes() -> Iterator[DemoNodes]:
+    """Daemons that are started here are gone at the end, also those that a benchmark has frozen."""
+    nodes = DemoNodes()
+    try:
+        yield nodes
+    finally:
+        for node in nodes.nodes:
+            for mark in family(node.process.pid):
+                os.kill(mark.pid, signal.SIGCONT)
+        nodes.stop()
+        nodes.remove_folder()
+
+
+@contextmanager
 def swarm_of(
     n_nodes: int, gguf: Path, n_layers: int, *, n_threads: int, n_ctx: int, **inference: object
 ) -> Iterator[Swarm]:
     """`n_nodes` daemons, the layers of `gguf` shared out evenly and in order. `inference`: more keys of that
     table."""
     bounds = [round(i * n_layers / n_nodes) for i in range(n_nodes + 1)]
-    nodes = DemoNodes()
     clients: list[Client] = []
     inference |= {"n_threads": n_threads, "n_ctx": n_ctx}
-    try:
+    with demo_nodes() as nodes, ExitStack() as stack:
         bootstrap: list[str] = []
         for i in range(n_nodes):
             node = nodes.start(f"n{i + 1}", [], bootstrap, inference)
             announced = wait_for(node.announcement, f"{node.name} to start")
-            clients.append(Client(announced["api_url"]))
+            clients.append(stack.enter_context(Client(announced["api_url"])))
             bootstrap = bootstrap or list(announced["addresses"])
         name = ""
         for client, start, end in zip(clients, bounds, bounds[1:], strict=False):
@@ -109,11 +124,6 @@ def swarm_of(
                 pass
         wait_for(lambda: is_complete(clients[0], name), f"a pipeline for {name}")
         yield Swarm(nodes, clients[0], name)
-    finally:
-        for client in clients:
-            client.__exit__()
-        nodes.stop()
-        nodes.remove_folder()
 
 
 def is_complete(client: Client, name: str) -> bool:
