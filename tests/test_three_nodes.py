@@ -55,15 +55,14 @@ def ask(node: DaemonProcess) -> str:
 
 
 @contextmanager
-def endless(node: DaemonProcess) -> Iterator[Iterator[Any]]:
-    """A stream that would go on for a long time."""
+def streaming(node: DaemonProcess, n_tokens: int) -> Iterator[Iterator[Any]]:
     with (
         client(node) as ai,
         ai.chat.completions.create(
             model="guide",
             messages=QUESTION,
             temperature=0,
-            max_tokens=1500,
+            max_tokens=n_tokens,
             stream=True,
             extra_body={"ignore_eos": True},
         ) as stream,
@@ -184,7 +183,7 @@ def test_peers_see_each_other_and_what_they_hold(nodes: tuple[DaemonProcess, ...
 def test_closing_a_stream_frees_its_slot_on_every_node(nodes: tuple[DaemonProcess, ...]) -> None:
     """More often than there are slots: one that was kept would be missed."""
     for _ in range(N_SLOTS + 1):
-        with endless(nodes[0]) as stream:
+        with streaming(nodes[0], 1500) as stream:
             for _ in range(5):
                 next(stream)
             assert nodes[1].stats()["pipelines"]["active_stage_requests"] == 1
@@ -206,17 +205,7 @@ def test_a_stream_survives_a_killed_worker(nodes: tuple[DaemonProcess, ...], whi
 def stream_text(node: DaemonProcess, after: tuple[int, Callable[[], None]] | None = None) -> str:
     """`after` (n, act): act once n words have come; a piece may be several."""
     texts: list[str] = []
-    with (
-        client(node) as ai,
-        ai.chat.completions.create(
-            model="guide",
-            messages=QUESTION,
-            temperature=0,
-            max_tokens=200,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        ) as stream,
-    ):
+    with streaming(node, 200) as stream:
         for chunk in stream:
             texts += [choice.delta.content or "" for choice in chunk.choices]
             if after is not None and len("".join(texts).split()) >= after[0]:

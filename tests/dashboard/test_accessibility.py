@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from browser_page import go, media, picture, size
 from daemon_process import DaemonProcess, running_daemon, wait_for
+from other_guide import other_guide
 from patience import PATIENCE_S
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
@@ -59,8 +60,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 def wait_in(folder: Path) -> None:
     """What `swarmllm models pull --layers 0:4` of a file that nobody knows leaves."""
-    data = bytearray(GUIDE_PATH.read_bytes())
-    data[data.index(b"general.name") + len(b"general.name") + 4 + 8] ^= 1
     digests = {
         tensor.name: tensor.blake3 for tensor in needed_tensors(build_manifest(GUIDE_PATH), LayerRange(0, 4))
     }
@@ -68,7 +67,7 @@ def wait_in(folder: Path) -> None:
         url="https://example.org/stranger.gguf",
         source="https://example.org/stranger.gguf",
         name="stranger",
-        size_bytes=len(data),
+        size_bytes=GUIDE_PATH.stat().st_size,
         validator="1",
         sha256="",
         layers=["0:4"],
@@ -76,7 +75,7 @@ def wait_in(folder: Path) -> None:
     )
     model = WaitingModel(folder, notes)
     model.begin()
-    model.part.write_bytes(data)
+    model.part.write_bytes(other_guide("A"))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -68,8 +68,12 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProc
         yield kitchen, study
 
 
-def complete(node: DaemonProcess) -> None:
+@pytest.fixture
+def kitchen(nodes: tuple[DaemonProcess, DaemonProcess]) -> DaemonProcess:
+    """The first node, with the last third as well: then every layer is held."""
+    node, _ = nodes
     node.http.post("/api/admin/models/guide/load", json={"layers": "8:12"}).raise_for_status()
+    return node
 
 
 @contextmanager
@@ -118,11 +122,7 @@ def test_a_gap_is_seen_and_closed_by_loading_its_layers(
     assert not page.find_elements(By.CSS_SELECTOR, ".bar.gap")
 
 
-def test_an_answer_shows_the_route_it_took(
-    page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]
-) -> None:
-    kitchen, _ = nodes
-    complete(kitchen)
+def test_an_answer_shows_the_route_it_took(page: WebDriver, kitchen: DaemonProcess) -> None:
     go(page, kitchen, "chat")
     seen(page, "Under each answer stands the way")
     find(page, "#prompt").send_keys("What is a pipeline?", Keys.ENTER)
@@ -157,10 +157,8 @@ window.fetch = (where, ...rest) => String(where).endsWith("chat/completions")
 
 
 def test_thoughts_are_folded_away_and_markdown_becomes_elements_never_html(
-    page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]
+    page: WebDriver, kitchen: DaemonProcess
 ) -> None:
-    kitchen, _ = nodes
-    complete(kitchen)
     go(page, kitchen, "chat")
     seen(page, "Under each answer stands the way")
     page.execute_script(ANSWER, [WRITTEN[at : at + 7] for at in range(0, len(WRITTEN), 7)])
@@ -183,10 +181,8 @@ def test_thoughts_are_folded_away_and_markdown_becomes_elements_never_html(
 
 
 def test_a_request_is_seen_walking_through_the_layers_and_stopped(
-    page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]
+    page: WebDriver, kitchen: DaemonProcess
 ) -> None:
-    kitchen, _ = nodes
-    complete(kitchen)
     go(page, kitchen)
     with endless_answer(kitchen):
         seen(page, "generates", ".pipeline")
@@ -199,9 +195,7 @@ def test_a_request_is_seen_walking_through_the_layers_and_stopped(
     seen(page, "cancelled")
 
 
-def test_a_chat_can_be_stopped(page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]) -> None:
-    kitchen, _ = nodes
-    complete(kitchen)
+def test_a_chat_can_be_stopped(page: WebDriver, kitchen: DaemonProcess) -> None:
     go(page, kitchen, "chat")
     page.execute_script(
         "const real = fetch; window.fetch = (url, init) => { if (init?.body?.includes('stream')) init.body ="
@@ -215,11 +209,7 @@ def test_a_chat_can_be_stopped(page: WebDriver, nodes: tuple[DaemonProcess, Daem
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_every_width_and_can_be_read(
-    page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess], scheme: str
-) -> None:
-    kitchen, _ = nodes
-    complete(kitchen)
+def test_it_fits_every_width_and_can_be_read(page: WebDriver, kitchen: DaemonProcess, scheme: str) -> None:
     media(page, scheme)
     go(page, kitchen)
     seen(page, "Recent requests")
@@ -237,11 +227,7 @@ def test_it_fits_every_width_and_can_be_read(
             picture(page, f"{scheme}-{width}-{view}")
 
 
-def test_everything_has_a_name_and_is_reached_by_keyboard(
-    page: WebDriver, nodes: tuple[DaemonProcess, DaemonProcess]
-) -> None:
-    kitchen, _ = nodes
-    complete(kitchen)
+def test_everything_has_a_name_and_is_reached_by_keyboard(page: WebDriver, kitchen: DaemonProcess) -> None:
     go(page, kitchen, "models")
     seen(page, "guide")
     for view in VIEWS:

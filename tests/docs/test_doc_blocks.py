@@ -15,10 +15,9 @@ import httpx
 import pytest
 from daemon_process import wait_for
 from doc_blocks import PAGES, SOME_ADDRESS, SOME_ID, Block, Machine, blocks
+from other_guide import other_guide
 from patience import PATIENCE_S
 from shelf import open_shelf
-
-from swarmllm.guide import GUIDE_PATH
 
 pytestmark = pytest.mark.slow
 
@@ -113,10 +112,10 @@ def test_three_machines_follow_the_quickstart(
     start: Callable[[str, str], RunningNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_shelf() as hub:
-        hub.files["/ORG/REPO/resolve/main/FILE.gguf"] = _model("H")
+        hub.files["/ORG/REPO/resolve/main/FILE.gguf"] = other_guide("H")
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         _follow_the_quickstart(start)
-        assert hub.n_bytes < 2 * len(_model("H")), "each machine has fetched more than its part"
+        assert hub.n_bytes < 2 * len(other_guide("H")), "each machine has fetched more than its part"
 
 
 def _follow_the_quickstart(start: Callable[[str, str], RunningNode]) -> None:
@@ -150,12 +149,5 @@ def _worked(node: RunningNode, block: Block) -> subprocess.CompletedProcess[str]
 
 
 def _put_model(path: Path) -> None:
-    """The guide under another name in its metadata, and so another model that no catalogue knows."""
     path.parent.mkdir()
-    path.write_bytes(_model("Q"))
-
-
-def _model(letter: str) -> bytes:
-    data = GUIDE_PATH.read_bytes()
-    at = data.index(b"general.name") + len(b"general.name") + 4 + 8
-    return data[:at] + letter.encode() + data[at + 1 :]
+    path.write_bytes(other_guide("Q"))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
+from other_guide import other_guide
 from patience import PATIENCE_S
 from shelf import Shelf
 
-from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, build_manifest, needed_tensors
 
 pytestmark = pytest.mark.slow
@@ -25,11 +25,8 @@ HEADER_STEP_BYTES = 2**20
 
 @pytest.fixture(scope="module")
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The guide under another name in its metadata, and so another model that no catalogue knows."""
-    data = GUIDE_PATH.read_bytes()
-    at = data.index(b"general.name") + len(b"general.name") + 4 + 8
     path = tmp_path_factory.mktemp("model") / "model.gguf"
-    path.write_bytes(data[:at] + b"S" + data[at + 1 :])
+    path.write_bytes(other_guide("S"))
     return path
 
 

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from swarmllm_workers.gguf_file import GgufFile
+from swarmllm_workers.libllama import Model
+from swarmllm_workers.vocabulary import Vocabulary
+
 from .client import Worker
 from .factory import SPECS, Spec, build
 
@@ -28,6 +32,15 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
         return built[key]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def vocabulary(make_model: MakeModel) -> Iterator[Vocabulary]:
+    """256 single bytes and a few special tokens."""
+    path = make_model("llama")
+    model = Model(path, vocab_only=True)
+    yield Vocabulary(model, GgufFile(path))
+    model.close()
 
 
 @pytest.fixture

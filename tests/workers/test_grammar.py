@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,12 +10,9 @@ import pytest
 from swarmllm_proto.ipc import Sampling
 from swarmllm_workers.decoding import Decoding
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.gguf_file import GgufFile
-from swarmllm_workers.libllama import Model
 from swarmllm_workers.sampling import Sampler
 from swarmllm_workers.vocabulary import Vocabulary
 
-from .conftest import MakeModel
 from .factory import N_VOCAB
 
 SCHEMA = {
@@ -25,14 +21,6 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def vocabulary(make_model: MakeModel) -> Iterator[Vocabulary]:
-    path = make_model("llama")
-    model = Model(path, vocab_only=True)
-    yield Vocabulary(model, GgufFile(path))
-    model.close()
 
 
 def generate(vocabulary: Vocabulary, sampling: Sampling, *, seed: int = 0) -> tuple[str, str | None]:

@@ -7,7 +7,6 @@ The model is a random one over single bytes, so that every corner of a grammar i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -17,13 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.grammar import Grammar
 from swarmllm_workers.json_schema import Unsupported, gbnf
-from swarmllm_workers.libllama import Model
 from swarmllm_workers.vocabulary import Vocabulary
 
-from .conftest import MakeModel
 from .factory import N_VOCAB
 
 OBJECT: dict[str, Any] = {
@@ -79,14 +75,6 @@ SCHEMAS: dict[str, Any] = {
         for form in ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid")
     },
 }
-
-
-@pytest.fixture(scope="module")
-def vocabulary(make_model: MakeModel) -> Iterator[Vocabulary]:
-    path = make_model("llama")
-    model = Model(path, vocab_only=True)
-    yield Vocabulary(model, GgufFile(path))
-    model.close()
 
 
 def write(vocabulary: Vocabulary, grammar: str, seed: int, n_max: int = 600) -> str:

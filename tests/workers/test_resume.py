@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.decoding import Decoding
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.gguf_file import GgufFile
-from swarmllm_workers.libllama import Model
 from swarmllm_workers.vocabulary import Vocabulary
 
 from .client import Generated, Worker
@@ -35,14 +32,6 @@ SAMPLINGS = {
     "schema": Sampling(seed=7, json_schema=json.dumps({"enum": ["some", "somewhat"]}), max_tokens=N_TOKENS),
     "stop": Sampling(seed=7, stop=("ab", "zz", "e"), max_tokens=N_TOKENS),
 }
-
-
-@pytest.fixture(scope="module")
-def vocabulary(make_model: MakeModel) -> Iterator[Vocabulary]:
-    path = make_model("llama")
-    model = Model(path, vocab_only=True)
-    yield Vocabulary(model, GgufFile(path))
-    model.close()
 
 
 def logits(index: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from swarmllm_workers.interposing import find_library
 from swarmllm_workers.libllama import Context, ContextSettings, Model
 from swarmllm_workers.segment import EngineSettings, Span
 
+from .stepping import step_logits
 from .test_exactness import GUIDE
 
 N_CTX = 1024
@@ -61,13 +62,9 @@ def logits(
         context.decode(tokens[start:end], np.arange(start, end), 0, np.zeros(end - start, np.int8))
     if n_foreign:
         context.decode(tokens[:n_foreign], np.arange(n_foreign), 1, np.zeros(n_foreign, np.int8))
-    found = []
-    for at in range(N_PROMPT, N_PROMPT + N_STEPS, n_rows):
-        rows = tokens[at : at + n_rows]
-        context.decode(rows, np.arange(at, at + len(rows)), 0, True)
-        found += [context.logits(row).copy() for row in range(len(rows))]
+    found = step_logits(context, tokens, N_PROMPT, n_rows)
     context.close()
-    return np.array(found)
+    return found
 
 
 def test_ggml_asks_before_it_attends(model: Model) -> None:

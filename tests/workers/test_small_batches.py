@@ -15,6 +15,7 @@ from swarmllm_workers.libllama import Context, ContextSettings, Model
 
 from .conftest import MakeModel
 from .factory import QUANTISATIONS, SLOW_TO_ENCODE, Spec
+from .stepping import step_logits
 from .test_exactness import GUIDE
 
 REARRANGED = (Type.Q2_K, Type.Q4_K)
@@ -33,14 +34,10 @@ def logits(path: Path, n_rows: int) -> np.ndarray:
     context = Context(model, ContextSettings(n_ctx=256, n_slots=1, n_threads=2, n_outputs_max=32))
     tokens = np.random.default_rng(5).integers(0, model.n_vocab, N_PROMPT + N_STEPS).astype(np.int32)
     context.decode(tokens[:N_PROMPT], np.arange(N_PROMPT), 0, np.zeros(N_PROMPT, np.int8))
-    found = []
-    for at in range(N_PROMPT, N_PROMPT + N_STEPS, n_rows):
-        rows = tokens[at : at + n_rows]
-        context.decode(rows, np.arange(at, at + len(rows)), 0, True)
-        found += [context.logits(row).copy() for row in range(len(rows))]
+    found = step_logits(context, tokens, N_PROMPT, n_rows)
     context.close()
     model.close()
-    return np.array(found)
+    return found
 
 
 def test_ggml_asks_before_it_uses_tiles() -> None:
