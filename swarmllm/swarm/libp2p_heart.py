@@ -20,12 +20,13 @@ from typing import Any
 import libp2p.stream_muxer.yamux.yamux as yamux
 import trio
 
-from swarmllm.swarm.heart import CHECK_S, Heart
+from swarmllm.swarm.heart import CHECK_S, LAST_LOOK_S, Heart
 
 log = logging.getLogger(__name__)
 
 _PATIENCE = 2.0
-"""With the peer, for each second that this side is late: both ends write and read between other tasks."""
+"""With the peer, for each second that this side is late by more than LAST_LOOK_S: both ends write and read
+between other tasks. Every timer is late by milliseconds, and so is the look that would end the patience."""
 _PATIENCE_MAX_S = 5.0
 _HEADER = Struct(">BBHII")
 _HEARD_AT = "_heard_at_s"
@@ -67,7 +68,8 @@ class Libp2pHearts:
             if is_over():
                 return False
             now = trio.current_time()
-            patience_s = min(_PATIENCE_MAX_S, patience_s + _PATIENCE * (now - look_at_s))
+            late_s = max(0.0, now - look_at_s - LAST_LOOK_S)
+            patience_s = min(_PATIENCE_MAX_S, patience_s + _PATIENCE * late_s)
             if (latest_s := self._heard_at_s(node_id)) > heard_at_s:
                 heard_at_s, patience_s = latest_s, 0.0
             heart.heard(heard_at_s + patience_s)

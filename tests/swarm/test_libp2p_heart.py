@@ -195,6 +195,22 @@ async def test_a_writer_that_is_stuck_hides_no_frozen_peer_and_collects_no_pings
         assert here.n_writes == n_writes + 1
 
 
+async def test_timers_that_are_late_as_ever_are_no_reason_for_patience(autojump_clock: MockClock) -> None:
+    async with joined() as (hearts, _, there), trio.open_nursery() as nursery:
+
+        async def be_late() -> None:
+            while True:
+                await trio.sleep(1e-6)
+                autojump_clock.jump(0.03)
+
+        there.freeze()
+        started_s = trio.current_time()
+        nursery.start_soon(be_late)
+        assert await hearts.falls_silent(NODE_ID, never)
+        assert trio.current_time() - started_s < OUT_OF_ROUTES_S
+        nursery.cancel_scope.cancel()
+
+
 async def test_who_is_late_itself_has_patience_but_not_for_ever(autojump_clock: MockClock) -> None:
     async with joined() as (hearts, _, there), trio.open_nursery() as nursery:
 
