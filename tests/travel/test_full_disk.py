@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from small_disk import small_disk
 from swarmllm.errors import StoreFull
 from swarmllm.models import Catalogue, LayerRange, Store
 
-from .travellers import MODEL, TENSOR_BYTES, open_world
+from .travellers import MODEL, SETTINGS, TENSOR_BYTES, open_world
 
 
 async def test_a_disk_that_fills_up_on_the_way(tmp_path: Path) -> None:
@@ -19,7 +20,8 @@ async def test_a_disk_that_fills_up_on_the_way(tmp_path: Path) -> None:
     with small_disk(tmp_path / "taker", 3 * len(MODEL)) as disk:
         async with open_world(tmp_path) as world:
             await world.node("a", has_model=True)
-            taker = await world.node("taker")
+            # One lane, so that what is missing is known whenever progress is told.
+            taker = await world.node("taker", settings=replace(SETTINGS, lanes_per_holder=1))
             for round_no in range(4):
                 fill_at, leave_bytes = 0.7 * dice.random(), dice.choice([0, 0, 8192, TENSOR_BYTES])
                 is_full = False
@@ -29,7 +31,7 @@ async def test_a_disk_that_fills_up_on_the_way(tmp_path: Path) -> None:
                 ) -> None:
                     nonlocal is_full
                     if not is_full and done >= fill_at * total:
-                        disk.fill(leave_bytes)
+                        disk.fill(min(leave_bytes, (total - done) // 2))
                         is_full = True
 
                 with pytest.raises(StoreFull):
