@@ -32,6 +32,9 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
+        """Of decoding. Raises RuntimeError where it was over at once: there is nothing to time."""
+        if not self.decode_s:
+            raise RuntimeError(f"all {self.n_tokens} tokens came in one event: ask for more (--tokens)")
         return (self.n_tokens - 1) / self.decode_s
 
 
