@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from patience import PATIENCE_S
 
+from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
@@ -19,6 +20,8 @@ MODEL = ModelFile("ab" * 32, Path("/nowhere/fake.gguf"))
 OTHER_MODEL = ModelFile("cd" * 32, Path("/nowhere/other.gguf"))
 BROKEN_MODEL = ModelFile("ef" * 32, Path("/nowhere/broken.gguf"))
 ROWS = np.arange(24, dtype=np.float32).reshape(3, 8)
+CALL_TIMEOUT_S = 1.0
+"""Short, and yet more than a worker that answers at once takes on a busy machine."""
 
 
 @asynccontextmanager
@@ -40,6 +43,14 @@ async def fake_pool(
         seen = set(pids(pool))
     assert not [pid for pid in seen if process_exists(pid)]
     assert list((folder / "run").iterdir()) == []
+
+
+async def forward(pool: WorkerPool, order: str = "r", *, position: int = 0) -> np.ndarray:
+    result = await pool.forward(
+        MODEL, request_id=order, layers=LayerRange(0, 4), position=position, tensor=ROWS, want="hidden"
+    )
+    assert result.tensor is not None
+    return result.tensor
 
 
 def pids(pool: WorkerPool) -> list[int]:
