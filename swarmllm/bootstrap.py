@@ -50,7 +50,11 @@ LOG = VENV / "install.log"
 STAMP = VENV / "swarmllm-install.json"
 RAW_PROGRESS_PIP = (24, 1)  # the first pip that can print `Progress 1 of 2` lines
 LOG_TAIL_LINES = 25
-INSTALLED_FROM = ("pyproject.toml", "setup.py", "workers/swarmllm_workers/tap.c")
+INSTALLED_FROM = (
+    "pyproject.toml",
+    "setup.py",
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("workers/**/*.[ch]")),
+)
 """What decides how the installation turns out; Python files are used where they lie."""
 LOG_NOISE = "Link requires a different Python"
 QUIET_INTERVAL_S = 15.0

@@ -194,6 +194,22 @@ def test_a_stamp_counts_only_for_the_same_files_and_a_living_python(
     assert bootstrap.installed_extras() is None
 
 
+def test_every_file_that_is_compiled_decides_whether_an_installation_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = sorted(path.relative_to(bootstrap.ROOT) for path in bootstrap.ROOT.glob("workers/**/*.[ch]"))
+    assert len(compiled) >= 4
+    for name in bootstrap.INSTALLED_FROM:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one")
+    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
+    seen = {bootstrap.fingerprint()}
+    for path in (*compiled, Path("setup.py"), Path("pyproject.toml")):
+        (tmp_path / path).write_text("two")
+        seen.add(bootstrap.fingerprint())
+    assert len(seen) == 1 + len(compiled) + 2
+
+
 @pytest.mark.parametrize(
     ("script", "version"),
     [("echo 26.3", (26, 3)), ("echo 23.2.1", (23, 2)), ("exit 1", ()), ("echo nothing", ())],

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from swarmllm_workers.engine import Engine
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.memory import predict
 from swarmllm_workers.ranges import merge, subtract
 from swarmllm_workers.segment import EngineSettings, Span
 from swarmllm_workers.slots import Slots
@@ -91,6 +92,39 @@ def test_request_in_a_segment_that_is_cut_for_another_keeps_its_rows(open_engine
     engine.release("new")
     np.testing.assert_array_equal(run(engine, "again", 0, 4, 0, TOKENS), first)
     np.testing.assert_array_equal(run(engine, "again", 0, 4, len(TOKENS), TOKENS[:1]), second)
+
+
+def test_a_cut_for_a_request_keeps_within_what_is_allowed(open_engine: OpenEngine) -> None:
+    probe = open_engine()
+    whole = predict(probe.source, probe.n_layers, [(0, probe.n_layers)], probe.settings).total_bytes
+    parts = predict(probe.source, probe.n_layers, [(0, 1), (1, probe.n_layers)], probe.settings).total_bytes
+    engine = open_engine(max_bytes=max(whole, parts) + 1024)
+    engine.load(0, 4)
+    first = run(engine, "old", 0, 4, 0, TOKENS)
+    with pytest.raises(CallError, match="are allowed") as caught:
+        run(engine, "new", 0, 1, 0, TOKENS)
+    assert caught.value.kind == "out_of_memory"
+    assert engine.memory.total_bytes <= engine.settings.max_bytes
+    assert bounds(engine) == [(0, 4)], "a cut that was refused has changed something"
+    engine.release("new")
+    engine.release("old")
+    run(engine, "new", 0, 1, 0, TOKENS)  # now the old segment can go
+    assert bounds(engine) == [(0, 1), (1, 4)]
+    assert engine.memory.total_bytes <= engine.settings.max_bytes
+    engine.release("new")
+    np.testing.assert_array_equal(run(engine, "again", 0, 4, 0, TOKENS), first)
+
+
+def test_a_cut_for_which_the_machine_has_no_room_is_refused(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine()
+    engine.load(0, 4)
+    run(engine, "old", 0, 4, 0, TOKENS)
+    monkeypatch.setattr("swarmllm_workers.engine.available_bytes", lambda: 1000)
+    with pytest.raises(CallError, match="are available"):
+        run(engine, "new", 0, 1, 0, TOKENS)
+    run(engine, "old", 0, 4, len(TOKENS), TOKENS[:1])
 
 
 def test_unloading_a_part_cuts_what_remains(open_engine: OpenEngine) -> None:

@@ -129,16 +129,29 @@ class Engine:
         self._settle()
 
     def _refuse_what_does_not_fit(self, missing: list[Range]) -> None:
-        needed = predict(self.source, self.n_layers, self.cuts.pieces(missing), self.settings)
-        what = f"layers {join(missing)} of {self.name}"
-        refuse_what_does_not_fit(needed, what, available_bytes())
+        self._refuse_pieces_that_do_not_fit(self.cuts.pieces(missing))
+
+    def _refuse_pieces_that_do_not_fit(
+        self, pieces: Sequence[Range], leaving: Sequence[Segment] = ()
+    ) -> None:
+        """Raises CallError out_of_memory. `leaving`: segments that are closed before these are opened."""
+        needed = predict(self.source, self.n_layers, pieces, self.settings)
+        going = self._memory_of(leaving)
+        # Mapped weights are page cache, which counts as available while they are mapped.
+        given_back = going.total_bytes - (going.weights_bytes if self.settings.use_mmap else 0)
+        what = f"layers {join(merge(pieces))} of {self.name}"
+        refuse_what_does_not_fit(needed, what, available_bytes() + given_back)
         if self.settings.max_bytes:
-            refuse_what_does_not_fit(needed + self.memory, what, self.settings.max_bytes, ALLOWED)
+            needed += self.memory
+            refuse_what_does_not_fit(needed, what, self.settings.max_bytes + going.total_bytes, ALLOWED)
 
     @property
     def memory(self) -> Memory:
         """What the segments take, as predicted."""
-        pieces = [(segment.start, segment.end) for segment in (*self._segments, *self._retired)]
+        return self._memory_of([*self._segments, *self._retired])
+
+    def _memory_of(self, segments: Sequence[Segment]) -> Memory:
+        pieces = [(segment.start, segment.end) for segment in segments]
         return predict(self.source, self.n_layers, pieces, self.settings)
 
     def unload(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
@@ -335,21 +348,25 @@ class Engine:
             self._segments += self._maker.open_all(gaps)
 
     def _cut_at(self, start: int, end: int) -> None:
-        """Replace segments that reach over `start` or `end` by their parts."""
-        for segment in list(self._segments):
+        """Replace segments that reach over `start` or `end` by their parts. Raises CallError out_of_memory,
+        having changed nothing, where the parts do not fit beside what stays."""
+        cut = [s for s in self._segments if s.start < start < s.end or s.start < end < s.end]
+        staying = [segment for segment in self._segments if segment not in cut]
+        missing: list[Range] = []
+        for segment in cut:
             inside = [boundary for boundary in (start, end) if segment.start < boundary < segment.end]
-            if not inside:
-                continue
-            self.prefixes.clear()
-            bounds = [segment.start, *inside, segment.end]
-            self._segments.remove(segment)
-            if segment.n_rows:
-                self._retired.append(segment)
-            else:
-                segment.close()
-            for piece in self.cuts.pieces(pairwise(bounds)):
-                if find_path(self._segments, *piece) is None:
-                    self._segments.append(self._maker.open(*piece))
+            for piece in self.cuts.pieces(pairwise([segment.start, *inside, segment.end])):
+                if find_path(staying, *piece) is None and piece not in missing:
+                    missing.append(piece)
+        idle = [segment for segment in cut if not segment.n_rows]
+        self._refuse_pieces_that_do_not_fit(missing, idle)
+        self.prefixes.clear()
+        self._retired += [segment for segment in cut if segment.n_rows]
+        self._segments = staying
+        for segment in idle:
+            segment.close()
+        for piece in missing:
+            self._segments.append(self._maker.open(*piece))
         self._settle()
 
     def _settle(self) -> None:

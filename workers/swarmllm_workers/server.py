@@ -2,8 +2,8 @@
 
 While there is work the socket is looked at between two steps and never waited for; without work the loop
 sleeps in `poll`. Output is buffered and written as the socket takes it, so a daemon that reads slowly
-delays nobody's decode step; beyond a bound on that buffer the steps wait. The end of the stream ends the
-worker.
+delays nobody's decode step; beyond a bound on that buffer the steps wait, and no further message is read.
+The end of the stream ends the worker.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from swarmllm_workers import __version__
 from swarmllm_workers.foresight import Foresight
 from swarmllm_workers.handlers import Handlers
 from swarmllm_workers.libllama import engine_version
+from swarmllm_workers.outgoing import Outgoing
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,7 @@ RECEIVE_SIZE: Final = 256 * 1024
 READS_PER_STEP: Final = 64
 """Bounds how long arriving data (16 MiB) can hold up the requests that run."""
 UNWRITTEN_MAX: Final = 32 * 2**20
-"""Bytes in the output buffer above which no further step is made."""
-PIECES_PER_WRITE: Final = 64
+"""Bytes in the output buffer above which no further step is made and no further message is read."""
 
 _DESCRIPTOR: Final = Struct("i")
 _ANCILLARY_SIZE: Final = socket.CMSG_SPACE(4 * _DESCRIPTOR.size)
@@ -57,8 +57,7 @@ class Server:
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection = connection
         self._decoder = FrameDecoder()
-        self._unwritten: deque[memoryview] = deque()
-        self._n_unwritten = 0
+        self._outgoing = Outgoing(connection)
         self._poll = select.poll()
         self._descriptors: deque[int] = deque()
         self._foresight = Foresight(self._receive, self._decoder)
@@ -68,27 +67,22 @@ class Server:
     def send(self, message: Any, payload: Any = b"") -> None:
         """Queue a message and write what the socket takes now. Payloads are copied only if they have to
         wait."""
-        for piece in encode_ipc(message, payload):
-            view = memoryview(piece)
-            self._unwritten.append(view)
-            self._n_unwritten += len(view)
-        self._write()
-        if self._unwritten:
-            # Results are views of buffers that the next step overwrites.
-            self._unwritten = deque(memoryview(bytes(view)) for view in self._unwritten)
+        self._outgoing.send(encode_ipc(message, payload))
 
     def serve(self) -> None:
         """Until Shutdown, the last Unload, or the end of the stream."""
         self._connection.setblocking(False)
         self.send(ipc.Ready(pid=self._pid, version=__version__, engine=engine_version()))
-        poll, own, is_writing = self._poll, self._connection.fileno(), False
-        poll.register(own, select.POLLIN)
+        poll, own, watched = self._poll, self._connection.fileno(), 0
         try:
             while not self._handlers.is_finished:
-                is_stuck = self._n_unwritten > UNWRITTEN_MAX
-                if bool(self._unwritten) is not is_writing:
-                    is_writing = not is_writing
-                    poll.register(own, select.POLLIN | (select.POLLOUT if is_writing else 0))
+                is_stuck = self._is_stuck
+                wanted = (0 if is_stuck else select.POLLIN) | (
+                    select.POLLOUT if self._outgoing.n_bytes else 0
+                )
+                if wanted != watched:
+                    poll.register(own, wanted)
+                    watched = wanted
                 happened = poll.poll(None if is_stuck else self._handlers.pause_ms())
                 n_left = len(happened)
                 for descriptor, events in happened:
@@ -97,15 +91,15 @@ class Server:
                         self._handlers.ring.on_event(descriptor, events, is_last=not n_left and not is_stuck)
                         continue
                     if events & select.POLLOUT:
-                        self._write()
+                        self._outgoing.write()
                     if events & ~select.POLLOUT and not self._read():
                         return
-                if self._handlers.has_work and self._n_unwritten <= UNWRITTEN_MAX:
+                if self._handlers.has_work and not self._is_stuck:
                     self._handlers.step()
                     self._handle_ahead()
             self._connection.setblocking(True)
             self._connection.settimeout(1.0)
-            self._write()
+            self._outgoing.write()
         except (BrokenPipeError, ConnectionResetError):
             log.info("the daemon has gone")
         except ProtocolError as error:
@@ -115,6 +109,10 @@ class Server:
             self._handlers.close()
             while self._descriptors:
                 os.close(self._descriptors.popleft())
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._outgoing.n_bytes > UNWRITTEN_MAX
 
     def _watch(self, descriptor: int, events: int) -> None:
         """Tell the ring of `events` on a link's socket; 0: no more."""
@@ -152,6 +150,9 @@ class Server:
                 self._handle(frame)
                 if self._handlers.is_finished:
                     return True
+            self._close_leftovers()
+            if self._is_stuck:
+                return True
         return True
 
     def _handle_ahead(self) -> None:
@@ -159,6 +160,13 @@ class Server:
         for frame in self._foresight.take():
             if not self._handlers.is_finished:
                 self._handle(frame)
+        self._close_leftovers()
+
+    def _close_leftovers(self) -> None:
+        """Close what came with messages that were refused or wanted none, so that it is not taken for what
+        comes with the next message. A message that has not arrived whole may still want its own."""
+        while self._descriptors and not self._decoder.inside_frame:
+            os.close(self._descriptors.popleft())
 
     def _handle(self, frame: Frame) -> None:
         try:
@@ -169,19 +177,6 @@ class Server:
             )
         else:
             self._handlers.handle(message, frame.payload)
-
-    def _write(self) -> None:
-        while self._unwritten:
-            pieces = [self._unwritten[i] for i in range(min(PIECES_PER_WRITE, len(self._unwritten)))]
-            try:
-                n = self._connection.sendmsg(pieces)
-            except (BlockingIOError, TimeoutError):
-                return
-            self._n_unwritten -= n
-            while self._unwritten and n >= len(self._unwritten[0]):
-                n -= len(self._unwritten.popleft())
-            if n:
-                self._unwritten[0] = self._unwritten[0][n:]
 
     def _send_fatal(self, error: ProtocolError) -> None:
         try:
