@@ -33,6 +33,7 @@ from swarmllm.downloads import Gathering
 from swarmllm.errors import ConfigError, InvalidRequest, SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.keys import KeyFile
+from swarmllm.loop_watchdog import LoopWatchdog
 from swarmllm.models import Catalogue, Store
 from swarmllm.node import Node
 from swarmllm.node.node import DOWNLOADS
@@ -127,22 +128,30 @@ async def open_daemon(
     data_dir = await trio.to_thread.run_sync(prepare_data_dir, config.data_dir)
     catalogue = await trio.to_thread.run_sync(open_catalogue, data_dir)
     settings = swarm_settings(config, data_dir)
+    watchdog = LoopWatchdog()
     async with (
         open_trust(data_dir, settings.lists) as trust,
         open_libp2p_router(settings, trust.note, trust.has_merit) as router,
-        _open_rooms(config, data_dir, catalogue, router, trust) as (whereabouts, apply),
+        _open_rooms(config, data_dir, catalogue, router, trust, watchdog) as (whereabouts, apply),
         trio.open_nursery() as nursery,
     ):
         if reread is not None:
             manager = manager or ServiceManager({})
             await nursery.start(reload_on_sighup, config, reread, apply, manager)
-        yield whereabouts
+        # From here on, because imports at the start are slow steps that delay nobody.
+        with watchdog.watching():
+            yield whereabouts
         nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
 async def _open_rooms(
-    config: Config, data_dir: Path, catalogue: Catalogue, router: Libp2pRouter, trust: Trust
+    config: Config,
+    data_dir: Path,
+    catalogue: Catalogue,
+    router: Libp2pRouter,
+    trust: Trust,
+    watchdog: LoopWatchdog,
 ) -> AsyncIterator[tuple[Whereabouts, Callable[[Config], None]]]:
     """Everything above the network, bottom up; yields also what takes over a changed configuration."""
     settings = worker_settings(config, data_dir)
@@ -193,6 +202,7 @@ async def _open_rooms(
             observations=observations,
             trust=trust,
             remembered=remembered,
+            watchdog=watchdog,
         )
         await nursery.start(node.run)
         nursery.start_soon(node.measure, data_dir / MACHINE_FILE)

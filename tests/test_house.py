@@ -42,6 +42,7 @@ LAYERS = (
     "swarmllm.config",
     "swarmllm.keys",
     "swarmllm.sd_notify",
+    "swarmllm.loop_watchdog",
     "swarmllm.memory_info",
     "swarmllm.private_files",
     "swarmllm.errors",

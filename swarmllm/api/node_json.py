@@ -37,6 +37,11 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         "pid": os.getpid(),
         "uptime_s": round(time.time() - node.started_at, 3),
         "tasks": trio.lowlevel.current_statistics().tasks_living,
+        "loop": {
+            "longest_step_s": round(node.watchdog.longest_s, 4),
+            "slow_steps": node.watchdog.n_slow,
+            "latest_slow_step": str(node.watchdog.latest) if node.watchdog.latest else None,
+        },
         "ready": readiness.status == "ready",
         "reason": readiness.reason,
         "addresses": node.addresses,

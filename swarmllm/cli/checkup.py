@@ -196,6 +196,14 @@ def check_daemon(stats: dict[str, Any]) -> Iterator[Finding]:
                 f"a worker was started {worker['n_starts']} times; its last end: {worker['last_end'] or '-'}",
                 "see its log; out of memory is the usual reason",
             )
+    loop = stats.get("loop") or {}
+    if loop.get("latest_slow_step"):
+        yield Finding(
+            "event loop",
+            "warning",
+            f"{loop['slow_steps']} steps held up everything else; the last: {loop['latest_slow_step']}",
+            "report it with these lines; a share far below 100 % on the CPU means a slow disk or machine",
+        )
     yield Finding("daemon", "ok", f"version {stats['version']} runs as process {stats['pid']}")
     yield from _reachability(stats)
 

@@ -23,6 +23,7 @@ from swarmllm import __version__
 from swarmllm.scheduling.tiers import TIERS
 
 if TYPE_CHECKING:
+    from swarmllm.loop_watchdog import LoopWatchdog
     from swarmllm.node.admission import Admission
     from swarmllm.node.views import PeerView, Readiness
     from swarmllm.pipeline.generation import Generation
@@ -192,6 +193,17 @@ STARTS = Definition(
     ("model_id",),
 )
 
+LONGEST_STEP = Definition(
+    "swarmllm_loop_longest_step_seconds",
+    "gauge",
+    "The longest step of the event loop in the last one to two minutes; nothing else runs during a step.",
+)
+SLOW_STEPS = Definition(
+    "swarmllm_loop_slow_steps_total",
+    "counter",
+    "Steps of the event loop that took more than 0.25 s; the log names the task and the line.",
+)
+
 DEFINITIONS = tuple(value for value in list(vars().values()) if isinstance(value, Definition))
 
 
@@ -200,6 +212,7 @@ class Observed(Protocol):
 
     started_at: float
     admission: Admission
+    watchdog: LoopWatchdog
 
     def readiness(self) -> Readiness: ...
     def peers(self) -> tuple[PeerView, ...]: ...
@@ -288,6 +301,8 @@ class _NodeState(Collector):
             (BY_LINK, pipelines.jobs_by_link),
             (REPEATS, pipelines.repeats),
             (BAD, pipelines.messages_bad),
+            (LONGEST_STEP, node.watchdog.longest_s),
+            (SLOW_STEPS, node.watchdog.n_slow),
         ):
             yield _family(definition, [((), value)])
         if (dht := node.dht_statistics()) is not None:

@@ -23,6 +23,7 @@ from swarmllm.config import Config
 from swarmllm.downloads import Downloads, Gathering
 from swarmllm.downloads.settings import from_environment
 from swarmllm.errors import ModelNotFound, NodeUnreachable, SwarmLLMError
+from swarmllm.loop_watchdog import LoopWatchdog
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, needed_tensors
 from swarmllm.node.acquaintances import Acquaintances
 from swarmllm.node.admission import Admission
@@ -83,6 +84,7 @@ class Node:
         observations: Observations | None = None,
         trust: Trust | None = None,
         remembered: RememberedLoads | None = None,
+        watchdog: LoopWatchdog | None = None,
     ) -> None:
         inference = config.inference
         self.nickname = config.nickname
@@ -92,6 +94,7 @@ class Node:
             inference.queue_timeout_s,
         )
         self.config = config
+        self.watchdog = watchdog or LoopWatchdog()
         self._router = router
         self._registry = registry
         self._pool = pool

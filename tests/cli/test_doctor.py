@@ -150,6 +150,7 @@ def test_a_bootstrap_node_that_does_not_answer_is_a_problem(listening: int) -> N
         ({"dht": {"mode": "on", "n_nodes": 0}}, [("reachability", "warning")]),
         ({"dht": {"mode": "on", "n_nodes": 1}}, []),
         ({"dht": {"mode": "off", "n_nodes": 0}}, []),
+        ({"loop": {"slow_steps": 2, "latest_slow_step": "a step of x"}}, [("event loop", "warning")]),
         ({"workers": [{"n_starts": 3, "last_end": "killed by signal 9"}]}, [("daemon", "warning")]),
         (
             {
