@@ -33,6 +33,7 @@ from swarmllm.downloads import Gathering
 from swarmllm.errors import ConfigError, InvalidRequest, SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.keys import KeyFile
+from swarmllm.log_filter import LogLimitFilter
 from swarmllm.loop_watchdog import LoopWatchdog
 from swarmllm.models import Catalogue, Store
 from swarmllm.node import Node
@@ -356,8 +357,9 @@ def write_whereabouts(file: Path, whereabouts: Whereabouts) -> None:
 
 
 def set_up_logging(level: str) -> None:
-    """Everything to stderr, one line each. Libraries are heard only when they warn."""
+    """Everything to stderr, one line each, within the log limit. Libraries are heard only when they warn."""
     output = logging.StreamHandler(sys.stderr)
+    output.addFilter(LogLimitFilter())
     if is_journal(os.environ):
         output.setFormatter(JournalFormatter())
     else:

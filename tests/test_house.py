@@ -45,6 +45,8 @@ LAYERS = (
     "swarmllm.loop_watchdog",
     "swarmllm.memory_info",
     "swarmllm.private_files",
+    "swarmllm.log_filter",
+    "swarmllm.log_limit",
     "swarmllm.errors",
     "swarmllm_proto",
     "swarmllm.bootstrap",
@@ -54,6 +56,7 @@ LAYERS = (
 
 PURE = (
     "swarmllm.scheduling",
+    "swarmllm.log_limit",
     "swarmllm.travel.plan",
     "swarmllm.downloads.digest_book",
     "swarmllm.downloads.source",
