@@ -51,6 +51,7 @@ from swarmllm.swarm.peer_lists import PeerLists
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.swarm.settings import SwarmSettings
+from swarmllm.swarm.trust import Deed
 from swarmllm.swarm.trust_keeper import Trust, open_trust
 from swarmllm.travel import Travel, TravelSettings
 from swarmllm.workerpool import WorkerPool, WorkerSettings
@@ -159,7 +160,12 @@ async def _open_rooms(
     pool = WorkerPool(settings, data_dir / "run", on_change=lambda: node.holdings_changed())
     async with pool.running(), trio.open_nursery() as nursery:
         trust_min = config.inference.cross_node_prefix_trust_min
-        registry = Registry(router.node_id, trust.may_work, lambda node_id: trust.score(node_id) >= trust_min)
+        registry = Registry(
+            router.node_id,
+            trust.may_work,
+            lambda node_id: trust.score(node_id) >= trust_min,
+            lambda found: trust.note(found.node_id, Deed.BROKE_PROTOCOL, str(found)),
+        )
         await nursery.start(follow_router, registry, router)
         observations = Observations()
         remembered = await trio.to_thread.run_sync(open_remembered_loads, data_dir)

@@ -33,7 +33,7 @@ async def completions() -> Response:
 
 @chat.get("/models")
 async def models() -> Response:
-    listed = [_model(view) for view in await current_node().models.list() if view.entry is not None]
+    listed = [_model(view) for view in await current_node().models.own()]
     return _json({"object": "list", "data": listed})
 
 

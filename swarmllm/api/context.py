@@ -42,7 +42,7 @@ async def model_or_only_one(name: str | None) -> str:
     """
     if name is not None:
         return name
-    names = [view.name for view in await current_node().models.list() if view.entry and view.complete]
+    names = [view.name for view in await current_node().models.own() if view.complete]
     if len(names) != 1:
         raise InvalidRequest(f"Which model? {len(names)} can answer here; send `model`.", field="model")
     return names[0]

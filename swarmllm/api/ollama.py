@@ -193,12 +193,12 @@ async def version() -> Response:
 @ollama.get("/tags")
 async def tags() -> Response:
     """The models a request would find a pipeline for, and those whose layers are not all there yet."""
-    return _json({"models": [_listed(view) for view in await current_node().models.list() if view.entry]})
+    return _json({"models": [_listed(view) for view in await current_node().models.own()]})
 
 
 @ollama.get("/ps")
 async def running() -> Response:
-    views = [view for view in await current_node().models.list() if view.entry and view.complete]
+    views = [view for view in await current_node().models.own() if view.complete]
     default = current_config().inference.n_ctx
     sizes = [view.settings.n_ctx if view.settings else default for view in views]
     listed = [_listed(view) | {"context_length": n_ctx} for view, n_ctx in zip(views, sizes, strict=True)]
@@ -250,7 +250,7 @@ def _error(message: str) -> bytes:
 async def catalogue_name(asked: str) -> str:
     """The model's name in the catalogue: apps append a tag that nobody typed."""
     if asked.endswith(TAG):
-        names = {view.name for view in await current_node().models.list() if view.entry}
+        names = {view.name for view in await current_node().models.own()}
         if asked not in names:
             return asked.removesuffix(TAG)
     return asked

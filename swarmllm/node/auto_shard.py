@@ -133,20 +133,18 @@ class AutoShardManager:
         if model.model_id != entry.model_id:
             model.model_id = entry.model_id
             self._on_change()
-        shape, held = self._shapes[entry.model_id], self._pool.loaded(entry.model_id)
-        records = {
-            node_id: record
-            for node_id, record in self._registry.trusted_nodes().items()
-            if node_id == self._node_id or node_id in self._registry.connected()
-        }
+        shape = self._shapes[entry.model_id]
+        records = self._registry.working_nodes()
         own = records.get(self._node_id)
         if own is None or model.model_id not in own.capability.placed_models:
             model.state = "telling the swarm"
             return
-        plan = plan_of(entry.manifest, records, self._max_pipes)
+        # With hundreds of nodes this takes tens of milliseconds, which nobody else need wait for.
+        plan = await trio.to_thread.run_sync(plan_of, entry.manifest, records, self._max_pipes)
         model.target = plan.targets[self._node_id]
-        others = self._registry.holders(entry.model_id)
-        elsewhere = [holder.layers for holder in others if holder.node_id != self._node_id]
+        held = self._pool.loaded(entry.model_id)
+        others = self._registry.held(entry.model_id).items()
+        elsewhere = [layers for node_id, ranges in others if node_id != self._node_id for layers in ranges]
         pinned = self.pinned(entry.model_id)
         step = next_step(held, model.target, pinned, elsewhere, self.free_bytes, shape)
         if step.load is None and step.drop is None:

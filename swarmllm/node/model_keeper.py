@@ -6,7 +6,7 @@ nodes and the registry (what others hold); the swarm is told after each change.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from swarmllm.downloads import Gathering
 from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.node.cut_checks import CutChecks
-from swarmllm.node.model_view import view_model, view_waiting
+from swarmllm.node.model_view import Coverages, view_model, view_waiting
 from swarmllm.node.remembered_loads import RememberedLoads
 from swarmllm.node.request_words import check_layers
 from swarmllm.node.views import ModelView
@@ -26,6 +26,8 @@ from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, ModelFile, WorkerPoo
 
 Progress = Callable[[int, int], None]
 Then = Callable[[], Awaitable[object]]
+_Views = list[ModelView]
+"""By a name of its own: `ModelKeeper.list` hides the other."""
 
 
 class ModelKeeper:
@@ -48,32 +50,52 @@ class ModelKeeper:
         self._registry = registry
         self._gathering = gathering
         self._remembered = remembered
-        self._node_id = node_id
-        self._nickname_of = nickname_of
         self._publish = publish
         self._cut_checks = CutChecks(pool, catalogue)
+        self._coverages = Coverages(node_id, nickname_of)
 
     async def list(self) -> tuple[ModelView, ...]:
+        """This node's models, all of them, and of those that only others have at most
+        `registry.LISTED_MAX`."""
         entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
         swarm = self._registry.models()
-        views = [self._view(entry, swarm.get(model_id)) for model_id, entry in entries.items()]
-        views += [self._view(None, model) for model_id, model in swarm.items() if model_id not in entries]
+        self._coverages.keep({*entries, *swarm})
+        views = await self._views(entries.values())
+        for model_id, model in swarm.items():
+            if model_id not in entries:
+                views.append(self._view(None, model))
+                await trio.lowlevel.checkpoint()
         views += [view_waiting(waiting) for waiting in self._gathering.views()]
         return tuple(sorted(views, key=lambda view: (view.name, view.model_id)))
 
+    def n_left_out(self) -> int:
+        """Models of other nodes that `list` does not name."""
+        return self._registry.n_models() - len(self._registry.models())
+
+    async def own(self) -> tuple[ModelView, ...]:
+        """Those in this node's catalogue."""
+        views = await self._views(await trio.to_thread.run_sync(self._catalogue.list))
+        return tuple(sorted(views, key=lambda view: (view.name, view.model_id)))
+
+    async def _views(self, entries: Iterable[CatalogueEntry]) -> _Views:
+        views = []
+        for entry in entries:
+            views.append(self._view(entry))
+            await trio.lowlevel.checkpoint()
+        return views
+
     async def get(self, name_or_id: str) -> ModelView:
         """Raises ModelNotFound, InvalidRequest (ambiguous)."""
-        swarm = self._registry.models()
         try:
             entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         except ModelNotFound:
             if waiting := self._gathering.view(name_or_id):
                 return view_waiting(waiting)
-            for model in swarm.values():
+            for model in self._registry.named(name_or_id):
                 if name_or_id in (model.name, model.model_id):
                     return self._view(None, model)
             raise
-        return self._view(entry, swarm.get(entry.model_id))
+        return self._view(entry)
 
     async def add(self, path: Path, name: str | None, progress: Progress, checking: Progress) -> ModelView:
         """Hashes the file, and tries its cuts where nobody knows them, which `checking` tells of; `progress`
@@ -86,7 +108,7 @@ class ModelKeeper:
         entry = await trio.to_thread.run_sync(self._catalogue.add, path, name, report)
         entry = await self._cut_checks.ensure(entry, checking)
         await self._publish()
-        return self._view(entry, self._registry.models().get(entry.model_id))
+        return self._view(entry)
 
     async def resolve(self, name_or_id: str, layers: str | None) -> tuple[CatalogueEntry, LayerRange]:
         """What a load means; makes a model known that only other nodes have.
@@ -118,7 +140,7 @@ class ModelKeeper:
             beside_others=bool(self._pool.loaded(entry.model_id)),
         )
         entry = await self.hold(entry, layers, progress, fetching, options, remember)
-        return self._view(entry, self._registry.models().get(entry.model_id))
+        return self._view(entry)
 
     async def verify(self, name_or_id: str, progress: Progress) -> tuple[ModelView, tuple[str, ...]]:
         """Hash what is here of a model; the names of its damaged parts. Raises ModelNotFound, BadModel."""
@@ -130,7 +152,7 @@ class ModelKeeper:
         """Whether a model may be removed to make room. Raises ModelNotFound, Conflict (it never is)."""
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         entry = await self._travel.pin(entry, pinned)
-        return self._view(entry, self._registry.models().get(entry.model_id))
+        return self._view(entry)
 
     async def remove(self, name_or_id: str) -> ModelView:
         """Forget a model, delete what was fetched of it. Raises ModelNotFound, Conflict (it is loaded, or
@@ -142,7 +164,7 @@ class ModelKeeper:
             raise Conflict(
                 f"{entry.name} is loaded; unload it first: swarmllm models unload {entry.name}", field="model"
             )
-        view = self._view(entry, self._registry.models().get(entry.model_id))
+        view = self._view(entry)
         await self._travel.remove(entry)
         await self._remembered.forget(entry.model_id, entry.name, entry.manifest.whole)
         await self._publish()
@@ -167,7 +189,7 @@ class ModelKeeper:
             # What did not come back at the start is remembered all the same, and must not be for ever.
             if not await forget():
                 raise
-        return self._view(entry, self._registry.models().get(entry.model_id))
+        return self._view(entry)
 
     async def find(self, name_or_id: str, *, far: bool = False) -> CatalogueEntry:
         """The model that is meant; one that only other nodes have becomes known. Raises ModelNotFound,
@@ -222,15 +244,16 @@ class ModelKeeper:
         await self._pool.unload(entry.model_id, layers, progress, then)
         await self._publish()
 
-    def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None) -> ModelView:
+    def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None = None) -> ModelView:
+        """Of a model of this node's, or one that only others have."""
+        if entry is not None:
+            model = self._registry.model(entry.model_id)
         model_id = entry.model_id if entry else model.model_id if model else ""
         return view_model(
             entry,
             model,
-            self._node_id,
+            self._coverages,
             loaded=self._pool.loaded(model_id),
-            sources=self._travel.sources(model_id),
             memory=self._pool.memory(model_id),
             settings=self._pool.loaded_with(model_id),
-            nickname_of=self._nickname_of,
         )

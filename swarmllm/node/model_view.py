@@ -2,53 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from swarmllm.downloads import WaitingView
 from swarmllm.models import CatalogueEntry, LayerRange, merge
 from swarmllm.node.views import HolderView, ModelView
-from swarmllm.scheduling.route import choose_route, missing_layers
+from swarmllm.scheduling.route import is_complete, missing_layers
 from swarmllm.swarm.registry import SwarmModel
 from swarmllm.travel.travel import announcement
 from swarmllm.workerpool.settings import LoadOptions, ModelMemory
+
+Ranges = tuple[LayerRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Who holds which layers of one model, and what that comes to."""
+
+    holders: tuple[HolderView, ...]
+    missing: tuple[LayerRange, ...]
+    complete: bool
+
+
+class Coverages:
+    """The coverage of each model, worked out again only after something about it has changed."""
+
+    def __init__(self, node_id: str, nickname_of: Callable[[str], str]) -> None:
+        self._node_id = node_id
+        self._nickname_of = nickname_of
+        self._known: dict[str, tuple[SwarmModel | None, tuple[object, ...], Coverage]] = {}
+        self.n_made = 0
+
+    def of(
+        self, model_id: str, model: SwarmModel | None, n_layers: int, alignment: int, loaded: Ranges
+    ) -> Coverage:
+        """`loaded`: this node's own ranges, as its pool has them; its record may still be on its way to the
+        registry."""
+        facts = (n_layers, alignment, loaded)
+        known = self._known.get(model_id)
+        if known is None or known[0] is not model or known[1] != facts:
+            made = self._make(model, n_layers, alignment, loaded)
+            self._known[model_id] = known = (model, facts, made)
+        return known[2]
+
+    def keep(self, model_ids: Iterable[str]) -> None:
+        """Forget all others."""
+        self._known = {m: self._known[m] for m in model_ids if m in self._known}
+
+    def _make(self, model: SwarmModel | None, n_layers: int, alignment: int, loaded: Ranges) -> Coverage:
+        self.n_made += 1
+        held: dict[str, Ranges] = {self._node_id: loaded} if loaded else {}
+        held |= {n: ranges for n, ranges in (model.held if model else {}).items() if n != self._node_id}
+        ranges = {layers for node_ranges in held.values() for layers in node_ranges}
+        return Coverage(
+            tuple(
+                HolderView(holder, self._nickname_of(holder), merge(layers), holder == self._node_id)
+                for holder, layers in sorted(held.items(), key=lambda each: (each[1], each[0]))
+            ),
+            tuple(missing_layers(n_layers, ranges)),
+            is_complete(n_layers, alignment, held, self._node_id),
+        )
 
 
 def view_model(
     entry: CatalogueEntry | None,
     model: SwarmModel | None,
-    node_id: str,
+    coverages: Coverages,
     *,
     loaded: tuple[LayerRange, ...],
     memory: ModelMemory,
     settings: LoadOptions | None,
-    sources: tuple[str, ...],
-    nickname_of: Callable[[str], str],
 ) -> ModelView:
-    """`loaded`: this node's own ranges, as its pool has them; its record may still be on its way to the
-    registry."""
+    """`loaded` as `Coverages.of` has it."""
     n_layers = entry.manifest.n_layers if entry else model.n_layers if model else 0
-    held: dict[str, tuple[LayerRange, ...]] = {node_id: loaded} if loaded else {}
-    for holder in model.holders if model else ():
-        if holder.node_id != node_id:
-            held[holder.node_id] = (*held.get(holder.node_id, ()), holder.layers)
-    ranges = [layers for node_ranges in held.values() for layers in node_ranges]
     alignment = entry.manifest.cut_alignment if entry else 1
+    model_id = entry.model_id if entry else model.model_id if model else ""
+    coverage = coverages.of(model_id, model, n_layers, alignment, loaded)
     return ModelView(
-        model_id=entry.model_id if entry else model.model_id if model else "",
+        model_id=model_id,
         name=entry.name if entry else model.name if model else "",
         n_layers=n_layers,
         entry=entry,
         files=announcement(entry) if entry else None,
-        sources=sources,
+        sources=model.sources if model else (),
         loaded=loaded,
         memory=memory,
         settings=settings,
-        holders=tuple(
-            HolderView(holder, nickname_of(holder), merge(layers), holder == node_id)
-            for holder, layers in held.items()
-        ),
-        missing=tuple(missing_layers(n_layers, ranges)),
-        complete=choose_route(n_layers, alignment, held, node_id) is not None,
+        holders=coverage.holders,
+        missing=coverage.missing,
+        complete=coverage.complete,
     )
 
 

@@ -6,7 +6,6 @@ here) and hands on to the pure part: `circumstances` for what that means, `assem
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -88,13 +87,10 @@ class Routes:
             whole_reason=entry.manifest.whole_reason,
         )
 
-    def _holders(self, entry: CatalogueEntry) -> dict[str, list[LayerRange]]:
-        holders: dict[str, list[LayerRange]] = defaultdict(list)
-        for holder in self._registry.holders(entry.model_id):
-            if holder.node_id != self._node_id:
-                holders[holder.node_id].append(holder.layers)
+    def _holders(self, entry: CatalogueEntry) -> dict[str, tuple[LayerRange, ...]]:
+        holders = dict(self._registry.held(entry.model_id))
         # This node knows what it has loaded better than its own last announcement does.
-        holders[self._node_id] = list(self._pool.loaded(entry.model_id))
+        holders[self._node_id] = self._pool.loaded(entry.model_id)
         return holders
 
     def _circumstances(

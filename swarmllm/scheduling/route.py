@@ -81,6 +81,27 @@ def choose_route(
     return _stages(min(finished), n_layers) if finished else None
 
 
+def is_complete(
+    n_layers: int, cut_alignment: int, holders: Mapping[str, Iterable[LayerRange]], origin: str
+) -> bool:
+    """Whether `choose_route` finds one, for less."""
+    pairs = {
+        (layers.start, layers.end)
+        for ranges in holders.values()
+        for layers in usable(ranges, n_layers, cut_alignment)
+    }
+    fewest = {0: 0}
+    for start, end in sorted(pairs):
+        if start in fewest:
+            fewest[end] = min(fewest.get(end, MAX_STAGES + 1), fewest[start] + 1)
+    if n_layers not in fewest:
+        return False
+    # Ranges of one node that meet are one stage: who has too many ranges may still have few enough stages.
+    return (
+        fewest[n_layers] <= MAX_STAGES or choose_route(n_layers, cut_alignment, holders, origin) is not None
+    )
+
+
 def usable(ranges: Iterable[LayerRange], n_layers: int, cut_alignment: int) -> list[LayerRange]:
     """Those ranges that a pipeline of this model may contain."""
     if cut_alignment == 0:

@@ -28,7 +28,6 @@ from swarmllm.errors import (
     SwarmLLMError,
 )
 from swarmllm.models import CatalogueEntry, LayerRange, Store, TensorEntry, merge, needed_tensors
-from swarmllm.models.catalogue import MIN_ID_PREFIX
 from swarmllm.models.hashing import Progress
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX
 from swarmllm.swarm.registry import Registry
@@ -119,7 +118,7 @@ class Travel:
 
     def sources(self, model_id: str) -> tuple[str, ...]:
         """The connected nodes that have files of a model."""
-        return tuple(sorted(self._registry.files().get(model_id, ())))
+        return tuple(sorted(self._registry.files(model_id)))
 
     def announce_far(self, models: Iterable[tuple[str, str]]) -> None:
         """(ModelId, name) of what this node has for others, whoever and wherever they are."""
@@ -252,12 +251,7 @@ class Travel:
             self._changed(entry)
 
     def _announced(self, name_or_id: str) -> dict[str, dict[str, FileAnnounce]]:
-        return {
-            model_id: files
-            for model_id, files in self._registry.files().items()
-            if (len(name_or_id) >= MIN_ID_PREFIX and model_id.startswith(name_or_id))
-            or any(announced.name == name_or_id for announced in files.values())
-        }
+        return self._registry.files_named(name_or_id)
 
     async def _look_far(self, name_or_id: str, look: Callable[[], T]) -> T:
         """`look` once nodes have been met that may have it."""
@@ -313,7 +307,7 @@ class Travel:
             self._blame(fetch.plan.liars)
 
     def _givers(self, entry: CatalogueEntry) -> list[str]:
-        files = self._registry.files().get(entry.model_id, {})
+        files = self._registry.files(entry.model_id)
         return [node_id for node_id in sorted(files) if node_id not in self._statistics.liars]
 
     def _blame(self, node_ids: Collection[str]) -> None:
@@ -326,14 +320,13 @@ class Travel:
         self._on_change()
 
     def _replaceable(self, wanted: CatalogueEntry | None) -> Callable[[CatalogueEntry], bool]:
-        """Whether a model may be removed to make room: not in use, and others have all that is here. Works
-        on what is known now, because it is asked in a thread."""
+        """Whether a model may be removed to make room: not in use, and others have all that is here. It is
+        asked in a thread of trio's."""
         in_use = {*self._in_use(), *([wanted.model_id] if wanted else [])}
         in_use |= {model_id for model_id, lock in self._locks.items() if lock.locked()}
-        files = self._registry.files()
 
         def may_go(entry: CatalogueEntry) -> bool:
-            others = files.get(entry.model_id, {}).values()
+            others = trio.from_thread.run_sync(self._registry.files, entry.model_id).values()
             mine = announcement(entry)
             elsewhere = merge(LayerRange(*layers) for other in others for layers in other.layers)
             return (

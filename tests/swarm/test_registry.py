@@ -49,7 +49,7 @@ def test_what_a_node_offers_that_is_not_trusted_does_not_count() -> None:
     for node_id in ("me", "friend", "liar"):
         registry.apply(node_id, record(node_id, announce((0, 8), name=node_id)))
     assert [holder.node_id for holder in registry.holders(MODEL)] == ["friend", "me"]
-    assert registry.trusted_nodes().keys() == {"me", "friend"}
+    assert registry.working_nodes().keys() == {"me", "friend"}
     assert registry.nodes().keys() == {"me", "friend", "liar"}
 
 

@@ -1,0 +1,277 @@
+"""What nodes announce, by model: pure state that costs, per record, what differs from the node's last one.
+
+What one node can put in here is bounded by its record: `NODE_MODELS_MAX` models, the ones ready to run first,
+and `NODE_RANGES_MAX` ranges of each. A model is what its announcers say of it: it is worked out when it is
+asked for and kept until one of them says something else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice, zip_longest
+from typing import Final
+
+from swarmllm.models.catalogue import MIN_ID_PREFIX
+from swarmllm.models.layers import LayerRange
+from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
+
+NODE_MODELS_MAX: Final = 256
+"""Of one node, loaded and on disk together."""
+NODE_RANGES_MAX: Final = 64
+"""Of one node and one model. Each range is a segment that the node has loaded; the widest count."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Holder:
+    """One contiguous range that one connected node (or this one) has ready to run."""
+
+    layers: LayerRange
+    node_id: str
+
+
+@dataclass(frozen=True)
+class SwarmModel:
+    """A model of which connected nodes hold layers, or have files to give."""
+
+    model_id: str
+    name: str
+    n_layers: int
+    held: Mapping[str, tuple[LayerRange, ...]]
+    """By node id, what is ready to run there."""
+    sources: tuple[str, ...]
+    """Other nodes that give its files, sorted."""
+
+    @cached_property
+    def holders(self) -> tuple[Holder, ...]:
+        """Ordered by range, then node id."""
+        found = (Holder(layers, node_id) for node_id, held in self.held.items() for layers in held)
+        return tuple(sorted(found, key=lambda each: (each.layers.start, each.layers.end, each.node_id)))
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """A node gives a model of this node another number of layers: the id is a hash that fixes it."""
+
+    node_id: str
+    model_id: str
+    said: int
+    known: int
+
+    def __str__(self) -> str:
+        return f"it gives model {self.model_id[:12]} {self.said} layers, which has {self.known}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """Of one model by one node."""
+
+    n_layers: int
+    ready: ShardAnnounce | None
+    files: FileAnnounce | None
+    nickname: str
+
+    @property
+    def names(self) -> set[str]:
+        return {each.name for each in (self.ready, self.files) if each is not None}
+
+
+@dataclass(slots=True)
+class _Model:
+    said: dict[str, _Said] = field(default_factory=dict)
+    ranges: dict[str, tuple[LayerRange, ...]] = field(default_factory=dict)
+    """What `said` comes to, per node, made when it is asked for."""
+    view: SwarmModel | None = None
+    """None: to be worked out."""
+
+
+class ModelIndex:
+    def __init__(self, node_id: str, on_contradiction: Callable[[Contradiction], None]) -> None:
+        self._node_id = node_id
+        self._on_contradiction = on_contradiction
+        self._models: dict[str, _Model] = {}
+        self._by_node: dict[str, dict[str, _Said]] = {}
+        """In the order in which the node names them."""
+        self._records: dict[str, NodeRecord] = {}
+        self._ids_of: dict[str, dict[str, int]] = {}
+        """Name -> model id -> how many nodes call it so."""
+        self._ids_with: dict[str, set[str]] = {}
+        """The first MIN_ID_PREFIX characters of an id -> ids."""
+        self.version = 0
+        self.n_touched = 0
+        """Entries that were put, replaced or taken out, in all: what the index has had to do."""
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    @property
+    def nodes(self) -> KeysView[str]:
+        """Those whose records are in here."""
+        return self._records.keys()
+
+    def put(self, node_id: str, record: NodeRecord | None) -> None:
+        """All that the node says now, or nothing."""
+        if record is self._records.get(node_id):
+            return
+        before = self._by_node.get(node_id, {})
+        if record is None:
+            del self._records[node_id]
+            after: dict[str, _Said] = {}
+        else:
+            self._records[node_id] = record
+            after = _said(record)
+        for model_id, said in before.items():
+            if after.get(model_id) != said:
+                self._take_out(node_id, model_id, said)
+        for model_id, said in after.items():
+            if before.get(model_id) != said:
+                self._put_in(node_id, model_id, said)
+        if list(before) != list(after):
+            self.version += 1
+        if after:
+            self._by_node[node_id] = after
+        else:
+            self._by_node.pop(node_id, None)
+
+    def announcers(self, model_id: str) -> Iterable[str]:
+        model = self._models.get(model_id)
+        return model.said.keys() if model else ()
+
+    def held(self, model_id: str) -> Mapping[str, tuple[LayerRange, ...]]:
+        model = self._models.get(model_id)
+        if model is None:
+            return {}
+        held = {}
+        for node_id, said in self._true(model):
+            if said.ready is not None:
+                if node_id not in model.ranges:
+                    model.ranges[node_id] = _ranges(said.ready)
+                held[node_id] = model.ranges[node_id]
+        return {node_id: ranges for node_id, ranges in held.items() if ranges}
+
+    def files(self, model_id: str) -> dict[str, FileAnnounce]:
+        model = self._models.get(model_id)
+        said = self._true(model) if model else ()
+        return {n: each.files for n, each in said if each.files is not None and n != self._node_id}
+
+    def model(self, model_id: str) -> SwarmModel | None:
+        model = self._models.get(model_id)
+        if model is None:
+            return None
+        if model.view is None:
+            model.view = self._view(model_id, model)
+        return model.view
+
+    def called(self, name_or_id: str) -> Iterator[str]:
+        if name_or_id in self._models:
+            yield name_or_id
+        yield from (m for m in self._ids_of.get(name_or_id, ()) if m != name_or_id)
+
+    def beginning_with(self, prefix: str) -> Iterator[str]:
+        if len(prefix) >= MIN_ID_PREFIX:
+            ids = self._ids_with.get(prefix[:MIN_ID_PREFIX], ())
+            yield from (model_id for model_id in ids if model_id.startswith(prefix))
+
+    def fair_choice(self, limit: int) -> list[str]:
+        """`limit` model ids, one of each node in turn, this node's first."""
+        if len(self._models) <= limit:
+            return list(self._models)
+        chosen = dict.fromkeys(islice(self._by_node.get(self._node_id, ()), limit))
+        others = [iter(self._by_node[node_id]) for node_id in sorted(self._by_node)]
+        for turn in zip_longest(*others):
+            for model_id in turn:
+                if len(chosen) >= limit:
+                    return list(chosen)
+                if model_id is not None:
+                    chosen[model_id] = None
+        return list(chosen)
+
+    def _true(self, model: _Model) -> Iterator[tuple[str, _Said]]:
+        """What does not contradict this node, of which the number of layers is known."""
+        own = model.said.get(self._node_id)
+        for node_id, said in model.said.items():
+            if own is None or said.n_layers == own.n_layers:
+                yield node_id, said
+
+    def _blame(self, node_id: str, model_id: str, model: _Model) -> None:
+        own = model.said.get(self._node_id)
+        for other in model.said if node_id == self._node_id else (node_id,):
+            said = model.said[other].n_layers
+            if own is not None and said != own.n_layers:
+                self._on_contradiction(Contradiction(other, model_id, said, own.n_layers))
+
+    def _put_in(self, node_id: str, model_id: str, said: _Said) -> None:
+        model = self._models.get(model_id)
+        if model is None:
+            model = self._models[model_id] = _Model()
+            self._ids_with.setdefault(model_id[:MIN_ID_PREFIX], set()).add(model_id)
+        model.said[node_id] = said
+        model.view = None
+        for name in said.names:
+            ids = self._ids_of.setdefault(name, {})
+            ids[model_id] = ids.get(model_id, 0) + 1
+        self._touched()
+        self._blame(node_id, model_id, model)
+
+    def _take_out(self, node_id: str, model_id: str, said: _Said) -> None:
+        model = self._models[model_id]
+        del model.said[node_id]
+        model.ranges.pop(node_id, None)
+        model.view = None
+        for name in said.names:
+            ids = self._ids_of[name]
+            ids[model_id] -= 1
+            if not ids[model_id]:
+                del ids[model_id]
+            if not ids:
+                del self._ids_of[name]
+        if not model.said:
+            del self._models[model_id]
+            ids_with = self._ids_with[model_id[:MIN_ID_PREFIX]]
+            ids_with.remove(model_id)
+            if not ids_with:
+                del self._ids_with[model_id[:MIN_ID_PREFIX]]
+        self._touched()
+
+    def _touched(self) -> None:
+        self.version += 1
+        self.n_touched += 1
+
+    def _view(self, model_id: str, model: _Model) -> SwarmModel:
+        said: Counter[tuple[str, int]] = Counter()
+        for node_id, each in self._true(model):
+            for name in each.names:
+                said[name, each.n_layers] += 2 * len(model.said) + 1 if node_id == self._node_id else 1
+        (name, n_layers), _ = min(said.items(), key=lambda vote: (-vote[1], vote[0]))
+        fitting = {
+            node_id: tuple(layers for layers in ranges if layers.end <= n_layers)
+            for node_id, ranges in self.held(model_id).items()
+        }
+        held = {node_id: ranges for node_id, ranges in fitting.items() if ranges}
+        return SwarmModel(model_id, name, n_layers, held, tuple(sorted(self.files(model_id))))
+
+
+def _said(record: NodeRecord) -> dict[str, _Said]:
+    """A model that is named twice counts as it is named first, and so does its number of layers."""
+    ready: dict[str, ShardAnnounce] = {}
+    for shard in record.models:
+        ready.setdefault(shard.model_id, shard)
+    files: dict[str, FileAnnounce] = {}
+    for file in record.files:
+        shown = ready.get(file.model_id)
+        if shown is None or shown.n_layers == file.n_layers:
+            files.setdefault(file.model_id, file)
+    ids = islice(dict.fromkeys((*ready, *files)), NODE_MODELS_MAX)
+    return {
+        m: _Said((ready.get(m) or files[m]).n_layers, ready.get(m), files.get(m), record.nickname)
+        for m in ids
+    }
+
+
+def _ranges(ready: ShardAnnounce) -> tuple[LayerRange, ...]:
+    pairs = set(ready.ranges)
+    if len(pairs) > NODE_RANGES_MAX:
+        pairs = set(sorted(pairs, key=lambda pair: (pair[0] - pair[1], pair))[:NODE_RANGES_MAX])
+    return tuple(LayerRange(start, end) for start, end in sorted(pairs))
