@@ -6,8 +6,8 @@ because a record outlives its writer. Which record of a node is the newest is th
 applied last counts.
 
 Everything is indexed by model (see model_index.py) and kept incrementally: a record costs what differs from
-the node's previous one, and an answer costs what is in it. What a model looks like is worked out when somebody
-asks, and again only after something about it has changed.
+the node's previous one, and an answer costs what is in it. What a model looks like is worked out when
+somebody asks, and again only after something about it has changed.
 
 Trust changes with every deed and with time, and nobody tells the registry. So each read compares the nodes it
 is about with the trust of now; a node whose trust has changed enters or leaves the index then.
@@ -45,8 +45,8 @@ class Registry:
         on_contradiction: Callable[[Contradiction], None] = _unheard,
     ) -> None:
         """`may_work(node_id)`: whether what that node offers counts (see trust.py); `may_share(node_id)`:
-        whether what it says of kept KV does. `on_contradiction` hears, once per record, of a node that gives a
-        model of this node another number of layers; that announcement is ignored."""
+        whether what it says of kept KV does. `on_contradiction` hears of a node that gives a model of this
+        node another number of layers, once per announcement, which is ignored."""
         self._node_id = node_id
         self._may_work = may_work
         self._may_share = may_share
@@ -187,15 +187,19 @@ class Registry:
 
     def _settle(self, node_ids: Iterable[str]) -> None:
         """Bring the index in line with the trust of now."""
-        changed = [n for n in node_ids if n in self._records and (n in self._distrusted) == self._may_work(n)]
+        changed = [
+            node_id
+            for node_id in node_ids
+            if node_id in self._records
+            and node_id != self._node_id
+            and (node_id in self._distrusted) == self._may_work(node_id)
+        ]
         for node_id in changed:
             self._place(node_id)
 
     def _settle_for(self, model_id: str) -> None:
         """For one model: only its announcers can leave it, and only a distrusted node can enter."""
-        self._settle(
-            [n for n in (*self._index.announcers(model_id), *self._distrusted) if n != self._node_id]
-        )
+        self._settle([*self._index.announcers(model_id), *self._distrusted])
 
     def _place(self, node_id: str) -> None:
         """What the node says now counts in full or not at all."""
