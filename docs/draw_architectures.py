@@ -29,6 +29,8 @@ def boundaries(row: Architecture) -> str:
         return f"at multiples of `full_attention_interval`, else {row.recurrent_period}"
     if row.recurrent_where_zero:
         return "where both parts have both kinds of layers"
+    if row.needs_window:
+        return "where every part has a layer with a sliding window"
     steps = [str(row.cut_alignment)] if row.cut_alignment > 1 else []
     steps += [f"`{row.alignment_key}`"] if row.alignment_key else []
     return f"at multiples of {' and '.join(steps)}" if steps else "anywhere"

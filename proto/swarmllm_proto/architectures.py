@@ -88,6 +88,9 @@ class Architecture:
     """Without `attention.sliding_window` libllama builds the model with full attention everywhere. A
     segment none of whose layers has a window loses the key; in other architectures, where libllama
     insists on a window, its layers get one that is wider than any context."""
+    needs_window: bool = False
+    """Every part needs a layer with a sliding window: libllama aborts without one, and a layer without one
+    computes something else, so it cannot be given a wide one."""
     recurrent_period: int = 0
     """The last of every so many layers (or `full_attention_interval` in the metadata) attends, the others
     are recurrent, unless the metadata says which: segments get the list written out."""
@@ -143,6 +146,20 @@ class Architecture:
             return ((start, end),)
         middle = start + max(size // 2 // cut_alignment, 1) * cut_alignment
         return (*self.pieces(start, middle, cut_alignment), *self.pieces(middle, end, cut_alignment))
+
+    def windowed(
+        self,
+        n_layers: int,
+        number: Callable[[str], int | None],
+        numbers: Callable[[str], Sequence[int] | None],
+    ) -> list[bool]:
+        """Which layers attend to a window, by the metadata or else by the table."""
+        key = f"{self.name}.attention.sliding_window_pattern"
+        if (listed := numbers(key)) is not None:
+            return [bool(item) for item in listed[:n_layers]]
+        period = number(key)
+        period = self.sliding_window_period if period is None else period
+        return [self.attends_in_window(layer, period) for layer in range(n_layers)]
 
     def kinds(
         self,
@@ -207,7 +224,7 @@ _TABLE: Final = (
     Architecture("baichuan", stand_ins=((32, "llama"), (40, "refact"))),
     Architecture("bloom", input_tensor="inp_norm-0"),
     # Its windowed layers rotate positions and the others do not: both kinds must stay what they are.
-    Architecture("cohere2", cut_alignment=4),
+    Architecture("cohere2", sliding_window_period=4, needs_window=True),
     Architecture(
         "deepseek2",
         written_out=(
@@ -335,25 +352,53 @@ def cut_rule(
     alignment = row.cut_alignment
     if row.alignment_key:
         alignment = lcm(alignment, number(f"{architecture}.{row.alignment_key}") or 1)
+    wanted: list[_Part] = []
     if row.recurrent_period or row.recurrent_where_zero:
         kinds = row.kinds(n_layers, number, numbers)
         if kinds is None:
             return CutRule(0, "its metadata does not say which of its layers are recurrent")
-        alignment = _mixed_alignment(alignment, n_layers, *kinds)
-        if alignment >= n_layers:
-            return CutRule(
-                0, "every part needs layers of both kinds, and its layers cannot be divided evenly so"
-            )
+        wanted += [_Part(kind, "every part needs layers of both kinds") for kind in kinds]
+    if row.needs_window:
+        windowed = row.windowed(n_layers, number, numbers)
+        wanted.append(_Part(windowed, "every part needs a layer with a sliding window"))
+    if (heads := numbers(f"{architecture}.attention.head_count")) is not None:
+        has_sizes = all(number(f"{architecture}.attention.{key}_length") for key in ("key", "value"))
+        may_be_first = [0 < n and (has_sizes or n == heads[0]) for n in heads[:n_layers]]
+        reason = "libllama takes the size of heads from a part's first layer"
+        wanted.append(_Part(may_be_first, reason, only_first=True))
+    if wanted:
+        found = _alignment(alignment, n_layers, wanted)
+        if isinstance(found, str):
+            return CutRule(0, f"{found}, and its layers cannot be divided evenly so")
+        alignment = found
     if alignment >= n_layers:
         return CutRule(0, f"its layers may be cut at multiples of {alignment} only, and it has {n_layers}")
     return CutRule(alignment)
 
 
-def _mixed_alignment(alignment: int, n_layers: int, attending: list[bool], recurrent: list[bool]) -> int:
+@dataclass(frozen=True)
+class _Part:
+    """Something that every part of a model must have."""
+
+    layers: list[bool]
+    """Which layers have it."""
+    reason: str
+    only_first: bool = False
+    """The first layer of the part must have it; else any layer."""
+
+    def fits(self, size: int) -> bool:
+        starts = range(0, len(self.layers), size)
+        return all(any(self.layers[at : at + (1 if self.only_first else size)]) for at in starts)
+
+
+def _alignment(alignment: int, n_layers: int, wanted: Sequence[_Part]) -> int | str:
     """The smallest multiple of `alignment` at whose multiples the layers can be cut so that each part has
-    both kinds: libllama aborts where its two sorts of state are not both in use."""
-    for candidate in range(alignment, n_layers, alignment):
-        parts = [slice(at, at + candidate) for at in range(0, n_layers, candidate)]
-        if all(any(attending[part]) and any(recurrent[part]) for part in parts):
+    what is wanted; the reason why not, where there is none."""
+    if any(len(each.layers) != n_layers for each in wanted):
+        return "its metadata lists another number of layers than it has"
+    candidates = range(alignment, n_layers, alignment)
+    for candidate in candidates:
+        if all(each.fits(candidate) for each in wanted):
             return candidate
-    return n_layers
+    unmet = [each.reason for each in wanted if not any(map(each.fits, candidates))]
+    return unmet[0] if unmet else wanted[0].reason

@@ -88,6 +88,18 @@ RECURRENT: Final[dict[str, Family]] = {
         n_layers=6,
         tied=True,
     ),
+    "lfm2, heads listed": Family(
+        "lfm2",
+        {
+            **BASE,
+            "attention.head_count": [4, 0, 4, 4, 0, 4, 4, 0, 4],
+            "attention.head_count_kv": [0, 0, 2, 0, 0, 2, 0, 0, 2],
+            "shortconv.l_cache": 3,
+        },
+        absent=(NO_BIAS,),
+        n_layers=9,
+        tied=True,
+    ),
     "lfm2-moe": Family(
         "lfm2moe",
         {

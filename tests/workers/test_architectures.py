@@ -78,6 +78,55 @@ def test_parts_of_a_hybrid_have_layers_of_both_kinds(kv_heads: list[int], alignm
             assert 0 in part
 
 
+@pytest.mark.parametrize(
+    ("pattern", "n_layers", "alignment"),
+    [
+        (None, 8, 2),  # every fourth layer attends to everything
+        (None, 9, 2),
+        (3, 9, 3),  # layer 8 alone has no window
+        (2, 9, 2),
+        (3, 10, 2),
+        ([True, True, False] * 3, 9, 3),
+        ([True, False, False, True, True, False, False, True], 8, 2),
+        ([True, True, True, True, True, False, False, False], 8, 4),
+        ([True, False, False, False, False, False, False, False], 8, 0),
+        ([True] * 8, 8, 1),
+        ([False] * 8, 8, 0),
+        (0, 8, 1),
+        (1, 8, 0),
+    ],
+)
+def test_parts_of_cohere2_have_a_layer_with_a_window(
+    pattern: int | list[bool] | None, n_layers: int, alignment: int
+) -> None:
+    key = "cohere2.attention.sliding_window_pattern"
+    number = {key: pattern}.get if isinstance(pattern, int) else no_lists
+    listed = {key: [int(item) for item in pattern]}.get if isinstance(pattern, list) else no_lists
+    rule = cut_rule("cohere2", n_layers, number, listed)
+    assert rule.cut_alignment == alignment, rule.whole_reason
+    assert alignment or "window" in rule.whole_reason
+
+
+def test_no_part_begins_with_a_layer_whose_heads_are_of_another_size() -> None:
+    def alignment(heads: list[int], **sizes: int) -> int:
+        lists = {"deci.attention.head_count": heads}
+        numbers_ = {f"deci.attention.{key}": size for key, size in sizes.items()}
+        return cut_rule("deci", len(heads), numbers_.get, lists.get).cut_alignment
+
+    assert alignment([4] * 6) == 1
+    assert alignment([4, 0, 4, 0, 4, 0]) == 2
+    assert alignment([4, 8, 4, 8, 4, 8]) == 2
+    assert alignment([4, 8, 4, 8, 4, 8], key_length=16, value_length=16) == 1
+    assert alignment([4, 8, 4, 8, 4, 8], key_length=16) == 2
+    assert alignment([4, 0, 0, 4, 0, 0], key_length=16, value_length=16) == 3
+    assert alignment([0, 4, 4, 4], key_length=16, value_length=16) == 0
+    hybrid = {"lfm2.attention.head_count": [4, 0, 4, 0, 0, 4, 0, 0, 4]}
+    hybrid["lfm2.attention.head_count_kv"] = [0, 0, 2, 0, 0, 2, 0, 0, 2]
+    assert cut_rule("lfm2", 9, numbers(), hybrid.get).cut_alignment == 5
+    hybrid["lfm2.attention.head_count"] = [4, 0, 4, 0, 0, 0, 0, 0, 0]
+    assert "size of heads" in cut_rule("lfm2", 9, numbers(), hybrid.get).whole_reason
+
+
 def test_interval_or_list_says_which_layers_attend() -> None:
     interval = {"qwen35.full_attention_interval": 6}
     assert cut_rule("qwen35", 24, interval.get, no_lists).cut_alignment == 6
