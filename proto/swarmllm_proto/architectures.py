@@ -363,7 +363,7 @@ def cut_rule(
         wanted.append(_Part(windowed, "every part needs a layer with a sliding window"))
     if (heads := numbers(f"{architecture}.attention.head_count")) is not None:
         has_sizes = all(number(f"{architecture}.attention.{key}_length") for key in ("key", "value"))
-        may_be_first = [0 < n and (has_sizes or n == heads[0]) for n in heads[:n_layers]]
+        may_be_first = [n > 0 and (has_sizes or n == heads[0]) for n in heads[:n_layers]]
         reason = "libllama takes the size of heads from a part's first layer"
         wanted.append(_Part(may_be_first, reason, only_first=True))
     if wanted:

@@ -7,9 +7,11 @@ rounding from those of an unbatched run; the trained model's text does not.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -284,6 +286,31 @@ def test_forwards_that_have_waited_long_enough_are_refused(
     room.run()
     assert room.errors() == {"b": "no_room"}
     assert not room.handlers.has_work
+
+
+def test_forwards_wait_ten_seconds_for_room(open_room: OpenRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now_s, perf_counter=time.perf_counter)
+    monkeypatch.setattr(runner, "time", clock)
+    room = open_room("llama", (0, 2), n_ctx=64)
+    assert two_forwards(room) == ["a"]
+    now_s += 9.9
+    room.run(3)
+    assert not room.errors()
+    now_s += 0.2
+    room.run(3)
+    assert room.errors() == {"b": "no_room"}
+
+
+def test_a_generation_ends_with_the_last_cell_of_its_context(open_room: OpenRoom) -> None:
+    room = open_room("llama", (0, 4), n_ctx=64)
+    room.generate(PROMPT, "only", ENDLESS)
+    room.run()
+    assert not room.errors()
+    # Every cell holds a row, and the last row gives one token more.
+    assert len(room.tokens("only")) == 64 - len(PROMPT) + 1
+    (done,) = [m for m, _ in room.sent if isinstance(m, ipc.GenerateDone)]
+    assert done.finish_reason == "length"
 
 
 def test_pieces_of_a_prompt_are_as_large_as_configured(open_room: OpenRoom, batches: list[list[int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
 
@@ -107,6 +108,21 @@ def test_a_neighbour_that_does_not_read_is_given_up(pair: tuple[socket.socket, s
         sending.send(encode_frame(b"more", bytes(4 * 2**20)))
     with pytest.raises(LinkClosed, match="does not read"):
         sending.send(encode_frame(b"too much", bytes(4 * 2**20)))
+
+
+def test_what_was_flushed_counts_no_longer(pair: tuple[socket.socket, socket.socket]) -> None:
+    """A neighbour that reads slowly, and reads, may get any number of bytes."""
+    sending = SendingLink(pair[0], SECRET)
+    pair[1].setblocking(False)
+    piece, n_sent = bytes(2**20), 0
+    while n_sent < 2 * UNSENT_MAX:
+        sending.send_bytes(piece)
+        n_sent += len(piece)
+        while sending.has_unsent:
+            with contextlib.suppress(BlockingIOError):
+                while pair[1].recv(2**20):
+                    pass
+            sending.flush()
 
 
 def test_the_sending_end_notices_the_end_and_accepts_nothing(

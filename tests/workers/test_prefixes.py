@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from swarmllm_workers.handlers import SLEEP_MAX_MS
 from swarmllm_workers.prefixes import Name, token_name
 from swarmllm_workers.segment import Span
 
+from .blueprint import write
 from .client import GREEDY
+from .families import FAMILIES
 from .test_batching import PROMPT, Room, batches, guide_prompts, open_room  # noqa: F401
 from .test_exactness import GUIDE
 from .test_kv_state import open_family
@@ -212,6 +215,45 @@ def test_a_window_that_is_cut_off_is_never_taken_for_the_whole(open_room: OpenRo
     engine.make_room(route, 1024)
     assert engine.reuse("r", route, TOKENS[: 2 * B]) == 0
     assert engine.reuse("r", route, TOKENS[: 3 * B + 5]) == 3 * B
+
+
+def test_one_segment_without_its_window_is_enough_to_need_all_rows(
+    open_room: OpenRoom,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Of three segments the middle one attends to everything: its bytes could be used from any row on."""
+    family = FAMILIES["olmo-3"]
+    keys = {**family.keys, "attention.sliding_window_pattern": [True, False, False, True, False]}
+    path = write(tmp_path / "olmo-3.gguf", replace(family, keys=keys))
+    room = open_room(path, (0, 2), (2, 3), (3, 5), n_ctx=1024)
+    engine = room.handlers._opened()
+    tokens = TOKENS % engine.n_vocab
+    room.generate(tokens[: 3 * B], "kept", GREEDY)
+    room.run()
+    route = engine.route("r", 0, engine.n_layers)
+    assert len(route.segments) == 3
+    engine.make_room(route, 1024)
+    assert [kept.sequence for kept in engine.prefixes] == [None]
+    assert engine.reuse("r", route, tokens[: 2 * B]) == 0
+    assert engine.reuse("r", route, tokens[: 3 * B + 5]) == 3 * B
+
+
+def test_exporting_one_prefix_leaves_every_other_one_in_its_cells(open_room: OpenRoom) -> None:  # noqa: F811
+    room = open_room("llama", (0, 4), n_ctx=1024, n_prefixes=3)
+    engine = room.handlers._opened()
+    for i in range(3):
+        room.generate(TOKENS[2 * i * B : 2 * (i + 1) * B], str(i), GREEDY)
+        room.run()
+    kept = [(each.sequence, each.n_rows) for each in engine.prefixes]
+    assert len(kept) == 3
+    assert None not in {sequence for sequence, _ in kept}
+    route = engine.route("r", 0, 4)
+    # Less than is kept: it is put together in cells of its own.
+    exported = engine.prefixes.export(route.segments, Name(token_name(engine._root, TOKENS[:B]).hashes))
+    assert exported is not None
+    assert exported[0] == 1
+    for segment in route.segments:
+        assert [(sequence, segment.lengths[sequence]) for sequence, _ in kept] == kept
 
 
 def test_no_host_memory_means_that_rows_are_dropped(open_room: OpenRoom) -> None:  # noqa: F811

@@ -17,6 +17,7 @@ from swarmllm_proto.frames import FrameDecoder, encode_frame
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.link import SendingLink
+from swarmllm_workers.ring import Ring
 
 from .client import Worker
 from .conftest import StartWorker
@@ -331,6 +332,35 @@ def test_nonsense_ends_the_link_and_not_the_worker(strangers: MakeStranger, last
     assert isinstance(lost, ipc.LinkLost)
     assert (lost.peer, lost.direction) == (NODES[0], "receiving")
     assert "protocol" in lost.reason
+
+
+def test_the_daemon_hears_that_a_job_runs_before_it_is_done_and_when_it_is_gone() -> None:
+    """It waits for such a job longer than for one that was lost on its way."""
+    said: list[ipc.Turned] = []
+    ring = Ring(said.append, lambda *_: None, lambda *_: None)
+    take = ipc.TakeSeat(
+        id=1,
+        request_id="r",
+        stage=1,
+        start=SPLIT,
+        end=12,
+        before="a",
+        after="b",
+        origin="a",
+        n_prompt_tokens=4,
+    )
+    ring.take_seat(take)
+    (seat,) = ring._seats.values()
+    ring.tell_news()
+    assert said == []
+    seat.is_running = True
+    ring.tell_news()
+    assert [(turned.running, turned.n_jobs) for turned in said] == [(True, 0)]
+    ring.tell_news()
+    assert len(said) == 1
+    seat.is_running, seat.told_at = False, 0.0
+    ring.tell_news()
+    assert [(turned.running, turned.n_jobs) for turned in said] == [(True, 0), (False, 0)]
 
 
 def test_a_link_without_its_socket_is_refused(last: Worker) -> None:
