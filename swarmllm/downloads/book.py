@@ -233,7 +233,11 @@ class Downloads:
             download.state, download.error = "failed", error.message
             log.warning("fetching %s failed: %s", download.source.text, error.message)
         except OSError as error:
-            download.state, download.error = "failed", f"The disk: {error.strerror}"
+            download.state, download.error = "failed", f"The disk: {error.strerror or error}"
+        except Exception as error:
+            # A mistake of ours, or of a library, in what some server sent: it costs this download only.
+            download.state, download.error = "failed", f"an error of this node's own ({_named(error)})"
+            log.exception("fetching %s failed", download.source.text)
         finally:
             if download.state not in ENDED:
                 download.state = "cancelled"
@@ -374,3 +378,9 @@ class Downloads:
         raw = await download.patience(settings).keep_trying(listing)
         names = listed_files(raw, url)
         return file_url(settings.endpoint, source.repo, choose_file(source.repo, names, source.wanted))
+
+
+def _named(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return type(error).__name__

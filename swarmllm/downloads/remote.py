@@ -123,6 +123,13 @@ class Remote:
                 raise _misled(self.url) from None
             except httpx.HTTPError as error:
                 raise Broken(f"{url}: {_words(error)}") from error
+            except ValueError:
+                # A host name that the resolver's IDNA encoding refuses is a UnicodeError.
+                raise (
+                    Refused(f"{url}: that is not the name of a host")
+                    if url == self.url
+                    else _misled(self.url)
+                ) from None
             try:
                 if answer.status_code not in REDIRECTS:
                     _check(answer, self.url, bool(self._token), self._settings)

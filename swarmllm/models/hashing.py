@@ -32,7 +32,7 @@ from swarmllm.models.manifest import (
     tensor_place,
 )
 from swarmllm.models.tensor_digest import TensorHasher, digest_of
-from swarmllm_proto.architectures import cut_rule
+from swarmllm_proto.cut_rules import cut_rule
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all). What it raises ends the work and reaches the caller."""

@@ -160,8 +160,12 @@ class AutoShardManager:
         elif step.drop is not None:
             model.state = f"dropping {step.drop}"
             log.info("placing %s: dropping %s, others have it", model.name, step.drop)
-            model.managed = subtract(model.managed, [step.drop])
-            await self._drop(entry, step.drop)
+            try:
+                await self._drop(entry, step.drop)
+            finally:
+                # What a failed drop leaves here is still for this manager to move.
+                gone = subtract([step.drop], self._pool.loaded(entry.model_id))
+                model.managed = subtract(model.managed, gone)
 
     async def _take(self, model: PlacedModel, entry: CatalogueEntry, layers: LayerRange) -> None:
         model.state, model.loading = f"loading {layers}", (layers,)

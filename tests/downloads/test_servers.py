@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from trio.testing import MockClock
 from swarmllm.config import DownloadsTable
 from swarmllm.downloads.errors import Busy, DownloadError, Offline, Refused
 from swarmllm.downloads.patience import Patience
-from swarmllm.downloads.remote import Remote
+from swarmllm.downloads.remote import Facts, Remote
 from swarmllm.downloads.settings import from_environment
 from swarmllm.errors import InvalidRequest
 
@@ -39,6 +40,44 @@ async def test_a_refusal_is_final_and_says_what_to_do(
         assert download.state == "failed"
         assert words in download.error
         assert len(shelf.asked) == 1
+
+
+NO_HOSTS = ("hugging..face.co", "a" * 70 + ".com", "xn--", "a" * 300 + ".co", "\u00df" * 64)
+
+
+@pytest.mark.parametrize("host", NO_HOSTS)
+@pytest.mark.parametrize("is_redirect", [False, True])
+async def test_a_name_that_no_host_can_have_ends_one_download_only(
+    tmp_path: Path, shelf: Shelf, host: str, is_redirect: bool
+) -> None:
+    async with open_stand(tmp_path) as stand:
+        address = f"https://{host}/x.gguf"
+        if is_redirect:
+            shelf.redirects["/moved.gguf"] = address
+            address = f"{shelf.url}/moved.gguf"
+        with contextlib.suppress(InvalidRequest):  # of what is no address the download does not begin
+            download = await stand.fetch(address)
+            assert (download.state, "own" in download.error) == ("failed", False), download.error
+        assert (await stand.fetch(shelf.url + MODEL)).state == "done"
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), RuntimeError("x"), ExceptionGroup("", [ValueError("x"), OSError("y")])]
+)
+async def test_whatever_a_download_raises_ends_that_download_only(
+    tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    facts = Remote.facts
+
+    async def fail_once(remote: Remote) -> Facts:
+        monkeypatch.setattr(Remote, "facts", facts)
+        raise error
+
+    async with open_stand(tmp_path) as stand:
+        monkeypatch.setattr(Remote, "facts", fail_once)
+        download = await stand.fetch(shelf.url + MODEL)
+        assert (download.state, "error of this node's own" in download.error) == ("failed", True)
+        assert (await stand.fetch(shelf.url + MODEL)).state == "done"
 
 
 async def test_a_server_that_never_recovers_is_given_up_and_what_came_is_kept(

@@ -144,6 +144,8 @@ class Member:
 
     async def _drop(self, entry: CatalogueEntry, layers: LayerRange) -> None:
         self.acts.append(f"drop {layers}")
+        if self.failure is not None:
+            raise self.failure
         self.pool.held = subtract(self.pool.held, [layers])
 
     def record(self) -> bytes:
@@ -316,3 +318,14 @@ def test_absurd_claims_of_speed_do_not_break_the_plan() -> None:
     records = {"a": claims("a", 5e-324), "b": claims("b", 1e9)}
     targets = plan_of(ENTRY.manifest, records, None).targets
     assert sorted(len(layers) for held in targets.values() for layers in held) == [5, 7]
+
+
+async def test_layers_whose_drop_failed_stay_the_managers() -> None:
+    member = Member("a", 6)
+    member.pool.held = member.manager.models[0].managed = ranges("6:12")
+    tell(member, holder("b", ready="0:9"))
+    member.failure = NodeUnreachable("the worker is busy")
+    await live([member], CONSISTENT_TICKS + 1, others="b")
+    assert member.acts == ["drop 6:9"]
+    assert member.manager.pinned(ENTRY.model_id) == ()
+    assert member.manager.models[0].managed == ranges("6:12")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from swarmllm_proto.architectures import ARCHITECTURES, cut_rule, generic
+from swarmllm_proto.architectures import ARCHITECTURES, generic
+from swarmllm_proto.cut_rules import cut_rule
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.layer_skipping import plan
