@@ -4,6 +4,9 @@ Three ways to travel: a *record* is what a node says about itself and everybody 
 has a response; a *job message* is the header of one frame on the persistent stream between two neighbours,
 with the tensor in the frame's payload. A job never carries the prompt: the origin embeds it, and stages see
 hidden states.
+
+What a record is made of is `gc=False`: a node keeps hundreds of thousands of them, none can be part of a
+cycle, and a collection that looks at each stops everything else.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from swarmllm_proto.swarm_vision import VisionEncodeRequest as VisionEncodeReque
 from swarmllm_proto.swarm_vision import VisionEncodeResponse as VisionEncodeResponse
 
 
-class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """One model of which a node holds layers, ready to run."""
 
     model_id: ModelId
@@ -68,7 +71,7 @@ class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
                     raise ValueError(f"field `{name}`: {start}:{end} is no range of {self.n_layers} layers")
 
 
-class FileAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class FileAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """One model of which a node has bytes on its disk and gives them to whoever asks with FetchPiece."""
 
     model_id: ModelId
@@ -84,7 +87,7 @@ class FileAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
                 raise ValueError(f"field `layers`: {start}:{end} is no range of {self.n_layers} layers")
 
 
-class ObservedLatency(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedLatency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What layers of one model took on a node: averages per layer and row; 0: never observed."""
 
     model_id: ModelId
@@ -92,7 +95,7 @@ class ObservedLatency(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: Seconds = 0.0
 
 
-class ObservedLink(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedLink(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What lies between a node and one of its peers."""
 
     node_id: NodeId
@@ -105,7 +108,7 @@ Place = Annotated[float, Meta(ge=-30, le=30)]
 PlaceSize = Annotated[float, Meta(ge=0, le=30)]
 
 
-class NetworkCoordinate(msgspec.Struct, frozen=True, kw_only=True):
+class NetworkCoordinate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Where a node floats among the others: distances are round trips in seconds (Vivaldi)."""
 
     position_s: tuple[Place, Place, Place]
@@ -114,7 +117,7 @@ class NetworkCoordinate(msgspec.Struct, frozen=True, kw_only=True):
     """Its own relative doubt."""
 
 
-class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """How much a node can take on, and how fast it has been."""
 
     memory_total_bytes: Count = 0
@@ -142,7 +145,7 @@ class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Memory that is left for their layers."""
 
 
-class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """What a node says about itself; it alone writes it. The highest (started_at, sequence) wins."""
 
     v: int = WIRE_VERSION

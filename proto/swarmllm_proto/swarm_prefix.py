@@ -19,7 +19,7 @@ PREFIXES_MAX: Final = 64
 PREFIX_MODELS_MAX: Final = 8
 
 
-class KeptPrefix(msgspec.Struct, frozen=True, array_like=True):
+class KeptPrefix(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The beginning of a prompt; travels as an array of its fields in this order."""
 
     hash: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
@@ -27,7 +27,7 @@ class KeptPrefix(msgspec.Struct, frozen=True, array_like=True):
     n_blocks: Annotated[int, Meta(ge=1, le=2**20)]
 
 
-class PrefixCacheAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PrefixCacheAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """One model that a node runs whole, and the prompts' beginnings of which it has the KV of every layer,
     the most recently used first."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from swarmllm.errors import InvalidRequest
 
@@ -62,7 +63,7 @@ class LayerRange:
 def merge(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
     """The same layers in the fewest ranges, ascending."""
     merged: list[LayerRange] = []
-    for layers in sorted(ranges):
+    for layers in sorted(ranges, key=attrgetter("start", "end")):
         if merged and layers.start <= merged[-1].end:
             merged[-1] = LayerRange(merged[-1].start, max(merged[-1].end, layers.end))
         else:

@@ -98,13 +98,16 @@ def circumstances(
             n_active, lacks = load.n_active, load.lacks
         is_measured = node_id in observed and observed[node_id].decode_s is not None
         speeds[node_id] = NodeSpeed(decode[node_id], prefill[node_id], n_active, lacks, is_measured)
-    between = [
-        (node_id, link)
-        for node_id in node_ids
-        if node_id != origin and node_id in capabilities
-        for link in capabilities[node_id].observed_links
-        if link.node_id in speeds and link.node_id != origin
-    ]
+    # Thousands, in a large swarm: one loop, and nothing made but what is returned.
+    pair_rtt_s: dict[tuple[str, str], float] = {}
+    pair_bytes_per_s: dict[tuple[str, str], float] = {}
+    others = speeds.keys() - {origin}
+    for node_id in others & capabilities.keys():
+        for link in capabilities[node_id].observed_links:
+            if link.node_id in others:
+                pair_rtt_s[node_id, link.node_id] = link.rtt_s
+                if link.bytes_per_s:
+                    pair_bytes_per_s[node_id, link.node_id] = link.bytes_per_s
     places = {
         node_id: Coordinate(place.position_s, place.height_s, place.error)
         for node_id in node_ids
@@ -117,10 +120,10 @@ def circumstances(
         work,
         speeds,
         dict(links.rtt_s),
-        {(node_id, link.node_id): link.rtt_s for node_id, link in between},
+        pair_rtt_s,
         places,
         dict(links.bytes_per_s),
-        {(node_id, link.node_id): link.bytes_per_s for node_id, link in between if link.bytes_per_s},
+        pair_bytes_per_s,
         HOP_HANDLING_S if observations.hop_s is None else observations.hop_s,
         {node_id: LEAN * _share(origin, node_id) for node_id in node_ids if node_id != origin},
     )

@@ -18,6 +18,7 @@ from swarmllm.pipeline.circumstances import Links, Load, circumstances, workload
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.hop_handling import undisturbed_ways_s
 from swarmllm.pipeline.mending import mend
+from swarmllm.scheduling.candidates import candidates
 from swarmllm.scheduling.constraints import Constraints
 from swarmllm.scheduling.cost import Circumstances
 from swarmllm.scheduling.observation import Observations
@@ -75,7 +76,9 @@ class Routes:
         return await trio.to_thread.run_sync(plan_route, self._question(entry, size, load))
 
     def _question(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Question:
-        holders = self._holders(entry)
+        manifest = entry.manifest
+        # Whatever anybody announces, choosing from it takes milliseconds.
+        holders = candidates(manifest.n_layers, manifest.cut_alignment, self._holders(entry), {self._node_id})
         return Question(
             entry.manifest.n_layers,
             entry.manifest.cut_alignment,

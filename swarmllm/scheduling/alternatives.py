@@ -8,10 +8,10 @@ else holds those layers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
+from swarmllm.scheduling.cheapest import cheapest_route, part_cost_s, route_cost_s
 from swarmllm.scheduling.cost import Circumstances
 from swarmllm.scheduling.route import RouteStage, composes
 
@@ -41,14 +41,13 @@ def same_cuts(
     index: int,
     allowed: Mapping[str, Iterable[LayerRange]],
     circumstances: Circumstances,
-    cost_s: float,
 ) -> tuple[Alternative, ...]:
     stage = route[index]
+    cost_s = part_cost_s(route, index, stage.node_id, circumstances)
     found = []
     for node_id, ranges in allowed.items():
         if node_id != stage.node_id and composes(ranges, stage.layers):
-            other = [*route[:index], replace(stage, node_id=node_id), *route[index + 1 :]]
-            extra_s = route_cost_s(other, circumstances) - cost_s
+            extra_s = part_cost_s(route, index, node_id, circumstances) - cost_s
             is_full = circumstances.speeds[node_id].is_full
             found.append(Alternative(node_id, stage.layers, extra_s, is_full))
     return _best(found)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Final
 
 import numpy as np
 
@@ -74,6 +75,26 @@ def route_cost_s(route: Sequence[RouteStage], circumstances: Circumstances) -> f
     )
 
 
+def part_cost_s(route: Sequence[RouteStage], index: int, node_id: str, circumstances: Circumstances) -> float:
+    """Of `route_cost_s` what depends on the node of one stage, if `node_id` ran it."""
+    before = route[index - 1].node_id if index else None
+    after = route[index + 1].node_id if index + 1 < len(route) else None
+    cost_s = circumstances.layer_s(node_id) * len(route[index].layers)
+    cost_s += circumstances.entry_s(node_id) if before is None else circumstances.hop_s(before, node_id)
+    cost_s += circumstances.exit_s(node_id) if after is None else circumstances.hop_s(node_id, after)
+    if before is None and after is not None:
+        cost_s += circumstances.closing_s(route[-1].node_id, node_id)
+    elif after is None and before is not None:
+        cost_s += circumstances.closing_s(node_id, route[0].node_id)
+    return cost_s
+
+
+SEARCHED_MAX: Final = 2**20
+"""Pairs of meeting segments that the searches for one route look at, all first nodes together. Honest swarms
+need a few searches, because bounds spare the rest. Where nodes say what makes the bounds useless, the best
+ring of those that were searched is the answer."""
+
+
 class _Search:
     """Segments are counted in their sorted order; ties go to the lower number, so all nodes agree."""
 
@@ -93,6 +114,8 @@ class _Search:
             ending[end].append(i)
         self._first: Indices = np.array(starting[0], np.intp)
         self._last: Indices = np.array(ending[n_layers], np.intp)
+        self.n_searched = 0
+        """Rings, each from another first node."""
         self._joints = [
             (np.array(ending[at], np.intp), np.array(starting[at], np.intp))
             for at in sorted(starting)
@@ -109,9 +132,11 @@ class _Search:
             return None
         bounds = self._bounds()
         best_s, best = np.inf, None
+        n_pairs = 1 + sum(len(arriving) * len(departing) for arriving, departing in self._joints)
         for first in np.argsort(bounds, kind="stable"):
-            if bounds[first] >= best_s:
+            if bounds[first] >= best_s or (best is not None and self.n_searched * n_pairs > SEARCHED_MAX):
                 break
+            self.n_searched += 1
             cost_s, path = self._from(int(first))
             if cost_s < best_s:
                 best_s, best = cost_s, path

@@ -202,27 +202,34 @@ class CostTable:
 
     @cached_property
     def _measured_rtt(self) -> tuple[NDArray[np.bool_], Seconds]:
-        n = len(self._index)
-        is_measured, measured = np.zeros((n, n), np.bool_), np.zeros((n, n))
-        for (a, b), rtt in self._known.pair_rtt_s.items():
-            here, there = self._index.get(a), self._index.get(b)
-            if here is None or there is None:
-                continue
-            back = self._known.pair_rtt_s.get((b, a))
-            measured[here, there] = measured[there, here] = rtt if back is None else min(rtt, back)
-            is_measured[here, there] = is_measured[there, here] = True
-        return is_measured, measured
+        measured: Seconds = np.full((len(self._index),) * 2, np.inf)
+        here, there, rtt = self._between(self._known.pair_rtt_s)
+        np.minimum.at(measured, (here, there), rtt)
+        measured = np.minimum(measured, measured.T)
+        return np.isfinite(measured), measured
 
     @cached_property
     def _measured_slowness(self) -> Seconds:
-        n, origin = len(self._index), self._origin
-        slowness = np.full((n, n), 1 / LINK_BYTES_PER_S)
-        for a, b in self._known.pair_bytes_per_s:
-            here, there = self._index.get(a), self._index.get(b)
-            if here is not None and there is not None and origin not in (here, there):
-                slowness[here, there] = slowness[there, here] = 1 / self._known.bytes_per_s(a, b)
+        origin = self._origin
+        fastest: Seconds = np.zeros((len(self._index),) * 2)
+        here, there, bytes_per_s = self._between(self._known.pair_bytes_per_s)
+        np.maximum.at(fastest, (here, there), bytes_per_s)
+        fastest = np.maximum(fastest, fastest.T)
+        if origin >= 0:
+            fastest[origin, :] = fastest[:, origin] = 0.0
+        slowness: Seconds = 1 / np.where(fastest > 0, fastest, LINK_BYTES_PER_S)
         for node_id in self._known.origin_bytes_per_s if origin >= 0 else ():
-            if (there := self._index.get(node_id)) is not None:
+            if (at := self._index.get(node_id)) is not None:
                 seconds = 1 / self._known.bytes_per_s(self._known.origin, node_id)
-                slowness[origin, there] = slowness[there, origin] = seconds
+                slowness[origin, at] = slowness[at, origin] = seconds
         return slowness
+
+    def _between(self, known: Mapping[tuple[str, str], float]) -> tuple[Indices, Indices, Seconds]:
+        """Of pairs that both are in the table: the two indices, and what is known."""
+        index = self._index
+        found = [(index[a], index[b], value) for (a, b), value in known.items() if a in index and b in index]
+        if not found:
+            nobody: Indices = np.zeros(0, np.intp)
+            return nobody, nobody, np.zeros(0)
+        here, there, values = zip(*found, strict=True)
+        return np.array(here, np.intp), np.array(there, np.intp), np.array(values, np.float64)

@@ -7,6 +7,7 @@ search, because both count with `cost`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -93,7 +94,7 @@ def make_plan(
             is_measured=speeds[stage.node_id].is_measured,
             lacks=speeds[stage.node_id].lacks,
             alternatives=(
-                *same_cuts(route, index, allowed, circumstances, cost_s),
+                *same_cuts(route, index, allowed, circumstances),
                 *others.of(stage, cost_s),
             ),
         )
@@ -131,10 +132,13 @@ def standbys_of(
 ) -> tuple[str | None, ...]:
     """For each stage the other holder with which the request would be least slower; None: there is none that
     has room."""
-    cost_s = route_cost_s(route, circumstances)
+    starting: dict[int, dict[str, Iterable[LayerRange]]] = defaultdict(dict)
+    for node_id, ranges in holders.items():
+        for layers in ranges:
+            starting[layers.start][node_id] = ranges
     found = []
-    for index in range(len(route)):
-        others = same_cuts(route, index, holders, circumstances, cost_s)
+    for index, stage in enumerate(route):
+        others = same_cuts(route, index, starting[stage.layers.start], circumstances)
         found.append(next((other.node_id for other in others if not other.is_full), None))
     return tuple(found)
 

@@ -20,8 +20,9 @@ from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
 
 NODE_MODELS_MAX: Final = 256
 """Of one node, loaded and on disk together."""
-NODE_RANGES_MAX: Final = 64
-"""Of one node and one model. Each range is a segment that the node has loaded; the widest count."""
+NODE_RANGES_MAX: Final = 16
+"""Of one node and one model. What a node holds end to end is one range; of more than these the widest
+count."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -16,9 +16,9 @@ from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge,
 from swarmllm.models.hashing import FileState
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
 from swarmllm.node.auto_shard import RETRY_S, AutoShardManager
-from swarmllm.node.placing import Step, next_step, plan_of, shape_of
+from swarmllm.node.placing import HELD_MAX, Step, next_step, plan_of, shape_of
 from swarmllm.scheduling.patience import CONSISTENT_TICKS, Patience
-from swarmllm.scheduling.placement import ModelShape
+from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode
 from swarmllm.swarm.registry import Registry
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import encode_record
@@ -329,3 +329,29 @@ async def test_layers_whose_drop_failed_stay_the_managers() -> None:
     assert member.acts == ["drop 6:9"]
     assert member.manager.pinned(ENTRY.model_id) == ()
     assert member.manager.models[0].managed == ranges("6:12")
+
+
+def test_of_what_others_say_they_hold_a_plan_counts_a_bounded_part() -> None:
+    """Each node's share is the same, and who holds little loses nothing."""
+    scattered = tuple((start, start + 1) for start in range(0, 12, 2))
+    honest = ShardAnnounce(model_id=ENTRY.model_id, name="m", n_layers=12, ranges=((0, 12),))
+    records = {"honest": NodeRecord(node_id="honest", models=(honest,))}
+    for number in range(HELD_MAX // 4 - 1):
+        said = ShardAnnounce(
+            model_id=ENTRY.model_id, name="m", n_layers=12, ranges=(*scattered, (2, 5)), pinned=scattered
+        )
+        records[f"n{number:03}"] = NodeRecord(node_id=f"n{number:03}", models=(said,))
+    seen: list[PlacementNode] = []
+
+    def look(shape: ModelShape, nodes: Iterable[PlacementNode], max_pipes: int | None) -> Placement:
+        seen.extend(nodes)
+        return Placement()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("swarmllm.node.placing.place", look)
+        plan_of(ENTRY.manifest, records, None)
+    assert sum(len(node.held) for node in seen) <= HELD_MAX
+    by_id = {node.node_id: node for node in seen}
+    assert by_id["honest"].held == (LayerRange(0, 12),)
+    assert all(len(node.held) == len(node.pinned) == 4 for node in seen if node.node_id != "honest")
+    assert LayerRange(2, 5) in by_id["n000"].held
