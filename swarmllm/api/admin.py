@@ -18,6 +18,7 @@ from swarmllm.api.node_json import Json, model_json, peer_json, stats_json
 from swarmllm.api.peer_report import details_report
 from swarmllm.api.plan_report import plan_report, read_size
 from swarmllm.api.schema import AddModel, LoadModel, PinModel, UnloadModel
+from swarmllm.api.sliced_json import encoded
 from swarmllm.api.work import Work
 from swarmllm.config import as_dict
 from swarmllm.errors import InvalidRequest
@@ -30,12 +31,12 @@ admin = Blueprint("admin", __name__, url_prefix="/api/admin")
 @admin.get("/stats")
 async def stats() -> Response:
     node = current_node()
-    return _json(stats_json(node, await node.models.list()))
+    return _json(stats_json(node, await node.models.own()))
 
 
 @admin.get("/peers")
 async def peers() -> Response:
-    return _json({"peers": [peer_json(view) for view in current_node().peers()]})
+    return _json({"peers": await encoded(current_node().peers(), peer_json)})
 
 
 @admin.get("/peers/<node>")
@@ -58,7 +59,8 @@ async def config() -> Response:
 
 @admin.get("/models")
 async def models() -> Response:
-    return _json({"models": [model_json(view) for view in await current_node().models.list()]})
+    kept = current_node().models
+    return _json({"models": await encoded(await kept.list(), model_json), "left_out": kept.n_left_out()})
 
 
 @admin.post("/models")

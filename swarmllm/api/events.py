@@ -31,10 +31,11 @@ from swarmllm.api.node_json import (
     work_json,
     worker_json,
 )
+from swarmllm.api.sliced_json import encoded
 from swarmllm.api.work import Works
 from swarmllm.errors import Overloaded
 from swarmllm.memory_info import memory_bytes, resident_bytes
-from swarmllm.node import Node
+from swarmllm.node import Node, PeerView
 
 INTERVAL_S = 0.5
 SIGN_OF_LIFE_S = 10.0
@@ -96,9 +97,8 @@ class Pulse:
             now_s = trio.current_time()
             # Half the interval: readers come round a little early or late.
             if now_s - self._made_s > INTERVAL_S / 2:
-                self._sections = {
-                    name: encode(section) for name, section in (await self._make(now_s)).items()
-                }
+                sections = await self._make(now_s)
+                self._sections = {name: encode(section) for name, section in sections.items()}
                 self._made_s = now_s
             return self._sections
 
@@ -120,13 +120,10 @@ class Pulse:
                 for worker in node.worker_statistics()
             ],
         }
-        peers = [peer_json(view) for view in node.peers()]
-        for peer in peers:
-            del peer["connected_s"]
         return {
             "node": stats,
-            "peers": {"peers": peers},
-            "models": {"models": [model_json(view) for view in models]},
+            "peers": {"peers": await encoded(node.peers(), _peer_json)},
+            "models": {"models": await encoded(models, model_json), "left_out": node.models.n_left_out()},
             "requests": {
                 "live": [request_json(view) for view in node.requests.live()],
                 "recent": [request_json(view) for view in node.requests.recent()],
@@ -140,3 +137,10 @@ class Pulse:
         n_tokens, since_s = self._node.requests.generated_tokens, now_s - self._made_s
         n_new, self._n_tokens = n_tokens - self._n_tokens, n_tokens
         return round(n_new / since_s, 1) if since_s < 4 * INTERVAL_S else None
+
+
+def _peer_json(view: PeerView) -> Json:
+    peer = peer_json(view)
+    # Time goes on without news.
+    del peer["connected_s"]
+    return peer

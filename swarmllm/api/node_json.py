@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import trio
@@ -21,6 +21,12 @@ from swarmllm.workerpool import WorkerStatistics
 from swarmllm_proto.swarm import FileAnnounce, NodeCapability
 
 Json = dict[str, object]
+HOLDERS_SHOWN = 64
+"""Of one model; and of other nodes that give its files."""
+RANGES_SHOWN = 64
+"""In one list of layer ranges that others announced."""
+PEER_MODELS_SHOWN = 16
+"""Of one peer, in a list of peers."""
 
 
 def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
@@ -86,6 +92,8 @@ def _reachability(found: Reachability | None) -> Json | None:
 
 
 def model_json(view: ModelView) -> Json:
+    """Of holders, sources and missing ranges as many as people look at; how many there are is said beside
+    them."""
     entry = view.entry
     manifest = entry.manifest if entry else None
     holders = [
@@ -95,7 +103,7 @@ def model_json(view: ModelView) -> Json:
             "layers": range_texts(holder.layers),
             "is_self": holder.is_self,
         }
-        for holder in view.holders
+        for holder in view.holders[:HOLDERS_SHOWN]
     ]
     return {
         "name": view.name,
@@ -110,13 +118,16 @@ def model_json(view: ModelView) -> Json:
         "stored": entry.is_stored if entry else view.waiting is not None,
         "pinned": entry.pinned if entry else False,
         "files": _files(view.files) if view.files else None,
-        "sources": view.sources,
+        "sources": view.sources[:HOLDERS_SHOWN],
+        "n_sources": len(view.sources),
         "loaded": range_texts(view.loaded),
         "memory": dataclasses.asdict(view.memory),
         "settings": dataclasses.asdict(view.settings) if view.settings else None,
         "holders": holders,
+        "n_holders": len(view.holders),
         "complete": view.complete,
-        "missing": range_texts(view.missing),
+        "missing": range_texts(view.missing[:RANGES_SHOWN]),
+        "n_missing": len(view.missing),
         "waiting": _waiting(view.waiting) if view.waiting else None,
     }
 
@@ -134,13 +145,18 @@ def _waiting(waiting: WaitingView) -> Json:
 
 def _files(files: FileAnnounce) -> Json:
     return {
-        "layers": [f"{start}:{end}" for start, end in files.layers],
+        "layers": _pairs(files.layers),
         "embedding": files.embedding,
         "head": files.head,
     }
 
 
-def peer_json(view: PeerView) -> Json:
+def _pairs(pairs: Sequence[tuple[int, int]]) -> list[str]:
+    return [f"{start}:{end}" for start, end in pairs[:RANGES_SHOWN]]
+
+
+def peer_json(view: PeerView, n_shown: int = PEER_MODELS_SHOWN) -> Json:
+    """`n_shown`: of the models that it has ready, and of those that it has files of."""
     info, record = view.info, view.record
     announced = record.models if record else ()
     capability = record.capability if record else NodeCapability()
@@ -166,14 +182,16 @@ def peer_json(view: PeerView) -> Json:
             {
                 "name": model.name,
                 "model_id": model.model_id,
-                "layers": [f"{start}:{end}" for start, end in model.ranges],
+                "layers": _pairs(model.ranges),
             }
-            for model in announced
+            for model in announced[:n_shown]
         ],
+        "n_models": len(announced),
         "files": [
             {"name": files.name, "model_id": files.model_id} | _files(files)
-            for files in (record.files if record else ())
+            for files in (record.files[:n_shown] if record else ())
         ],
+        "n_files": len(record.files) if record else 0,
     }
 
 

@@ -6,13 +6,16 @@ from swarmllm.api.node_json import Json, peer_json
 from swarmllm.node.views import PeerDetails
 from swarmllm.swarm.trust import EFFECTS, WORK_MIN
 
+MODELS_SHOWN = 256
+"""Of the node: all that a record has room for."""
+
 
 def details_report(details: PeerDetails) -> Json:
     trust, record = details.trust, details.record
     return {
         "node_id": details.node_id,
         "nickname": record.nickname if record else "",
-        "connected": peer_json(details.connected) if details.connected else None,
+        "connected": peer_json(details.connected, MODELS_SHOWN) if details.connected else None,
         "trust": {
             "score": round(trust.score, 4),
             "work_min": WORK_MIN,

@@ -65,6 +65,8 @@ def list_(as_json: bool, api_url: str) -> None:
     elif answer["models"]:
         rows = [_row(model) for model in answer["models"]]
         make_console().print(table(COLUMNS, rows, right=("layers", "size")))
+        if answer["left_out"]:
+            click.echo(f"and {answer['left_out']} more that only other nodes have; name one to see it")
     else:
         click.echo("No models. Add one: swarmllm models add PATH.gguf")
 
@@ -270,8 +272,12 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for holder in model["holders"]:
         name = holder["nickname"] or holder["node_id"]
         yield "held by", f"{name}: {', '.join(holder['layers'])}"
+    if left_out := model["n_holders"] - len(model["holders"]):
+        yield "held by", f"and {left_out} more nodes"
     for node_id in model["sources"]:
         yield "given by", node_id
+    if left_out := model["n_sources"] - len(model["sources"]):
+        yield "given by", f"and {left_out} more nodes"
 
 
 def _option(value: object) -> object:
@@ -340,11 +346,12 @@ def _row(model: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _coverage(model: dict[str, Any]) -> str:
-    n_holders = len(model["holders"])
+    n_holders = model["n_holders"]
     if model["complete"]:
         return f"complete on {n_holders} node{'s' if n_holders > 1 else ''}"
     if not n_holders:
         return "nobody holds it"
-    return (
-        f"layers {', '.join(model['missing'])} missing" if model["missing"] else "its layers do not join up"
-    )
+    if not model["missing"]:
+        return "its layers do not join up"
+    more = ", ..." if model["n_missing"] > len(model["missing"]) else ""
+    return f"layers {', '.join(model['missing'])}{more} missing"

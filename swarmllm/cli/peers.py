@@ -95,6 +95,8 @@ def _overview(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _row(peer: dict[str, Any], node_id: str) -> dict[str, str]:
     holds = [f"{model['name']} {', '.join(model['layers'])}" for model in peer["models"]]
+    if left_out := peer["n_models"] - len(peer["models"]):
+        holds.append(f"and {left_out} more")
     return {
         "nickname": peer["nickname"] or "-",
         "node id": node_id,

@@ -58,19 +58,19 @@ class ModelKeeper:
         """This node's models, all of them, and of those that only others have at most
         `registry.LISTED_MAX`."""
         entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
-        swarm = self._registry.models()
-        self._coverages.keep({*entries, *swarm})
+        listed = self._registry.listed()
+        self._coverages.keep({*entries, *listed})
         views = await self._views(entries.values())
-        for model_id, model in swarm.items():
-            if model_id not in entries:
-                views.append(self._view(None, model))
-                await trio.lowlevel.checkpoint()
+        for model_id in listed:
+            # It may have gone meanwhile: others had their turn.
+            if model_id not in entries and (model := self._registry.as_listed(model_id)) is not None:
+                views.append(await self._in_turn(None, model))
         views += [view_waiting(waiting) for waiting in self._gathering.views()]
         return tuple(sorted(views, key=lambda view: (view.name, view.model_id)))
 
     def n_left_out(self) -> int:
         """Models of other nodes that `list` does not name."""
-        return self._registry.n_models() - len(self._registry.models())
+        return self._registry.n_models() - len(self._registry.listed())
 
     async def own(self) -> tuple[ModelView, ...]:
         """Those in this node's catalogue."""
@@ -78,11 +78,15 @@ class ModelKeeper:
         return tuple(sorted(views, key=lambda view: (view.name, view.model_id)))
 
     async def _views(self, entries: Iterable[CatalogueEntry]) -> _Views:
-        views = []
-        for entry in entries:
-            views.append(self._view(entry))
+        return [await self._in_turn(entry) for entry in entries]
+
+    async def _in_turn(self, entry: CatalogueEntry | None, model: SwarmModel | None = None) -> ModelView:
+        """A view; others have their turn after one that had to be worked out."""
+        n_made = self._coverages.n_made
+        view = self._view(entry, model)
+        if self._coverages.n_made != n_made:
             await trio.lowlevel.checkpoint()
-        return views
+        return view
 
     async def get(self, name_or_id: str) -> ModelView:
         """Raises ModelNotFound, InvalidRequest (ambiguous)."""

@@ -50,6 +50,11 @@ class Coverages:
         """Forget all others."""
         self._known = {m: self._known[m] for m in model_ids if m in self._known}
 
+    def _order(self, held: tuple[str, Ranges]) -> tuple[bool, int, int, str]:
+        """This node first, then by where the layers begin."""
+        node_id, ranges = held
+        return node_id != self._node_id, ranges[0].start, ranges[0].end, node_id
+
     def _make(self, model: SwarmModel | None, n_layers: int, alignment: int, loaded: Ranges) -> Coverage:
         self.n_made += 1
         held: dict[str, Ranges] = {self._node_id: loaded} if loaded else {}
@@ -58,7 +63,7 @@ class Coverages:
         return Coverage(
             tuple(
                 HolderView(holder, self._nickname_of(holder), merge(layers), holder == self._node_id)
-                for holder, layers in sorted(held.items(), key=lambda each: (each[1], each[0]))
+                for holder, layers in sorted(held.items(), key=self._order)
             ),
             tuple(missing_layers(n_layers, ranges)),
             is_complete(n_layers, alignment, held, self._node_id),

@@ -56,7 +56,7 @@ class Registry:
         self._index = ModelIndex(node_id, on_contradiction)
         self._distrusted: set[str] = set()
         """Connected nodes with a record that may not work."""
-        self._listed: tuple[object, dict[str, SwarmModel]] | None = None
+        self._listed: tuple[object, Sequence[str]] | None = None
 
     def __repr__(self) -> str:
         return f"<Registry records={len(self._records)} connected={len(self._connected)}>"
@@ -128,17 +128,24 @@ class Registry:
         self._settle_for(model_id)
         return self._index.model(model_id)
 
-    def models(self, limit: int = LISTED_MAX) -> dict[str, SwarmModel]:
-        """Models that connected nodes and this one hold or have files of, by model id. Where there are more
-        than `limit`, nodes take turns: the first that each names, then the second of each, this node first.
-        So nobody's announcements push out those of others."""
+    def listed(self, limit: int = LISTED_MAX) -> Sequence[str]:
+        """Ids of models that connected nodes and this one hold or have files of. Where there are more than
+        `limit`, nodes take turns: the first that each names, then the second of each, this node first. So
+        nobody's announcements push out those of others."""
         self._settle(self._connected)
         key = (self._index.version, limit)
         if self._listed is None or self._listed[0] != key:
-            chosen = self._index.fair_choice(limit)
-            found = ((model_id, self._index.model(model_id)) for model_id in chosen)
-            self._listed = key, {model_id: model for model_id, model in found if model is not None}
+            self._listed = key, self._index.fair_choice(limit)
         return self._listed[1]
+
+    def as_listed(self, model_id: str) -> SwarmModel | None:
+        """`model` without another look at who is trusted: right after `listed`."""
+        return self._index.model(model_id)
+
+    def models(self, limit: int = LISTED_MAX) -> dict[str, SwarmModel]:
+        """All that are listed, at once; by model id."""
+        found = ((model_id, self.as_listed(model_id)) for model_id in self.listed(limit))
+        return {model_id: model for model_id, model in found if model is not None}
 
     def n_models(self) -> int:
         """How many there are in all."""

@@ -33,9 +33,12 @@ MODEL: dict[str, Any] = {
     "pinned": True,
     "files": {"layers": ["0:4", "6:8"], "embedding": True, "head": False},
     "sources": ["12D3KooWPeer"],
+    "n_sources": 3,
     "holders": [{"node_id": "12D3KooWSelf", "nickname": "kitchen", "layers": ["0:4"], "is_self": True}],
+    "n_holders": 5,
     "complete": False,
     "missing": ["4:12"],
+    "n_missing": 1,
     "waiting": None,
 }
 
@@ -45,8 +48,10 @@ FOREIGN = MODEL | {
     "size_bytes": None,
     "loaded": [],
     "holders": [{}, {}],
+    "n_holders": 2,
     "complete": True,
     "missing": [],
+    "n_missing": 0,
 }
 
 WAITING = MODEL | {
@@ -57,8 +62,10 @@ WAITING = MODEL | {
     "size_bytes": None,
     "files": None,
     "sources": [],
+    "n_sources": 0,
     "loaded": [],
     "holders": [],
+    "n_holders": 0,
     "missing": ["0:12"],
     "waiting": {
         "source": "hf:org/repo:x\x1b[2J.gguf",
@@ -72,8 +79,9 @@ WAITING = MODEL | {
 
 
 def test_models_list_shows_what_is_missing_and_what_is_complete(run: Run, node: FakeNode) -> None:
-    node.on("GET", "/api/admin/models", {"models": [MODEL, FOREIGN, WAITING]})
-    _, own, foreign, waiting = run("models", "list").output.splitlines()
+    node.on("GET", "/api/admin/models", {"models": [MODEL, FOREIGN, WAITING], "left_out": 7})
+    _, own, foreign, waiting, left_out = run("models", "list").output.splitlines()
+    assert "7 more" in left_out
     for expected in ("guide", "abababababab", "llama", "12", "9.3 MB", "0:4", "layers 4:12 missing"):
         assert expected in own
     assert "far\\x1b[2J" in foreign
@@ -98,12 +106,12 @@ def test_a_model_that_waits_for_its_id_says_for_what_and_whom_it_does_not_believ
 
 
 def test_no_models_says_how_to_add_one(run: Run, node: FakeNode) -> None:
-    node.on("GET", "/api/admin/models", {"models": []})
+    node.on("GET", "/api/admin/models", {"models": [], "left_out": 0})
     assert "swarmllm models add" in run("models", "list").output
 
 
 def test_models_for_programs_are_what_the_daemon_said(run: Run, node: FakeNode) -> None:
-    body = {"models": [MODEL, FOREIGN]}
+    body = {"models": [MODEL, FOREIGN], "left_out": 0}
     node.on("GET", "/api/admin/models", body)
     assert json.loads(run("models", "list", "--json").stdout) == body
 
@@ -197,14 +205,14 @@ def test_show_tells_what_is_here_and_who_has_the_rest(run: Run, node: FakeNode) 
     for expected in (
         "ab" * 32, "9.3 MB", "2048", "at multiples of 1", "/models/guide.gguf", "other nodes (pinned)",
         "0:4, 6:8, embedding", "layers 4:12 missing", "kitchen: 0:4", "12D3KooWPeer",
-        "n_threads 1", "use_mlock off",
+        "n_threads 1", "use_mlock off", "and 4 more nodes", "and 2 more nodes",
     ):  # fmt: skip
         assert expected in shown
     assert json.loads(run("models", "show", "guide", "--json").output) == MODEL
 
 
 def test_show_of_a_model_that_only_others_have_is_short(run: Run, node: FakeNode) -> None:
-    node.on("GET", "/api/admin/models/far/status", FOREIGN | {"files": None, "holders": []})
+    node.on("GET", "/api/admin/models/far/status", FOREIGN | {"files": None, "holders": [], "n_holders": 0})
     shown = run("models", "show", "far").output
     assert "far\\x1b[2J" in shown
     assert "architecture" not in shown

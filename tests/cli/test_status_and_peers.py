@@ -43,6 +43,7 @@ PEER: dict[str, Any] = {
     "announced_prefixes": 3,
     "trust": 0.5,
     "models": [{"name": "guide", "model_id": "ab" * 32, "layers": ["4:12"]}],
+    "n_models": 4,
 }
 
 
@@ -132,10 +133,21 @@ def test_status_of_a_node_that_is_not_ready_says_so(run: Run, node: FakeNode) ->
 
 def test_peers_shows_distance_and_holdings(run: Run, node: FakeNode) -> None:
     node.on(
-        "GET", "/api/admin/peers", {"peers": [PEER, PEER | {"rtt_ms": None, "models": [], "nickname": ""}]}
+        "GET",
+        "/api/admin/peers",
+        {"peers": [PEER, PEER | {"rtt_ms": None, "models": [], "n_models": 0, "nickname": ""}]},
     )
     _, first, second = run("peers").output.splitlines()
-    for expected in ("attic", "12D3KooWPeer", "1.2 ms", "direct", "2.0 kB", "10 B", "12.0 s", "guide 4:12"):
+    for expected in (
+        "attic",
+        "12D3KooWPeer",
+        "1.2 ms",
+        "direct",
+        "2.0 kB",
+        "10 B",
+        "12.0 s",
+        "guide 4:12; and 3 more",
+    ):
         assert expected in first
     assert second.split()[0] == "-"
 

@@ -201,7 +201,8 @@ def test_what_has_not_changed_is_not_worked_out_again() -> None:
     models = registry.models()
     load = NodeRecord(node_id="peer000", sequence=2, models=tuple(a_model(1000 + each) for each in range(3)))
     registry.apply("peer000", encode_record(load))
-    assert registry.models() is models
+    again = registry.models()
+    assert all(again[m] is models[m] for m in models)
     registry.apply("peer001", encode_record(NodeRecord(node_id="peer001", models=(a_model(2000, (0, 2)),))))
     again = registry.models()
     assert again.keys() == models.keys() - {f"{2001:064x}", f"{2002:064x}"}

@@ -17,7 +17,7 @@ export function renderModels(root, state) {
   show(root,
     state.downloads && pullPanel(state.downloads.downloads, again),
     h("section", { class: "panel", "data-key": "models", "aria-label": "Models of the swarm" },
-      h("div", { class: "head row between" }, h("h2", null, "Models"), h("span", { class: "muted small" }, plural(state.models.models.length, "model"))),
+      h("div", { class: "head row between" }, h("h2", null, "Models"), h("span", { class: "muted small" }, plural(state.models.models.length, "model") + (state.models.left_out ? `, and ${state.models.left_out} more that only others have` : ""))),
       state.models.models.length
         ? state.models.models.map((model) => row(model, work, again))
         : h("p", { class: "empty" }, "No models yet. Fetch one above, or run ", h("code", null, "swarmllm models add PATH.gguf"), ".")));
@@ -52,7 +52,7 @@ function row(model, work, again) {
   const running = work.find((each) => each.model === model.name);
   const facts = [model.architecture, plural(model.n_layers, "layer"), model.size_bytes && bytes(model.size_bytes), model.path ? (model.stored ? "fetched" : "file of this machine") : "only other nodes have it"];
   const missing = model.missing.map(layerText).join(", ");
-  const state = model.complete ? h("span", { class: "good" }, `ready: complete on ${plural(model.holders.length, "node")}`)
+  const state = model.complete ? h("span", { class: "good" }, `ready: complete on ${plural(model.n_holders, "node")}`)
     : model.holders.length ? h("span", { class: "bad" }, missing ? `layers ${missing} missing in the swarm` : "its layers do not join up") : "not loaded anywhere";
   const message = messages.get(key);
   return h("div", { class: "model", "data-key": key },

@@ -97,7 +97,7 @@ function map(model, nodes, live) {
   return h("div", { class: "map", "data-key": model.model_id },
     h("div", { class: "row between" },
       h("div", null, h("strong", null, model.name), h("span", { class: "muted small" }, `  ${model.architecture ? `${model.architecture} · ` : ""}${model.n_layers} layers${model.size_bytes ? ` · ${bytes(model.size_bytes)}` : ""}`)),
-      model.complete ? h("span", { class: "good small" }, `complete on ${plural(holders.length, "node")}`)
+      model.complete ? h("span", { class: "good small" }, `complete on ${plural(model.n_holders, "node")}`)
         : h("span", { class: "bad small" }, missing ? `${model.missing.length === 1 && !missing.includes("–") ? "layer" : "layers"} ${missing} missing` : "layers do not join up")),
     h("div", { class: "strips", style: { "--layers": model.n_layers } },
       axis(model.n_layers),
@@ -106,6 +106,7 @@ function map(model, nodes, live) {
         h("div", { class: "label" }, h("span", { class: "swatch", style: hue(holder.node_id) }), h("span", { class: "cut" }, holder.nickname || shortId(holder.node_id))),
         h("div", { class: "track", role: "img", "aria-label": `${holder.nickname || holder.node_id} holds layers ${holder.layers.map(layerText).join(", ")}` },
           holder.layers.map((text) => h("div", { class: "bar", title: `layers ${layerText(text)}`, style: { ...place(text), ...hue(holder.node_id) } }))))),
+      model.n_holders > holders.length && h("div", { class: "muted small" }, `and ${plural(model.n_holders - holders.length, "more node")}`),
       h("div", { class: "strip", style: { height: model.missing.length ? "30px" : "18px" } },
         h("div", { class: "label muted small" }, "coverage"),
         h("div", { class: "track sum", role: "img", "aria-label": missing ? `Layers ${missing} are missing` : "Every layer is held" },
