@@ -59,6 +59,10 @@ class Assembly:
     ways_s: float | None = field(default=None, compare=False)
     """See `hop_handling`."""
 
+    @property
+    def node_ids(self) -> frozenset[str]:
+        return frozenset(stage.node_id for stage in self.stages)
+
 
 def assemble(question: Question) -> Assembly:
     """Raises NoPipeline with the layers that are missing, or with what was not allowed."""

@@ -33,18 +33,18 @@ async def assign(
     timeout_s: float,
     on_failure: Callable[[str], None] = lambda node_id: None,
     prefixes_of: Callable[[str], tuple[StageBlocks, ...]] = lambda node_id: (),
-) -> list[PipelineAck]:
-    """Returns when every stage elsewhere has accepted what `prefixes_of` names to its node, too. Raises
-    RemoteError (NodeBusy where it may be asked again later) for the first that did not, after `on_failure`
-    has been told its node id."""
+) -> dict[str, PipelineAck]:
+    """By node id. Returns when every stage elsewhere has accepted what `prefixes_of` names to its node, too.
+    Raises RemoteError (NodeBusy where it may be asked again later) for the first that did not, after
+    `on_failure` has been told its node id."""
     failures: list[SwarmLLMError] = []
-    acks: list[PipelineAck] = []
+    acks: dict[str, PipelineAck] = {}
     async with trio.open_nursery() as nursery:
 
         async def ask(node_id: str) -> None:
             try:
                 named = msgspec.structs.replace(assignment, prefixes=prefixes_of(node_id))
-                acks.append(await _ask(router, node_id, named, timeout_s))
+                acks[node_id] = await _ask(router, node_id, named, timeout_s)
             except SwarmLLMError as error:
                 if not failures:
                     on_failure(node_id)

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import trio
 
-from swarmllm.errors import SwarmLLMError
+from swarmllm.errors import DeadlineExceeded, RemoteError, SwarmLLMError
 from swarmllm.pipeline.chain import Chain
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.generation import Source
@@ -30,6 +30,7 @@ from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stages import Sessions
 from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.suspects import Suspects
 from swarmllm.pipeline.walker import RequestContext
 from swarmllm.swarm.registry import Registry
 from swarmllm.swarm.router import Router
@@ -57,6 +58,7 @@ class Attempts:
         settings: PipelineSettings,
         counts: PipelineStatistics,
         note: Note,
+        suspects: Suspects,
     ) -> None:
         self.chains: dict[str, Chain] = {}
         """By request id."""
@@ -67,6 +69,7 @@ class Attempts:
         self._settings = settings
         self._counts = counts
         self._note = note
+        self._suspects = suspects
         self._start_soon: Callable[..., None] | None = None
         self._secret = secrets.token_bytes(32) if settings.shares_prefixes else None
 
@@ -119,10 +122,13 @@ class Attempts:
             if chain.culprit is not None and chain.culprit != self._router.node_id:
                 failed.add(chain.culprit)
                 self._tell_everybody(context.request_id, chain.culprit, error)
+            elif isinstance(error, RemoteError | DeadlineExceeded):
+                here = {self._router.node_id}
+                self._suspects.doubt(sorted(chain.doubted or chain.node_ids - here), trio.current_time())
             raise
         finally:
             del self.chains[context.request_id]
-            judge(chain, self._note)
+            judge(chain, self._note, self._suspects)
             session.stop()
             # The session tidies up by itself; a client with an error to show need not wait for all of it.
             with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_TIMEOUT_S):

@@ -16,21 +16,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import numpy as np
 import trio
 
-from swarmllm.errors import (
-    ContextFull,
-    DeadlineExceeded,
-    NodeBusy,
-    NodeUnreachable,
-    Overloaded,
-    RemoteError,
-    SwarmLLMError,
-)
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.pipeline.compute import SampledToken
 from swarmllm.pipeline.generation import Guesses, Shape, StageAccount, StageReport
 from swarmllm.pipeline.job import ComputeStep, Job
 from swarmllm.pipeline.mending import Left, is_anew, rebuilds
-from swarmllm.pipeline.origin import BrokenPromise, Chunk, PromptWindow, TokenLog, require_stop_string
+from swarmllm.pipeline.origin import (
+    BrokenPromise,
+    Chunk,
+    EarlyTokens,
+    PromptWindow,
+    TokenLog,
+    require_stop_string,
+)
 from swarmllm.pipeline.prefix_names import PrefixNames
+from swarmllm.pipeline.reports import BAD_ROWS, reported_error
 from swarmllm.pipeline.resuming import Feeding
 from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.walker import OriginMessage, RequestContext
@@ -81,6 +81,8 @@ class Chain:
         self.failure: Exception | None = None
         self.culprit: str | None = None
         """The node that failed, where that is known."""
+        self.doubted: frozenset[str] = frozenset()
+        """Nodes of which one failed, where it cannot be known which."""
         self._look_after_s = look_after_s
         self._look = look
         self._heard_s = 0.0
@@ -96,8 +98,7 @@ class Chain:
         """It goes on with what another one left."""
         self.is_given_up = False
         """It has failed, if only in being assigned."""
-        self._early: tuple[StreamingToken, bytes] | None = None
-        """A token that came before the one before it."""
+        self._early = EarlyTokens[tuple[StreamingToken, bytes]]()
         self._buffer: deque[tuple[SampledToken, bytes]] = deque()
         self._reader = trio.lowlevel.ParkingLot()
         self._is_feeding = False
@@ -115,6 +116,11 @@ class Chain:
         return self.account.reports(
             [self._names.get(stage.node_id, "") for stage in self.account.stages], self.decode_s
         )
+
+    @property
+    def node_ids(self) -> frozenset[str]:
+        """Of its stages."""
+        return frozenset(stage.node_id for stage in self.context.view.stages)
 
     @property
     def is_complete(self) -> bool:
@@ -238,7 +244,6 @@ class Chain:
                     "request %s: a message of the last stage came from %s", self.context.request_id, sender
                 )
             else:
-                self._heard_s = trio.current_time()
                 if isinstance(message, StreamingToken):
                     self._token(message, payload)
                 else:
@@ -260,7 +265,7 @@ class Chain:
 
     def lost(self, node_id: str) -> None:
         """A node disconnected."""
-        if any(stage.node_id == node_id for stage in self.context.view.stages):
+        if node_id in self.node_ids:
             self.blame(node_id)
             self.fail(
                 NodeUnreachable(
@@ -271,22 +276,23 @@ class Chain:
     def _token(self, message: StreamingToken, payload: bytes | memoryview) -> None:
         if len(payload) > MAX_PIECE_BYTES:
             raise BrokenPromise(f"a token of {len(payload)} bytes")
+        if message.token >= self.context.n_vocab:
+            raise BrokenPromise(f"token {message.token} of a vocabulary of {self.context.n_vocab}")
         require_stop_string(message, len(self.context.sampling.stop))
-        if message.index == self._tokens.n_received + 1 and self._early is None:
-            # Where links break and open, two tokens may take different ways and be read in the wrong order.
-            self._early = (message, bytes(payload))
-            return
-        if not self._tokens.receive(message.index, message.token):
-            return
+        self._early.put(message.index, (message, bytes(payload)), len(payload), self._tokens.n_received)
+        while not self._finished and (early := self._early.take(self._tokens.n_received)) is not None:
+            self._next_token(*early)
+
+    def _next_token(self, message: StreamingToken, payload: bytes) -> None:
+        self._tokens.receive(message.index, message.token)
         self._generated.append(message.token)
-        early, self._early = self._early, None
-        self._latest_s = trio.current_time()
+        self._latest_s = self._heard_s = trio.current_time()
         if message.index == self._n_resumed:
             self._first_s = self._latest_s
             self.account.add_prefill(message.timings)
         else:
             self.account.add_decoded(message.timings)
-        self._buffer.append((message, bytes(payload)))
+        self._buffer.append((message, payload))
         self._reader.unpark_all()
         if message.finish_reason is not None:
             # Nobody needs to wait for the reader: all stages may free their slots now.
@@ -295,25 +301,25 @@ class Chain:
             self.n_cached_tokens = max(self.n_cached_tokens, n_cached)
             assert self._session is not None
             self._session.stop()
-        elif early is not None:
-            self._token(*early)
         elif self._tokens.awaited:
             self._tokens.awaited = False
             self._repeat_token()
 
     def _progress(self, message: PrefillProgress, payload: bytes | memoryview) -> None:
         if self._feeding is None:
-            self.window.passed(message.position)
+            is_news = self.window.passed(message.position)
         else:
-            self._feeding.passed(message.position)
+            is_news = self._feeding.passed(message.position)
             self._feeding = None if self._feeding.is_over else self._feeding
         self.account.add_prefill(message.timings)
-        # A reader that waits for the first token counts this as a sign of life.
-        self._reader.unpark_all()
+        if is_news:
+            # A reader that waits for the first token counts this as a sign of life.
+            self._heard_s = trio.current_time()
+            self._reader.unpark_all()
         self._feed()
 
     def _failed_at(self, sender: str, message: PipelineError) -> None:
-        if not any(stage.node_id == sender for stage in self.context.view.stages):
+        if sender not in self.node_ids:
             log.warning(
                 "request %s: a failure was reported by %s, which has no part in it",
                 self.context.request_id,
@@ -323,10 +329,14 @@ class Chain:
         if message.damaged:
             self._repeat(sender, message.position)
             return
-        text = "".join(character if character.isprintable() else " " for character in message.message)
-        if message.kind != NodeUnreachable.code:
+        if message.kind == BAD_ROWS and message.node_id != self.context.view.node_id:
+            # One of the two lies, and which cannot be seen from here.
+            if not self.context.view.hands_to(message.node_id, sender):
+                raise BrokenPromise(f"it gets no rows from {self._name(message.node_id)}")
+            self.doubted = frozenset({sender, message.node_id})
+        elif message.kind != NodeUnreachable.code:
             self.blame(sender)
-        self.fail(_as_error(message.kind, f"node {self._name(sender)}: {text or message.kind}"))
+        self.fail(reported_error(message, self._name(sender)))
 
     def _repeat(self, sender: str, position: int) -> None:
         self._n_repeats += 1
@@ -380,15 +390,3 @@ class Chain:
     def _name(self, node_id: str) -> str:
         nickname = self._names.get(node_id, "")
         return f"{nickname} ({node_id})" if nickname else node_id
-
-
-def _as_error(kind: str, text: str) -> SwarmLLMError:
-    if kind == ContextFull.code:
-        return ContextFull(text)
-    if kind == NodeUnreachable.code:
-        return NodeUnreachable(text)
-    if kind == DeadlineExceeded.code:
-        return DeadlineExceeded(text)
-    if kind in (NodeBusy.code, Overloaded.code):
-        return NodeBusy(text)
-    return RemoteError(text)

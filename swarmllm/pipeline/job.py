@@ -93,5 +93,13 @@ class RequestView:
     def is_here(self, stage: int) -> bool:
         return self.stages[stage].node_id == self.node_id
 
+    def hands_to(self, node_id: str, receiver: str) -> bool:
+        """Whether rows go from one node to the other in this request."""
+        sends = [self.origin, *(stage.node_id for stage in self.stages)]
+        return any(
+            sender == node_id and stage.node_id == receiver
+            for sender, stage in zip(sends, self.stages, strict=False)
+        )
+
     def layers(self, stage: int) -> LayerRange:
         return LayerRange(self.stages[stage].start, self.stages[stage].end)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from swarmllm.errors import NodeBusy, NodeUnreachable
 from swarmllm.pipeline.chain import Chain
+from swarmllm.pipeline.suspects import Suspects
 from swarmllm.swarm.trust import Deed, Note
 
 
-def judge(chain: Chain, note: Note) -> None:
+def judge(chain: Chain, note: Note, suspects: Suspects) -> None:
     """Note the deeds of a chain's nodes, after its end."""
     here = chain.context.view.node_id
     failure = chain.failure
     if failure is None:
         if chain.is_complete:
-            for node_id in {stage.node_id for stage in chain.context.view.stages} - {here}:
+            for node_id in chain.node_ids - {here}:
                 note(node_id, Deed.SERVED)
+                suspects.served(node_id)
     elif chain.culprit not in (None, here) and not isinstance(failure, NodeBusy):
         lost = isinstance(failure, NodeUnreachable)
         note(chain.culprit, Deed.LOST if lost else Deed.FAILED, type(failure).__name__)

@@ -49,7 +49,7 @@ async def agree(
         on_failure=asker.blame,
         prefixes_of=asker.prefixes_of,
     )
-    n_blocks = [ack.n_prefix_blocks for ack in acks]
+    n_blocks = [ack.n_prefix_blocks for ack in acks.values()]
     if not acks or any(map(view.is_here, range(len(view.stages)))):
         n_blocks.append(n_here)
     return min(n_blocks)

@@ -4,6 +4,9 @@
 lost, sent twice or arrived late, "up to here it has passed, up to here it has left" stays true, and
 repeating is setting one number back.
 
+`EarlyTokens` keeps the tokens that came before the one before them: some go by links and some by daemons, and
+may overtake each other.
+
 `TokenLog` says whether a token is the next one, and which token to repeat when a stage reports damage. The
 report and the token it concerns come from different nodes, so the report may be first: then the token is
 repeated when it arrives.
@@ -12,9 +15,16 @@ repeated when it arrives.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from swarmllm.pipeline.compute import SampledToken
+
+EARLY_TOKENS_MAX: Final = 256
+"""Tokens that may wait for one before them. A ring that turns by links gives tokens faster than a busy daemon
+passes them on, but no daemon is so far behind."""
+EARLY_BYTES_MAX: Final = 2**20
+"""Of their texts."""
+Item = TypeVar("Item")
 
 
 class BrokenPromise(Exception):
@@ -65,11 +75,14 @@ class PromptWindow:
         n_under_way = self.n_sent - self.n_passed
         return self.n_sent < self.n_tokens and n_under_way < self._size * self._chunk_tokens
 
-    def passed(self, position: int) -> None:
-        """Rows below `position` have passed every layer. Raises BrokenPromise for rows that have not left."""
+    def passed(self, position: int) -> bool:
+        """Rows below `position` have passed every layer; whether that is news. Raises BrokenPromise for rows
+        that have not left."""
         if position > self.n_sent:
             raise BrokenPromise(f"rows up to {position} are said to be done, {self.n_sent} have been sent")
+        is_news = position > self.n_passed
         self.n_passed = max(self.n_passed, position)
+        return is_news
 
     def rewind(self, position: int) -> None:
         """The chunk at `position` and all after it leave again. Raises BrokenPromise where no chunk that is
@@ -77,6 +90,32 @@ class PromptWindow:
         if not self.n_passed <= position < self.n_sent or (position - self._n_known) % self._chunk_tokens:
             raise BrokenPromise(f"no chunk that is under way begins at {position}")
         self.n_sent = position
+
+
+class EarlyTokens(Generic[Item]):
+    """By index; bounded in number and bytes."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, tuple[Item, int]] = {}
+        self._n_bytes = 0
+
+    def put(self, index: int, item: Item, n_bytes: int, due: int) -> None:
+        """`due` is the index that is to come next; of two with the same index the first stays. Raises
+        BrokenPromise for one that is too far ahead, or with too much text."""
+        if index > due + EARLY_TOKENS_MAX:
+            raise BrokenPromise(f"token {index} came {index - due} ahead of its turn")
+        if index in self._waiting or index < due:
+            return
+        if self._n_bytes + n_bytes > EARLY_BYTES_MAX:
+            raise BrokenPromise(f"more than {EARLY_BYTES_MAX} bytes of text came ahead of their turn")
+        self._waiting[index] = item, n_bytes
+        self._n_bytes += n_bytes
+
+    def take(self, index: int) -> Item | None:
+        """What waits for this turn, if anything does."""
+        item, n_bytes = self._waiting.pop(index, (None, 0))
+        self._n_bytes -= n_bytes
+        return item
 
 
 @dataclass(slots=True)

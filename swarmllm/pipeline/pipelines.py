@@ -14,6 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -44,7 +45,7 @@ from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stages import Sessions, request_context
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.pipeline.suspects import Suspects
+from swarmllm.pipeline.suspects import Suspects, sparing
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.swarm.registry import Registry
@@ -106,7 +107,9 @@ class Pipelines:
         self._suspects = Suspects()
         self._sessions = Sessions(pool, router, catalogue, settings, self._start_session, note)
         self._here = LoadHere(pool, self._sessions, settings)
-        self._attempts = Attempts(router, registry, pool, self._sessions, settings, self._counts, note)
+        self._attempts = Attempts(
+            router, registry, pool, self._sessions, settings, self._counts, note, self._suspects
+        )
         self._links = links or NoLinks()
         self._sessions.on_open = self._links.join
         self._inbox = Inbox(self._sessions, self._attempts.chains, self._suspects, self._counts, note)
@@ -295,6 +298,8 @@ class Pipelines:
             previous = self._affinity.previous(entry.model_id, session) if is_first else ()
             broken = tried[-1][1] if generated and tried else None
             assembly = self._assemble(entry, size, avoid, previous, broken)
+            if recovery.is_late and assembly.node_ids == tried[-1][1].node_ids:
+                raise NoPipeline("no other nodes hold these layers")
             self._affinity.remember(entry.model_id, session, assembly.stages)
             may_resume = broken is not None and len(assembly.stages) > 1
             assignment = PipelineAssignment(
@@ -350,15 +355,10 @@ class Pipelines:
         previous: Sequence[Stage],
         broken: Assembly | None = None,
     ) -> Assembly:
-        """Without those of whom others say that they fail, if it can be. Raises NoPipeline."""
+        """Without those who may fail, as far as there are others. Raises NoPipeline."""
         load = self._load(entry, size, n_asking=1)
-        suspects = self._suspects.now(trio.current_time())
-        if not suspects <= avoid:
-            try:
-                return self._routes.choose(entry, size, load, avoid | suspects, previous, broken)
-            except NoPipeline:
-                pass
-        return self._routes.choose(entry, size, load, avoid, previous, broken)
+        choose = partial(self._routes.choose, entry, size, load, previous=previous, broken=broken)
+        return sparing(choose, avoid, self._suspects.ordered(trio.current_time()))
 
     async def _pause(self, until_s: float) -> None:
         with trio.CancelScope(deadline=until_s):

@@ -62,6 +62,11 @@ class Recovery:
     """The failure since which nothing has come."""
 
     @property
+    def is_late(self) -> bool:
+        """The pipeline that broke before the first token had taken all the time that it may."""
+        return not self._has_begun and isinstance(self._cause, DeadlineExceeded)
+
+    @property
     def is_under_way(self) -> bool:
         """Nothing has come since a pipeline broke."""
         return self._cause is not None
@@ -103,7 +108,8 @@ class Recovery:
     ) -> float:
         if isinstance(error, NoPipeline) and cause is not None:
             raise cause
-        if not isinstance(error, RemoteError | WorkerDied) or self._n_failures >= FIRST_ATTEMPTS:
+        may_retry = isinstance(error, RemoteError | WorkerDied | DeadlineExceeded)
+        if not may_retry or self._n_failures >= FIRST_ATTEMPTS:
             raise error
         return now_s
 

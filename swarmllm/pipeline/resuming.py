@@ -9,7 +9,7 @@ token's. That one then walks the whole pipeline, and the next token comes of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from swarmllm.pipeline.assignment import assign
 from swarmllm.pipeline.known_rows import Asker
@@ -17,7 +17,7 @@ from swarmllm.pipeline.mending import Left, Rebuild
 from swarmllm.pipeline.origin import Chunk, PromptWindow
 from swarmllm.pipeline.stages import Sessions
 from swarmllm.pipeline.walker import RequestContext
-from swarmllm_proto.swarm import PipelineAssignment, ReplayRows, StageRows
+from swarmllm_proto.swarm import PipelineAssignment, ReplayRows, Stage, StageRows
 
 
 async def what_is_left(
@@ -31,11 +31,19 @@ async def what_is_left(
     """Ask every stage to take part in what resumes another request; what each still has of it. Raises as
     `assign` does."""
     acks = await assign(sessions.router, assignment, timeout_s=timeout_s, on_failure=asker.blame)
-    kept: list[StageRows] = [*await sessions.take_over(context, assignment.resumes)]
-    for ack in acks:
-        kept += ack.kept
-    by_stage = {rows.stage: Left(rows.n_rows, rows.n_journal) for rows in kept}
-    return tuple(by_stage.get(stage, Left()) for stage in range(len(assignment.stages)))
+    said = {node_id: ack.kept for node_id, ack in acks.items()}
+    said[context.view.node_id] = await sessions.take_over(context, assignment.resumes)
+    return left_of(assignment.stages, said)
+
+
+def left_of(stages: Sequence[Stage], said: Mapping[str, Iterable[StageRows]]) -> tuple[Left, ...]:
+    """What each stage has, by what its own node says; no node speaks for another."""
+    left = [Left()] * len(stages)
+    for node_id, kept in said.items():
+        for rows in kept:
+            if rows.stage < len(stages) and stages[rows.stage].node_id == node_id:
+                left[rows.stage] = Left(rows.n_rows, rows.n_journal)
+    return tuple(left)
 
 
 class Feeding:
@@ -73,11 +81,12 @@ class Feeding:
     def is_over(self) -> bool:
         return self.now is None
 
-    def passed(self, position: int) -> None:
-        """Rows below `position` are where they are to be. Raises BrokenPromise."""
-        self.window.passed(position)
+    def passed(self, position: int) -> bool:
+        """Rows below `position` are where they are to be; whether that is news. Raises BrokenPromise."""
+        is_news = self.window.passed(position)
         if self.window.n_passed >= self._n_due:
             self.advance()
+        return is_news
 
     def next_embedded(self) -> Chunk | None:
         """What the origin is to embed and send now."""

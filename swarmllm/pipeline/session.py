@@ -20,13 +20,22 @@ from collections.abc import Callable
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError, WorkerError
-from swarmllm.pipeline.arrivals import GivenPrompt, Item, NotFinite, Relay, Report, read_job
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError, WorkerError
+from swarmllm.pipeline.arrivals import (
+    GivenPrompt,
+    Item,
+    NotFinite,
+    Relay,
+    Report,
+    read_job,
+)
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.job import Job
 from swarmllm.pipeline.known_rows import give_names, last_names
 from swarmllm.pipeline.probing import MOVED_BYTES
 from swarmllm.pipeline.remote_stage import generate_for_origin, read_prompt
+from swarmllm.pipeline.reports import BAD_ROWS, damage_report, report_of
+from swarmllm.pipeline.session_queue import SessionQueue
 from swarmllm.pipeline.walker import OriginSide, RequestContext, Walker
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.trust import Deed, Note, unnoted
@@ -47,8 +56,6 @@ CLEANUP_TIMEOUT_S = 5.0
 """How long a request that is over may take to free its slot and tell the other stages."""
 LINK_NEWS_S = 5.0
 """Jobs that came by links so long ago count as work under way."""
-_SPARE_JOBS = 8
-"""Queue room beyond the window: repeats and credits."""
 
 
 class Session:
@@ -91,6 +98,8 @@ class Session:
         self._damaged_at: int | None = None
         self._may_have_gaps = False
         self._overrun = False
+        self.has_begun = False
+        """Another node has sent something of it."""
         self._heard_at_s = float("-inf")
         self._is_walking = False
         self._runs_by_link = False
@@ -98,16 +107,11 @@ class Session:
         """Received from the request's nodes, when somebody last asked."""
         # The origin of a request waits in its client's task (see chain); its session only works on demand.
         self._silence_timeout_s = float("inf") if origin_side is not None else silence_timeout_s
-        self._entrance, self._exit = trio.open_memory_channel[Item](
-            2 * (len(self.view.stages) + 1) + _SPARE_JOBS
-        )
+        self._queue = SessionQueue(len(self.view.stages))
+        self.assigned_s = trio.current_time()
 
     def __repr__(self) -> str:
         return f"<Session {self.context.request_id} stages={len(self.view.stages)} jobs={self.n_jobs}>"
-
-    @property
-    def runs_layers(self) -> bool:
-        return self.view.runs_layers
 
     def is_busy(self) -> bool:
         """Whether anything of this request happens here: work, or part of a large job that comes in. The
@@ -119,7 +123,7 @@ class Session:
         is_moving = before is None or n_bytes - before > MOVED_BYTES
         has_turned = trio.current_time() - self._heard_at_s < LINK_NEWS_S
         by_link = has_turned or self._runs_by_link
-        return self._is_walking or is_moving or by_link or self._exit.statistics().current_buffer_used > 0
+        return self._is_walking or is_moving or by_link or not self._queue.is_empty
 
     def offer(self, job: Job) -> None:
         """A job of this node's own: the origin's side feeds the prompt, or repeats a token."""
@@ -154,7 +158,7 @@ class Session:
             or not self.view.is_here(message.stage)
         ):
             return False
-        self._put(message)
+        self._put(message, is_foreign=True)
         return True
 
     def arrive(self, sender: str, message: LayerForward, payload: memoryview) -> bool:
@@ -174,12 +178,12 @@ class Session:
         except BadTensor as error:
             deed = Deed.BAD_NUMBERS if isinstance(error, NotFinite) else Deed.BROKE_PROTOCOL
             self._note(sender, deed, str(error))
-            self.report(WorkerError(f"job refused: {error}", kind="bad_tensor"))
+            self._refuse_rows(sender, error)
             return True
         if self._damaged_at is not None and message.position <= self._damaged_at:
             self._damaged_at = None
         self._expected[stage] = message.position + message.n_tokens
-        self._put(job)
+        self._put(job, is_foreign=True)
         return True
 
     def arrive_prompt(self, sender: str, message: RemoteGenerateRequest, payload: memoryview) -> bool:
@@ -187,7 +191,7 @@ class Session:
         if sender != self.view.origin or self.view.last > 0 or self.context.wants != "tokens":
             return False
         try:
-            self._put(GivenPrompt(read_prompt(self.context, message, payload)))
+            self._put(GivenPrompt(read_prompt(self.context, message, payload)), is_foreign=True)
         except BadTensor as error:
             self._note(sender, Deed.BROKE_PROTOCOL, str(error))
             self.report(WorkerError(f"prompt refused: {error}", kind="bad_tensor"))
@@ -201,15 +205,8 @@ class Session:
             return True
         self._damaged_at = position
         self._may_have_gaps = True
-        error = PipelineError(
-            request_id=self.context.request_id,
-            node_id=self.view.node_id,
-            kind="damaged",
-            message=f"a job at position {position} arrived damaged",
-            damaged=True,
-            position=position,
-        )
-        self._put(Report(error, ends=False))
+        damage = damage_report(self.context.request_id, self.view.node_id, position)
+        self._put(Report(damage, ends=False), is_foreign=True)
         return True
 
     def turned(self, n_jobs: int, *, running: bool) -> None:
@@ -233,6 +230,16 @@ class Session:
         elif node_id in self.view.node_ids and self._origin_side is None:
             self._wants_hold = True
             self.report(NodeUnreachable(f"node {node_id} disconnected"))
+
+    def _refuse_rows(self, sender: str, error: BadTensor) -> None:
+        """The request cannot go on here because of who sent them."""
+        if self._origin_side is not None:
+            self._origin_side.blame(sender)
+            self._origin_side.fail(RemoteError(f"node {sender} sent a job that is refused: {error}"))
+            self.stop()
+            return
+        report = report_of(self.context.request_id, sender, BAD_ROWS, f"job refused: {error}")
+        self._put(Report(report, ends=True))
 
     def report(self, error: SwarmLLMError) -> None:
         """The request cannot go on here: tell the origin, then end."""
@@ -278,7 +285,7 @@ class Session:
         while True:
             try:
                 with trio.fail_after(self._silence_timeout_s):
-                    item = await self._exit.receive()
+                    item = await self._queue.get()
                 if isinstance(item, ReplayRows):
                     self._is_walking = True
                     await self._walker.replay(item)
@@ -342,14 +349,14 @@ class Session:
         if self._origin_side is not None:
             self._wants_hold = self._origin_side.may_be_resumed
         hold = self._wants_hold and self._hold_s > 0 and self.context.wants == "tokens" and self.view.last > 0
-        self._is_held = hold and self.runs_layers
+        self._is_held = hold and self.view.runs_layers
         async with trio.open_nursery() as nursery:
             if self._origin_side is not None:
                 self.prefixes = last_names(self._origin_side, self.view.node_id)
                 # A node that lost this one ends the request on its own.
                 for node_id in {stage.node_id for stage in self.view.stages} & self._router.connected():
                     nursery.start_soon(self._cancel_at, node_id, hold)
-            if self.runs_layers:
+            if self.view.runs_layers:
                 nursery.start_soon(self._hold_slot if self._is_held else self._free_slot)
 
     async def _cancel_at(self, node_id: str, hold: bool) -> None:
@@ -374,10 +381,9 @@ class Session:
         except SwarmLLMError as error:
             log.info("slot of request %s not freed: %s", self.context.request_id, error)
 
-    def _put(self, item: Item) -> None:
-        try:
-            self._entrance.send_nowait(item)
-        except trio.WouldBlock:
+    def _put(self, item: Item, *, is_foreign: bool = False) -> None:
+        self.has_begun |= is_foreign
+        if not self._queue.put(item, is_foreign=is_foreign):
             self._overrun = True
             self.stop()
 
@@ -388,9 +394,4 @@ class Session:
         return (origin,) if message.stage == 0 else (stages[message.stage - 1].node_id,)
 
     def _as_message(self, error: SwarmLLMError) -> PipelineError:
-        return PipelineError(
-            request_id=self.context.request_id,
-            node_id=self.view.node_id,
-            kind=error.code,
-            message=error.message[:2000],
-        )
+        return report_of(self.context.request_id, self.view.node_id, error.code, error.message)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from swarmllm.errors import SwarmLLMError
+from swarmllm.errors import NodeBusy, SwarmLLMError
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.pipeline.compute import Compute
 from swarmllm.pipeline.job import RequestView
@@ -23,6 +23,7 @@ from swarmllm.pipeline.known_rows import PATIENCE_S, give_names
 from swarmllm.pipeline.occupancy import Held, held_here
 from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.shares import FIRST_JOB_S, Place, Shares
 from swarmllm.pipeline.walker import OriginSide, RequestContext
 from swarmllm.scheduling.route import composes
 from swarmllm.swarm.router import Router
@@ -42,6 +43,7 @@ def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_
         request_id=assignment.request_id,
         model=ModelFile.of(entry),
         n_embd=entry.manifest.n_embd,
+        n_vocab=entry.manifest.n_vocab,
         n_prompt_tokens=assignment.n_prompt_tokens,
         sampling=assignment.sampling,
         generated=assignment.generated,
@@ -81,6 +83,8 @@ class Sessions:
     by_request: dict[str, Session] = field(default_factory=dict)
     held: dict[str, Session] = field(default_factory=dict)
     """Requests whose pipeline broke, by request: another one may go on with what they have here."""
+    _shares: dict[str | None, Shares] = field(default_factory=dict)
+    """By model; None: of all together."""
     _cancelled: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
 
     async def acknowledge(self, sender: str, assignment: PipelineAssignment) -> PipelineAck:
@@ -199,20 +203,22 @@ class Sessions:
         busy = known and session is not None and session.is_busy()
         return StageState(request_id=request_id, known=known, busy=busy)
 
-    def n_for_others(self, model_id: str | None = None) -> int:
-        node_id = self.router.node_id
-        return sum(
-            session.view.origin != node_id and model_id in (None, session.context.model.model_id)
-            for session in self.by_request.values()
-        )
+    def n_for_others(self) -> int:
+        return sum(self._is_of_others(session) for session in self.by_request.values())
 
     def held_for_others(self) -> list[Held]:
+        """Without those that would give their place up."""
+        latest_s = trio.current_time() - FIRST_JOB_S
         for_others = (
             session.context
             for session in self.by_request.values()
-            if session.view.origin != self.router.node_id
+            if self._is_of_others(session) and (session.has_begun or session.assigned_s > latest_s)
         )
         return [*filter(None, map(held_here, for_others))]
+
+    def _is_of_others(self, session: Session, model_id: str | None = None) -> bool:
+        is_of_model = model_id in (None, session.context.model.model_id)
+        return is_of_model and session.view.origin != self.router.node_id
 
     async def _accept(self, sender: str, assignment: PipelineAssignment) -> RequestContext:
         if assignment.origin != sender or sender == self.router.node_id:
@@ -231,12 +237,40 @@ class Sessions:
         context = request_context(assignment, entry, self.router.node_id)
         self._check_layers(context)
         self._check_neighbours(context)
-        if self.n_for_others() >= self.settings.max_stage_requests:
-            raise Busy(f"this node takes part in {self.settings.max_stage_requests} requests already")
-        if self.n_for_others(entry.model_id) >= self.settings.max_requests_per_model:
-            raise Busy(f"the model has {self.settings.max_requests_per_model} requests here already")
+        self._check_prompt(context)
+        settings, origin = self.settings, assignment.origin
+        if not self._make_room(origin, None, settings.max_stage_requests):
+            raise Busy(f"this node takes part in {settings.max_stage_requests} requests already")
+        if not self._make_room(origin, entry.model_id, settings.max_requests_per_model):
+            raise Busy(f"the model has {settings.max_requests_per_model} requests here already")
         self.open(context)
         return context
+
+    def _make_room(self, origin: str, model_id: str | None, capacity: int) -> bool:
+        """For one more request, of any model or of this one."""
+        shares = self._shares.setdefault(model_id, Shares(capacity))
+        places = [
+            Place(request_id, session.view.origin, session.assigned_s, session.has_begun)
+            for request_id, session in self.by_request.items()
+            if self._is_of_others(session, model_id)
+        ]
+        admission = shares.ask(origin, places, trio.current_time())
+        if admission.instead_of is not None:
+            session = self.by_request[admission.instead_of]
+            log.info(
+                "request %s of %s had no job and gives its place up",
+                admission.instead_of,
+                session.view.origin,
+            )
+            session.report(NodeBusy("others need the place, and no job has come"))
+            self._close(session)
+        return admission.is_granted
+
+    def _check_prompt(self, context: RequestContext) -> None:
+        """What cannot fit would make this node look full to everybody."""
+        n_ctx = self.compute.context_sizes().get(context.model.model_id, self.settings.n_ctx)
+        if context.n_given_tokens >= n_ctx:
+            raise Refused(f"the prompt has {context.n_given_tokens} tokens; there is room for {n_ctx} here")
 
     def _check_layers(self, context: RequestContext) -> None:
         view = context.view

@@ -1,4 +1,7 @@
-"""Nodes of which others say that they have just failed. Pure: the clock comes in as `now_s`.
+"""Nodes that routes had better do without. Pure: the clock comes in as `now_s`.
+
+Two kinds. *Doubts* are this node's own: a pipeline failed, and which of its nodes is to blame cannot be
+known. They last until the node takes part in an answer that is completed. *Accusations* are hearsay.
 
 Whoever loses a pipeline tells everybody at once (PipelineError), so that the next request of another node
 does not have to find out by itself. It is hearsay: a suspect is only avoided while there are others, only
@@ -7,18 +10,45 @@ for some seconds, never longer than until it connects anew, and what one node ma
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+from swarmllm.errors import NoPipeline
 
 SUSPECT_S = 15.0
 """By then this node has noticed by itself, if it is true."""
+DOUBT_S = 300.0
+"""A stage that stays silent costs a request minutes; to do without one that is sound costs little, and only
+where there are others."""
+DOUBTED_MAX = 256
+SPARED_MAX = 16
+"""Routes that are looked for to do without some suspects, where there is none without all of them."""
 MAX_PER_ACCUSER = 8
 MAX_ACCUSERS = 256
+
+
+Route = TypeVar("Route")
 
 
 @dataclass(slots=True)
 class Suspects:
     _until_s: dict[str, dict[str, float]] = field(default_factory=dict)
     """By accuser and suspect."""
+    _doubts: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """By node: until when, and how many."""
+
+    def doubt(self, node_ids: Iterable[str], now_s: float) -> None:
+        """One of these let a pipeline of this node fail."""
+        for node_id in node_ids:
+            _, count = self._doubts.pop(node_id, (0.0, 0))
+            self._doubts[node_id] = now_s + DOUBT_S, count + 1
+        while len(self._doubts) > DOUBTED_MAX:
+            del self._doubts[next(iter(self._doubts))]
+
+    def served(self, node_id: str) -> None:
+        """It took part in an answer that was completed."""
+        self._doubts.pop(node_id, None)
 
     def accuse(self, accuser: str, node_id: str, now_s: float) -> None:
         self._forget_old(now_s)
@@ -34,12 +64,39 @@ class Suspects:
             said.pop(node_id, None)
 
     def now(self, now_s: float) -> frozenset[str]:
+        return frozenset(self.ordered(now_s))
+
+    def ordered(self, now_s: float) -> list[str]:
+        """The same, the most doubtful first."""
         self._forget_old(now_s)
-        return frozenset(node_id for said in self._until_s.values() for node_id in said)
+        heard = {node_id for said in self._until_s.values() for node_id in said}
+        counts = {node_id: count for node_id, (_, count) in self._doubts.items()}
+        return sorted(heard | counts.keys(), key=lambda node_id: (-counts.get(node_id, 0), node_id))
 
     def _forget_old(self, now_s: float) -> None:
+        for node_id in [node_id for node_id, (until_s, _) in self._doubts.items() if until_s <= now_s]:
+            del self._doubts[node_id]
         for accuser, said in list(self._until_s.items()):
             for node_id in [node_id for node_id, until_s in said.items() if until_s <= now_s]:
                 del said[node_id]
             if not said:
                 del self._until_s[accuser]
+
+
+def sparing(choose: Callable[[set[str]], Route], avoid: Collection[str], suspects: Sequence[str]) -> Route:
+    """What `choose` gives without the nodes to avoid and without as many suspects as can be spared, the first
+    ones above all. `choose` raises NoPipeline where there is no route; so does this where there is none even
+    with all suspects."""
+    without = set(avoid)
+    suspects = [node_id for node_id in suspects if node_id not in without]
+    try:
+        return choose(without.union(suspects))
+    except NoPipeline:
+        chosen = choose(without)
+    for node_id in suspects[:SPARED_MAX]:
+        try:
+            chosen = choose(without | {node_id})
+        except NoPipeline:
+            continue
+        without.add(node_id)
+    return chosen

@@ -62,6 +62,7 @@ class RequestContext:
     request_id: str
     model: ModelFile
     n_embd: int
+    n_vocab: int
     n_prompt_tokens: int
     sampling: Sampling
     view: RequestView
@@ -97,6 +98,10 @@ class OriginSide(Protocol):
 
     def lost(self, node_id: str) -> None:
         """A stage's node cannot be reached any more."""
+        ...
+
+    def blame(self, node_id: str) -> None:
+        """It failed because of this node."""
         ...
 
     def fail(self, error: Exception) -> None: ...

@@ -142,7 +142,9 @@ class MemoryLink:
                 if n_taken is not None and not self.loses_acknowledgements:
                     on_the_way.append((now + back_latency_s, n_taken))
                 while on_the_way and on_the_way[0][0] <= now and not back.is_silent:
-                    self.outgoing.acknowledged(on_the_way.popleft()[1], now)
+                    # The receiver may have taken what its sender, still inside `send`, has not counted yet.
+                    n_told = min(on_the_way.popleft()[1], self.outgoing.n_sent)
+                    self.outgoing.acknowledged(n_told, now)
                 if not self._closed and self.outgoing.is_overdue(now):
                     return False
             return True

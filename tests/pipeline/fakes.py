@@ -11,6 +11,7 @@ import msgspec
 import trio
 from patience import PATIENCE_S
 
+from bench.arithmetic import fake_entry
 from swarmllm.errors import WorkerError
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.models.layers import LayerRange
@@ -23,8 +24,6 @@ from swarmllm.swarm.registry_feed import follow_router
 from swarmllm.swarm.trust_keeper import Trust
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
-
-from .arithmetic import fake_entry
 
 DEFAULTS = PipelineSettings()
 

@@ -9,6 +9,7 @@ import pytest
 import trio
 from patience import PATIENCE_S
 
+from bench.arithmetic import FakePool
 from swarmllm.errors import InvalidRequest, NoPipeline
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.assembly import Question, assemble, plan_route
@@ -20,7 +21,6 @@ from swarmllm.scheduling.route import RouteStage
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import Stage
 
-from .arithmetic import FakePool
 from .fakes import Swarm, open_swarm
 
 

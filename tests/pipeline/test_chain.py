@@ -10,6 +10,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from bench.arithmetic import FakePool, uncut
 from swarmllm.errors import (
     ContextFull,
     InvalidRequest,
@@ -21,7 +22,6 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling
 
-from .arithmetic import FakePool, uncut
 from .fakes import Swarm, open_swarm
 
 SMALL_CHUNKS = PipelineSettings(prefill_chunk_tokens=4)

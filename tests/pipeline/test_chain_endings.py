@@ -7,6 +7,7 @@ import trio
 from patience import PATIENCE_S
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from bench.arithmetic import FakePool, uncut
 from swarmllm.errors import (
     DeadlineExceeded,
     NodeBusy,
@@ -19,7 +20,6 @@ from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm_proto.ipc import Sampling
 
-from .arithmetic import FakePool, uncut
 from .fakes import open_swarm
 from .test_chain import PROMPT, SMALL_CHUNKS, ask
 

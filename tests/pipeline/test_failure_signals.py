@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from bench.arithmetic import uncut
 from swarmllm.errors import NodeUnreachable, WorkerDied
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
@@ -17,7 +18,6 @@ from swarmllm_proto.codec import decode_job
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward
 
-from .arithmetic import uncut
 from .fakes import computes, open_swarm
 from .test_survival import N_TOKENS, PROMPT, SETTINGS, kills, pools_of, read
 

@@ -8,6 +8,7 @@ import trio
 from patience import PATIENCE_S
 from trio.testing import wait_all_tasks_blocked
 
+from bench.arithmetic import N_EMBD, FakePool, uncut
 from swarmllm.errors import NoPipeline, RemoteError, WorkerError
 from swarmllm.pipeline import Prompt
 from swarmllm.swarm.trust import Deed
@@ -16,7 +17,6 @@ from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import tensor_bytes
 
-from .arithmetic import N_EMBD, FakePool, uncut
 from .fakes import Swarm, open_swarm
 
 PROMPT = "who may be trusted?"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from block_names import block_hashes
 
+from bench.arithmetic import FakePool, uncut
 from swarmllm.errors import WorkerError
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.generation import Generation
@@ -15,7 +16,6 @@ from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import NAMES_MAX, Stage
 
-from .arithmetic import FakePool, uncut
 from .fakes import Swarm, open_swarm
 from .test_damage import damage_on_arrival
 

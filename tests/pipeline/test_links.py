@@ -14,6 +14,7 @@ import trio.lowlevel
 from patience import PATIENCE_S
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from bench.arithmetic import FakePool, uncut
 from swarmllm.errors import NodeUnreachable, WorkerDied
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.job import RequestView
@@ -29,7 +30,6 @@ from swarmllm_proto.codec import decode_job
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import Stage, StreamingToken
 
-from .arithmetic import FakePool, uncut
 from .fakes import open_swarm
 
 MODEL = ModelFile("0" * 64, Path("/nowhere"))
@@ -38,7 +38,7 @@ MODEL = ModelFile("0" * 64, Path("/nowhere"))
 def context(*nodes: str, here: str = "a", wants: Any = "tokens") -> RequestContext:
     stages = tuple(Stage(node_id=node, start=index, end=index + 1) for index, node in enumerate(nodes))
     view = RequestView(node_id=here, origin="o", stages=stages, prompt_here=False)
-    return RequestContext("r", MODEL, 4, 3, Sampling(max_tokens=7), view, wants=wants)
+    return RequestContext("r", MODEL, 4, 997, 3, Sampling(max_tokens=7), view, wants=wants)
 
 
 class Maker:

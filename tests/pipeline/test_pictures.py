@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bench.arithmetic import FakePool
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.swarm import VisionEncodeRequest, VisionEncodeResponse
 
-from .arithmetic import FakePool
 from .fakes import open_swarm
 
 

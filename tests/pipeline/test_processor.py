@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.arithmetic import FakePool
 from swarmllm.errors import NodeUnreachable
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
@@ -34,7 +35,6 @@ from swarmllm_proto.codec import decode_job
 from swarmllm_proto.ipc import Sampling, Token
 from swarmllm_proto.swarm import Stage
 
-from .arithmetic import FakePool
 from .fakes import open_swarm
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "job-processor.md"
@@ -147,7 +147,9 @@ class TestEmbed:
             def lost(self, node_id: str) -> None:
                 lost.append(node_id)
 
-        context = RequestContext("r", ModelFile("m", Path("/nowhere")), 4, 1, Sampling(), view("o", "a", "b"))
+        context = RequestContext(
+            "r", ModelFile("m", Path("/nowhere")), 4, 997, 1, Sampling(), view("o", "a", "b")
+        )
         walker = Walker(context, FakePool(), Unreachable(), Side())  # type: ignore[arg-type]
         with pytest.raises(NodeUnreachable, match="a is gone"):
             await walker.walk(Job(ComputeStep.HEAD, prefill_left=1))
@@ -256,7 +258,7 @@ class TestPassedOn:
             async def send(self, node_id: str, header: bytes, payload: bytes = b"") -> None:
                 messages.append((node_id, type(decode_job(header, payload)).__name__))
 
-        context = RequestContext("r", ModelFile("m", Path("/nowhere")), 4, 1, Sampling(), seen)
+        context = RequestContext("r", ModelFile("m", Path("/nowhere")), 4, 997, 1, Sampling(), seen)
         walker = Walker(context, Pool("0:2", "2:4"), Listening(), None)  # type: ignore[arg-type]
         await walker.walk(job)
         return messages

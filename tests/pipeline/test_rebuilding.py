@@ -12,6 +12,7 @@ import trio
 from patience import PATIENCE_S
 from trio.testing import MockClock
 
+from bench.arithmetic import FakePool, _Slot, uncut
 from swarmllm.errors import WorkerError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.settings import PipelineSettings
@@ -19,7 +20,6 @@ from swarmllm_proto.codec import decode_job, decode_request, encode_response
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward, PipelineAck, PipelineAssignment, ReplayRows
 
-from .arithmetic import FakePool, _Slot, uncut
 from .fakes import open_swarm
 from .test_damage import damage_on_arrival
 from .test_survival import N_TOKENS, PROMPT, SETTINGS, kills, pools_of, read

@@ -37,12 +37,19 @@ def test_before_the_first_token_a_remote_failure_is_retried_once() -> None:
         recovery.failed(RemoteError("again"), 1.0)
 
 
-@pytest.mark.parametrize(
-    "error", [NOBODY, ContextFull("full"), InvalidRequest("no"), DeadlineExceeded("late")]
-)
+@pytest.mark.parametrize("error", [NOBODY, ContextFull("full"), InvalidRequest("no")])
 def test_before_the_first_token_other_failures_are_final(error: SwarmLLMError) -> None:
     with pytest.raises(type(error)):
         Recovery(60.0).failed(error, 0.0)
+
+
+def test_lateness_before_the_first_token_is_retried_once_and_known_as_such() -> None:
+    recovery = Recovery(60.0)
+    assert not recovery.is_late
+    assert recovery.failed(DeadlineExceeded("late"), 120.0) == 120.0
+    assert recovery.is_late
+    with pytest.raises(DeadlineExceeded, match="late"):
+        recovery.failed(NOBODY, 120.0)
 
 
 def test_a_failure_before_the_first_token_is_told_rather_than_the_lack_of_an_alternative() -> None:

@@ -8,6 +8,7 @@ import trio
 from patience import PATIENCE_S
 from trio.testing import wait_all_tasks_blocked
 
+from bench.arithmetic import uncut
 from swarmllm.errors import NoPipeline, WorkerDied
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
@@ -17,7 +18,6 @@ from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PipelineAssignment, RemoteGenerateRequest, Stage
 from swarmllm_proto.tensors import tensor_bytes
 
-from .arithmetic import uncut
 from .fakes import Swarm, open_swarm
 from .test_survival import N_TOKENS, PROMPT, SETTINGS, dies_at, kills, pools_of, read
 

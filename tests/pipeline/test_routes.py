@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from bench.arithmetic import FakePool, fake_entry
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard, TensorEntry
 from swarmllm.pipeline.circumstances import Links, Load, circumstances, workload
@@ -22,7 +23,6 @@ from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, ObservedLatency, ObservedLink
 
-from .arithmetic import FakePool, fake_entry
 from .fakes import computes, open_swarm
 
 

@@ -139,7 +139,7 @@ async def never(chain: Chain) -> None:
 def a_chain() -> RowsChain:
     stages = (Stage(node_id="a", start=0, end=6), Stage(node_id="b", start=6, end=12))
     view = RequestView("a", "a", stages, True)
-    context = RequestContext("r", ModelFile("m", GUIDE_PATH), 4, 8, Sampling(), view, wants="normed")
+    context = RequestContext("r", ModelFile("m", GUIDE_PATH), 4, 997, 8, Sampling(), view, wants="normed")
     return RowsChain(
         context,
         np.ones(8, np.int32),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from bench.arithmetic import uncut
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.generation import Generation
 from swarmllm_proto.ipc import Sampling
 
-from .arithmetic import uncut
 from .fakes import Swarm, open_swarm
 from .test_survival import PROMPT, SETTINGS, Act, kills, pools_of
 

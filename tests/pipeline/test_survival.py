@@ -10,6 +10,7 @@ import trio
 from patience import PATIENCE_S
 from trio.testing import MockClock
 
+from bench.arithmetic import FakePool, uncut
 from swarmllm.errors import NodeUnreachable, NoPipeline, RemoteError, SwarmLLMError, WorkerDied
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
@@ -19,7 +20,6 @@ from swarmllm_proto.codec import decode_request
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PipelineAssignment
 
-from .arithmetic import FakePool, uncut
 from .fakes import Swarm, open_swarm
 
 SETTINGS = PipelineSettings(prefill_chunk_tokens=4)

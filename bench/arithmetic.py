@@ -65,9 +65,10 @@ class _Slot:
 
 
 class FakePool:
-    """The part of WorkerPool that pipelines use."""
+    """The part of WorkerPool that pipelines use, for a model of this width."""
 
-    def __init__(self, *ranges: str) -> None:
+    def __init__(self, *ranges: str, n_embd: int = N_EMBD) -> None:
+        self.n_embd = n_embd
         self.ranges = tuple(LayerRange.parse(text) for text in ranges)
         self.slots: dict[str, _Slot] = {}
         self.kept: dict[tuple[str, str, bytes], dict[tuple[int, int], int]] = {}
@@ -99,7 +100,7 @@ class FakePool:
     async def embed(self, model: ModelFile, tokens: Tensor) -> Tensor:
         await trio.lowlevel.checkpoint()
         self.calls.append(("embed", len(tokens)))
-        return _embedded(tokens)
+        return _embedded(tokens, self.n_embd)
 
     async def forward(self, model: ModelFile, **call: Unpack[ForwardCall]) -> SimpleNamespace:
         request_id, layers, want = call["request_id"], call["layers"], call["want"]
@@ -111,7 +112,7 @@ class FakePool:
         self.calls.append(("forward", str(layers), position, len(tensor), want))
         if position + len(tensor) > N_CTX:
             raise ContextFull("the context is full")
-        rows = _embedded(tensor) if tensor.dtype == np.int32 else tensor
+        rows = _embedded(tensor, self.n_embd) if tensor.dtype == np.int32 else tensor
         hidden = self._run(slot, layers, position, rows)
         journal = slot.journals.get(layers.end, hidden[:0])
         if want == "hidden" and self.keeps_journals and position <= len(journal):
@@ -226,7 +227,9 @@ class FakePool:
             for index in range(len(hidden)):
                 left_behind = int(hidden[index].sum()) % PRIME
                 slot.rows[layer, position + index] = left_behind
-                hidden[index] = (hidden[index] * (layer + 3) + memory + layer + np.arange(N_EMBD)) % PRIME
+                hidden[index] = (
+                    hidden[index] * (layer + 3) + memory + layer + np.arange(self.n_embd)
+                ) % PRIME
                 memory += left_behind
         return hidden.astype(np.float32)
 
@@ -286,13 +289,13 @@ class FakeStream:
             position, rows = position + len(rows), np.array([result.token.token], np.int32)
 
 
-def _embedded(tokens: Tensor) -> Tensor:
-    return ((tokens[:, None].astype(np.int64) * 7 + np.arange(N_EMBD)) % PRIME).astype(np.float32)
+def _embedded(tokens: Tensor, n_embd: int) -> Tensor:
+    return ((tokens[:, None].astype(np.int64) * 7 + np.arange(n_embd)) % PRIME).astype(np.float32)
 
 
-async def uncut(prompt: str, n_tokens: int) -> str:
+async def uncut(prompt: str, n_tokens: int, n_embd: int = N_EMBD) -> str:
     """What one pool with every layer answers."""
-    pool, entry = FakePool(f"0:{N_LAYERS}"), fake_entry()
+    pool, entry = FakePool(f"0:{N_LAYERS}", n_embd=n_embd), fake_entry()
     model = ModelFile(entry.model_id, entry.path)
     tokens = await pool.tokenize(model, text=prompt)
     text = b""

@@ -1,0 +1,52 @@
+"""What stages tell the origin of a request that cannot go on: from an error to a message, and back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from swarmllm.errors import (
+    ContextFull,
+    DeadlineExceeded,
+    NodeBusy,
+    NodeUnreachable,
+    Overloaded,
+    RemoteError,
+    SwarmLLMError,
+)
+from swarmllm_proto.swarm import PipelineError
+
+BAD_ROWS: Final = "bad_rows"
+"""The node that the report names sent rows that no layer computes from what is finite."""
+MESSAGE_MAX: Final = 2000
+
+
+def report_of(request_id: str, node_id: str, kind: str, text: str) -> PipelineError:
+    """`node_id`: where it failed, which is not always the node that says so."""
+    return PipelineError(request_id=request_id, node_id=node_id, kind=kind, message=text[:MESSAGE_MAX])
+
+
+def damage_report(request_id: str, node_id: str, position: int) -> PipelineError:
+    """A job arrived damaged at `node_id`, and is to be repeated."""
+    return PipelineError(
+        request_id=request_id,
+        node_id=node_id,
+        kind="damaged",
+        message=f"a job at position {position} arrived damaged",
+        damaged=True,
+        position=position,
+    )
+
+
+def reported_error(message: PipelineError, name: str) -> SwarmLLMError:
+    """What a report of the node called `name` is to the client."""
+    text = "".join(character if character.isprintable() else " " for character in message.message)
+    text, kind = f"node {name}: {text or message.kind}", message.kind
+    if kind == ContextFull.code:
+        return ContextFull(text)
+    if kind == NodeUnreachable.code:
+        return NodeUnreachable(text)
+    if kind == DeadlineExceeded.code:
+        return DeadlineExceeded(text)
+    if kind in (NodeBusy.code, Overloaded.code):
+        return NodeBusy(text)
+    return RemoteError(text)

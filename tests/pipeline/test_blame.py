@@ -1,0 +1,225 @@
+"""Blame hits whoever did it: the sender of bad rows, not the stage that refuses them; and where nobody can
+know, the next route does without all who may have done it, as far as there are others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import trio
+from patience import PATIENCE_S
+from trio.testing import MockClock
+
+from bench.arithmetic import N_EMBD, FakePool, uncut
+from swarmllm.errors import RemoteError, SwarmLLMError
+from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.resuming import left_of
+from swarmllm.swarm.trust import NEUTRAL
+from swarmllm_proto.codec import decode_job, decode_request, encode_job, encode_response
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import (
+    LayerForward,
+    PipelineError,
+    PrefillProgress,
+    ProbeStage,
+    Stage,
+    StageRows,
+    StageState,
+    StreamingToken,
+)
+from swarmllm_proto.tensors import tensor_bytes
+
+from .fakes import Swarm, computes, open_swarm
+
+PROMPT = "who is to blame?"
+Changed = Callable[[LayerForward, bytes], tuple[bytes, bytes | memoryview]]
+
+
+async def ask(swarm: Swarm, n_tokens: int = 6) -> str:
+    async with swarm["a"].pipelines.generate(
+        Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=n_tokens)
+    ) as generation:
+        return "".join([piece.text async for piece in generation])
+
+
+def change_rows(swarm: Swarm, node_id: str, change: Changed) -> None:
+    """Of every job that a node sends on."""
+    router, send = swarm[node_id].router, swarm[node_id].router.send
+
+    async def lie(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+        message = decode_job(header, payload)
+        if isinstance(message, LayerForward) and payload:
+            header, payload = change(message, bytes(payload))
+        await send(receiver, header, payload)
+
+    router.send = lie  # type: ignore[method-assign]
+
+
+def not_numbers(message: LayerForward, payload: bytes) -> tuple[bytes, bytes | memoryview]:
+    return encode_job(message, tensor_bytes(np.full((message.n_tokens, N_EMBD), np.nan, np.float32)))
+
+
+def too_wide(message: LayerForward, payload: bytes) -> tuple[bytes, bytes | memoryview]:
+    return encode_job(message, tensor_bytes(np.zeros((message.n_tokens, N_EMBD + 1), np.float32)))
+
+
+async def prefer(swarm: Swarm, liked: str, *others: str) -> None:
+    """Routes lead through one node, the others being slow."""
+    said = {liked: computes(swarm.entry.model_id, 1e-6)}
+    said |= {other: computes(swarm.entry.model_id, 1.0) for other in others}
+    await swarm.tell("a", said)
+
+
+@pytest.mark.parametrize("change", [not_numbers, too_wide])
+async def test_the_stage_that_refuses_bad_rows_keeps_its_trust_and_the_request_is_answered(
+    change: Changed,
+) -> None:
+    pools = {"a": FakePool("0:4"), "liar": FakePool("4:8"), "m": FakePool("4:8"), "h": FakePool("8:12")}
+    async with open_swarm(pools) as swarm:
+        change_rows(swarm, "liar", change)
+        await prefer(swarm, "liar", "m")
+        for _ in range(20):
+            with trio.fail_after(PATIENCE_S):
+                assert await ask(swarm) == await uncut(PROMPT, 6)
+            assert swarm["a"].trust.score("h") >= NEUTRAL
+            assert swarm["a"].trust.score("m") >= NEUTRAL
+        swarm.kill("liar")
+        assert await ask(swarm) == await uncut(PROMPT, 6)
+        await swarm.quiet()
+
+
+async def test_without_another_holder_bad_rows_cost_the_honest_stage_nothing() -> None:
+    pools = {"a": FakePool("0:4"), "liar": FakePool("4:8"), "h": FakePool("8:12")}
+    async with open_swarm(pools) as swarm:
+        change_rows(swarm, "liar", not_numbers)
+        for _ in range(6):
+            with pytest.raises(SwarmLLMError), trio.fail_after(PATIENCE_S):
+                await ask(swarm)
+        assert swarm["a"].trust.score("h") >= NEUTRAL
+        assert swarm["h"].trust.score("liar") < NEUTRAL
+        swarm.kill("liar")
+        await swarm.start("m", FakePool("4:8"))
+        with trio.fail_after(PATIENCE_S):
+            assert await ask(swarm) == await uncut(PROMPT, 6)
+
+
+@pytest.mark.parametrize("accused", ["a", "m", "h", "nobody"])
+async def test_a_stage_that_accuses_others_gains_nothing(accused: str) -> None:
+    """It says that rows came to it broken; whoever it names is not held to it."""
+    pools = {"a": FakePool("0:4"), "liar": FakePool("4:8"), "m": FakePool("4:8"), "h": FakePool("8:12")}
+    async with open_swarm(pools) as swarm:
+        node = swarm["liar"]
+
+        async def accuse(sender: str, header: bytes, payload: memoryview) -> None:
+            message = decode_job(header, payload)
+            if isinstance(message, LayerForward):
+                error = PipelineError(request_id=message.request_id, node_id=accused, kind="bad_rows")
+                await node.router.send("a", *encode_job(error))
+
+        node.router.serve(node.pipelines.on_request, accuse)
+        await prefer(swarm, "liar", "m")
+        for _ in range(3):
+            with trio.fail_after(PATIENCE_S):
+                assert await ask(swarm) == await uncut(PROMPT, 6)
+        assert all(swarm["a"].trust.score(other) >= NEUTRAL for other in "mh")
+
+
+async def test_the_origin_knows_that_its_own_rows_were_good() -> None:
+    pools = {"a": FakePool("0:4"), "liar": FakePool("4:12")}
+    async with open_swarm(pools) as swarm:
+        node = swarm["liar"]
+
+        async def accuse(sender: str, header: bytes, payload: memoryview) -> None:
+            message = decode_job(header, payload)
+            if isinstance(message, LayerForward):
+                error = PipelineError(request_id=message.request_id, node_id="a", kind="bad_rows")
+                await node.router.send("a", *encode_job(error))
+
+        node.router.serve(node.pipelines.on_request, accuse)
+        with pytest.raises(RemoteError), trio.fail_after(PATIENCE_S):
+            await ask(swarm)
+        assert swarm["a"].trust.score("liar") < NEUTRAL
+
+
+@pytest.mark.parametrize("layers", ["4:8", "0:12"])
+@pytest.mark.parametrize("busy", [True, False])
+async def test_a_stage_that_stays_silent_is_not_asked_again_while_there_are_others(
+    busy: bool, layers: str, patient_clock: MockClock
+) -> None:
+    pools = {"a": FakePool("0:4"), "liar": FakePool(layers), "m": FakePool("4:8"), "h": FakePool("8:12")}
+    async with open_swarm(pools) as swarm:
+        node, n_asked = swarm["liar"], 0
+        real = node.pipelines.on_request
+
+        async def seem_busy(sender: str, body: bytes) -> bytes:
+            nonlocal n_asked
+            request = decode_request(body)
+            if isinstance(request, ProbeStage):
+                return encode_response(StageState(request_id=request.request_id, known=True, busy=busy))
+            n_asked += 1
+            return await real(sender, body)
+
+        async def nothing(sender: str, header: bytes, payload: memoryview) -> None:
+            pass
+
+        node.router.serve(seem_busy, nothing)
+        await prefer(swarm, "liar", "m")
+        for _ in range(3):
+            assert await ask(swarm) == await uncut(PROMPT, 6)
+        assert n_asked == 1
+        assert all(swarm["a"].trust.score(other) >= NEUTRAL for other in "mh")
+
+
+async def test_progress_that_is_none_resets_no_deadline(patient_clock: MockClock) -> None:
+    pools = {"a": FakePool("0:4"), "liar": FakePool("4:12"), "m": FakePool("4:12")}
+    async with open_swarm(pools) as swarm:
+        node = swarm["liar"]
+
+        async def again_and_again(request_id: str) -> None:
+            while True:
+                await node.router.send("a", *encode_job(PrefillProgress(request_id=request_id, position=1)))
+                await trio.sleep(2)
+
+        async def repeat(sender: str, header: bytes, payload: memoryview) -> None:
+            message = decode_job(header, payload)
+            if isinstance(message, LayerForward):
+                node.router.start(again_and_again, message.request_id)
+
+        node.router.serve(node.pipelines.on_request, repeat)
+        await prefer(swarm, "liar", "m")
+        began_s = trio.current_time()
+        assert await ask(swarm) == await uncut(PROMPT, 6)
+        assert trio.current_time() - began_s < 150
+
+
+async def test_a_token_that_the_model_does_not_have_is_the_last_stages_fault() -> None:
+    pools = {"a": FakePool("0:4"), "liar": FakePool("4:12"), "m": FakePool("4:12")}
+    async with open_swarm(pools) as swarm:
+        router, send = swarm["liar"].router, swarm["liar"].router.send
+
+        async def no_token(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+            message = decode_job(header, payload)
+            if isinstance(message, StreamingToken):
+                told = StreamingToken(request_id=message.request_id, index=message.index, token=2**31 - 1)
+                header, payload = encode_job(told, payload)
+            await send(receiver, header, payload)
+
+        router.send = no_token  # type: ignore[method-assign]
+        await prefer(swarm, "liar", "m")
+        with trio.fail_after(PATIENCE_S):
+            assert await ask(swarm) == await uncut(PROMPT, 6)
+        assert swarm["a"].trust.score("liar") < NEUTRAL
+
+
+def test_what_a_node_says_of_stages_that_are_not_its_own_does_not_count() -> None:
+    stages = (
+        Stage(node_id="a", start=0, end=4),
+        Stage(node_id="b", start=4, end=8),
+        Stage(node_id="c", start=8, end=12),
+    )
+    said = {
+        "b": (StageRows(0, 9, 9), StageRows(1, 7, 7), StageRows(2, 9, 9), StageRows(255, 9, 9)),
+        "c": (StageRows(2, 5, 0),),
+    }
+    assert [(each.n_rows, each.n_journal) for each in left_of(stages, said)] == [(0, 0), (7, 7), (5, 0)]
