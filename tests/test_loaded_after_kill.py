@@ -46,7 +46,7 @@ def test_a_killed_daemon_comes_back_with_what_was_loaded_by_hand(tmp_path: Path)
         settings = node.http.get("/api/admin/models/guide/status").json()["settings"]
         assert settings["n_ctx"] == 512
         assert answer(node) == said
-        assert node.http.post("/api/admin/models/guide/unload").status_code == 200
+        assert node.http.post("/api/admin/models/guide/unload", json={}).status_code == 200
         kill(node)
     with running_daemon(tmp_path, "solo", load=[]) as node:
         assert when_ready(node)["models"] == []

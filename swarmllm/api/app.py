@@ -13,14 +13,14 @@ from swarmllm.api.anthropic import anthropic
 from swarmllm.api.auth import Doorkeeper
 from swarmllm.api.chat import chat
 from swarmllm.api.completions import completions
-from swarmllm.api.connection import Connection
+from swarmllm.api.connection import RequestTasks
 from swarmllm.api.context import NODE, WORKS
 from swarmllm.api.dashboard import dashboard
 from swarmllm.api.downloads import downloads
 from swarmllm.api.embeddings import embeddings
 from swarmllm.api.errors import as_swarmllm_error, error_response, http_error_response
 from swarmllm.api.events import PULSE, Pulse, events
-from swarmllm.api.guard import Origins, check_host
+from swarmllm.api.guard import Origins, check_admin_type, check_host, check_upgrade
 from swarmllm.api.health import health
 from swarmllm.api.ollama_embed import ollama
 from swarmllm.api.openapi import openapi
@@ -32,21 +32,20 @@ from swarmllm.config import Config
 from swarmllm.keys import KeyRing
 from swarmllm.node import Node
 
-BODY_TIMEOUT_S = 60
 OPENAI = (chat, completions, embeddings, responses)
 DIALECTS = (ollama, anthropic, text_tools)
 BLUEPRINTS = (*OPENAI, *DIALECTS, admin, downloads, events, dashboard, health, openapi)
 
 
 class App(QuartTrio):
-    asgi_http_class = Connection
+    asgi_http_class = RequestTasks
 
 
 def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     """`keys` None: nobody is asked for a key."""
     app = App("swarmllm", static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = config.api.max_body_bytes
-    app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_S
+    # The server bounds and times bodies, before they come here.
+    app.config["MAX_CONTENT_LENGTH"] = app.config["BODY_TIMEOUT"] = None
     app.extensions[NODE] = node
     app.extensions[RESPONSES] = ResponseStore()
     works = app.extensions[WORKS] = Works()
@@ -70,6 +69,9 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
         if key is None and not (keys and keys.is_required):
             check_host(host, allowed_hosts)
         origins.check(request.headers.get("Origin"), host, request.path)
+        origins.check_site(request)
+        check_admin_type(request.method, request.path, request.mimetype)
+        check_upgrade(request.headers.get("Upgrade", ""))
         return None
 
     @app.after_request

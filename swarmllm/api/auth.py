@@ -7,6 +7,7 @@ a busy node does not ask its disk for every request.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import trio
 from quart import Request
@@ -44,7 +45,7 @@ class Doorkeeper:
         await self._refresh(self._ring)
         if not self._ring.is_required or _is_open(request.path):
             return None
-        secret = presented_key(request)
+        secret = secret_of(request.headers.get)
         if secret is None:
             raise Unauthorized("This node asks for an API key: send Authorization: Bearer KEY.")
         key = self._ring.find(secret)
@@ -66,11 +67,12 @@ class Doorkeeper:
                 log.warning("%s; the keys known so far stay in force", error.message)
 
 
-def presented_key(request: Request) -> str | None:
-    scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
+def secret_of(header: Callable[[str], str | None]) -> str | None:
+    """What a request shows as its key; `header` gives a header's value by its name in lower case."""
+    scheme, _, credentials = (header("authorization") or "").partition(" ")
     if scheme.lower() == "bearer" and credentials.strip():
         return credentials.strip()
-    return request.headers.get("x-api-key") or None
+    return header("x-api-key") or None
 
 
 def _is_open(path: str) -> bool:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 from quart import Response, request
-from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
+from werkzeug.exceptions import HTTPException
 
 from swarmllm.errors import InvalidRequest, Overloaded, SwarmLLMError
 
@@ -42,25 +42,17 @@ class Forbidden(InvalidRequest):
     code = "forbidden"
 
 
-class TooLarge(InvalidRequest):
-    http_status = 413
-    code = "request_too_large"
-
-
 class UnexpectedError(SwarmLLMError):
     """What a client is told about a fault of ours that no one foresaw."""
 
 
 async def read_body(kind: type[T], *, optional: bool = False, any_type: bool = False) -> T:
-    """The request's JSON body as `kind`. Raises InvalidRequest with `field`, TooLarge, UnsupportedMedia.
+    """The request's JSON body as `kind`. Raises InvalidRequest with `field`, UnsupportedMedia.
 
     `application/json` is required because a web page may send every other type to us without asking us first;
     `any_type` is for APIs whose own examples send another, and leaves pages to the check of the Origin.
     """
-    try:
-        data = await request.get_data(cache=False)
-    except RequestEntityTooLarge:
-        raise TooLarge("The request body is larger than api.max_body_bytes.") from None
+    data = await request.get_data(cache=False)
     if optional and not data:
         data = b"{}"
     elif not any_type and request.mimetype != "application/json":
@@ -108,8 +100,6 @@ def failure_response(error: SwarmLLMError, body: bytes) -> Response:
         response.headers["Retry-After"] = str(math.ceil(wait_s))
     if error.http_status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, TooLarge):
-        response.headers["Connection"] = "close"
     return response
 
 

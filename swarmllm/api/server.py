@@ -1,9 +1,8 @@
-"""Hypercorn under trio, on a socket that is ours.
+"""The HTTP endpoint: its socket, its certificate and its keys, handed to the server.
 
-The socket is made here and handed over by descriptor: so the port is known before anything runs (0 takes
-any), a taken port is an error with a remedy, and TCP_USER_TIMEOUT is inherited by every connection. Hypercorn
-shields its writes from cancellation and gives them no deadline; a client that stays connected and stops
-reading would otherwise hold its task for ever, and the daemon's end with it.
+The socket is made here: so the port is known before anything runs (0 takes any), a taken port is an error
+with a remedy, and every connection inherits TCP_USER_TIMEOUT (a client whose machine is gone) and a bounded
+send buffer (a client that does not read).
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 import trio
-from hypercorn.config import Config as HypercornConfig
-from hypercorn.trio import serve
 
 from swarmllm.api.app import create_app
+from swarmllm.api.auth import secret_of
 from swarmllm.api.guard import is_loopback
-from swarmllm.api.hypercorn_guard import install
+from swarmllm.api.http_connection import Headers
+from swarmllm.api.http_limits import HttpLimits, limits_for
+from swarmllm.api.http_server import HttpServer
 from swarmllm.config import Config
 from swarmllm.errors import ConfigError
 from swarmllm.keys import KeyFile, KeyRing
@@ -29,48 +29,43 @@ from swarmllm.node import Node
 
 log = logging.getLogger(__name__)
 
-STALLED_CLIENT_TIMEOUT_S = 20
-KEEP_ALIVE_S = 30
-STOP_GRACE_S = 1.0
-BACKLOG = 128
-
 
 @contextlib.asynccontextmanager
-async def open_api(node: Node, config: Config, keys: KeyFile | None = None) -> AsyncIterator[str]:
+async def open_api(
+    node: Node, config: Config, keys: KeyFile | None = None, limits: HttpLimits | None = None
+) -> AsyncIterator[str]:
     """Serve until the block ends; yields the URL.
 
     Raises ConfigError where the port cannot be had, other machines could reach it and there is no key, or the
     certificate cannot be used.
     """
-    ring, is_secure = await trio.to_thread.run_sync(_prepare, config, keys)
+    limits = limits or limits_for(config.api.max_body_bytes)
+    ring, tls = await trio.to_thread.run_sync(_prepare, config, keys)
     listener = bind(config.api.host, config.api.port, has_keys=ring is not None and ring.is_required)
+    _bound_what_waits(listener, limits)
     host, port = listener.getsockname()[:2]
-    settings = HypercornConfig()
-    settings.bind = [f"fd://{listener.detach()}"]
-    settings.backlog = BACKLOG
-    if is_secure:
-        settings.certfile, settings.keyfile = config.api.certfile, config.api.keyfile
-        # Disconnects are watched for on HTTP/1.1, where a connection is one request at a time.
-        settings.alpn_protocols = ["http/1.1"]
-    settings.keep_alive_timeout = KEEP_ALIVE_S
-    settings.graceful_timeout = STOP_GRACE_S
-    settings.include_server_header = False
-    settings.errorlog = logging.getLogger("hypercorn.error")
-    settings.errorlog.setLevel(logging.WARNING)
-    stopping = trio.Event()
-    install()
+    server = HttpServer(create_app(node, config, ring), limits, tls=tls, key_of=partial(_key_id, ring))
     async with trio.open_nursery() as nursery:
-        await nursery.start(
-            partial(serve, create_app(node, config, ring), settings, shutdown_trigger=stopping.wait)
-        )
+        await nursery.start(server.serve, listener)
         try:
-            yield f"{'https' if is_secure else 'http'}://{_reachable(host)}:{port}"
+            yield f"{'http' if tls is None else 'https'}://{_reachable(host)}:{port}"
         finally:
-            stopping.set()
+            server.stop()
 
 
-def _prepare(config: Config, keys: KeyFile | None) -> tuple[KeyRing | None, bool]:
-    """The keys, and whether there is a certificate. Raises ConfigError."""
+def _key_id(ring: KeyRing | None, headers: Headers) -> str | None:
+    secret = secret_of({name.decode("latin1"): value.decode("latin1") for name, value in headers}.get)
+    key = ring.find(secret) if ring is not None and secret is not None else None
+    return None if key is None else f"key {key.id}"
+
+
+def _bound_what_waits(listener: socket.socket, limits: HttpLimits) -> None:
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.write_s * 1000))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.send_buffer_bytes)
+
+
+def _prepare(config: Config, keys: KeyFile | None) -> tuple[KeyRing | None, ssl.SSLContext | None]:
+    """The keys, and the certificate where there is one. Raises ConfigError."""
     api, is_local = config.api, _is_local(config.api.host)
     ring: KeyRing | None = None
     if keys is not None:
@@ -83,11 +78,14 @@ def _prepare(config: Config, keys: KeyFile | None) -> tuple[KeyRing | None, bool
     if bool(api.certfile) != bool(api.keyfile):
         missing = "keyfile" if api.certfile else "certfile"
         raise ConfigError(f"HTTPS needs both files: api.{missing} is missing.", field=f"api.{missing}")
+    tls: ssl.SSLContext | None = None
     if api.certfile:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.minimum_version = ssl.TLSVersion.TLSv1_2
+        tls.options |= ssl.OP_NO_RENEGOTIATION
+        tls.set_alpn_protocols(["http/1.1"])
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-                api.certfile, api.keyfile, password=_no_password
-            )
+            tls.load_cert_chain(api.certfile, api.keyfile, password=_no_password)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"Cannot use api.certfile {api.certfile} with api.keyfile {api.keyfile}: {error}",
@@ -95,7 +93,7 @@ def _prepare(config: Config, keys: KeyFile | None) -> tuple[KeyRing | None, bool
             ) from None
     elif not is_local:
         log.warning("HTTP beyond this machine without api.certfile: keys and prompts can be read on the way")
-    return ring, bool(api.certfile)
+    return ring, tls
 
 
 def _no_password() -> str:
@@ -126,7 +124,6 @@ def bind(host: str, port: int, *, has_keys: bool = False) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_CLIENT_TIMEOUT_S * 1000)
         listener.bind((address, port))
     except OSError as error:
         listener.close()

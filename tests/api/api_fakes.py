@@ -17,6 +17,7 @@ import trio
 from patience import PATIENCE_S
 
 from swarmllm.api.app import create_app
+from swarmllm.api.http_limits import HttpLimits
 from swarmllm.api.server import open_api
 from swarmllm.config import ApiTable, Config, InferenceTable
 from swarmllm.downloads import Gathering
@@ -306,11 +307,13 @@ async def open_node(
 
 
 @asynccontextmanager
-async def serve_node(folder: Path, **inference: Any) -> AsyncIterator[Stand]:
+async def serve_node(
+    folder: Path, *, limits: HttpLimits | None = None, **inference: Any
+) -> AsyncIterator[Stand]:
     """The same behind a real HTTP server on a free port."""
     async with (
         open_node(folder, **inference) as stand,
-        open_api(stand.node, stand.config) as stand.url,
+        open_api(stand.node, stand.config, limits=limits) as stand.url,
         httpx.AsyncClient(base_url=stand.url, trust_env=False, timeout=PATIENCE_S) as stand.http,
     ):
         yield stand

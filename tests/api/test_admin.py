@@ -46,7 +46,7 @@ async def test_without_layers_the_whole_model_is_loaded_and_unloaded(tmp_path: P
     async with serve_node(tmp_path) as stand:
         *_, result = await load(stand)
         status = (await stand.http.get(f"{MODELS}/guide/status")).json()
-        unloaded = (await stand.http.post(f"{MODELS}/guide/unload")).json()
+        unloaded = (await stand.http.post(f"{MODELS}/guide/unload", json={})).json()
     assert result["model"] == status
     assert (status["loaded"], status["missing"], status["complete"]) == (["0:12"], [], True)
     assert (unloaded["loaded"], unloaded["holders"]) == ([], [])
@@ -101,7 +101,7 @@ async def test_verifying_names_what_is_damaged(tmp_path: Path) -> None:
     copy.write_bytes(DRAFT_PATH.read_bytes())
     async with serve_node(tmp_path) as stand:
         await stand.http.post(MODELS, json={"path": str(copy), "name": "copy"})
-        intact = lines((await stand.http.post(f"{MODELS}/copy/verify")).text)
+        intact = lines((await stand.http.post(f"{MODELS}/copy/verify", json={})).text)
         status = (await stand.http.get(f"{MODELS}/copy/status")).json()
         with copy.open("r+b") as file:
             file.seek(-1, 2)
@@ -109,8 +109,8 @@ async def test_verifying_names_what_is_damaged(tmp_path: Path) -> None:
             file.seek(-1, 2)
             file.write(bytes([last ^ 1]))
         os.utime(copy, ns=(0, stand.catalogue.get("copy").state.mtime_ns))
-        damaged = lines((await stand.http.post(f"{MODELS}/copy/verify")).text)
-        missing = await stand.http.post(f"{MODELS}/nothing/verify")
+        damaged = lines((await stand.http.post(f"{MODELS}/copy/verify", json={})).text)
+        missing = await stand.http.post(f"{MODELS}/nothing/verify", json={})
     assert intact[-1] == {"type": "result", "model": status, "damaged": []}
     assert intact[-2]["done_bytes"] == intact[-2]["total_bytes"]
     assert len(damaged[-1]["damaged"]) == 1
@@ -119,7 +119,7 @@ async def test_verifying_names_what_is_damaged(tmp_path: Path) -> None:
 
 async def test_a_file_of_ones_own_cannot_be_pinned(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
-        answer = await stand.http.post(f"{MODELS}/guide/pin")
+        answer = await stand.http.post(f"{MODELS}/guide/pin", json={})
     assert answer.status_code == 409
     assert "never removed" in answer.json()["error"]["message"]
 
@@ -128,7 +128,7 @@ async def test_a_model_is_removed_unless_it_is_loaded_and_its_own_file_stays(tmp
     async with serve_node(tmp_path) as stand:
         await load(stand, "0:4")
         refused = await stand.http.delete(f"{MODELS}/guide")
-        await stand.http.post(f"{MODELS}/guide/unload")
+        await stand.http.post(f"{MODELS}/guide/unload", json={})
         removed = await stand.http.delete(f"{MODELS}/guide")
         gone = await stand.http.delete(f"{MODELS}/guide")
         record = decode_record(stand.router.records()["node-a"])
@@ -228,8 +228,8 @@ async def test_unknown_models_are_a_404(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         answers = [
             await stand.http.get(f"{MODELS}/gide/status"),
-            await stand.http.post(f"{MODELS}/gide/load"),
-            await stand.http.post(f"{MODELS}/gide/unload"),
+            await stand.http.post(f"{MODELS}/gide/load", json={}),
+            await stand.http.post(f"{MODELS}/gide/unload", json={}),
         ]
     assert {answer.status_code for answer in answers} == {404}
     assert all("guide" in answer.json()["error"]["message"] for answer in answers)

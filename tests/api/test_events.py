@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import trio
 from api_fakes import Script, Stand, serve_node
 from patience import PATIENCE_S
 
-from swarmllm.api import app, events, server
+from swarmllm.api import app, events
 from swarmllm.api.events import Pulse
+from swarmllm.api.http_limits import HttpLimits
 from swarmllm.api.server import open_api
 from swarmllm.errors import NodeUnreachable
 from swarmllm.keys import KeyFile
@@ -161,7 +163,7 @@ async def test_a_load_is_seen_by_who_did_not_ask_for_it(tmp_path: Path) -> None:
             return ()
 
         stand.pool.load = load  # type: ignore[method-assign]
-        nursery.start_soon(stand.http.post, "/api/admin/models/guide/load")
+        nursery.start_soon(partial(stand.http.post, "/api/admin/models/guide/load", json={}))
         work = {"kind": "load", "model": "guide", "phase": "loading", "done_bytes": 30, "total_bytes": 100}
         await reader.read_until(lambda state: state["work"]["running"] == [work])
         loading.set()
@@ -199,7 +201,6 @@ async def test_only_so_many_may_read_and_a_place_is_given_back(
 async def test_a_reader_that_stops_reading_is_cut_off_and_nothing_is_kept_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pulses: list[Pulse]
 ) -> None:
-    monkeypatch.setattr(server, "STALLED_CLIENT_TIMEOUT_S", 1)
     monkeypatch.setattr(events, "INTERVAL_S", 0.001)
     ticks = itertools.count()
     monkeypatch.setattr(
@@ -207,7 +208,7 @@ async def test_a_reader_that_stops_reading_is_cut_off_and_nothing_is_kept_for_it
         "stats_json",
         lambda node, models: {"tick": next(ticks), "filler": "x" * 100_000, "uptime_s": 0, "models": []},
     )
-    async with serve_node(tmp_path) as stand:
+    async with serve_node(tmp_path, limits=HttpLimits(write_s=1.0)) as stand:
         host, port = stand.url.removeprefix("http://").split(":")
         client = trio.socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)

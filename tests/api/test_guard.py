@@ -11,12 +11,13 @@ import trio
 from api_fakes import serve_node
 from patience import PATIENCE_S
 
-from swarmllm.api import server
 from swarmllm.api.errors import Forbidden
 from swarmllm.api.guard import Origins, check_host, is_loopback
+from swarmllm.api.http_limits import HttpLimits
 from swarmllm.api.server import bind
 from swarmllm.config import ApiTable, Config
 from swarmllm.errors import ConfigError
+from swarmllm.models import LayerRange
 
 CHAT = "/v1/chat/completions"
 WEBSOCKET = (
@@ -161,10 +162,9 @@ async def test_a_body_without_end_is_answered_and_then_cut_off(tmp_path: Path) -
 
 
 async def test_an_idle_connection_is_closed_after_a_request_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(server, "KEEP_ALIVE_S", 1.0)
-    async with serve_node(tmp_path) as stand:
+    async with serve_node(tmp_path, limits=HttpLimits(idle_s=1.0)) as stand:
         connection = await trio.open_tcp_stream("127.0.0.1", int(stand.url.rpartition(":")[2]))
         with trio.fail_after(PATIENCE_S):
             async with connection:
@@ -174,13 +174,10 @@ async def test_an_idle_connection_is_closed_after_a_request_too(
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.02], ids=["flood", "dribble"])
-async def test_a_header_without_end_is_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float
-) -> None:
+async def test_a_header_without_end_is_cut_off(tmp_path: Path, pause_s: float) -> None:
     """By its size, or, a few bytes at a time, by the time in which a request has to begin."""
-    monkeypatch.setattr(server, "KEEP_ALIVE_S", 1.0)
     n_sent = 0
-    async with serve_node(tmp_path) as stand:
+    async with serve_node(tmp_path, limits=HttpLimits(header_s=1.0)) as stand:
         connection = await trio.open_tcp_stream("127.0.0.1", int(stand.url.rpartition(":")[2]))
         with trio.fail_after(PATIENCE_S), contextlib.suppress(trio.BrokenResourceError):
             async with connection:
@@ -223,3 +220,104 @@ async def test_broken_http_does_not_disturb_others(tmp_path: Path) -> None:
             assert b" 200 " not in answer
             assert b" 101 " not in answer
         assert (await stand.http.get("/health")).status_code == 200
+
+
+ADMIN = "/api/admin/models/guide/unload"
+FORMS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None)
+"""What a page of another site can send without being asked, and nothing at all."""
+
+
+@pytest.mark.parametrize("kind", [*FORMS, "text/plain; application/json", "application/json-seq", "json"])
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"x":"=y"}'])
+@pytest.mark.parametrize("path", [ADMIN, "/api/admin/downloads", "/api/admin/nothing", "/api//admin/models"])
+async def test_another_sites_page_administers_nothing_whatever_headers_it_leaves_out(
+    tmp_path: Path, kind: str | None, content: bytes, path: str
+) -> None:
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        headers = {} if kind is None else {"Content-Type": kind}
+        answer = await stand.http.post(path, content=content, headers=headers)
+        assert answer.status_code in (308, 415)
+        assert list(stand.pool.models().values()) == [(LayerRange(0, 12),)]
+        # And not because nothing could be unloaded.
+        assert (await stand.http.post(ADMIN, json={})).status_code == 200
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "CROSS-SITE", "something new"])
+async def test_what_another_site_caused_is_refused_by_the_browsers_own_word(
+    tmp_path: Path, site: str
+) -> None:
+    async with serve_node(tmp_path) as stand:
+        headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors"}
+        chat = {"model": "guide", "messages": [{"role": "user", "content": "hi"}]}
+        answers = [
+            await stand.http.post(CHAT, json=chat, headers=headers),
+            await stand.http.post("/api/chat", json=chat, headers=headers),
+            await stand.http.post(ADMIN, json={}, headers=headers),
+            await stand.http.delete("/api/admin/models/guide", headers=headers),
+            await stand.http.get("/v1/models", headers=headers),
+            await stand.http.get("/v1/models", headers=headers | {"Sec-Fetch-Mode": "navigate"}),
+        ]
+        link = await stand.http.get("/", headers=headers | {"Sec-Fetch-Mode": "navigate"})
+    assert [answer.status_code for answer in answers] == [403] * len(answers)
+    assert {answer.json()["error"]["param"] for answer in answers} == {"Sec-Fetch-Site"}
+    assert link.status_code == 200
+    assert not stand.pipelines.calls
+
+
+@pytest.mark.parametrize("site", ["same-origin", "none"])
+async def test_the_dashboard_and_the_address_bar_are_let_in(tmp_path: Path, site: str) -> None:
+    async with serve_node(tmp_path) as stand:
+        headers = {"Sec-Fetch-Site": site, "Origin": stand.url}
+        assert (await stand.http.get("/v1/models", headers=headers)).status_code == 200
+        await stand.load_guide()
+        assert (await stand.http.post(ADMIN, json={}, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [ADMIN, "/api/admin/models/guide", "/api/events", "/api/admin/downloads"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "BREW"])
+async def test_no_preflight_for_administration_is_granted(tmp_path: Path, path: str, method: str) -> None:
+    config = Config(api=ApiTable(port=0, allowed_origins=("*",)))
+    async with serve_node(tmp_path, config=config) as stand:
+        asks = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": "content-type"}
+        for origin in ("https://evil.com", "null", "http://["):
+            answer = await stand.http.request("OPTIONS", path, headers=asks | {"Origin": origin})
+            assert answer.status_code == 403
+            assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://[",
+        "http://[::1",
+        "http://localhost:port",
+        "http://localhost@evil.com",
+        "http://evil.com#localhost",
+        "ftp://localhost",
+        "//localhost",
+        "localhost",
+        "http://",
+        "://",
+        "\u00e9",
+        "%",
+        "http://localhost/",
+        "x" * 5000,
+    ],
+)
+async def test_an_origin_that_is_none_is_a_foreign_one(tmp_path: Path, origin: str) -> None:
+    async with serve_node(tmp_path) as stand:
+        headers = {"Host": "localhost", "Origin": origin.encode("latin1")}
+        answer = await stand.http.get("/v1/models", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (403, "Origin")
+
+
+async def test_reading_changes_nothing(tmp_path: Path) -> None:
+    """GET and HEAD of all that administers: refused, or without effect."""
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        paths = [ADMIN, *(f"/api/admin/models/guide/{action}" for action in ("load", "verify", "pin"))]
+        for path in (*paths, "/api/admin/models/guide", "/api/admin/downloads/1"):
+            for method in ("GET", "HEAD"):
+                assert (await stand.http.request(method, path)).status_code in (404, 405)
+        assert list(stand.pool.models().values()) == [(LayerRange(0, 12),)]

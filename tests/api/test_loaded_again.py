@@ -104,9 +104,9 @@ async def test_a_model_whose_file_is_gone_is_named_until_it_is_back_or_not_wante
             assert "swarmllm models unload copy" in stats["reason"]
             assert str(copy) in caplog.text
     async with serve_node(tmp_path) as stand:
-        assert (await stand.http.post(f"{MODELS}/copy/unload")).json()["loaded"] == []
+        assert (await stand.http.post(f"{MODELS}/copy/unload", json={})).json()["loaded"] == []
         assert (await stand.http.get("/health/ready")).status_code == 200
-        assert (await stand.http.post(f"{MODELS}/copy/unload")).status_code == 409
+        assert (await stand.http.post(f"{MODELS}/copy/unload", json={})).status_code == 409
     async with open_node(tmp_path) as stand:
         assert stand.node.readiness().status == "ready"
 

@@ -1,0 +1,123 @@
+"""The bookkeeping of places and bytes: never more than allowed, nothing lost, whoever comes and goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm.api.http_limits import (
+    ByteBudget,
+    HttpLimits,
+    Place,
+    Places,
+    client_of,
+    is_loopback_client,
+    limits_for,
+)
+
+CLIENTS = ["127.0.0.1", "192.0.2.1", "192.0.2.2", "2001:db8::/64"]
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8::1:2", "2001:db8::/64"),
+        ("2001:db8::ffff", "2001:db8::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::1", "::1"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("no address", "unknown"),
+    ],
+)
+def test_an_address_is_a_client(address: str, client: str) -> None:
+    assert client_of(address) == client
+
+
+def test_loopback_clients() -> None:
+    assert is_loopback_client("127.0.0.1")
+    assert is_loopback_client("::1")
+    assert not is_loopback_client("unknown")
+    assert not is_loopback_client("192.0.2.1")
+
+
+@pytest.mark.parametrize("max_body_bytes", [1024, 8 * 2**20, 2**30])
+def test_two_of_the_largest_bodies_of_one_client_fit(max_body_bytes: int) -> None:
+    limits = limits_for(max_body_bytes)
+    assert limits.body_bytes == max_body_bytes
+    assert limits.bodies_bytes >= 2 * limits.bodies_bytes_of_client >= 4 * max_body_bytes
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60), st.booleans())))
+def test_a_budget_holds_what_it_was_given_and_never_more(moves: list[tuple[str, int, bool]]) -> None:
+    budget = ByteBudget(100, 70)
+    held: Counter[str] = Counter()
+    for client, n_bytes, is_taken in moves:
+        if not is_taken:
+            n_bytes = min(n_bytes, held[client])
+            budget.give_back(client, n_bytes)
+            held[client] -= n_bytes
+            continue
+        fits = sum(held.values()) + n_bytes <= 100 and held[client] + n_bytes <= 70
+        assert budget.take(client, n_bytes) is fits
+        held[client] += n_bytes if fits else 0
+        assert budget.n_held == sum(held.values())
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["enter", "leave", "begin", "end"]), st.integers(0, 9), st.sampled_from(CLIENTS)
+        )
+    )
+)
+def test_places_are_bounded_and_running_requests_keep_theirs(moves: list[tuple[str, int, str]]) -> None:
+    limits = HttpLimits(connections=5, connections_of_address=2, requests_of_client=2)
+    places: Places[int] = Places(limits)
+    here: list[Place[int]] = []
+    running: dict[Place[int], str] = {}
+    for action, index, client in moves:
+        chosen = here[index % len(here)] if here else None
+        if action == "enter":
+            decision = places.enter(client, index)
+            if decision.evicted is not None:
+                assert decision.evicted not in running
+                here.remove(decision.evicted)
+            if decision.place is not None:
+                here.append(decision.place)
+        elif chosen is None:
+            continue
+        elif action == "leave" and chosen not in running:
+            places.leave(chosen)
+            places.leave(chosen)
+            here.remove(chosen)
+        elif action == "begin" and chosen not in running:
+            may = Counter(running.values())[client] < 2
+            assert places.begin(chosen, client) is may
+            if may:
+                running[chosen] = client
+        elif action == "end" and chosen in running:
+            places.end(chosen, running.pop(chosen))
+        assert set(places) == set(here)
+        assert len(here) <= 5
+        of = Counter(place.client for place in here if not is_loopback_client(place.client))
+        assert max(of.values(), default=0) <= 2
+
+
+def test_the_longest_waiting_of_the_most_numerous_gives_way() -> None:
+    places: Places[str] = Places(HttpLimits(connections=4))
+    crowd = [places.enter("192.0.2.1", f"crowd {i}").place for i in range(3)]
+    alone = places.enter("192.0.2.2", "alone").place
+    assert alone is not None
+    decision = places.enter("192.0.2.3", "new")
+    assert decision.evicted is crowd[0]
+    assert decision.place is not None
+    assert crowd[1] is not None
+    # A request begins and ends: this connection waits for less long than the other now.
+    places.begin(crowd[1], "key")
+    places.end(crowd[1], "key")
+    assert places.enter("192.0.2.4", "newer").evicted is crowd[2]
