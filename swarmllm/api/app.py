@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 from quart import Response, g, request
 from quart_trio import QuartTrio
@@ -18,7 +19,7 @@ from swarmllm.api.context import NODE, WORKS
 from swarmllm.api.dashboard import dashboard
 from swarmllm.api.downloads import downloads
 from swarmllm.api.embeddings import embeddings
-from swarmllm.api.errors import as_swarmllm_error, error_response, http_error_response
+from swarmllm.api.errors import as_swarmllm_error, error_response, http_error_response, log_unexpected
 from swarmllm.api.events import PULSE, Pulse, events
 from swarmllm.api.guard import Origins, check_admin_type, check_host, check_upgrade
 from swarmllm.api.health import health
@@ -39,6 +40,10 @@ BLUEPRINTS = (*OPENAI, *DIALECTS, admin, downloads, events, dashboard, health, o
 
 class App(QuartTrio):
     asgi_http_class = RequestTasks
+
+    def log_exception(self, exception_info: tuple[Any, ...]) -> None:
+        """What no error handler caught, in one line."""
+        log_unexpected(exception_info[1])
 
 
 def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:

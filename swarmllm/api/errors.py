@@ -2,7 +2,8 @@
 
 msgspec says where it stopped (`$.messages[0].role`); OpenAI's clients look at `param` (`messages[0].role`).
 An unknown or missing field is not part of msgspec's path, so it is appended. Unexpected exceptions leave as a
-plain 500 without their text, and are logged without it: it may quote what the user sent.
+plain 500 without their text. The log gets one line without it, since it may quote what the user sent, and a
+bounded number of such lines, since a client may have found out how to provoke them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import logging
 import math
 import re
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -21,6 +24,7 @@ from quart import Response, request
 from werkzeug.exceptions import HTTPException
 
 from swarmllm.errors import InvalidRequest, Overloaded, SwarmLLMError
+from swarmllm.log_limit import LogLimit, left_out_note
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +33,8 @@ T = TypeVar("T")
 _AT = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"^Object (?P<fault>contains unknown|missing required) field `(?P<name>[^`]*)`")
 DEFAULT_RETRY_AFTER_S = 1
+N_FRAMES = 8
+_log_limit = LogLimit()
 
 
 class UnsupportedMedia(InvalidRequest):
@@ -125,15 +131,28 @@ def as_swarmllm_error(error: BaseException) -> SwarmLLMError:
         ours, others = error.split(SwarmLLMError)
         if ours is not None and others is None:
             return as_swarmllm_error(ours.exceptions[0])
-    log.error("unexpected error in a request: %s", _where(error))
+    log_unexpected(error)
     return UnexpectedError("This node hit an unexpected error; its log says more.")
 
 
-def _where(error: BaseException) -> str:
-    """Types and places of an error, not its words: they may quote a prompt."""
+def log_unexpected(error: BaseException) -> None:
+    """The type of an error and its way through the code, not its words: they may quote a prompt."""
+    for leaf in _leaves(error):
+        kind = type(leaf).__qualname__
+        frames = traceback.extract_tb(leaf.__traceback__)[-N_FRAMES:]
+        places = " > ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
+        n_left_out = _log_limit.admit("", kind + places, time.monotonic())
+        if n_left_out is not None:
+            note = left_out_note(n_left_out)
+            log.error("unexpected error in a request: %s at %s%s", kind, places or "?", note)
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
     if isinstance(error, BaseExceptionGroup):
-        return "\n".join(map(_where, error.exceptions))
-    return f"{type(error).__qualname__}\n{''.join(traceback.format_tb(error.__traceback__))}"
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error
 
 
 @contextmanager
