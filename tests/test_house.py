@@ -55,6 +55,7 @@ LAYERS = (
 """Top to bottom: a module imports from its own entry and from those below it."""
 
 PURE = (
+    "swarmllm.api.http_limits",
     "swarmllm.scheduling",
     "swarmllm.log_limit",
     "swarmllm.travel.plan",
@@ -90,6 +91,7 @@ ONLY_HOME = {
     "noise": ("swarmllm.swarm",),
     "quart": ("swarmllm.api",),
     "quart_trio": ("swarmllm.api",),
+    "h11": ("swarmllm.api",),
     "hypercorn": ("swarmllm.api",),
     "llama_cpp": ("swarmllm_workers",),
     "gguf": ("swarmllm.models", "swarmllm.guide", "swarmllm_workers"),

@@ -1,4 +1,4 @@
-"""The HTTP edge: OpenAI's API, administration, health. The only room that knows quart and hypercorn.
+"""The HTTP edge: OpenAI's API, administration, health. The only room that knows quart and h11.
 
 `open_api` serves a `Node` on a loopback port; everything below it is split by job: `schema` says what a body
 may look like, `chat_request` turns one into a prompt and sampling (or refuses it by name), `chat_reply`

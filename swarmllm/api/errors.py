@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from quart import Response, request
 from werkzeug.exceptions import HTTPException
 
 from swarmllm.errors import InvalidRequest, Overloaded, SwarmLLMError
-from swarmllm.log_limit import LogLimit, left_out_note
+from swarmllm.log_filter import provoked_by
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +33,6 @@ _AT = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"^Object (?P<fault>contains unknown|missing required) field `(?P<name>[^`]*)`")
 DEFAULT_RETRY_AFTER_S = 1
 N_FRAMES = 8
-_log_limit = LogLimit()
 
 
 class UnsupportedMedia(InvalidRequest):
@@ -137,22 +135,14 @@ def as_swarmllm_error(error: BaseException) -> SwarmLLMError:
 
 def log_unexpected(error: BaseException) -> None:
     """The type of an error and its way through the code, not its words: they may quote a prompt."""
-    for leaf in _leaves(error):
-        kind = type(leaf).__qualname__
-        frames = traceback.extract_tb(leaf.__traceback__)[-N_FRAMES:]
-        places = " > ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
-        n_left_out = _log_limit.admit("", kind + places, time.monotonic())
-        if n_left_out is not None:
-            note = left_out_note(n_left_out)
-            log.error("unexpected error in a request: %s at %s%s", kind, places or "?", note)
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         for each in error.exceptions:
-            yield from _leaves(each)
-    else:
-        yield error
+            log_unexpected(each)
+        return
+    frames = traceback.extract_tb(error.__traceback__)[-N_FRAMES:]
+    places = " > ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
+    kind = type(error).__qualname__
+    provoked_by(log, "http").error("unexpected error in a request: %s at %s", kind, places or "?")
 
 
 @contextmanager

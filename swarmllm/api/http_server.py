@@ -9,22 +9,16 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 import trio
 
-from swarmllm.api.http_connection import (
-    Application,
-    ClientGone,
-    Headers,
-    HttpConnection,
-    ServerParts,
-    exception_leaves,
-)
+from swarmllm.api.http_connection import HttpConnection, ServerParts
+from swarmllm.api.http_exchange import Application, Headers, exception_leaves
 from swarmllm.api.http_limits import ByteBudget, HttpLimits, Places, client_of
-from swarmllm.log_limit import LogLimit, left_out_note
+from swarmllm.api.http_wire import ClientGone, Wire
+from swarmllm.log_filter import provoked_by, where
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -57,14 +51,13 @@ class HttpServer:
         self.bodies = ByteBudget(limits.bodies_bytes, limits.bodies_bytes_of_client)
         self._limits = limits
         self._tls = tls
-        self._log_limit = LogLimit()
         self._parts = ServerParts(
             application,
             limits,
             self.places,
             self.bodies,
             key_of,
-            self._report,
+            _report,
             trio.Event(),
         )
 
@@ -98,7 +91,7 @@ class HttpServer:
                 stream = await listener.accept()
             except OSError as error:
                 # No descriptors or no memory left, or a network that went away: all of it passes.
-                self._warn("", "accept", f"cannot accept HTTP connections: {error.strerror}")
+                provoked_by(log, "http").warning("cannot accept HTTP connections: %s", error.strerror)
                 await trio.sleep(ACCEPT_RETRY_S)
                 continue
             connections.start_soon(self._guarded, stream)
@@ -113,17 +106,17 @@ class HttpServer:
             if passing is not None:
                 raise passing from None
             if not all(isinstance(leaf, _ORDINARY) for leaf in exception_leaves(error)):
-                self._report(client, error)
+                _report(client, error)
         finally:
             await trio.aclose_forcefully(stream)
 
     async def _serve_one(self, stream: trio.SocketStream, client: str) -> None:
-        connection = HttpConnection(self._parts, stream, is_secure=self._tls is not None)
+        connection = HttpConnection(self._parts, Wire(stream, self._limits))
         decision = self.places.enter(client, connection)
         if decision.evicted is not None:
             decision.evicted.holder.scope.cancel()
         if decision.place is None:
-            self._warn(client, "full", f"refused an HTTP connection of {client}: all places are taken")
+            provoked_by(log, client).warning("refused an HTTP connection of %s: all places are taken", client)
             return
         try:
             with connection.scope:
@@ -131,25 +124,17 @@ class HttpServer:
                     secure = trio.SSLStream(stream, self._tls, server_side=True, https_compatible=True)
                     with trio.fail_after(self._limits.handshake_s):
                         await secure.do_handshake()
-                    connection.stream = secure
+                    connection.wire.stream = secure
                 await connection.run(decision.place)
                 with trio.move_on_after(CLOSE_TIMEOUT_S):
-                    await connection.stream.aclose()
+                    await connection.wire.stream.aclose()
         finally:
             self.places.leave(decision.place)
 
-    def _report(self, client: str, error: BaseException) -> None:
-        """Where, not what: the words of an error may quote a prompt."""
-        for leaf in exception_leaves(error):
-            frames = traceback.extract_tb(leaf.__traceback__)
-            at = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
-            kind = type(leaf).__qualname__
-            self._warn(client, f"error {kind}", f"an HTTP connection of {client} raised {kind} at {at}")
 
-    def _warn(self, client: str, kind: str, text: str) -> None:
-        n_left_out = self._log_limit.admit(client, kind, trio.current_time())
-        if n_left_out is not None:
-            log.warning("%s%s", text, left_out_note(n_left_out))
+def _report(client: str, error: BaseException) -> None:
+    for leaf in exception_leaves(error):
+        provoked_by(log, client).warning("an HTTP connection of %s failed: %s", client, where(leaf))
 
 
 def _passing(error: BaseException) -> BaseException | None:

@@ -19,7 +19,7 @@ import trio
 from swarmllm.api.app import create_app
 from swarmllm.api.auth import secret_of
 from swarmllm.api.guard import is_loopback
-from swarmllm.api.http_connection import Headers
+from swarmllm.api.http_exchange import Headers
 from swarmllm.api.http_limits import HttpLimits, limits_for
 from swarmllm.api.http_server import HttpServer
 from swarmllm.config import Config

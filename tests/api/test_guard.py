@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 from pathlib import Path
 
@@ -227,18 +228,18 @@ FORMS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data
 """What a page of another site can send without being asked, and nothing at all."""
 
 
-@pytest.mark.parametrize("kind", [*FORMS, "text/plain; application/json", "application/json-seq", "json"])
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"x":"=y"}'])
-@pytest.mark.parametrize("path", [ADMIN, "/api/admin/downloads", "/api/admin/nothing", "/api//admin/models"])
 async def test_another_sites_page_administers_nothing_whatever_headers_it_leaves_out(
-    tmp_path: Path, kind: str | None, content: bytes, path: str
+    tmp_path: Path,
 ) -> None:
+    kinds = (*FORMS, "text/plain; application/json", "application/json-seq", "json")
+    paths = (ADMIN, "/api/admin/downloads", "/api/admin/nothing", "/api//admin/models")
     async with serve_node(tmp_path) as stand:
         await stand.load_guide()
-        headers = {} if kind is None else {"Content-Type": kind}
-        answer = await stand.http.post(path, content=content, headers=headers)
-        assert answer.status_code in (308, 415)
-        assert list(stand.pool.models().values()) == [(LayerRange(0, 12),)]
+        for kind, content, path in itertools.product(kinds, (b"", b"{}", b'{"x":"=y"}'), paths):
+            headers = {} if kind is None else {"Content-Type": kind}
+            answer = await stand.http.post(path, content=content, headers=headers)
+            assert answer.status_code in (308, 415), (kind, content, path)
+            assert list(stand.pool.models().values()) == [(LayerRange(0, 12),)]
         # And not because nothing could be unloaded.
         assert (await stand.http.post(ADMIN, json={})).status_code == 200
 
@@ -260,7 +261,7 @@ async def test_what_another_site_caused_is_refused_by_the_browsers_own_word(
         ]
         link = await stand.http.get("/", headers=headers | {"Sec-Fetch-Mode": "navigate"})
     assert [answer.status_code for answer in answers] == [403] * len(answers)
-    assert {answer.json()["error"]["param"] for answer in answers} == {"Sec-Fetch-Site"}
+    assert all("Another site" in answer.text for answer in answers)
     assert link.status_code == 200
     assert not stand.pipelines.calls
 
