@@ -23,6 +23,7 @@ from patience import PATIENCE_S
 
 from swarmllm.api import app as app_module
 from swarmllm.api import chat, http_connection, http_exchange, http_wire
+from swarmllm.api.connection import RequestTasks
 from swarmllm.api.http_limits import HttpLimits
 from swarmllm.api.http_server import HttpServer
 from swarmllm.config import ApiTable, Config
@@ -123,7 +124,7 @@ async def test_a_fault_in_any_layer_ends_its_own_connection_only(
             case "server":
                 before(http_exchange.Exchange, "_send_head")
             case "quart":
-                before(app_module.RequestTasks, "handle_request")
+                before(RequestTasks, "handle_request")
             case "before":
                 before(app_module, "check_upgrade")
             case "handler":
