@@ -55,6 +55,8 @@ class RecordBook:
         self._verify = verify
         self._nodes_max = nodes_max
         self._entries: dict[str, _Entry] = {}
+        self._records: dict[str, bytes] = {}
+        """Of `_entries` those that are not empty: changed with each, never made anew."""
 
     def __repr__(self) -> str:
         return f"<RecordBook {len(self._entries)} nodes>"
@@ -63,7 +65,7 @@ class RecordBook:
         return len(self._entries)
 
     def write_own(self, envelope: Envelope, sealed: bytes, now: float) -> None:
-        self._entries[self._node_id] = _Entry(envelope, sealed, now)
+        self._put(_Entry(envelope, sealed, now))
 
     def take(
         self,
@@ -89,7 +91,7 @@ class RecordBook:
             return "refused", node_id
         if held is None and len(self._entries) >= self._nodes_max and not self._make_room(connected):
             return "refused", node_id
-        self._entries[node_id] = _Entry(envelope, sealed, heard_at_s)
+        self._put(_Entry(envelope, sealed, heard_at_s))
         return "new", node_id
 
     def hear(self, node_id: str, version: tuple[int, int], now: float) -> bool:
@@ -145,22 +147,35 @@ class RecordBook:
     def node_ids(self) -> list[str]:
         return list(self._entries)
 
-    def records(self) -> dict[str, bytes]:
-        return {n: entry.envelope.record for n, entry in self._entries.items() if entry.envelope.record}
+    def records(self) -> Mapping[str, bytes]:
+        """By node id, without the empty ones: as it is whenever it is looked at."""
+        return MappingProxyType(self._records)
 
     def expire(self, now: float, connected: Collection[str]) -> list[str]:
         """Forget who was not heard for EXPIRY_S and is not connected; whom it forgot."""
         gone = self._silent(lambda entry: now - entry.heard_at_s >= EXPIRY_S, connected)
         for node_id in gone:
-            del self._entries[node_id]
+            self._drop(node_id)
         return gone
 
     def _make_room(self, connected: Collection[str]) -> bool:
         candidates = self._silent(lambda _: True, connected)
         if not candidates:
             return False
-        del self._entries[min(candidates, key=lambda node_id: self._entries[node_id].heard_at_s)]
+        self._drop(min(candidates, key=lambda node_id: self._entries[node_id].heard_at_s))
         return True
+
+    def _put(self, entry: _Entry) -> None:
+        node_id, record = entry.envelope.node_id, entry.envelope.record
+        self._entries[node_id] = entry
+        if record:
+            self._records[node_id] = record
+        else:
+            self._records.pop(node_id, None)
+
+    def _drop(self, node_id: str) -> None:
+        del self._entries[node_id]
+        self._records.pop(node_id, None)
 
     def _silent(self, condition: Callable[[_Entry], bool], connected: Collection[str]) -> list[str]:
         return [

@@ -74,7 +74,11 @@ class RecordExchange:
                 envelopes = _envelopes.decode(answered)
             except _UNREADABLE:
                 raise RemoteError(f"node {node_id} sent unreadable envelopes") from None
-            received = {self._take_one(node_id, sealed, wanted) for sealed in envelopes}
+            received = set()
+            for sealed in envelopes:
+                received.add(self._take_one(node_id, sealed, wanted))
+                # Checking and decoding the largest takes a few milliseconds, and there may be hundreds.
+                await trio.lowlevel.checkpoint()
             if received.isdisjoint(left):
                 return
             left = [wanted_id for wanted_id in left if wanted_id not in received]

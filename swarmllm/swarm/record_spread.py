@@ -11,7 +11,6 @@ import logging
 import random
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -24,6 +23,7 @@ from swarmllm.swarm.gossip import HEALTH, MODELS, Gossip
 from swarmllm.swarm.record_book import RecordBook
 from swarmllm.swarm.record_exchange import Ask, RecordExchange
 from swarmllm.swarm.router import Change
+from swarmllm.swarm.verify_once import VerifyOnce
 from swarmllm_proto.envelope import (
     ADDRESSES_MAX,
     ENVELOPE_MAX,
@@ -76,7 +76,7 @@ class RecordSpread:
         forgotten: Callable[[str], None],
     ) -> None:
         self._identity = identity
-        self._verify = verify
+        self._verify = verify = VerifyOnce(verify)
         self._nursery = nursery
         self._feed = feed
         self._connected = connected
@@ -90,7 +90,7 @@ class RecordSpread:
         self._gossip: Gossip | None = None
         self.own = Envelope(node_id=identity.node_id, started_at_ms=started_at_ms, sequence=0)
         self.exchange = RecordExchange(self._book, ask, self._take)
-        self.records: Mapping[str, bytes] = MappingProxyType({})
+        self.records: Mapping[str, bytes] = self._book.records()
 
     def begin(self, gossip: Gossip, addresses: tuple[str, ...], data_addresses: tuple[str, ...]) -> None:
         """From here on others hear of this node."""
@@ -106,7 +106,6 @@ class RecordSpread:
         self._book.write_own(self.own, sealed, trio.current_time())
         self._n_beats_since_news = 0
         self._news.set()
-        self._refresh()
         self._feed.announce(Change("record", self._identity.node_id))
         if self._gossip is not None:
             await self._gossip.publish(MODELS, sealed)
@@ -151,7 +150,6 @@ class RecordSpread:
             log.error("another node uses this node's identity; was the data folder copied?")
         if verdict == "new" and (envelope := self._book.envelope(node_id)) is not None:
             self._heard(envelope)
-            self._refresh()
             if envelope.record:
                 self._feed.announce(Change("record", node_id))
         return node_id
@@ -200,15 +198,9 @@ class RecordSpread:
     async def _keep_house(self) -> None:
         while True:
             await trio.sleep(_HOUSEKEEPING_S)
-            gone = self._book.expire(trio.current_time(), self._connected())
-            if gone:
-                self._refresh()
-            for node_id in gone:
+            for node_id in self._book.expire(trio.current_time(), self._connected()):
                 self._forgotten(node_id)
                 self._feed.announce(Change("record", node_id))
-
-    def _refresh(self) -> None:
-        self.records = MappingProxyType(self._book.records())
 
 
 def heartbeat_interval_s(n_nodes: int, n_beats_since_news: int) -> float:

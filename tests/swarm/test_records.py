@@ -3,6 +3,8 @@ forgotten."""
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 import trio
@@ -18,12 +20,14 @@ from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.gossip import HEALTH, MODELS, Gossip
 from swarmllm.swarm.identity import Identity, verify
 from swarmllm.swarm.record_book import EXPIRY_S, RecordBook
+from swarmllm.swarm.record_exchange import RecordExchange
 from swarmllm.swarm.record_spread import (
     HEARTBEAT_MAX_S,
     HEARTBEAT_S,
     RecordSpread,
     heartbeat_interval_s,
 )
+from swarmllm.swarm.verify_once import VerifyOnce
 from swarmllm_proto.envelope import ENVELOPE_MAX, Envelope, Heartbeat, seal, unseal
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.limits import RECORD_MAX
@@ -263,3 +267,88 @@ async def test_news_is_followed_by_a_heartbeat_soon(autojump_clock: trio.testing
 
 async def no_answer(_node_id: str, _kind: int, _body: bytes) -> bytes:
     raise NodeUnreachable("nobody is there")
+
+
+class Counting:
+    """`verify`, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.n_asked = 0
+
+    def __call__(self, node_id: str, content: bytes, signature: bytes) -> bool:
+        self.n_asked += 1
+        return verify(node_id, content, signature)
+
+
+async def test_one_envelope_is_verified_once_however_it_comes() -> None:
+    counting = Counting()
+    sealed = envelope(OTHER)
+    heartbeat = Heartbeat(node_id=OTHER.node_id, started_at_ms=1000, sequence=0, beat=1)
+
+    async def ask(node_id: str, kind: int, body: bytes) -> bytes:
+        return msgspec.msgpack.encode([sealed])
+
+    async with trio.open_nursery() as nursery:
+        spread = RecordSpread(
+            ME,
+            counting,
+            1000,
+            nursery,
+            ChangeFeed(),
+            ask=ask,
+            connected=lambda: {OTHER.node_id},
+            heard=lambda envelope: None,
+            forgotten=lambda node_id: None,
+        )
+        assert spread.validate(MODELS, sealed)
+        spread.receive(MODELS, sealed)
+        await spread.exchange.fetch(OTHER.node_id, {OTHER.node_id: 0.0})
+        assert counting.n_asked == 1
+        beat = seal(heartbeat, OTHER.sign)
+        assert spread.validate(HEALTH, beat)
+        spread.receive(HEALTH, beat)
+        assert counting.n_asked == 2
+        forged = envelope(OTHER, 1)[:-1] + b"x"
+        assert not spread.validate(MODELS, forged)
+        assert not spread.validate(MODELS, forged)
+        assert counting.n_asked == 3
+        assert spread.records == {OTHER.node_id: b"record"}
+
+
+def test_verdicts_that_are_remembered_are_about_all_that_was_signed() -> None:
+    counting = Counting()
+    once = VerifyOnce(counting, kept_max=3)
+    signed = ME.sign(b"content")
+    assert once(ME.node_id, b"content", signed)
+    assert not once(ME.node_id, b"other", signed)
+    assert not once(OTHER.node_id, b"content", signed)
+    assert once(ME.node_id, b"content", signed)
+    assert counting.n_asked == 3
+    assert not once(ME.node_id, b"content", ME.sign(b"more"))
+    assert len(once) == 3
+    assert once(ME.node_id, b"content", signed)
+    assert counting.n_asked == 4
+
+
+async def test_between_two_envelopes_of_one_answer_others_have_their_turn() -> None:
+    writers = [new_identity(number) for number in range(10, 40)]
+    seen: list[int] = []
+
+    async def ask(node_id: str, kind: int, body: bytes) -> bytes:
+        return msgspec.msgpack.encode([envelope(writer) for writer in writers])
+
+    kept = book()
+    exchange = RecordExchange(kept, ask, lambda sealed, ages_s: kept.take(sealed, 0.0, ages_s=ages_s)[1])
+
+    async def look() -> None:
+        while True:
+            seen.append(len(kept))
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        await exchange.fetch(OTHER.node_id, {writer.node_id: 0.0 for writer in writers})
+        nursery.cancel_scope.cancel()
+    assert len(kept) == len(writers)
+    # Trio shuffles who goes first in a turn: two may come between two looks.
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= 2
