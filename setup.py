@@ -11,7 +11,7 @@ setup(
     ext_modules=[
         Extension(
             f"swarmllm_workers._{name}",
-            [f"workers/swarmllm_workers/{name}.c"],
+            [f"workers/swarmllm_workers/engine/kernels/{name}.c"],
             extra_compile_args=["-O2"],
             optional=True,
         )

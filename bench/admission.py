@@ -26,8 +26,8 @@ from bench.figures import Figure, publish, ratios
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_proto.tensors import encode_tensor
-from swarmllm_workers.handlers import Handlers
-from swarmllm_workers.planner import CAPACITY, CHUNK, Planner
+from swarmllm_workers.schedule.planner import CAPACITY, CHUNK, Planner
+from swarmllm_workers.server.handlers import Handlers
 
 N_ANSWERS = 32768
 """Cells for what the first two are told meanwhile."""

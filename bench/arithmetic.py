@@ -23,7 +23,7 @@ from swarmllm.models.catalogue import CatalogueEntry
 from swarmllm.models.hashing import FileState
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest
-from swarmllm.pipeline.compute import ForwardCall, GenerateCall
+from swarmllm.pipeline.stage.compute import ForwardCall, GenerateCall
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.ipc import Effort, GenerateDone, KeptRows, Sampling, Token

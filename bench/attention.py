@@ -17,7 +17,7 @@ import numpy as np
 from bench.decode import half_billion
 from bench.figures import Figure, publish, ratios
 from swarmllm_proto.ipc import FlashAttention
-from swarmllm_workers.libllama import N_BATCH, Context, ContextSettings, Model
+from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
 
 STREAMS = (1, 4, 16)
 N_PROMPT = 32

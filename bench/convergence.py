@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 import trio
 from trio.testing import MockClock
 
+from swarmllm.swarm.in_memory.link import LinkQuality
+from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
-from swarmllm.swarm.memory import InMemoryNetwork
-from swarmllm.swarm.memory_link import LinkQuality
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.settings import SwarmSettings
 

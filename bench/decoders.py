@@ -19,22 +19,22 @@ from bench.hostile_bytes import frames_of, golden
 from bench.swarm_decoders import swarm_targets
 from bench.wire_decoders import wire_targets
 from bench.worker_decoders import worker_targets
-from swarmllm.api.anthropic import MessagesRequest
-from swarmllm.api.completions import CompletionRequest
-from swarmllm.api.embeddings import EmbeddingRequest
-from swarmllm.api.errors import decode_body
-from swarmllm.api.ollama import OllamaChat, OllamaGenerate
-from swarmllm.api.responses_request import ResponsesRequest
-from swarmllm.api.schema import ChatRequest
+from swarmllm.api.anthropic.messages import MessagesRequest
+from swarmllm.api.http.errors import decode_body
+from swarmllm.api.ollama.endpoints import OllamaChat, OllamaGenerate
+from swarmllm.api.openai.completions import CompletionRequest
+from swarmllm.api.openai.embeddings import EmbeddingRequest
+from swarmllm.api.openai.responses_request import ResponsesRequest
+from swarmllm.api.openai.schema import ChatRequest
 from swarmllm.errors import BadModel, InvalidRequest
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.gguf_header import read_header
-from swarmllm.swarm.invitation import from_text, invitation, to_text
-from swarmllm.swarm.network_key import private_network
+from swarmllm.swarm.membership.invitation import from_text, invitation, to_text
+from swarmllm.swarm.membership.network_key import private_network
 from swarmllm_proto import codec
 from swarmllm_proto.envelope import Envelope, Heartbeat, seal, unseal
 from swarmllm_proto.frames import Frame, FrameDecoder
-from swarmllm_proto.neighbours import (
+from swarmllm_proto.router_messages import (
     DialBackRequest,
     DialBackResponse,
     PeerExchangeRequest,
@@ -42,9 +42,9 @@ from swarmllm_proto.neighbours import (
     decode_neighbour,
 )
 from swarmllm_proto.tensors import decode_tensor
+from swarmllm_workers.decode.grammar import grammar_of_schema
+from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.gguf_file import GgufFile
-from swarmllm_workers.grammar import grammar_of_schema
 
 NOTHING = memoryview(b"")
 SCHEMA = {

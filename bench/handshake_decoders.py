@@ -18,10 +18,10 @@ from libp2p.peer.id import ID
 from libp2p.security.noise.patterns import PatternXX
 
 from bench.decoder_target import Target
-from swarmllm.swarm.doorkeeper import PROOF_BYTES, Doorkeeper
-from swarmllm.swarm.identity import Identity
-from swarmllm.swarm.network_key import KEYS_MAX, private_network
-from swarmllm.swarm.noise_wire import HandshakeFailed, shake_hands
+from swarmllm.swarm.data.noise_wire import HandshakeFailed, shake_hands
+from swarmllm.swarm.membership.connection_gater import PROOF_BYTES, ConnectionGater
+from swarmllm.swarm.membership.identity import Identity
+from swarmllm.swarm.membership.network_key import KEYS_MAX, private_network
 
 _keys = create_new_key_pair()
 _stranger = create_new_key_pair()
@@ -53,7 +53,7 @@ def _handshake(data: bytes) -> None:
         await stream.send_all(data)
         await stream.send_eof()
 
-    _shake_hands_with(send, Doorkeeper())
+    _shake_hands_with(send, ConnectionGater())
 
 
 def _identity(data: bytes) -> None:
@@ -63,7 +63,7 @@ def _identity(data: bytes) -> None:
     async def lie(stream: trio.SocketStream) -> None:
         await pattern.handshake_outbound(RawConnection(TrioTCPStream(stream), True), None)
 
-    _shake_hands_with(lie, Doorkeeper())
+    _shake_hands_with(lie, ConnectionGater())
 
 
 def _membership(data: bytes) -> None:
@@ -72,13 +72,13 @@ def _membership(data: bytes) -> None:
         await session.conn.write_msg(data)
         await stream.send_eof()
 
-    _shake_hands_with(send, Doorkeeper(private_network(bytes(32))))
+    _shake_hands_with(send, ConnectionGater(private_network(bytes(32))))
 
 
 _listener = socket.create_server(("127.0.0.1", 0))
 
 
-def _shake_hands_with(act: Act, doorkeeper: Doorkeeper) -> None:
+def _shake_hands_with(act: Act, gater: ConnectionGater) -> None:
     async def run() -> None:
         there = socket.create_connection(_listener.getsockname())
         here, _ = _listener.accept()
@@ -94,7 +94,7 @@ def _shake_hands_with(act: Act, doorkeeper: Doorkeeper) -> None:
 
         async with dialled, trio.open_nursery() as nursery:
             nursery.start_soon(act_and_fail)
-            _, wire = await shake_hands(accepted, IDENTITY, None, doorkeeper)
+            _, wire = await shake_hands(accepted, IDENTITY, None, gater)
             wire.abort()
 
     try:

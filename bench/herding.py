@@ -18,7 +18,7 @@ from random import Random
 from bench.figures import RESULTS, Figure, machine, ratios, table
 from bench.simulated_swarm import make_manifest
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.circumstances import LEAN, Links, Load, circumstances, workload
+from swarmllm.pipeline.route.inputs import LEAN, Links, Load, circumstances, workload
 from swarmllm.scheduling.cheapest import cheapest_route
 from swarmllm.scheduling.observation import Observations
 from swarmllm_proto.swarm import NodeCapability, ObservedLatency

@@ -29,8 +29,8 @@ from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_job, encode_job_frame
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import tensor_bytes
-from swarmllm_workers.handlers import Handlers
-from swarmllm_workers.link import ReceivingLink, SendingLink
+from swarmllm_workers.ring.link import ReceivingLink, SendingLink
+from swarmllm_workers.server.handlers import Handlers
 
 LAYERS = (12, 18)
 SECRET = bytes(range(32)) + bytes(8)

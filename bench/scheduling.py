@@ -20,7 +20,7 @@ from bench.figures import Figure, ratios, table, write
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.coordinates import Coordinate
-from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
+from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.route import RouteStage
 
 N_NODES = 1000
@@ -29,7 +29,7 @@ N_HELD = 4
 N_ROUNDS = 5
 SEEDS = range(4)
 Holders = dict[str, list[LayerRange]]
-Swarm = tuple[Holders, Circumstances]
+Swarm = tuple[Holders, RouteInputs]
 Route = tuple[RouteStage, ...]
 Found = TypeVar("Found")
 COMMAND = "python -m bench.scheduling"
@@ -60,10 +60,10 @@ def make_swarm(seed: int) -> Swarm:
         for name in names[1:]
         if rng.random() < 0.9
     }
-    return held, Circumstances(names[0], Workload(512, 256, 16384), speeds, rtt_s, pairs, places)
+    return held, RouteInputs(names[0], Workload(512, 256, 16384), speeds, rtt_s, pairs, places)
 
 
-def exact(held: Holders, known: Circumstances) -> Route:
+def exact(held: Holders, known: RouteInputs) -> Route:
     route = cheapest_route(N_LAYERS, 1, held, known)
     assert route is not None
     return route
@@ -80,7 +80,7 @@ def crowded(swarm: Swarm) -> Swarm:
     return held, replace(known, speeds=speeds)
 
 
-def greedy(held: Holders, known: Circumstances) -> Route:
+def greedy(held: Holders, known: RouteInputs) -> Route:
     """At each boundary the node that is best now."""
     starting: dict[int, list[str]] = {}
     for name, (layers,) in held.items():
@@ -96,7 +96,7 @@ def greedy(held: Holders, known: Circumstances) -> Route:
     return tuple(route)
 
 
-def plain(held: Holders, known: Circumstances) -> float:
+def plain(held: Holders, known: RouteInputs) -> float:
     """The exact search without numpy and without bounds: the least cost."""
     starting: dict[int, list[str]] = {}
     for name, (layers,) in held.items():
@@ -119,7 +119,7 @@ def plain(held: Holders, known: Circumstances) -> float:
     return best_s
 
 
-def timed_ms(work: Callable[[Holders, Circumstances], Found], swarm: Swarm, figure: Figure) -> Found:
+def timed_ms(work: Callable[[Holders, RouteInputs], Found], swarm: Swarm, figure: Figure) -> Found:
     began_s = time.perf_counter()
     result = work(*swarm)
     figure.values.append((time.perf_counter() - began_s) * 1000)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import trio
 
-from swarmllm.swarm.memory import InMemoryNetwork
-from swarmllm.swarm.memory_link import LinkQuality
-from swarmllm.swarm.memory_router import InMemoryRouter, Record
+from swarmllm.swarm.in_memory.link import LinkQuality
+from swarmllm.swarm.in_memory.network import InMemoryNetwork
+from swarmllm.swarm.in_memory.router import InMemoryRouter, Record
 
 REGION_POINTS_S = ((0.0, 0.0), (0.09, 0.0), (0.03, 0.15))
 """Round trips between regions: 90 to 160 ms."""

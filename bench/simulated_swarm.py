@@ -22,11 +22,11 @@ from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
 from swarmllm.node.capability import is_news
 from swarmllm.node.placing import next_step, plan_of, shape_of
-from swarmllm.pipeline.circumstances import Links, Load, circumstances, workload
+from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
 from swarmllm.scheduling.coordinates import Coordinate, moved
-from swarmllm.scheduling.cost import Circumstances, NodeSpeed
+from swarmllm.scheduling.cost import NodeSpeed, RouteInputs
+from swarmllm.scheduling.hysteresis import Hysteresis
 from swarmllm.scheduling.observation import Observations
-from swarmllm.scheduling.patience import Patience
 from swarmllm.scheduling.placement import Placement
 from swarmllm_proto.codec import decode_record, encode_record
 from swarmllm_proto.swarm import (
@@ -39,7 +39,7 @@ from swarmllm_proto.swarm import (
 
 TICK_S = 5.0
 SPEAK_S = 1.0
-"""How often nodes tell what is news, as the herald does."""
+"""How often nodes tell what is news, as the announcer does."""
 N_MEASURED = 12
 """Peers whose round trip a node looks at in each tick."""
 LOAD_BYTES_PER_S = 400e6
@@ -109,7 +109,7 @@ class SimulatedNode:
         self.alive = True
         self.is_newcomer = world.settled
         self.observations = Observations()
-        self.patience = Patience()
+        self.patience = Hysteresis()
         self.router = world.network.add(node_id)
         self.router.serve(self._answer, _ignore)
         self._world = world
@@ -152,7 +152,7 @@ class SimulatedNode:
         )
 
     async def publish(self) -> None:
-        """What is news, as `node.herald` does."""
+        """What is news, as `node.announcer` does."""
         capability, told = self.capability(), (self.held, self.loading)
         if self._sequence and told == self._told and not is_news(self._capability, capability):
             return
@@ -307,7 +307,7 @@ class World:
 
     def believed(
         self, origin: SimulatedNode, n_prompt: int, n_output: int
-    ) -> tuple[dict[str, list[LayerRange]], Circumstances]:
+    ) -> tuple[dict[str, list[LayerRange]], RouteInputs]:
         """What `pipeline.routes` would hand on: from records, as the origin has them."""
         records = origin.known()
         held: dict[str, list[LayerRange]] = {
@@ -344,7 +344,7 @@ class World:
 
     def true(
         self, origin: SimulatedNode, n_prompt: int, n_output: int
-    ) -> tuple[dict[str, list[LayerRange]], Circumstances]:
+    ) -> tuple[dict[str, list[LayerRange]], RouteInputs]:
         """What an oracle knows: who holds what at this moment, real speeds, real load, real distances."""
         reachable = [self.nodes[node_id] for node_id in origin.router.connected() if node_id in self.nodes]
         holders = [node for node in (origin, *reachable) if node.held]
@@ -356,7 +356,7 @@ class World:
             node.node_id: Coordinate((*node.place.point_s, 0.0), node.place.access_s, 0.0)
             for node in (origin, *holders)
         }
-        known = Circumstances(
+        known = RouteInputs(
             origin.node_id, workload(self.manifest, n_prompt, n_output), speeds, coordinates=places
         )
         return {node.node_id: list(node.held) for node in holders}, known

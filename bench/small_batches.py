@@ -5,7 +5,7 @@
 A batch is one step of so many streams, or, of more than 8 rows, a prompt. Both sides are processes with the
 same model, a random one of 0.5B shape and one thread, and take turns; a figure of a round is the best of 4
 batches, in milliseconds that the processor worked for it, which others on the machine disturb least. The
-worker's way is that of `workers/swarmllm_workers/small_batches.py`.
+worker's way is that of `workers/swarmllm_workers/engine/small_batches.py`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def serve(gguf: str, n_threads: int, *, tiles: bool) -> None:
     """Answers each number of rows on stdin with milliseconds."""
     if tiles:
         import llama_cpp  # noqa: F401  (before the worker's package: it cannot stand before ggml any more)
-    from swarmllm_workers import small_batches
-    from swarmllm_workers.libllama import Context, ContextSettings, Model
+    from swarmllm_workers.engine import small_batches
+    from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 
     model = Model(Path(gguf))
     settings = ContextSettings(n_ctx=2048, n_slots=max(ROWS), n_threads=n_threads, n_outputs_max=max(ROWS))

@@ -14,15 +14,15 @@ from swarmllm.downloads.source import parse_source
 from swarmllm.errors import InvalidRequest, RemoteError
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.constraints import Pin
-from swarmllm.swarm.addresses import Address, CircuitAddress, NodeAddress
-from swarmllm.swarm.answering import RequestRefused
-from swarmllm.swarm.connection_frames import Hello, checked_hello
-from swarmllm.swarm.dht import messages as dht
-from swarmllm.swarm.record_book import Digest, RecordBook
-from swarmllm.swarm.record_exchange import KIND_ENVELOPES, RecordExchange
-from swarmllm.swarm.relay import messages as relay
-from swarmllm.swarm.stream_framing import framed, read_framed
-from swarmllm.swarm.wire import WireClosed
+from swarmllm.swarm.data.connection_frames import Hello, checked_hello
+from swarmllm.swarm.data.wire import WireClosed
+from swarmllm.swarm.discovery.addresses import Address, CircuitAddress, NodeAddress
+from swarmllm.swarm.discovery.dht import messages as dht
+from swarmllm.swarm.discovery.relay import messages as relay
+from swarmllm.swarm.dispatch import RequestRefused
+from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
+from swarmllm.swarm.records.envelope_book import Digest, EnvelopeBook
+from swarmllm.swarm.records.exchange import KIND_ENVELOPES, RecordExchange
 from swarmllm_proto.errors import FrameTooLarge, FrameTruncated
 from swarmllm_proto.segment_names import parse_segment_name
 
@@ -110,7 +110,7 @@ def _exchange(answered: bytes) -> RecordExchange:
     def take(_sealed: bytes, _ages_s: Mapping[str, float]) -> str:
         return ""
 
-    return RecordExchange(RecordBook(NODE_ID, lambda *_: True), answer, take)
+    return RecordExchange(EnvelopeBook(NODE_ID, lambda *_: True), answer, take)
 
 
 def _read_stream(data: bytes) -> object:

@@ -31,18 +31,18 @@ from trio.testing import MockClock
 
 from bench.decoder_target import NODE_ID, Target
 from swarmllm.errors import RemoteError
-from swarmllm.swarm.bounded_yamux import BoundedYamux
-from swarmllm.swarm.bulk import Bulk, BulkKind
-from swarmllm.swarm.connection import Connection
-from swarmllm.swarm.connection_frames import VERSION, Hello, Kind
-from swarmllm.swarm.host_guards import quieten_expected_failures
-from swarmllm.swarm.negotiation import agree
-from swarmllm.swarm.noise_wire import NoiseWire
-from swarmllm.swarm.requests import Requests
-from swarmllm.swarm.wire import WireClosed
+from swarmllm.swarm.data.bulk import Bulk, BulkKind
+from swarmllm.swarm.data.connection import Connection
+from swarmllm.swarm.data.connection_frames import VERSION, Hello, Kind
+from swarmllm.swarm.data.noise_wire import NoiseWire
+from swarmllm.swarm.data.wire import WireClosed
+from swarmllm.swarm.libp2p.bounded_yamux import BoundedYamux
+from swarmllm.swarm.libp2p.guards import quieten_expected_failures
+from swarmllm.swarm.libp2p.negotiation import agree
+from swarmllm.swarm.libp2p.requests import RequestProtocol
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder, encode_frame
-from swarmllm_workers.link import LinkClosed, ReceivingLink
+from swarmllm_workers.ring.link import LinkClosed, ReceivingLink
 
 KEY = bytes(range(32))
 """Of one direction, on both of its ends."""
@@ -236,7 +236,7 @@ def _request(data: bytes) -> None:
 
     async def run() -> None:
         async with trio.open_nursery() as nursery:
-            Requests(host, nursery, answer)  # type: ignore[arg-type]
+            RequestProtocol(host, nursery, answer)  # type: ignore[arg-type]
         await handlers[0](NODE_ID, Stream(data))
 
     trio.run(run, clock=MockClock(autojump_threshold=0))

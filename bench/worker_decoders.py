@@ -8,10 +8,10 @@ from struct import pack
 import numpy as np
 
 from bench.decoder_target import Target
-from swarmllm.api.tool_calls import ToolCallParser
+from swarmllm.api.output.tool_calls import ToolCallParser
+from swarmllm_workers.decode.template import CHATML, ChatTemplate
+from swarmllm_workers.engine.kv_state import BadState, read_state
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.kv_state import BadState, read_state
-from swarmllm_workers.template import CHATML, ChatTemplate
 
 N_CELLS = 3
 ROW_BYTES = 16

@@ -28,7 +28,7 @@ TOP_DOWN = (
     "swarmllm.pipeline",
     "swarmllm.workerpool",
     "swarmllm.downloads",
-    "swarmllm.travel",
+    "swarmllm.transfer",
     "swarmllm.swarm",
     "swarmllm.scheduling",
     "swarmllm.models",
@@ -56,7 +56,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def room_of(name: str) -> str:
-    """`swarmllm.api.chat` belongs to `swarmllm.api`; the other two packages are one room each."""
+    """`swarmllm.api.openai.chat` belongs to `swarmllm.api`; the other two packages are one room each."""
     return ".".join(name.split(".")[:2]) if name.startswith("swarmllm.") else name.split(".")[0]
 
 

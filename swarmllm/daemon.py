@@ -29,7 +29,7 @@ import trio
 from swarmllm import __version__
 from swarmllm.api import open_api
 from swarmllm.config import Config
-from swarmllm.downloads import Gathering
+from swarmllm.downloads import SharedDigests
 from swarmllm.errors import ConfigError, InvalidRequest, SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.keys import KeyFile
@@ -39,21 +39,21 @@ from swarmllm.models import Catalogue, Store
 from swarmllm.node import Node
 from swarmllm.node.node import DOWNLOADS
 from swarmllm.node.remembered_loads import open_remembered_loads
-from swarmllm.pipeline.links import Links
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stage.links import StageLinks
 from swarmllm.reloading import reload_on_sighup
 from swarmllm.scheduling.constraints import Constraints, Pin
 from swarmllm.scheduling.observation import Observations
 from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
-from swarmllm.swarm.peer_lists import PeerLists
-from swarmllm.swarm.registry import Registry
-from swarmllm.swarm.registry_feed import follow_router
+from swarmllm.swarm.membership.peer_lists import PeerLists
+from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust_keeper import Trust, open_trust
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.records.registry_feed import follow_router
 from swarmllm.swarm.settings import SwarmSettings
-from swarmllm.swarm.trust import Deed
-from swarmllm.swarm.trust_keeper import Trust, open_trust
-from swarmllm.travel import Travel, TravelSettings
+from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import WorkerPool, WorkerSettings
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ GUIDE_NAME = "guide"
 OPEN_FILES = 65_536
 
 
-class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
+class DaemonInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The content of daemon.json."""
 
     pid: int
@@ -91,8 +91,8 @@ async def run_daemon(
     config: Config,
     *,
     reread: Callable[[], Config] | None = None,
-    on_serving: Callable[[Whereabouts], None] = lambda whereabouts: None,
-    task_status: TaskStatus[Whereabouts] = trio.TASK_STATUS_IGNORED,
+    on_serving: Callable[[DaemonInfo], None] = lambda whereabouts: None,
+    task_status: TaskStatus[DaemonInfo] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve until SIGINT, SIGTERM or cancellation; started when HTTP answers (models may still load), which
     `on_serving` is told too. `reread` gets the configuration anew, for SIGHUP; without it SIGHUP is not
@@ -125,7 +125,7 @@ async def run_daemon(
 @asynccontextmanager
 async def open_daemon(
     config: Config, reread: Callable[[], Config] | None = None, manager: ServiceManager | None = None
-) -> AsyncIterator[Whereabouts]:
+) -> AsyncIterator[DaemonInfo]:
     """A running daemon; leaving the block stops it. Raises ConfigError where folder or ports are taken."""
     data_dir = await trio.to_thread.run_sync(prepare_data_dir, config.data_dir)
     catalogue = await trio.to_thread.run_sync(open_catalogue, data_dir)
@@ -154,7 +154,7 @@ async def _open_rooms(
     router: Libp2pRouter,
     trust: Trust,
     watchdog: LoopWatchdog,
-) -> AsyncIterator[tuple[Whereabouts, Callable[[Config], None]]]:
+) -> AsyncIterator[tuple[DaemonInfo, Callable[[Config], None]]]:
     """Everything above the network, bottom up; yields also what takes over a changed configuration."""
     settings = worker_settings(config, data_dir)
     pool = WorkerPool(settings, data_dir / "run", on_change=lambda: node.holdings_changed())
@@ -169,7 +169,7 @@ async def _open_rooms(
         await nursery.start(follow_router, registry, router)
         observations = Observations()
         remembered = await trio.to_thread.run_sync(open_remembered_loads, data_dir)
-        travel = Travel(
+        travel = ModelTransfer(
             router,
             registry,
             await trio.to_thread.run_sync(open_store, config, data_dir, catalogue),
@@ -177,11 +177,11 @@ async def _open_rooms(
             in_use=lambda: {*pool.models(), *(load.model_id for load in remembered.all())},
             on_change=lambda: node.holdings_changed(),
             note=trust.note,
-            seeker=router.outreach,
+            seeker=router.wide_area,
         )
-        gathering = Gathering(data_dir / DOWNLOADS, router, travel, may_believe=trust.may_work)
+        gathering = SharedDigests(data_dir / DOWNLOADS, router, travel, may_believe=trust.may_work)
         await nursery.start(gathering.run)
-        links = Links(router.node_id, router, pool.ring) if config.network.direct_links else None
+        links = StageLinks(router.node_id, router, pool.ring) if config.network.direct_links else None
         pipelines = Pipelines(
             router,
             registry,
@@ -220,7 +220,7 @@ async def _open_rooms(
             travel.configure(travel_settings(changed))
 
         async with open_api(node, config, KeyFile(data_dir)) as api_url:
-            whereabouts = Whereabouts(
+            whereabouts = DaemonInfo(
                 pid=os.getpid(),
                 version=__version__,
                 api_url=api_url,
@@ -269,8 +269,8 @@ def open_store(config: Config, data_dir: Path, catalogue: Catalogue) -> Store:
     return store
 
 
-def travel_settings(config: Config) -> TravelSettings:
-    return TravelSettings(
+def travel_settings(config: Config) -> TransferSettings:
+    return TransferSettings(
         share=config.store.share,
         upload_bytes_s=config.store.upload_mib_s * 2**20,
         max_uploads=config.store.max_uploads,
@@ -355,7 +355,7 @@ def _pins(texts: tuple[str, ...]) -> tuple[Pin, ...]:
         raise ConfigError(f"inference.pins: {error.message}", field="inference.pins") from None
 
 
-def write_whereabouts(file: Path, whereabouts: Whereabouts) -> None:
+def write_whereabouts(file: Path, whereabouts: DaemonInfo) -> None:
     """In one step, so that a reader never sees half a file."""
     temporary = file.with_suffix(".tmp")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(whereabouts)) + b"\n")

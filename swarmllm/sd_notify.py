@@ -26,7 +26,7 @@ class ServiceManager:
         self.watchdog_s = _watchdog_s(env)
 
     def tell(self, **states: str | int) -> None:
-        """One message of KEY=value lines. Never blocks and never fails: it is a courtesy."""
+        """One message of KEY=value lines. Never blocks and never fails: it is a pacing."""
         if not self._address:
             return
         message = "\n".join(f"{name}={value}" for name, value in states.items()).encode()

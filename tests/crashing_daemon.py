@@ -8,7 +8,7 @@ from typing import Any
 import trio
 
 from swarmllm.cli.main import main
-from swarmllm.swarm.host import Host
+from swarmllm.swarm.libp2p.host import Host
 
 attach = Host.attach
 

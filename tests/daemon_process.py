@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from daemon_process import wait_for
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from bench.chaos import PROMPTS, Chaos, Stream, chaos, run
 from swarmllm.cli.client import Client

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from daemon_process import clean_environment, process_exists, running_daemon, toml, wait_for
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from swarmllm.daemon import OPEN_FILES
 

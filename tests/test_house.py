@@ -32,7 +32,7 @@ LAYERS = (
     "swarmllm.pipeline",
     "swarmllm.workerpool",
     "swarmllm.downloads",
-    "swarmllm.travel",
+    "swarmllm.transfer",
     "swarmllm.swarm",
     "swarmllm.scheduling",
     "swarmllm.models",
@@ -58,13 +58,13 @@ PURE = (
     "swarmllm.api.http_limits",
     "swarmllm.scheduling",
     "swarmllm.log_limit",
-    "swarmllm.travel.plan",
+    "swarmllm.transfer.fetch_plan",
     "swarmllm.downloads.digest_book",
     "swarmllm.downloads.source",
     "swarmllm.downloads.spans",
-    "swarmllm.pipeline.assembly",
+    "swarmllm.pipeline.route.assembly",
     "swarmllm.pipeline.job",
-    "swarmllm.pipeline.mending",
+    "swarmllm.pipeline.repair.plan",
     "swarmllm.pipeline.processor",
 )
 IMPURE_IMPORTS = (
@@ -338,7 +338,7 @@ BITES: dict[Rule, dict[str, str]] = {
         "swarmllm.cli.main": "from swarmllm.config import read",
         "swarmllm.config": "import libp2p",
     },
-    nothing_read_is_run: {"swarmllm.swarm.gossip": "eval('1')"},
+    nothing_read_is_run: {"swarmllm.swarm.libp2p.gossip": "eval('1')"},
     files_are_room_sized: {"swarmllm.node": "x = 1\n" * (MAX_LINES + 1)},
 }
 """Every rule, with the smallest tree that breaks it."""

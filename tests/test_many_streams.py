@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import trio
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 

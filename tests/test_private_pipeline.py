@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 

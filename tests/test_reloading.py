@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, toml, wait_for
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from swarmllm.config import TABLES, Config, InferenceTable, NodeTable, StoreTable, keys_of
 from swarmllm.reloading import merge

@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 from daemon_process import clean_environment, toml
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
 

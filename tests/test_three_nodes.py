@@ -12,7 +12,7 @@ import llama_cpp
 import openai
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from swarmllm.guide import GUIDE_PATH
 

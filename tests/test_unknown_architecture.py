@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from workers.blueprint import write
 from workers.generic_families import CUT_EXACTLY, RUN_WHOLE
 

@@ -6,7 +6,7 @@ column here: a layer's kind that depends on its absolute index, an input that is
 another name for the last layer's output, or state shared between layers, which no cut can keep.
 
 An architecture that is not in the table is tried as `generic` says, and is cut only where a self-check found
-the parts exact on a node that has the whole file (`swarmllm_workers.cut_check`).
+the parts exact on a node that has the whole file (`swarmllm_workers.engine.cut_check`).
 
 Rows are checked with llama-cpp-python 0.3.36, by `tests/workers/test_families.py` on models with the metadata
 of published files, the others once on random models of 8 layers from llama.cpp's own test program

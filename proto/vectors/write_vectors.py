@@ -39,7 +39,7 @@ from swarmllm_proto.data_plane import Kind
 from swarmllm_proto.envelope import seal
 from swarmllm_proto.frames import encode_frame
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
-from swarmllm_proto.neighbours import encode_neighbour
+from swarmllm_proto.router_messages import encode_neighbour
 from swarmllm_proto.tensors import Tensor, tensor_bytes
 
 FOLDER = Path(__file__).resolve().parent

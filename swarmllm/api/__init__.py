@@ -8,7 +8,7 @@ refuses strangers.
 
 from __future__ import annotations
 
-from swarmllm.api.app import create_app
-from swarmllm.api.server import open_api
+from swarmllm.api.http.app import create_app
+from swarmllm.api.http.server import open_api
 
 __all__ = ["create_app", "open_api"]

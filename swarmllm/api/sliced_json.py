@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 import trio
 
-from swarmllm.api.chat_reply import encode
+from swarmllm.api.openai.chat_reply import encode
 
 SLICE_BYTES = 16 * 1024
 """Of JSON, about a tenth of a millisecond of encoding and a few of making what is encoded."""

@@ -41,7 +41,7 @@ def invite(addresses: tuple[str, ...], expires_days: float, data_dir: str | None
     password. When it is out of date, `swarmllm join` refuses it; only `swarmllm network rotate` makes a key
     that got into the wrong hands worthless.
     """
-    from swarmllm.swarm.invitation import invitation, to_text
+    from swarmllm.swarm.membership.invitation import invitation, to_text
 
     with failures_explained():
         file = network_file(data_dir)
@@ -70,7 +70,7 @@ def join(invitation: str, overlap_days: float, data_dir: str | None, as_json: bo
 
     A member that joins its own network again takes over a new key, without a restart.
     """
-    from swarmllm.swarm.invitation import accept, from_text
+    from swarmllm.swarm.membership.invitation import accept, from_text
 
     text = sys.stdin.read(TEXT_MAX) if invitation == "-" else invitation
     now, overlap_s = time.time(), overlap_days * DAY_S

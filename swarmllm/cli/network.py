@@ -19,7 +19,7 @@ from swarmllm.cli.options import data_dir_option, json_option
 from swarmllm.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from swarmllm.swarm.network_key import Network, NetworkFile
+    from swarmllm.swarm.membership.network_key import Network, NetworkFile
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -59,7 +59,7 @@ def days_option(name: str, default: float, help_text: str) -> Callable[[Command]
 @json_option
 def create(data_dir: str | None, as_json: bool) -> None:
     """Found a private swarm with this node as its first member. Others join with `swarmllm invite`."""
-    from swarmllm.swarm.network_key import new_secret, private_network
+    from swarmllm.swarm.membership.network_key import new_secret, private_network
 
     def found(known: Network) -> Network:
         if known.is_private:
@@ -97,7 +97,7 @@ def rotate(overlap_days: float, data_dir: str | None, as_json: bool) -> None:
     join` there). A running daemon takes over the new key within seconds. Connections that were proven with
     the old one end when it does.
     """
-    from swarmllm.swarm.network_key import new_secret
+    from swarmllm.swarm.membership.network_key import new_secret
 
     def renew(known: Network) -> Network:
         if not known.is_private:
@@ -116,7 +116,7 @@ def rotate(overlap_days: float, data_dir: str | None, as_json: bool) -> None:
 @json_option
 def leave(data_dir: str | None, as_json: bool) -> None:
     """Forget the private swarm and its key; this node belongs to the open swarm after a restart."""
-    from swarmllm.swarm.network_key import OPEN_SWARM
+    from swarmllm.swarm.membership.network_key import OPEN_SWARM
 
     with failures_explained():
         network_file(data_dir).remove()
@@ -126,7 +126,7 @@ def leave(data_dir: str | None, as_json: bool) -> None:
 def network_file(data_dir: str | None) -> NetworkFile:
     """Raises ConfigError."""
     from swarmllm.config_sources import load_config
-    from swarmllm.swarm.network_key import NetworkFile
+    from swarmllm.swarm.membership.network_key import NetworkFile
 
     return NetworkFile(load_config(flags={"node.data_dir": data_dir}).data_dir)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from swarmllm.downloads.book import Download, Downloads, DownloadView
-from swarmllm.downloads.gathering import Gathering, WaitingView
+from swarmllm.downloads.downloads import Download, Downloads, DownloadView
 from swarmllm.downloads.settings import DownloadSettings
+from swarmllm.downloads.shared_digests import SharedDigests, WaitingView
 
-__all__ = ["Download", "DownloadSettings", "DownloadView", "Downloads", "Gathering", "WaitingView"]
+__all__ = ["Download", "DownloadSettings", "DownloadView", "Downloads", "SharedDigests", "WaitingView"]

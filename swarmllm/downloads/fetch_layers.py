@@ -15,18 +15,18 @@ from pathlib import Path
 
 import trio
 
-from swarmllm.downloads.errors import Broken, FileChanged
-from swarmllm.downloads.patience import Patience
+from swarmllm.downloads.download_errors import Broken, FileChanged
 from swarmllm.downloads.remote import Facts, Remote
+from swarmllm.downloads.retry_schedule import RetrySchedule
 from swarmllm.downloads.settings import DownloadSettings
-from swarmllm.downloads.waiting import WaitingModel
+from swarmllm.downloads.unidentified_model import UnidentifiedModel
 from swarmllm.downloads.whole import write_at
 from swarmllm.errors import BadModel
 from swarmllm.models import LayerRange, TensorEntry
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES
 from swarmllm.models.tensor_digest import TensorHasher
 from swarmllm.models.tensor_writer import pieces
-from swarmllm.travel.lanes import share_out
+from swarmllm.transfer.parallel import share_out
 
 Progress = Callable[[int, int], None]
 
@@ -38,9 +38,9 @@ class FetchLayers:
         self,
         remote: Remote,
         facts: Facts,
-        model: WaitingModel,
+        model: UnidentifiedModel,
         settings: DownloadSettings,
-        patience: Patience,
+        patience: RetrySchedule,
         progress: Progress,
     ) -> None:
         self._remote = remote

@@ -12,14 +12,14 @@ from contextlib import aclosing
 
 import trio
 
-from swarmllm.downloads.errors import Broken
-from swarmllm.downloads.patience import Patience
+from swarmllm.downloads.download_errors import Broken
 from swarmllm.downloads.remote import Facts, Remote
+from swarmllm.downloads.retry_schedule import RetrySchedule
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.errors import BadModel
 from swarmllm.models import CatalogueEntry, Store, TensorEntry
 from swarmllm.models.tensor_writer import TensorWriter
-from swarmllm.travel.lanes import share_out
+from swarmllm.transfer.parallel import share_out
 
 MAX_WRONG = 2
 """Attempts at one tensor whose bytes are not the model's."""
@@ -53,7 +53,7 @@ class Parts:
         entry: CatalogueEntry,
         tensors: Iterable[TensorEntry],
         settings: DownloadSettings,
-        patience: Patience,
+        patience: RetrySchedule,
         progress: Progress,
     ) -> None:
         self._remote = remote

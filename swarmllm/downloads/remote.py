@@ -22,7 +22,7 @@ from urllib.parse import urljoin
 import httpx
 
 from swarmllm import __version__
-from swarmllm.downloads.errors import Broken, Busy, FileChanged, Refused
+from swarmllm.downloads.download_errors import Broken, Busy, FileChanged, Refused
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.source import check_url, origin
 from swarmllm.errors import InvalidRequest

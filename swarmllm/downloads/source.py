@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 
-from swarmllm.downloads.errors import DownloadError
+from swarmllm.downloads.download_errors import DownloadError
 from swarmllm.errors import InvalidRequest
 
 MAX_SOURCE_LENGTH = 2048

@@ -17,13 +17,13 @@ from pathlib import Path
 import msgspec
 import trio
 
-from swarmllm.downloads.errors import Broken, DownloadError, FileChanged
-from swarmllm.downloads.patience import Patience
+from swarmllm.downloads.download_errors import Broken, DownloadError, FileChanged
 from swarmllm.downloads.remote import Facts, Remote
+from swarmllm.downloads.retry_schedule import RetrySchedule
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.spans import Span, cut, joined, missing, n_bytes
 from swarmllm.errors import StoreFull
-from swarmllm.travel.lanes import share_out
+from swarmllm.transfer.parallel import share_out
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class WholeFile:
         remote: Remote,
         folder: Path,
         settings: DownloadSettings,
-        patience: Patience,
+        patience: RetrySchedule,
         progress: Progress,
     ) -> None:
         self.part = folder / PART

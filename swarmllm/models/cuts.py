@@ -1,8 +1,8 @@
 """Where a model may be cut whose architecture is not in the table (`swarmllm_proto.architectures`).
 
-Somebody has to try it, and that takes the whole file (`swarmllm_workers.cut_check`). What comes of it becomes
-part of the manifest, which is no part of the ModelId: the model is the same before and after. A node that
-fetches layers of the model cannot try, so the node it learns the model from tells what it found. That is
+Somebody has to try it, and that takes the whole file (`swarmllm_workers.engine.cut_check`). What comes of it
+becomes part of the manifest, which is no part of the ModelId: the model is the same before and after. A node
+that fetches layers of the model cannot try, so the node it learns the model from tells what it found. That is
 hearsay: it counts only where the table knows nothing, and until this node can try for itself. It adds nothing
 to what a node that gives layers or computes them could do anyway, which is to be wrong about numbers.
 """

@@ -11,7 +11,7 @@ from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.models.disk import MTIME_STEP_NS
 from swarmllm.models.hashing import Progress
 from swarmllm.models.header_copy import mend_header
-from swarmllm.models.places import Places
+from swarmllm.models.tensor_locations import Places
 from swarmllm.models.tensor_writer import disk_faults
 from swarmllm.models.verification import (
     HEADER,

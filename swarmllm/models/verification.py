@@ -19,8 +19,8 @@ from swarmllm.models.catalogue import CatalogueEntry
 from swarmllm.models.gguf_header import GgufHeader, read_header
 from swarmllm.models.hashing import READ_BYTES, Progress, manifest_of
 from swarmllm.models.manifest import TensorEntry
-from swarmllm.models.places import Places
 from swarmllm.models.tensor_digest import TensorHasher
+from swarmllm.models.tensor_locations import Places
 from swarmllm_proto.segment_names import (
     FOLDER,
     LAYOUT_VERSION,

@@ -20,9 +20,9 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.memory_info import memory_bytes
 from swarmllm.models import CatalogueEntry, LayerRange, merge, subtract
 from swarmllm.node.placing import next_step, plan_of, shape_of
-from swarmllm.scheduling.patience import CONSISTENT_TICKS, Patience
+from swarmllm.scheduling.hysteresis import CONSISTENT_TICKS, Hysteresis
 from swarmllm.scheduling.placement import ModelShape
-from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
 
 log = logging.getLogger("swarmllm.node")
@@ -43,7 +43,7 @@ class PlacedModel:
     managed: tuple[LayerRange, ...] = ()
     """What this manager loaded, and may drop."""
     retry_at_s: float = 0.0
-    patience: Patience = field(default_factory=Patience)
+    patience: Hysteresis = field(default_factory=Hysteresis)
 
 
 Find = Callable[[str], Awaitable[CatalogueEntry]]

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 from swarmllm.memory_info import memory_bytes
 from swarmllm.node.admission import Admission
-from swarmllm.pipeline.occupancy import Room
+from swarmllm.pipeline.stage.occupancy import Room
 from swarmllm.scheduling.coordinates import TRUSTED_ERROR, Coordinate, moved
 from swarmllm.scheduling.observation import MAX_MODELS, Observations
-from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import PeerInfo
 from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, ObservedLatency, ObservedLink
 

@@ -18,9 +18,9 @@ import trio
 from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.models import CatalogueEntry
 from swarmllm.node.admission import Admission
-from swarmllm.node.requests import Requests
+from swarmllm.node.requests import UserRequests
+from swarmllm.pipeline.origin.prompt import token_ids
 from swarmllm.pipeline.pipelines import Pipelines
-from swarmllm.pipeline.prompt import token_ids
 from swarmllm.workerpool import ModelFile, WorkerPool
 from swarmllm_proto.swarm import Stage
 
@@ -47,7 +47,7 @@ class Embeddings:
         pipelines: Pipelines,
         admission: Admission,
         find: Callable[[str], Awaitable[CatalogueEntry]],
-        requests: Requests,
+        requests: UserRequests,
     ) -> None:
         """`find`: the model of a name or id, with what reading a prompt takes."""
         self._pool = pool

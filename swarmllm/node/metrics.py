@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from swarmllm.loop_watchdog import LoopWatchdog
     from swarmllm.node.admission import Admission
     from swarmllm.node.views import PeerView, Readiness
-    from swarmllm.pipeline.generation import Generation
+    from swarmllm.pipeline.origin.generation import Generation
     from swarmllm.pipeline.statistics import PipelineStatistics
     from swarmllm.swarm.router import DhtStatistics
     from swarmllm.workerpool import WorkerStatistics

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import trio
 
-from swarmllm.downloads import Gathering
+from swarmllm.downloads import SharedDigests
 from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.node.cut_checks import CutChecks
 from swarmllm.node.model_view import Coverages, view_model, view_waiting
 from swarmllm.node.remembered_loads import RememberedLoads
-from swarmllm.node.request_words import check_layers
+from swarmllm.node.request_messages import check_layers
 from swarmllm.node.views import ModelView
-from swarmllm.swarm.registry import Registry, SwarmModel
-from swarmllm.travel import Travel
+from swarmllm.swarm.records.registry import Registry, SwarmModel
+from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, ModelFile, WorkerPool
 
 Progress = Callable[[int, int], None]
@@ -35,9 +35,9 @@ class ModelKeeper:
         self,
         catalogue: Catalogue,
         pool: WorkerPool,
-        travel: Travel,
+        travel: ModelTransfer,
         registry: Registry,
-        gathering: Gathering,
+        gathering: SharedDigests,
         remembered: RememberedLoads,
         *,
         node_id: str,
@@ -117,7 +117,7 @@ class ModelKeeper:
     async def resolve(self, name_or_id: str, layers: str | None) -> tuple[CatalogueEntry, LayerRange]:
         """What a load means; makes a model known that only other nodes have.
 
-        Raises ModelNotFound, BadModel, InvalidRequest naming the field, and what `Travel.find` raises.
+        Raises ModelNotFound, BadModel, InvalidRequest naming the field, and what `ModelTransfer.find` raises.
         """
         entry = await self.find(name_or_id, far=True)
         wanted = entry.manifest.whole if layers is None else LayerRange.parse(layers)
@@ -134,7 +134,7 @@ class ModelKeeper:
     ) -> ModelView:
         """Make layers ready, now and after each start, and tell the swarm; what is not here is fetched from
         other nodes first, which `fetching` tells of. Raises BadModel, WorkerError, Conflict (layers of it are
-        loaded with other options), and what `Travel.ensure` raises."""
+        loaded with other options), and what `ModelTransfer.ensure` raises."""
         remember = partial(
             self._remembered.remember,
             entry.model_id,
@@ -198,7 +198,7 @@ class ModelKeeper:
     async def find(self, name_or_id: str, *, far: bool = False) -> CatalogueEntry:
         """The model that is meant; one that only other nodes have becomes known. Raises ModelNotFound,
         BadModel, InvalidRequest (ambiguous), Conflict (only some layers are here, and nobody can know yet
-        which model they are of), and what `Travel.find` raises."""
+        which model they are of), and what `ModelTransfer.find` raises."""
         try:
             return await trio.to_thread.run_sync(self._catalogue.resolve, name_or_id)
         except ModelNotFound as unknown:

@@ -9,8 +9,8 @@ from swarmllm.downloads import WaitingView
 from swarmllm.models import CatalogueEntry, LayerRange, merge
 from swarmllm.node.views import HolderView, ModelView
 from swarmllm.scheduling.route import is_complete, missing_layers
-from swarmllm.swarm.registry import SwarmModel
-from swarmllm.travel.travel import announcement
+from swarmllm.swarm.records.registry import SwarmModel
+from swarmllm.transfer.model_transfer import announcement
 from swarmllm.workerpool.settings import LoadOptions, ModelMemory
 
 Ranges = tuple[LayerRange, ...]

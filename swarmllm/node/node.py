@@ -20,36 +20,36 @@ import msgspec
 import trio
 
 from swarmllm.config import Config
-from swarmllm.downloads import Downloads, Gathering
+from swarmllm.downloads import Downloads, SharedDigests
 from swarmllm.downloads.settings import from_environment
 from swarmllm.errors import ModelNotFound, NodeUnreachable, SwarmLLMError
 from swarmllm.loop_watchdog import LoopWatchdog
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, needed_tensors
-from swarmllm.node.acquaintances import Acquaintances
 from swarmllm.node.admission import Admission
+from swarmllm.node.announcer import Announcer
 from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import describe
 from swarmllm.node.embeddings import Embeddings
-from swarmllm.node.herald import Herald
+from swarmllm.node.load_restorer import LoadRestorer
 from swarmllm.node.metrics import Metrics
 from swarmllm.node.model_keeper import ModelKeeper
+from swarmllm.node.peer_lookup import PeerLookup
 from swarmllm.node.remembered_loads import RememberedLoads
-from swarmllm.node.requests import Requests
-from swarmllm.node.restoring import Restoring
+from swarmllm.node.requests import UserRequests
 from swarmllm.node.texts import Texts
 from swarmllm.node.views import PeerView, Readiness, RequestCounts
-from swarmllm.pipeline.generation import Generation
+from swarmllm.pipeline.origin.generation import Generation
+from swarmllm.pipeline.origin.prompt import Prompt
 from swarmllm.pipeline.pipelines import Pipelines
-from swarmllm.pipeline.prompt import Prompt
-from swarmllm.pipeline.routes import RequestSize
+from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.tiers import LOCAL, Caller, tier_caps
-from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.peers.trust_keeper import Trust
+from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import DhtStatistics, Reachability, Router
-from swarmllm.swarm.trust_keeper import Trust
-from swarmllm.travel import Travel, TravelStatistics
+from swarmllm.transfer import ModelTransfer, TransferStatistics
 from swarmllm.workerpool import WorkerPool, WorkerStatistics
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import NodeCapability
@@ -79,8 +79,8 @@ class Node:
         pool: WorkerPool,
         catalogue: Catalogue,
         pipelines: Pipelines,
-        travel: Travel,
-        gathering: Gathering,
+        travel: ModelTransfer,
+        gathering: SharedDigests,
         observations: Observations | None = None,
         trust: Trust | None = None,
         remembered: RememberedLoads | None = None,
@@ -113,13 +113,13 @@ class Node:
             nickname_of=self.nickname_of,
             publish=self.publish,
         )
-        self._restoring = Restoring(
+        self._restoring = LoadRestorer(
             remembered,
             pool,
             find=self.models.find,
             hold=lambda entry, layers, options: self.models.hold(entry, layers, _unseen, _unseen, options),
         )
-        self.acquaintances = Acquaintances(router, registry, trust or Trust())
+        self.peer_lookup = PeerLookup(router, registry, trust or Trust())
         self._observations = observations or Observations()
         self.placing = AutoShardManager(
             config.auto_manage,
@@ -131,7 +131,7 @@ class Node:
             drop=self.models.drop,
             on_change=self.holdings_changed,
         )
-        self._herald = Herald(
+        self._announcer = Announcer(
             config.nickname,
             router=router,
             registry=registry,
@@ -142,10 +142,10 @@ class Node:
             describe=self._describe,
             placing=self.placing,
         )
-        self.started_at = self._herald.started_at
+        self.started_at = self._announcer.started_at
         self._readiness = Readiness("starting", "loading models")
         self.metrics = Metrics(self)
-        self.requests = Requests(self.metrics)
+        self.requests = UserRequests(self.metrics)
         self.texts = Texts(pool, self._as_origin)
         self.embeddings = Embeddings(pool, pipelines, self.admission, self._as_origin, self.requests)
         self.downloads = Downloads(
@@ -185,7 +185,7 @@ class Node:
         return self._readiness
 
     def peers(self) -> tuple[PeerView, ...]:
-        return self.acquaintances.peers()
+        return self.peer_lookup.peers()
 
     def pipeline_statistics(self) -> PipelineStatistics:
         return self._pipelines.statistics()
@@ -193,7 +193,7 @@ class Node:
     def worker_statistics(self) -> tuple[WorkerStatistics, ...]:
         return self._pool.statistics()
 
-    def travel_statistics(self) -> TravelStatistics:
+    def travel_statistics(self) -> TransferStatistics:
         return self._travel.statistics()
 
     def dht_statistics(self) -> DhtStatistics | None:
@@ -253,11 +253,11 @@ class Node:
         """Keep the swarm informed of holdings, load and speed; started once it knows this node."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self.downloads.run)
-            await self._herald.run(task_status=task_status)
+            await self._announcer.run(task_status=task_status)
 
     async def measure(self, file: Path) -> None:
         """Learn how fast this machine is, from `file` or by a probe of a second."""
-        await self._herald.measure(file)
+        await self._announcer.measure(file)
 
     async def plan(self, model: str, request: RequestSize) -> tuple[str, Plan]:
         """The model's name, and the route that such a request would take now. Raises ModelNotFound,
@@ -273,11 +273,11 @@ class Node:
 
     def holdings_changed(self) -> None:
         """For the pool: layers came or went, perhaps long after whoever asked for it has left."""
-        self._herald.look()
+        self._announcer.look()
 
     async def publish(self) -> None:
         """Tell the swarm what this node holds and how it fares, if that is news."""
-        await self._herald.publish()
+        await self._announcer.publish()
 
     async def _as_origin(self, model: str) -> CatalogueEntry:
         """The model, with what reading and embedding a prompt takes."""

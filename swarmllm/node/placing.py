@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from swarmllm.models import LayerRange, Manifest, covers, merge, subtract
-from swarmllm.pipeline.circumstances import Links, Load, circumstances
+from swarmllm.pipeline.route.inputs import Links, Load, circumstances
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import Workload
 from swarmllm.scheduling.observation import Observations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from swarmllm.swarm.prefix_index import NODE_PREFIXES_MAX
+from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX
 from swarmllm_proto.swarm import KeptPrefix, PrefixCacheAnnounce, ShardAnnounce
 from swarmllm_proto.swarm_prefix import PREFIX_MODELS_MAX
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Literal
 import trio
 
 from swarmllm.errors import InvalidRequest, SwarmLLMError
-from swarmllm.node.request_words import account
+from swarmllm.node.request_messages import account
 from swarmllm.node.views import RequestCounts
 
 if TYPE_CHECKING:
     from swarmllm.node.metrics import Metrics, Outcome
-    from swarmllm.pipeline.generation import Generation, StageReport
+    from swarmllm.pipeline.origin.generation import Generation, StageReport
 
 log = logging.getLogger("swarmllm.node")
 
@@ -57,9 +57,9 @@ class RequestView:
 
 
 class Request:
-    """One request's account; `Requests.under_way` keeps it."""
+    """One request's account; `UserRequests.under_way` keeps it."""
 
-    def __init__(self, requests: Requests, model: str) -> None:
+    def __init__(self, requests: UserRequests, model: str) -> None:
         self.id = uuid.uuid4().hex[:12]
         self.model = model
         self.state: RequestState = "queued"
@@ -119,7 +119,7 @@ class Request:
         )
 
 
-class Requests:
+class UserRequests:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self.counts = RequestCounts()

@@ -7,8 +7,8 @@ from typing import Literal
 
 from swarmllm.downloads import WaitingView
 from swarmllm.models import CatalogueEntry, LayerRange
+from swarmllm.swarm.peers.trust import Explanation
 from swarmllm.swarm.router import PeerInfo
-from swarmllm.swarm.trust import Explanation
 from swarmllm.workerpool.settings import LoadOptions, ModelMemory
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord
 

@@ -23,34 +23,34 @@ import trio
 
 from swarmllm.errors import ContextFull, InvalidRequest, NoPipeline, SwarmLLMError
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
-from swarmllm.pipeline.affinity import Affinity
-from swarmllm.pipeline.assembly import Assembly
-from swarmllm.pipeline.attempts import Attempts, is_local
-from swarmllm.pipeline.circumstances import Load
-from swarmllm.pipeline.compute import Compute
-from swarmllm.pipeline.generation import Generation, Source
-from swarmllm.pipeline.hop_handling import learn
-from swarmllm.pipeline.inbox import Inbox
-from swarmllm.pipeline.lasting import Lasting
-from swarmllm.pipeline.links import Links, NoLinks
-from swarmllm.pipeline.load_here import LoadHere
-from swarmllm.pipeline.observed import ObservedCompute
-from swarmllm.pipeline.occupancy import EXPECTED_OUTPUT_TOKENS, Room, held_here
-from swarmllm.pipeline.prompt import Prompt, token_ids
-from swarmllm.pipeline.recovery import Recovery
-from swarmllm.pipeline.ring_notices import RingNotices
-from swarmllm.pipeline.routes import DEFAULT_SIZE, RequestSize, Routes
-from swarmllm.pipeline.rows import Rows, RowsChain, local_rows, with_one_retry
-from swarmllm.pipeline.session import Session
+from swarmllm.pipeline.origin.attempts import Attempts, is_local
+from swarmllm.pipeline.origin.embedding_rows import Rows, RowsChain, local_rows, with_one_retry
+from swarmllm.pipeline.origin.generation import Generation, Source
+from swarmllm.pipeline.origin.prompt import Prompt, token_ids
+from swarmllm.pipeline.repair.failover import Failover
+from swarmllm.pipeline.repair.retry_policy import RetryPolicy
+from swarmllm.pipeline.route.affinity import Affinity
+from swarmllm.pipeline.route.assembly import Assembly
+from swarmllm.pipeline.route.hop_overhead import learn
+from swarmllm.pipeline.route.inputs import Load
+from swarmllm.pipeline.route.local_load import LocalLoad
+from swarmllm.pipeline.route.observed_compute import ObservedCompute
+from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, RequestSize, RoutePlanner
+from swarmllm.pipeline.route.suspects import Suspects, sparing
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.stages import Sessions, request_context
+from swarmllm.pipeline.stage.admission import Sessions, request_context
+from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.stage.inbox import Inbox
+from swarmllm.pipeline.stage.link_notices import LinkNotices
+from swarmllm.pipeline.stage.links import NoStageLinks, StageLinks
+from swarmllm.pipeline.stage.occupancy import EXPECTED_OUTPUT_TOKENS, Room, held_here
+from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.pipeline.suspects import Suspects, sparing
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
-from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.peers.trust import Note, unnoted
+from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
-from swarmllm.swarm.trust import Note, unnoted
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import decode_request, encode_response
 from swarmllm_proto.file_digests import Digests, FetchDigests
@@ -86,7 +86,7 @@ class Pipelines:
         tell_digests: Callable[[str, FetchDigests], Awaitable[Digests]] | None = None,
         observations: Observations | None = None,
         note: Note = unnoted,
-        links: Links | None = None,
+        links: StageLinks | None = None,
     ) -> None:
         """`give_piece` answers requests for bytes of models, `tell_digests` those about a file of which
         nodes have parts (with the asking node); without them nothing is given. Without `links` every job goes
@@ -97,7 +97,7 @@ class Pipelines:
         self._router = router
         self._registry = registry
         self._pool = pool = ObservedCompute(pool, observations)
-        self._routes = Routes(node_id, router, registry, pool, observations, settings.constraints)
+        self._routes = RoutePlanner(node_id, router, registry, pool, observations, settings.constraints)
         self._affinity = Affinity()
         self._node_id = node_id
         self._settings = settings
@@ -106,14 +106,14 @@ class Pipelines:
         self._swarm_changed = trio.lowlevel.ParkingLot()
         self._suspects = Suspects()
         self._sessions = Sessions(pool, router, catalogue, settings, self._start_session, note)
-        self._here = LoadHere(pool, self._sessions, settings)
+        self._here = LocalLoad(pool, self._sessions, settings)
         self._attempts = Attempts(
             router, registry, pool, self._sessions, settings, self._counts, note, self._suspects
         )
-        self._links = links or NoLinks()
+        self._links = links or NoStageLinks()
         self._sessions.on_open = self._links.join
         self._inbox = Inbox(self._sessions, self._attempts.chains, self._suspects, self._counts, note)
-        self.on_notice = RingNotices(self._links, self._sessions, observations, self._inbox.take)
+        self.on_notice = LinkNotices(self._links, self._sessions, observations, self._inbox.take)
         """For what workers say unasked."""
 
     def statistics(self) -> PipelineStatistics:
@@ -284,7 +284,7 @@ class Pipelines:
     @asynccontextmanager
     async def _open(
         self, tokens: Tensor, entry: CatalogueEntry, sampling: Sampling, request_id: str, session: str
-    ) -> AsyncIterator[Lasting]:
+    ) -> AsyncIterator[Failover]:
         """Nothing has been asked of anybody before the first `next`."""
         size = RequestSize(len(tokens), min(sampling.max_tokens, EXPECTED_OUTPUT_TOKENS))
 
@@ -321,8 +321,8 @@ class Pipelines:
             opening = self._attempts.open(context, assignment, rows, avoid)
             return self._in_place_of(tried, opening)
 
-        recovery = Recovery(self._settings.failover_timeout_s)
-        source = Lasting(request_id, attempt, recovery, self._pause)
+        recovery = RetryPolicy(self._settings.failover_timeout_s)
+        source = Failover(request_id, attempt, recovery, self._pause)
         try:
             yield source
         finally:

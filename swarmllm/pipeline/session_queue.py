@@ -10,7 +10,7 @@ from typing import Final
 
 import trio
 
-from swarmllm.pipeline.arrivals import Item
+from swarmllm.pipeline.stage.session_queue import Item
 
 SPARE_JOBS: Final = 8
 """Room beyond the window: repeats and credits."""

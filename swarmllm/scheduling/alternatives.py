@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.cheapest import cheapest_route, part_cost_s, route_cost_s
-from swarmllm.scheduling.cost import Circumstances
+from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.route import RouteStage, composes
 
 MAX_ALTERNATIVES = 4
@@ -40,7 +40,7 @@ def same_cuts(
     route: Sequence[RouteStage],
     index: int,
     allowed: Mapping[str, Iterable[LayerRange]],
-    circumstances: Circumstances,
+    circumstances: RouteInputs,
 ) -> tuple[Alternative, ...]:
     stage = route[index]
     cost_s = part_cost_s(route, index, stage.node_id, circumstances)
@@ -62,7 +62,7 @@ class OtherCuts:
     """What routes would cost through ranges that share layers with a stage, but not its cuts."""
 
     def __init__(
-        self, n_layers: int, cut_alignment: int, allowed: Holders, circumstances: Circumstances
+        self, n_layers: int, cut_alignment: int, allowed: Holders, circumstances: RouteInputs
     ) -> None:
         self._n_layers = n_layers
         self._cut_alignment = cut_alignment
@@ -100,7 +100,7 @@ class OtherCuts:
 
 
 def best_with_others(
-    n_layers: int, cut_alignment: int, allowed: Holders, circumstances: Circumstances
+    n_layers: int, cut_alignment: int, allowed: Holders, circumstances: RouteInputs
 ) -> tuple[RouteStage, ...] | None:
     """The cheapest route that is not all at home: it does without at least one range of every way to stay
     there."""
@@ -125,5 +125,5 @@ def best_with_others(
     return best
 
 
-def is_at_home(route: Sequence[RouteStage], circumstances: Circumstances) -> bool:
+def is_at_home(route: Sequence[RouteStage], circumstances: RouteInputs) -> bool:
     return all(stage.node_id == circumstances.origin for stage in route)

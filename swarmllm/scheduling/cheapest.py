@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.scheduling.cost import Circumstances, CostTable, Indices, Seconds
+from swarmllm.scheduling.cost import CostTable, Indices, RouteInputs, Seconds
 from swarmllm.scheduling.route import MAX_STAGES, RouteStage, choose_route, usable
 
 
@@ -29,7 +29,7 @@ def cheapest_route(
     n_layers: int,
     cut_alignment: int,
     holders: Mapping[str, Iterable[LayerRange]],
-    circumstances: Circumstances,
+    circumstances: RouteInputs,
     *,
     max_stages: int = MAX_STAGES,
 ) -> tuple[RouteStage, ...] | None:
@@ -63,7 +63,7 @@ def cheapest_route(
     return choose_route(n_layers, cut_alignment, candidates, circumstances.origin, max_stages=max_stages)
 
 
-def route_cost_s(route: Sequence[RouteStage], circumstances: Circumstances) -> float:
+def route_cost_s(route: Sequence[RouteStage], circumstances: RouteInputs) -> float:
     """What this route costs the request."""
     node_ids = [stage.node_id for stage in route]
     return (
@@ -75,7 +75,7 @@ def route_cost_s(route: Sequence[RouteStage], circumstances: Circumstances) -> f
     )
 
 
-def part_cost_s(route: Sequence[RouteStage], index: int, node_id: str, circumstances: Circumstances) -> float:
+def part_cost_s(route: Sequence[RouteStage], index: int, node_id: str, circumstances: RouteInputs) -> float:
     """Of `route_cost_s` what depends on the node of one stage, if `node_id` ran it."""
     before = route[index - 1].node_id if index else None
     after = route[index + 1].node_id if index + 1 < len(route) else None
@@ -99,7 +99,7 @@ class _Search:
     """Segments are counted in their sorted order; ties go to the lower number, so all nodes agree."""
 
     def __init__(
-        self, n_layers: int, segments: Sequence[tuple[int, int, str]], circumstances: Circumstances
+        self, n_layers: int, segments: Sequence[tuple[int, int, str]], circumstances: RouteInputs
     ) -> None:
         node_ids = sorted({node_id for _, _, node_id in segments})
         index = {node_id: i for i, node_id in enumerate(node_ids)}

@@ -71,7 +71,7 @@ class NodeSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstances:
+class RouteInputs:
     """Everything besides the holdings that a route depends on; `speeds` names every candidate."""
 
     origin: str
@@ -152,7 +152,7 @@ class CostTable:
     """The same costs as arrays over `node_ids`, for the search. What lies between two nodes is worked out for
     the pairs that a search asks for: of a thousand nodes, most pairs never meet at a boundary."""
 
-    def __init__(self, circumstances: Circumstances, node_ids: Sequence[str]) -> None:
+    def __init__(self, circumstances: RouteInputs, node_ids: Sequence[str]) -> None:
         self._known = known = circumstances
         self._index = {node_id: i for i, node_id in enumerate(node_ids)}
         self._origin = self._index.get(known.origin, -1)

@@ -21,7 +21,7 @@ from swarmllm.scheduling.alternatives import (
 )
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.constraints import Refusal
-from swarmllm.scheduling.cost import Circumstances
+from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.route import RouteStage, choose_route, usable
 
 
@@ -75,7 +75,7 @@ def make_plan(
     n_layers: int,
     cut_alignment: int,
     holders: Mapping[str, Sequence[LayerRange]],
-    circumstances: Circumstances,
+    circumstances: RouteInputs,
     refused: tuple[Refusal, ...] = (),
 ) -> Plan | None:
     """The route a request would take and its reasons; None where there is none."""
@@ -128,7 +128,7 @@ def make_plan(
 
 
 def standbys_of(
-    route: Sequence[RouteStage], holders: Mapping[str, Iterable[LayerRange]], circumstances: Circumstances
+    route: Sequence[RouteStage], holders: Mapping[str, Iterable[LayerRange]], circumstances: RouteInputs
 ) -> tuple[str | None, ...]:
     """For each stage the other holder with which the request would be least slower; None: there is none that
     has room."""
@@ -143,12 +143,12 @@ def standbys_of(
     return tuple(found)
 
 
-def _network_s(route: Sequence[RouteStage], index: int, circumstances: Circumstances) -> float:
+def _network_s(route: Sequence[RouteStage], index: int, circumstances: RouteInputs) -> float:
     here = route[index].node_id
     if index + 1 < len(route):
         return circumstances.hop_s(here, route[index + 1].node_id)
     return circumstances.closing_s(here, route[0].node_id)
 
 
-def _rival(name: str, route: tuple[RouteStage, ...] | None, circumstances: Circumstances) -> Rival:
+def _rival(name: str, route: tuple[RouteStage, ...] | None, circumstances: RouteInputs) -> Rival:
     return Rival(name, route or (), route_cost_s(route, circumstances) if route else None)

@@ -1,7 +1,7 @@
 """The Router over a real network: libp2p for control, direct TCP for data.
 
 This file composes: `RecordSpread` knows what everybody says about themselves, `Liveness` who is connected,
-`Dialler` whom to look for, `Requests` and `DataPlane` carry the bytes.
+`Dialler` whom to look for, `RequestProtocol` and `DataPlane` carry the bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,18 @@ from functools import partial
 import trio
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
-from swarmllm.swarm.addresses import Address, NodeAddress, announced_ips, is_loopback
-from swarmllm.swarm.answering import (
+from swarmllm.swarm.change_feed import ChangeFeed
+from swarmllm.swarm.data.bulk import NoBulkWay
+from swarmllm.swarm.data.data_plane import DataPlane, open_listeners
+from swarmllm.swarm.data_dir_lock import locked_data_dir
+from swarmllm.swarm.discovery.address_sources import AddressSources, usable
+from swarmllm.swarm.discovery.addresses import Address, NodeAddress, announced_ips, is_loopback
+from swarmllm.swarm.discovery.dialler import Dialler
+from swarmllm.swarm.discovery.mdns import run_mdns
+from swarmllm.swarm.discovery.peer_exchange import PeerExchange
+from swarmllm.swarm.discovery.reachability import DialBacks, ReachabilityChecks
+from swarmllm.swarm.discovery.wide_area import open_wide_area
+from swarmllm.swarm.dispatch import (
     RequestRefused,
     answer,
     check_message,
@@ -25,28 +35,21 @@ from swarmllm.swarm.answering import (
     check_request,
     deliver,
 )
-from swarmllm.swarm.bulk import NoBulkWay
-from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.dataplane import DataPlane, open_listeners
-from swarmllm.swarm.dialler import Dialler
-from swarmllm.swarm.doorkeeper import Doorkeeper
-from swarmllm.swarm.finding import Finding, usable
-from swarmllm.swarm.gossip import Gossip, run_gossip
-from swarmllm.swarm.host import Host, run_libp2p
-from swarmllm.swarm.identity import Identity, load_or_create_identity, verify
-from swarmllm.swarm.liveness import Liveness
-from swarmllm.swarm.lock import locked_data_dir
-from swarmllm.swarm.mdns import run_mdns
-from swarmllm.swarm.memory_link import LinkQuality, MemoryLink
-from swarmllm.swarm.network_key import NetworkFile
-from swarmllm.swarm.outreach import open_outreach
-from swarmllm.swarm.peer_exchange import PeerExchange
-from swarmllm.swarm.peer_memory import PeerMemory, open_peer_memory
-from swarmllm.swarm.places import Standings
-from swarmllm.swarm.reachability import DialBacks, ReachabilityChecks
-from swarmllm.swarm.record_exchange import KIND_APPLICATION, KIND_DIAL_BACK, KIND_PEERS
-from swarmllm.swarm.record_spread import TOPIC_SIZES_BYTES, RecordSpread, next_incarnation
-from swarmllm.swarm.requests import Requests
+from swarmllm.swarm.in_memory.link import LinkQuality, MemoryLink
+from swarmllm.swarm.libp2p.exception_groups import unwrapped
+from swarmllm.swarm.libp2p.gossip import Gossip, run_gossip
+from swarmllm.swarm.libp2p.host import Host, run_libp2p
+from swarmllm.swarm.libp2p.requests import RequestProtocol
+from swarmllm.swarm.libp2p.supervisor import Supervisor
+from swarmllm.swarm.membership.connection_gater import ConnectionGater
+from swarmllm.swarm.membership.identity import Identity, load_or_create_identity, verify
+from swarmllm.swarm.membership.network_key import NetworkFile
+from swarmllm.swarm.peers.connection_limits import Standings
+from swarmllm.swarm.peers.known_peers import KnownPeers, open_peer_memory
+from swarmllm.swarm.peers.liveness import Liveness
+from swarmllm.swarm.peers.trust import Note, unnoted
+from swarmllm.swarm.records.exchange import KIND_APPLICATION, KIND_DIAL_BACK, KIND_PEERS
+from swarmllm.swarm.records.spread import TOPIC_SIZES_BYTES, RecordSpread, next_incarnation
 from swarmllm.swarm.router import (
     Change,
     LinkEnd,
@@ -57,9 +60,6 @@ from swarmllm.swarm.router import (
     RequestHandler,
 )
 from swarmllm.swarm.settings import SwarmSettings
-from swarmllm.swarm.supervisor import Supervisor
-from swarmllm.swarm.trust import Note, unnoted
-from swarmllm.swarm.unwrapping import unwrapped
 from swarmllm_proto.envelope import Envelope
 
 log = logging.getLogger(__name__)
@@ -76,23 +76,23 @@ class Libp2pRouter:
     def __init__(
         self,
         identity: Identity,
-        doorkeeper: Doorkeeper,
+        gater: ConnectionGater,
         host: Host,
         nursery: trio.Nursery,
         started_at_ms: int,
-        memory: PeerMemory,
+        memory: KnownPeers,
         settings: SwarmSettings,
         note: Note = unnoted,
     ) -> None:
         self._identity = identity
-        self._doorkeeper = doorkeeper
+        self._gater = gater
         self._nursery = nursery
         self._feed = ChangeFeed()
         self._on_request: RequestHandler | None = None
         self._on_message: MessageHandler | None = None
-        dialler = Dialler(identity.node_id, random.Random(), settings.max_peers, doorkeeper.standing)
-        self.finding = Finding(host, nursery, dialler, doorkeeper.lets_in)
-        self._requests = Requests(host, nursery, self._answer)
+        dialler = Dialler(identity.node_id, random.Random(), settings.max_peers, gater.standing)
+        self.finding = AddressSources(host, nursery, dialler, gater.lets_in)
+        self._requests = RequestProtocol(host, nursery, self._answer)
         self.spread = RecordSpread(
             identity,
             verify,
@@ -105,13 +105,13 @@ class Libp2pRouter:
             forgotten=dialler.forget,
         )
         self._liveness = Liveness(
-            host, nursery, self._feed, dialler, self._requests, self._greet, doorkeeper.standing
+            host, nursery, self._feed, dialler, self._requests, self._greet, gater.standing
         )
         self.host = host
         self.supervisor: Supervisor | None = None
         self.plane = DataPlane(
             identity,
-            doorkeeper,
+            gater,
             host,
             nursery,
             addresses=self._data_addresses,
@@ -120,7 +120,7 @@ class Libp2pRouter:
             answer=self._answer_application,
             note=note,
         )
-        self._dial_backs = DialBacks(identity, doorkeeper, self.spread.envelope, host.remote_ip)
+        self._dial_backs = DialBacks(identity, gater, self.spread.envelope, host.remote_ip)
         self._checks = ReachabilityChecks(
             partial(self._ask_kind, KIND_DIAL_BACK), self.connected, random.Random()
         )
@@ -130,10 +130,10 @@ class Libp2pRouter:
             lambda: memory.known,
             self.finding.hearsay,
         )
-        self.outreach = open_outreach(
+        self.wide_area = open_wide_area(
             host,
             nursery,
-            doorkeeper,
+            gater,
             settings,
             self.spread,
             reachability=lambda: self._checks.result,
@@ -245,10 +245,10 @@ class Libp2pRouter:
         self._nursery.start_soon(self._memory.run, self._where_peers_are)
         self._nursery.start_soon(self._checks.run)
         self._nursery.start_soon(self._keep_members_only)
-        self._nursery.start_soon(self.outreach.run)
+        self._nursery.start_soon(self.wide_area.run)
 
     async def stop(self) -> None:
-        """Leave: tell the neighbours, and take nothing more to heart."""
+        """Leave: tell the neighbours, and take nothing more to keepalive."""
         self.host.ignore_peers()
         with trio.move_on_after(_GOODBYE_S):
             await self.plane.say_goodbye()
@@ -270,7 +270,7 @@ class Libp2pRouter:
 
     async def _greet(self, node_id: str) -> None:
         await self.spread.exchange.synchronise(node_id)
-        self.outreach.dht.met(node_id)
+        self.wide_area.dht.met(node_id)
         self._nursery.start_soon(self._peer_exchange.learn_from, node_id)
 
     def _where_peers_are(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -310,8 +310,8 @@ class Libp2pRouter:
         """A proof is made once per connection, and keys are taken back while connections live on."""
         while True:
             await trio.sleep(_MEMBERSHIP_CHECK_S)
-            await trio.to_thread.run_sync(self._doorkeeper.refresh)
-            for node_id in self._doorkeeper.outdated({*self.host.connected(), *self.connected()}):
+            await trio.to_thread.run_sync(self._gater.refresh)
+            for node_id in self._gater.outdated({*self.host.connected(), *self.connected()}):
                 self._liveness.drop(node_id, "no longer let in")
 
     def _peer(self, node_id: str) -> PeerInfo:
@@ -358,7 +358,7 @@ async def _running_router(
         memory = await trio.to_thread.run_sync(open_peer_memory, settings.data_dir, network.network_id)
         named = {*settings.lists.allow, *(where.node_id for where in bootstrap)}
         standings = Standings(named, {node_id for node_id, _ in memory.known}, has_merit)
-        doorkeeper = Doorkeeper(network, settings.lists.lets_in, file=network_file, standing=standings)
+        gater = ConnectionGater(network, settings.lists.lets_in, file=network_file, standing=standings)
         listeners = await open_listeners(settings.listen_host, settings.data_port)
         async with AsyncExitStack() as stack:
             for listener in listeners:
@@ -368,8 +368,8 @@ async def _running_router(
             # would put Cancelled in the place of the error that is on its way, and the nursery would swallow
             # it.
             stack.callback(nursery.cancel_scope.cancel)
-            host = Host(identity, doorkeeper)
-            router = Libp2pRouter(identity, doorkeeper, host, nursery, started_at_ms, memory, settings, note)
+            host = Host(identity, gater)
+            router = Libp2pRouter(identity, gater, host, nursery, started_at_ms, memory, settings, note)
             gossip = Gossip(
                 network.network_id, router.spread.validate, router.spread.receive, TOPIC_SIZES_BYTES
             )

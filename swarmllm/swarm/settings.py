@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarmllm.swarm.dialler import PEERS_MAX
-from swarmllm.swarm.peer_lists import NO_LISTS, PeerLists
+from swarmllm.swarm.discovery.dialler import PEERS_MAX
+from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.router import DhtMode
 
 

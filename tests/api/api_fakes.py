@@ -14,30 +14,30 @@ from typing import Any
 import httpx
 import numpy as np
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
-from swarmllm.api.app import create_app
+from swarmllm.api.http.app import create_app
+from swarmllm.api.http.server import open_api
 from swarmllm.api.http_limits import HttpLimits
-from swarmllm.api.server import open_api
 from swarmllm.config import ApiTable, Config, InferenceTable
-from swarmllm.downloads import Gathering
+from swarmllm.downloads import SharedDigests
 from swarmllm.errors import Conflict, SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store, merge, subtract
 from swarmllm.node import Node
 from swarmllm.node.remembered_loads import open_remembered_loads
-from swarmllm.pipeline.generation import GeneratedText, Guesses, StageReport, Timings
-from swarmllm.pipeline.occupancy import Room
-from swarmllm.pipeline.prompt import Prompt
-from swarmllm.pipeline.routes import RequestSize
+from swarmllm.pipeline.origin.generation import GeneratedText, Guesses, StageReport, Timings
+from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.pipeline.route.route_planner import RequestSize
+from swarmllm.pipeline.stage.occupancy import Room
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
+from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.plan import Plan, make_plan
-from swarmllm.swarm.memory import InMemoryNetwork
-from swarmllm.swarm.memory_router import InMemoryRouter
-from swarmllm.swarm.registry import Registry
-from swarmllm.swarm.registry_feed import follow_router
-from swarmllm.travel import Travel, TravelSettings
+from swarmllm.swarm.in_memory.network import InMemoryNetwork
+from swarmllm.swarm.in_memory.router import InMemoryRouter
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerStatistics
 from swarmllm.workerpool.settings import ModelMemory
 from swarmllm_proto.codec import encode_record
@@ -137,7 +137,7 @@ class FakePipelines:
         """A real plan for made-up nodes."""
         held = {"node-a": [LayerRange(0, 4)], "b": [LayerRange(4, 12)], "c": [LayerRange(4, 12)]}
         speed = NodeSpeed(0.001, 0.0001, is_measured=True)
-        known = Circumstances(
+        known = RouteInputs(
             "node-a",
             Workload(size.n_prompt_tokens, size.n_output_tokens, 1024),
             {"node-a": speed, "b": speed, "c": NodeSpeed(0.002, 0.0002)},
@@ -280,11 +280,11 @@ async def open_node(
         router = network.add("node-a")
         registry = Registry("node-a")
         await nursery.start(follow_router, registry, router)
-        travel = Travel(
+        travel = ModelTransfer(
             router,
             registry,
             Store(catalogue, folder / "models"),
-            TravelSettings(),
+            TransferSettings(),
             in_use=pool.models,
             on_change=lambda: node.holdings_changed(),
         )
@@ -296,7 +296,7 @@ async def open_node(
             catalogue=catalogue,
             pipelines=pipelines,  # type: ignore[arg-type]
             travel=travel,
-            gathering=Gathering(folder / "downloads", router, travel, may_believe=lambda node_id: True),
+            gathering=SharedDigests(folder / "downloads", router, travel, may_believe=lambda node_id: True),
             remembered=open_remembered_loads(folder),
         )
         pool.failure, pool.refused = pool_failure, refused_models

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import trio
 from api_fakes import Stand, open_node, serve_node
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from swarmllm.config import Config, ModelTable
 from swarmllm.errors import InvalidRequest, ModelNotFound, WorkerError

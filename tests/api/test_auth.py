@@ -18,10 +18,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
-from swarmllm.api import auth
-from swarmllm.api.server import open_api
+from swarmllm.api.http import auth
+from swarmllm.api.http.server import open_api
 from swarmllm.cli.client import Client
 from swarmllm.cli.errors import DaemonUnreachable
 from swarmllm.config import ApiTable

@@ -10,7 +10,7 @@ import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
 
-from swarmllm.api import answering
+from swarmllm.api.output import response as answering
 from swarmllm.errors import ContextFull, NoPipeline, RemoteError
 
 pytestmark = pytest.mark.slow

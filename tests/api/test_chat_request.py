@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.api.chat_request import ChatCall, chat_call
-from swarmllm.api.errors import decode_body
-from swarmllm.api.forced_call import forced
-from swarmllm.api.schema import ChatRequest
+from swarmllm.api.http.errors import decode_body
+from swarmllm.api.openai.chat_request import ChatCall, chat_call
+from swarmllm.api.openai.forced_call import forced
+from swarmllm.api.openai.schema import ChatRequest
 from swarmllm.errors import InvalidRequest, VisionEncoderUnavailable
 
 HELLO: dict[str, Any] = {"model": "guide", "messages": [{"role": "user", "content": "hello"}]}

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from swarmllm.errors import RemoteError
 from swarmllm_proto.ipc import TokenLogprob

@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 from api_fakes import Script, Stand, serve_node
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from swarmllm.api.http_limits import HttpLimits
 

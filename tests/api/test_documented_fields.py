@@ -17,11 +17,11 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from swarmllm.api import chat_request, completions, responses_request
-from swarmllm.api.completions import CompletionRequest
-from swarmllm.api.embeddings import EmbeddingRequest
-from swarmllm.api.responses_request import ResponsesRequest
-from swarmllm.api.schema import ChatRequest
+from swarmllm.api.openai import chat_request, completions, responses_request
+from swarmllm.api.openai.completions import CompletionRequest
+from swarmllm.api.openai.embeddings import EmbeddingRequest
+from swarmllm.api.openai.responses_request import ResponsesRequest
+from swarmllm.api.openai.schema import ChatRequest
 
 ENDPOINTS: dict[str, tuple[type, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
     "/v1/chat/completions": (

@@ -15,12 +15,13 @@ import httpx
 import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
-from swarmllm.api import app, events
-from swarmllm.api.events import Pulse
+from swarmllm.api.admin import events
+from swarmllm.api.admin.events import Pulse
+from swarmllm.api.http import app
+from swarmllm.api.http.server import open_api
 from swarmllm.api.http_limits import HttpLimits
-from swarmllm.api.server import open_api
 from swarmllm.errors import NodeUnreachable
 from swarmllm.keys import KeyFile
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from swarmllm.api import create_app
-from swarmllm.api.chat_request import NEUTRAL
-from swarmllm.api.schema import ChatRequest
+from swarmllm.api.openai.chat_request import NEUTRAL
+from swarmllm.api.openai.schema import ChatRequest
 from swarmllm.config import Config
 from swarmllm.node import Node
 

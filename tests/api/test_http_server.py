@@ -18,14 +18,15 @@ import pytest
 import quart
 import trio
 from api_fakes import Script, Stand, serve_node
+from deadlines import PATIENCE_S
 from http_attacks import ATTACKS, CHAT, H2_KILL, JSON, Attack, head
-from patience import PATIENCE_S
 
-from swarmllm.api import app as app_module
-from swarmllm.api import chat, http_connection, http_exchange, http_wire
-from swarmllm.api.connection import RequestTasks
+from swarmllm.api import http_connection, http_exchange, http_wire
+from swarmllm.api.http import app as app_module
+from swarmllm.api.http.request_tasks import RequestTasks
 from swarmllm.api.http_limits import HttpLimits
 from swarmllm.api.http_server import HttpServer
+from swarmllm.api.openai import chat
 from swarmllm.config import ApiTable, Config
 from swarmllm.log_filter import LogLimitFilter
 

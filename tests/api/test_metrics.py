@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from prometheus_client.parser import text_string_to_metric_families
 
 from swarmllm import __version__

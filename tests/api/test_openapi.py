@@ -12,7 +12,7 @@ import pytest
 from api_fakes import serve_node
 
 from swarmllm.api import create_app
-from swarmllm.api.openapi import EVENTS, OPERATIONS, openapi_document
+from swarmllm.api.http.openapi import EVENTS, OPERATIONS, openapi_document
 from swarmllm.config import Config
 from swarmllm.node import Node
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 from api_fakes import serve_node
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from swarmllm.errors import NoPipeline
 from swarmllm.models import CatalogueEntry
@@ -23,13 +23,13 @@ from swarmllm.node.capability import (
     is_news_of_work,
 )
 from swarmllm.node.speed_probe import _best_s, machine_speed
-from swarmllm.pipeline.occupancy import Room
-from swarmllm.pipeline.routes import RequestSize
+from swarmllm.pipeline.route.route_planner import RequestSize
+from swarmllm.pipeline.stage.occupancy import Room
 from swarmllm.scheduling.coordinates import Coordinate, predicted_rtt_s
 from swarmllm.scheduling.observation import MAX_MODELS, MachineSpeed, Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.tiers import tier_caps
-from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import PeerInfo
 from swarmllm_proto.codec import decode_record, encode_record
 from swarmllm_proto.swarm import (

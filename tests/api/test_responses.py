@@ -10,8 +10,8 @@ import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
 
-from swarmllm.api.responses_store import ResponseNotFound, ResponseStore
-from swarmllm.api.schema import UserMessage
+from swarmllm.api.openai.responses_store import ResponseNotFound, ResponseStore
+from swarmllm.api.openai.schema import UserMessage
 from swarmllm.errors import RemoteError
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.api.tool_calls import FoundCall, ToolCallParser
+from swarmllm.api.output.tool_calls import FoundCall, ToolCallParser
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 FOUND = FoundCall("get_weather", '{"city": "Oslo"}')

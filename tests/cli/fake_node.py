@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 TEXT_DELAY_FOREVER = object()
 """In a stream: keep the connection open without saying more, until the client leaves."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from deadlines import PATIENCE_S
 from fake_node import TEXT_DELAY_FOREVER, FakeNode, sse
-from patience import PATIENCE_S
 from rich.console import Console
 
 from swarmllm.cli.chat import Conversation, show_answer

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from deadlines import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
-from patience import PATIENCE_S
 
 from swarmllm.cli.demo import MODEL, PARTS
 from swarmllm.cli.demo_nodes import ONE_THREAD, configuration, family, is_alive, mark_of

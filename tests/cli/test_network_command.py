@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from swarmllm.cli.main import main
-from swarmllm.swarm.network_key import NetworkFile
+from swarmllm.swarm.membership.network_key import NetworkFile
 
 ADDRESS = "/ip4/192.0.2.1/tcp/8810/p2p/12D3KooWA1v5eYQkTJ4Y8hF3F6yz7gQ6mXv4rNnTq8s5n2bJcKd9"
 LOOPBACK = ADDRESS.replace("192.0.2.1", "127.0.0.1")

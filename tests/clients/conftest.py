@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 from daemon_process import DaemonProcess
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 

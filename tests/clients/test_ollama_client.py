@@ -10,7 +10,7 @@ import ollama
 import pytest
 from daemon_process import DaemonProcess
 
-from swarmllm.api.ollama import API_VERSION
+from swarmllm.api.ollama.endpoints import API_VERSION
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent / "http"

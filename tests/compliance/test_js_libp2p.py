@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.dht.dht import Dht
-from swarmllm.swarm.dht.keys import model_key, name_key
-from swarmllm.swarm.doorkeeper import Doorkeeper
-from swarmllm.swarm.gossip import HEALTH, MODELS, Gossip, run_gossip
-from swarmllm.swarm.host import Host, run_libp2p
-from swarmllm.swarm.identity import load_or_create_identity
-from swarmllm.swarm.network_key import new_secret, private_network
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.dht.dht import Dht
+from swarmllm.swarm.discovery.dht.keys import model_key, name_key
+from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip, run_gossip
+from swarmllm.swarm.libp2p.host import Host, run_libp2p
+from swarmllm.swarm.membership.connection_gater import ConnectionGater
+from swarmllm.swarm.membership.identity import load_or_create_identity
+from swarmllm.swarm.membership.network_key import new_secret, private_network
 
 FOLDER = Path(__file__).parent / "js_libp2p"
 NOISE_AND_YAMUX = {"encryption": "/noise", "muxer": "/yamux/1.0.0"}
@@ -87,7 +87,7 @@ async def foreign(nursery: trio.Nursery) -> AsyncIterator[ForeignPeer]:
 @pytest.fixture
 async def host(tmp_path: Path) -> AsyncIterator[Host]:
     identity = load_or_create_identity(tmp_path)
-    host = Host(identity, Doorkeeper())
+    host = Host(identity, ConnectionGater())
     async with run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]):
         yield host
 
@@ -167,7 +167,7 @@ async def _meshed(foreign: ForeignPeer, host: Host, gossip: Gossip, topic: str) 
 async def our_node(folder: Path, known: dict[str, Address]) -> AsyncIterator[tuple[Host, Dht]]:
     """A host with its DHT, as a node has it; `known`: where nodes of a swarm know each other to be."""
     folder.mkdir()  # noqa: ASYNC240 (a moment)
-    host = Host(load_or_create_identity(folder), Doorkeeper())
+    host = Host(load_or_create_identity(folder), ConnectionGater())
 
     def whereabouts(node_id: str) -> tuple[Address, ...]:
         return (known[node_id],) if node_id in known else ()
@@ -232,7 +232,7 @@ async def test_what_our_dht_provides_it_finds(tmp_path: Path, foreign: ForeignPe
 
 async def test_a_private_swarm_shows_it_a_closed_connection(tmp_path: Path, foreign: ForeignPeer) -> None:
     identity = load_or_create_identity(tmp_path)
-    host = Host(identity, Doorkeeper(private_network(new_secret())))
+    host = Host(identity, ConnectionGater(private_network(new_secret())))
     async with run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]):
         await foreign.fail("dial", address=address(host))
         assert not host.is_connected(foreign.id)

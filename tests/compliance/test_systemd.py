@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 BOX = Path(__file__).with_name("systemd_box.sh")
 SYSTEMD = Path("/lib/systemd/systemd")

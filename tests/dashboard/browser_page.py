@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from daemon_process import DaemonProcess, wait_for
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By

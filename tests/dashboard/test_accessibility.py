@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from browser_page import go, media, picture, size
 from daemon_process import DaemonProcess, running_daemon, wait_for
+from deadlines import PATIENCE_S
 from other_guide import other_guide
-from patience import PATIENCE_S
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from swarmllm.downloads.waiting import Notes, WaitingModel
+from swarmllm.downloads.unidentified_model import Notes, UnidentifiedModel
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, build_manifest, needed_tensors
 
@@ -73,7 +73,7 @@ def wait_in(folder: Path) -> None:
         layers=["0:4"],
         digests=digests,
     )
-    model = WaitingModel(folder, notes)
+    model = UnidentifiedModel(folder, notes)
     model.begin()
     model.part.write_bytes(other_guide("A"))
 

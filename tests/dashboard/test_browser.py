@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from browser_page import find, go, media, picture, seen, size
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys

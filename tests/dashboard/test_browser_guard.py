@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from browser_page import find, go, seen
 from daemon_process import running_daemon, wait_for
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.keys import Keys
 

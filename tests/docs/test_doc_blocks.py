@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 from daemon_process import wait_for
+from deadlines import PATIENCE_S
 from doc_blocks import PAGES, SOME_ADDRESS, SOME_ID, Block, Machine, blocks
 from other_guide import other_guide
-from patience import PATIENCE_S
 from shelf import open_shelf
 
 pytestmark = pytest.mark.slow

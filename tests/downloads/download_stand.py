@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
-from swarmllm.downloads import Download, Downloads, DownloadSettings, Gathering
+from swarmllm.downloads import Download, Downloads, DownloadSettings, SharedDigests
 from swarmllm.guide import DRAFT_PATH, GUIDE_PATH
 from swarmllm.models import Catalogue, Manifest, Store, build_manifest
-from swarmllm.swarm.memory import InMemoryNetwork
-from swarmllm.swarm.registry import Registry
-from swarmllm.travel import Travel, TravelSettings
+from swarmllm.swarm.in_memory.network import InMemoryNetwork
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm_proto.codec import decode_request, encode_response
 from swarmllm_proto.file_digests import FetchDigests
 
@@ -45,7 +45,7 @@ def guide() -> Manifest:
 class Stand:
     node_id: str
     downloads: Downloads
-    gathering: Gathering
+    gathering: SharedDigests
     store: Store
     catalogue: Catalogue
     folder: Path
@@ -95,10 +95,10 @@ async def open_stand(
         raise AssertionError("downloads send no messages")
 
     router = network.add(node_id)
-    travel = Travel(
-        router, Registry(node_id), store, TravelSettings(), in_use=lambda: (), on_change=lambda: None
+    travel = ModelTransfer(
+        router, Registry(node_id), store, TransferSettings(), in_use=lambda: (), on_change=lambda: None
     )
-    gathering = Gathering(
+    gathering = SharedDigests(
         folder / "downloads",
         router,
         travel,

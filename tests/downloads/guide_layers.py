@@ -11,11 +11,11 @@ from typing import Any
 
 import download_stand
 import trio
+from deadlines import PATIENCE_S
 from download_stand import PIECE_BYTES, SETTINGS, Stand, guide
-from patience import PATIENCE_S
 
 from swarmllm.models import CatalogueEntry, LayerRange, needed_tensors
-from swarmllm.swarm.memory import InMemoryNetwork
+from swarmllm.swarm.in_memory.network import InMemoryNetwork
 
 NAME = "guide-q8_0"
 THIRDS = {"a": "0:4", "b": "4:8", "c": "8:12"}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
+from deadlines import PATIENCE_S
 from other_guide import other_guide
-from patience import PATIENCE_S
 from shelf import Shelf
 
 from swarmllm.models import LayerRange, build_manifest, needed_tensors

@@ -21,9 +21,9 @@ from shelf import Shelf, reset_in_the_middle, status, well
 from trio.testing import MockClock
 
 from swarmllm.config import DownloadsTable
-from swarmllm.downloads.errors import Busy, DownloadError, Offline, Refused
-from swarmllm.downloads.patience import Patience
+from swarmllm.downloads.download_errors import Busy, DownloadError, Offline, Refused
 from swarmllm.downloads.remote import Facts, Remote
+from swarmllm.downloads.retry_schedule import RetrySchedule
 from swarmllm.downloads.settings import from_environment
 from swarmllm.errors import InvalidRequest
 
@@ -112,7 +112,7 @@ async def test_a_server_that_asks_for_an_hour_is_given_up_at_once(tmp_path: Path
 
 
 async def test_patience_is_what_the_server_asks_for(autojump_clock: MockClock) -> None:
-    patience = Patience(SETTINGS)
+    patience = RetrySchedule(SETTINGS)
     await patience.wait(Busy("busy", 7.0))
     assert trio.current_time() == 7.0
     for _ in range(SETTINGS.max_failures - 2):

@@ -11,7 +11,7 @@ from guide_layers import NAME, check_is_the_guide, header_bytes, open_stand, wan
 from shelf import FAULTS, Shelf, well
 
 from swarmllm.downloads.spans import n_bytes
-from swarmllm.downloads.waiting import NOTES, PART
+from swarmllm.downloads.unidentified_model import NOTES, PART
 from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, needed_tensors

@@ -17,9 +17,9 @@ from swarmllm.models.hashing import FileState
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
 from swarmllm.node.auto_shard import RETRY_S, AutoShardManager
 from swarmllm.node.placing import HELD_MAX, Step, next_step, plan_of, shape_of
-from swarmllm.scheduling.patience import CONSISTENT_TICKS, Patience
+from swarmllm.scheduling.hysteresis import CONSISTENT_TICKS, Hysteresis
 from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode
-from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
@@ -88,7 +88,7 @@ def test_one_step(held: str, target: str, pinned: str, elsewhere: str, free: int
 
 
 def test_three_of_the_same_in_a_row_are_enough_and_another_one_begins_anew() -> None:
-    patience = Patience()
+    patience = Hysteresis()
     assert [patience.see(wish) for wish in "aabaaa"] == [False] * 5 + [True]
     patience.forget()
     assert not patience.see("a")

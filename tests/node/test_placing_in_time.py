@@ -10,7 +10,7 @@ import pytest
 
 from swarmllm.models.layers import LayerRange, covers, merge, subtract
 from swarmllm.node.placing import next_step
-from swarmllm.scheduling.patience import Patience
+from swarmllm.scheduling.hysteresis import Hysteresis
 from swarmllm.scheduling.placement import ModelShape, PlacementNode, place
 
 SHAPE = ModelShape(12, 1, 100, embedding_bytes=90, head_bytes=90)
@@ -32,7 +32,7 @@ class Member:
     is_content: bool = False
     heard: dict[str, PlacementNode] = field(default_factory=dict)
     ready_elsewhere: dict[str, tuple[LayerRange, ...]] = field(default_factory=dict)
-    patience: Patience = field(default_factory=Patience)
+    patience: Hysteresis = field(default_factory=Hysteresis)
 
     def record(self) -> PlacementNode:
         held = merge([*self.held, *self.loading])

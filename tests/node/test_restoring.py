@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from swarmllm.errors import BadModel, ModelNotFound, NodeUnreachable, WorkerError
 from swarmllm.models import LayerRange, merge
+from swarmllm.node.load_restorer import RETRY_S, LoadRestorer
 from swarmllm.node.remembered_loads import RememberedLoad, RememberedLoads
-from swarmllm.node.restoring import RETRY_S, Restoring
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions
 
 WHOLE = LayerRange(0, 12)
@@ -35,7 +35,7 @@ class Stand:
         self.n_patient = 0
         self.stuck: dict[str, trio.Event] = {}
         """Set once a model hangs that is in here."""
-        self.restoring = Restoring(self.remembered, self, find=self.find, hold=self.hold)  # type: ignore[arg-type]
+        self.restoring = LoadRestorer(self.remembered, self, find=self.find, hold=self.hold)  # type: ignore[arg-type]
 
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
         return self.held.get(model_id, ())

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from bench.arithmetic import fake_entry
 from swarmllm.errors import WorkerError
@@ -17,11 +17,11 @@ from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.swarm.memory import InMemoryNetwork
-from swarmllm.swarm.memory_router import InMemoryRouter
-from swarmllm.swarm.registry import Registry
-from swarmllm.swarm.registry_feed import follow_router
-from swarmllm.swarm.trust_keeper import Trust
+from swarmllm.swarm.in_memory.network import InMemoryNetwork
+from swarmllm.swarm.in_memory.router import InMemoryRouter
+from swarmllm.swarm.peers.trust_keeper import Trust
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.records.registry_feed import follow_router
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
 

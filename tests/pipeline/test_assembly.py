@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from bench.arithmetic import FakePool
 from swarmllm.errors import InvalidRequest, NoPipeline
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.assembly import Question, assemble, plan_route
-from swarmllm.pipeline.prompt import Prompt
+from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.pipeline.route.assembly import Question, assemble, plan_route
 from swarmllm.scheduling.cheapest import route_cost_s
 from swarmllm.scheduling.constraints import Constraints, Pin
-from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
+from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.route import RouteStage
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import Stage
@@ -38,7 +38,7 @@ def ask(holders: dict[str, list[LayerRange]], alignment: int = 1, **more: Any) -
         for node_id in holders
     }
     rtt_s = more.pop("rtt_s", 0.001)
-    known = Circumstances("a", Workload(100, 100), speeds, dict.fromkeys(holders, rtt_s))
+    known = RouteInputs("a", Workload(100, 100), speeds, dict.fromkeys(holders, rtt_s))
     connected = more.pop("connected", frozenset(holders))
     return Question(12, alignment, holders, connected, known, **{"model_name": "guide", **more})
 

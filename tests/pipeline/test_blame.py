@@ -8,14 +8,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from trio.testing import MockClock
 
 from bench.arithmetic import N_EMBD, FakePool, uncut
 from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.resuming import left_of
-from swarmllm.swarm.trust import NEUTRAL
+from swarmllm.pipeline.repair.rebuild import left_of
+from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_job, decode_request, encode_job, encode_response
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import (

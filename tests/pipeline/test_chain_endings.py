@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from bench.arithmetic import FakePool, uncut

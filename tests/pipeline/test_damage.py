@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from trio.testing import wait_all_tasks_blocked
 
 from bench.arithmetic import N_EMBD, FakePool, uncut

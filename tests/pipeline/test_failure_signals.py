@@ -12,8 +12,8 @@ from bench.arithmetic import uncut
 from swarmllm.errors import NodeUnreachable, WorkerDied
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.route.suspects import MAX_PER_ACCUSER, SUSPECT_S, Suspects
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.suspects import MAX_PER_ACCUSER, SUSPECT_S, Suspects
 from swarmllm_proto.codec import decode_job
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward

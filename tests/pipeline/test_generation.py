@@ -6,7 +6,7 @@ import pytest
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.generation import StageAccount
+from swarmllm.pipeline.origin.generation import StageAccount
 from swarmllm_proto.swarm import Stage, StageTiming
 
 

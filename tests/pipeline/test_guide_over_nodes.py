@@ -11,8 +11,8 @@ from pathlib import Path
 import llama_cpp
 import pytest
 import trio
+from deadlines import PATIENCE_S
 from msgspec.structs import replace
-from patience import PATIENCE_S
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry

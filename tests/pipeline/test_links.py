@@ -11,18 +11,18 @@ from typing import Any, cast
 import pytest
 import trio
 import trio.lowlevel
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from bench.arithmetic import FakePool, uncut
 from swarmllm.errors import NodeUnreachable, WorkerDied
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.job import RequestView
-from swarmllm.pipeline.links import RETRY_S, Links
-from swarmllm.pipeline.session import Session
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.walker import RequestContext
-from swarmllm.swarm.memory import InMemoryNetwork
+from swarmllm.pipeline.stage.links import RETRY_S, StageLinks
+from swarmllm.pipeline.stage.session import Session
+from swarmllm.pipeline.stage.walker import RequestContext
+from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm.workerpool.ring import RingCalls
 from swarmllm.workerpool.settings import ModelFile
@@ -92,7 +92,7 @@ class Workers:
 class Parts:
     def __init__(self) -> None:
         self.maker, self.workers = Maker(), Workers()
-        self.links = Links("a", self.maker, cast(RingCalls, self.workers))
+        self.links = StageLinks("a", self.maker, cast(RingCalls, self.workers))
 
     async def join(self, context: RequestContext) -> None:
         self.links.join(context)

@@ -6,16 +6,16 @@ import random
 
 import pytest
 import trio
+from deadlines import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
-from patience import PATIENCE_S
 from trio.testing import MockClock
 
 from bench.arithmetic import FakePool, uncut
 from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.origin import EARLY_TOKENS_MAX, BrokenPromise, EarlyTokens
-from swarmllm.swarm.trust import NEUTRAL
+from swarmllm.pipeline.origin.output import EARLY_TOKENS_MAX, BrokenPromise, EarlyTokens
+from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_job, encode_job
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import StreamingToken

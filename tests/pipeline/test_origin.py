@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.pipeline.origin import BrokenPromise, PromptWindow, TokenLog, require_stop_string
+from swarmllm.pipeline.origin.output import BrokenPromise, PromptWindow, TokenLog, require_stop_string
 from swarmllm_proto.ipc import FinishReason
 from swarmllm_proto.swarm import StreamingToken
 

@@ -14,7 +14,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.job import ComputeStep, Job, RequestView
-from swarmllm.pipeline.origin import Chunk
+from swarmllm.pipeline.origin.output import Chunk
 from swarmllm.pipeline.processor import (
     TRANSITIONS,
     Outcome,
@@ -28,7 +28,7 @@ from swarmllm.pipeline.processor import (
     diagram,
     next_state,
 )
-from swarmllm.pipeline.walker import RequestContext, Walker
+from swarmllm.pipeline.stage.walker import RequestContext, Walker
 from swarmllm.workerpool import ModelFile
 from swarmllm.workerpool.forward_result import ForwardResult
 from swarmllm_proto.codec import decode_job

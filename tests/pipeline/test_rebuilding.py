@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from trio.testing import MockClock
 
 from bench.arithmetic import FakePool, _Slot, uncut

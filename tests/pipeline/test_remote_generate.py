@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from trio.testing import wait_all_tasks_blocked
 
 from bench.arithmetic import uncut

@@ -11,13 +11,13 @@ import pytest
 from bench.arithmetic import FakePool, fake_entry
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard, TensorEntry
-from swarmllm.pipeline.circumstances import Links, Load, circumstances, workload
-from swarmllm.pipeline.observed import ObservedCompute
-from swarmllm.pipeline.occupancy import Held, Room, room_left
-from swarmllm.pipeline.prompt import Prompt
-from swarmllm.pipeline.routes import RequestSize
+from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
+from swarmllm.pipeline.route.observed_compute import ObservedCompute
+from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.scheduling.cost import LINK_BYTES_PER_S, UNMEASURED_RTT_S, Circumstances
+from swarmllm.pipeline.stage.occupancy import Held, Room, room_left
+from swarmllm.scheduling.cost import LINK_BYTES_PER_S, UNMEASURED_RTT_S, RouteInputs
 from swarmllm.scheduling.observation import MachineSpeed, Observations
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling
@@ -50,7 +50,7 @@ def believed(
     observations: Observations | None = None,
     load: Load | None = None,
     origin: str = "o",
-) -> Circumstances:
+) -> RouteInputs:
     model = manifest()
     return circumstances(
         origin,

@@ -14,10 +14,10 @@ from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.chain import Chain
 from swarmllm.pipeline.job import RequestView
-from swarmllm.pipeline.rows import RowsChain
-from swarmllm.pipeline.walker import RequestContext
+from swarmllm.pipeline.origin.chain import Chain
+from swarmllm.pipeline.origin.embedding_rows import RowsChain
+from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.workerpool import ModelFile
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PrefillProgress, Stage

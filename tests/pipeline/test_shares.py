@@ -7,17 +7,17 @@ from collections import Counter
 
 import pytest
 import trio
+from deadlines import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
-from patience import PATIENCE_S
 from trio.testing import MockClock
 
 from bench.arithmetic import FakePool, uncut
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.arrivals import Relay
 from swarmllm.pipeline.session_queue import OWN_MAX, SessionQueue
 from swarmllm.pipeline.shares import FIRST_JOB_S, WANT_S, Place, Shares
-from swarmllm.swarm.trust import NEUTRAL
+from swarmllm.pipeline.stage.session_queue import Relay
+from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, Stage

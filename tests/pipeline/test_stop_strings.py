@@ -6,7 +6,7 @@ import pytest
 
 from bench.arithmetic import uncut
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.generation import Generation
+from swarmllm.pipeline.origin.generation import Generation
 from swarmllm_proto.ipc import Sampling
 
 from .fakes import Swarm, open_swarm

@@ -7,14 +7,14 @@ from random import Random
 
 import pytest
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from trio.testing import MockClock
 
 from bench.arithmetic import FakePool, uncut
 from swarmllm.errors import NodeUnreachable, NoPipeline, RemoteError, SwarmLLMError, WorkerDied
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.generation import Generation
+from swarmllm.pipeline.origin.generation import Generation
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm_proto.codec import decode_request
 from swarmllm_proto.ipc import Sampling

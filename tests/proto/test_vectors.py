@@ -16,7 +16,7 @@ from swarmllm_proto.data_plane import Hello, Kind
 from swarmllm_proto.envelope import Envelope, Heartbeat, unseal
 from swarmllm_proto.file_digests import FetchDigests
 from swarmllm_proto.frames import Frame, FrameDecoder
-from swarmllm_proto.neighbours import decode_neighbour
+from swarmllm_proto.router_messages import decode_neighbour
 from swarmllm_proto.tensors import decode_tensor
 
 VECTORS = Path(__file__).resolve().parents[2] / "proto" / "vectors"

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from msgspec import inspect
 
-from swarmllm.swarm.record_book import Digest
-from swarmllm_proto import codec, file_digests, ipc, limits, neighbours, swarm
+from swarmllm.swarm.records.envelope_book import Digest
+from swarmllm_proto import codec, file_digests, ipc, limits, swarm
+from swarmllm_proto import router_messages as neighbours
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.envelope import Envelope, Heartbeat
 from swarmllm_proto.frames import FrameDecoder

@@ -9,7 +9,7 @@ import pytest
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.candidates import PAIRS_MAX, candidates, n_pairs
 from swarmllm.scheduling.cheapest import SEARCHED_MAX, _Search, cheapest_route, part_cost_s, route_cost_s
-from swarmllm.scheduling.cost import Circumstances, NodeSpeed, Workload
+from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.route import RouteStage
 
 N_LAYERS = 100
@@ -21,12 +21,12 @@ def liars(n_nodes: int, n_ranges: int) -> dict[str, list[LayerRange]]:
     return {f"liar{number:03}": rng.sample(pairs, n_ranges) for number in range(n_nodes)}
 
 
-def alike(node_ids: list[str]) -> Circumstances:
+def alike(node_ids: list[str]) -> RouteInputs:
     """Nobody's bound is better than another's, because the way back to the first stage is what costs."""
     rng = random.Random(2)
     speeds = {node_id: NodeSpeed(1e-9, 1e-9) for node_id in node_ids}
     pairs = {(a, b): rng.uniform(0.1, 1.0) for a in node_ids for b in rng.sample(node_ids, 8)}
-    return Circumstances("me", Workload(128, 128), speeds | {"me": NodeSpeed(1, 1)}, {}, pairs)
+    return RouteInputs("me", Workload(128, 128), speeds | {"me": NodeSpeed(1, 1)}, {}, pairs)
 
 
 def test_what_an_honest_swarm_holds_stays() -> None:
@@ -77,7 +77,7 @@ def test_another_node_in_a_stage_changes_the_cost_by_its_part(n_stages: int) -> 
     speeds = {name: NodeSpeed(rng.random(), rng.random(), rng.randrange(3)) for name in names}
     rtts = {name: rng.random() for name in names[1:]}
     pairs = {(a, b): rng.random() for a in names[1:] for b in names[1:] if a < b}
-    known = Circumstances("me", Workload(7, 9, 4096), speeds, rtts, pairs)
+    known = RouteInputs("me", Workload(7, 9, 4096), speeds, rtts, pairs)
     route = [RouteStage(names[i], LayerRange(i * 3, i * 3 + 3)) for i in range(n_stages)]
     for index in range(n_stages):
         for name in names[4:]:

@@ -17,8 +17,8 @@ from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import (
     HOP_HANDLING_S,
-    Circumstances,
     NodeSpeed,
+    RouteInputs,
     Workload,
 )
 from swarmllm.scheduling.route import RouteStage, choose_route, composes, usable
@@ -29,7 +29,7 @@ ORIGIN = "o"
 Segments = Sequence[tuple[str, LayerRange]]
 
 
-def random_case(rng: random.Random) -> tuple[Holders, Circumstances, int]:
+def random_case(rng: random.Random) -> tuple[Holders, RouteInputs, int]:
     node_ids = rng.sample("oabcde", rng.randint(1, 5))
     bounds = list(itertools.combinations(range(N_LAYERS + 1), 2))
     held = {
@@ -37,7 +37,7 @@ def random_case(rng: random.Random) -> tuple[Holders, Circumstances, int]:
     }
     others = [node_id for node_id in node_ids if node_id != ORIGIN]
     pairs = [pair for pair in itertools.combinations(others, 2) if rng.random() < 0.5]
-    circumstances = Circumstances(
+    circumstances = RouteInputs(
         ORIGIN,
         Workload(rng.choice([1, 50, 1000]), rng.choice([1, 20, 300]), rng.choice([0, 256, 32768])),
         {
@@ -63,7 +63,7 @@ def random_place(rng: random.Random) -> Coordinate:
     return Coordinate((rng.uniform(0, 0.1), 0.0, rng.uniform(0, 0.1)), 0.001, rng.choice([0.1, 1.0]))
 
 
-def felt_s(segments: Segments, known: Circumstances) -> float:
+def felt_s(segments: Segments, known: RouteInputs) -> float:
     """The cost as the specification has it, written down a second time."""
     work = known.workload
     total_s = 0.0
@@ -86,7 +86,7 @@ def felt_s(segments: Segments, known: Circumstances) -> float:
     return total_s
 
 
-def n_on_full_nodes(segments: Segments, known: Circumstances) -> int:
+def n_on_full_nodes(segments: Segments, known: RouteInputs) -> int:
     """Layers."""
     return sum(len(layers) for node_id, layers in segments if known.speeds[node_id].is_full)
 
@@ -121,7 +121,7 @@ CASES = st.integers(0, 2**32).map(lambda seed: random_case(random.Random(seed)))
 
 @given(CASES)
 def test_every_layer_once_in_order_on_holders_at_allowed_cuts(
-    case: tuple[Holders, Circumstances, int],
+    case: tuple[Holders, RouteInputs, int],
 ) -> None:
     held, known, alignment = case
     route = cheapest_route(N_LAYERS, alignment, held, known)
@@ -138,7 +138,7 @@ def test_every_layer_once_in_order_on_holders_at_allowed_cuts(
 
 @given(CASES, st.randoms(use_true_random=False))
 def test_the_order_in_which_things_are_known_does_not_matter(
-    case: tuple[Holders, Circumstances, int], rng: random.Random
+    case: tuple[Holders, RouteInputs, int], rng: random.Random
 ) -> None:
     held, known, alignment = case
     order = rng.sample(list(held), len(held))
@@ -151,7 +151,7 @@ def test_the_order_in_which_things_are_known_does_not_matter(
 
 @given(CASES, st.floats(0.1, 0.99))
 def test_a_faster_node_never_makes_the_best_route_slower(
-    case: tuple[Holders, Circumstances, int], factor: float
+    case: tuple[Holders, RouteInputs, int], factor: float
 ) -> None:
     held, known, alignment = case
     route = cheapest_route(N_LAYERS, alignment, held, known)
@@ -166,7 +166,7 @@ def test_a_faster_node_never_makes_the_best_route_slower(
 
 
 @given(CASES)
-def test_home_is_never_left_for_a_slower_route(case: tuple[Holders, Circumstances, int]) -> None:
+def test_home_is_never_left_for_a_slower_route(case: tuple[Holders, RouteInputs, int]) -> None:
     held, known, alignment = case
     home = choose_route(N_LAYERS, alignment, {ORIGIN: held.get(ORIGIN, [])}, ORIGIN)
     route = cheapest_route(N_LAYERS, alignment, held, known)
@@ -175,7 +175,7 @@ def test_home_is_never_left_for_a_slower_route(case: tuple[Holders, Circumstance
         assert route_cost_s(route, known) <= route_cost_s(home, known) * (1 + 1e-9)
 
 
-def greedy(held: Holders, known: Circumstances, n_layers: int) -> list[RouteStage] | None:
+def greedy(held: Holders, known: RouteInputs, n_layers: int) -> list[RouteStage] | None:
     """At each boundary the segment that costs least per layer, its hop included."""
     route: list[RouteStage] = []
     at = 0
@@ -200,7 +200,7 @@ def test_never_worse_than_greedy_on_large_swarms(seed: int) -> None:
     names = [f"n{i:03}" for i in range(200)]
     starts = {name: 4 * rng.randrange(20) for name in names}
     held = {name: [LayerRange(start, start + 4)] for name, start in starts.items()}
-    known = Circumstances(
+    known = RouteInputs(
         names[0],
         Workload(200, 100, 16384),
         {name: NodeSpeed(rng.uniform(1e-4, 5e-3), rng.uniform(1e-5, 1e-3)) for name in names},
@@ -212,8 +212,8 @@ def test_never_worse_than_greedy_on_large_swarms(seed: int) -> None:
     assert route_cost_s(ours, known) <= route_cost_s(rival, known)
 
 
-def known(speeds: Mapping[str, NodeSpeed], rtt_s: Mapping[str, float] | None = None) -> Circumstances:
-    return Circumstances("o", Workload(10, 100, 256), speeds, rtt_s or dict.fromkeys("ab", 0.001))
+def known(speeds: Mapping[str, NodeSpeed], rtt_s: Mapping[str, float] | None = None) -> RouteInputs:
+    return RouteInputs("o", Workload(10, 100, 256), speeds, rtt_s or dict.fromkeys("ab", 0.001))
 
 
 WHOLE = LayerRange(0, 6)
@@ -255,7 +255,7 @@ def test_the_hop_back_to_the_first_stage_decides_between_equals() -> None:
     """b ends the ring next to a; c is as quick and as near to the origin, but far from a."""
     held = {"a": [LayerRange(0, 3)], "b": [LayerRange(3, 6)], "c": [LayerRange(3, 6)]}
     speeds = dict.fromkeys("abc", QUICK)
-    ring = Circumstances(
+    ring = RouteInputs(
         "o",
         Workload(10, 100, 256),
         speeds,
@@ -277,7 +277,7 @@ def test_more_stages_than_a_request_carries_give_way_to_fewer() -> None:
 
 
 def test_of_equal_routes_the_one_with_fewer_stages_then_with_more_layers_at_home() -> None:
-    near = Circumstances("o", Workload(10, 0, 0), dict.fromkeys("oabc", QUICK), dict.fromkeys("abc", 0.0))
+    near = RouteInputs("o", Workload(10, 0, 0), dict.fromkeys("oabc", QUICK), dict.fromkeys("abc", 0.0))
     held = {"a": [LayerRange(0, 3)], "b": [LayerRange(3, 6)], "c": [WHOLE]}
     assert cheapest_route(6, 1, held, near) == (RouteStage("c", WHOLE),)
     cuts = {"o": [LayerRange(0, 2), LayerRange(0, 4)], "b": [LayerRange(2, 6), LayerRange(4, 6)]}

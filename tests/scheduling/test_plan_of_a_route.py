@@ -11,7 +11,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.alternatives import MAX_ALTERNATIVES
 from swarmllm.scheduling.cheapest import cheapest_route
 from swarmllm.scheduling.constraints import Refusal
-from swarmllm.scheduling.cost import Circumstances
+from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.plan import make_plan
 from swarmllm.scheduling.route import RouteStage, composes, usable
 
@@ -20,7 +20,7 @@ from .test_route import N_LAYERS, Holders, every_route
 
 
 @given(CASES)
-def test_a_plan_adds_up_and_no_alternative_in_it_is_better(case: tuple[Holders, Circumstances, int]) -> None:
+def test_a_plan_adds_up_and_no_alternative_in_it_is_better(case: tuple[Holders, RouteInputs, int]) -> None:
     held, circumstances, alignment = case
     plan = make_plan(N_LAYERS, alignment, held, circumstances)
     route = cheapest_route(N_LAYERS, alignment, held, circumstances)
@@ -54,7 +54,7 @@ def test_the_standby_of_a_stage_is_the_best_other_holder_that_is_not_full() -> N
 
 @given(CASES)
 def test_what_else_there_is_has_the_cost_of_the_best_route_through_it(
-    case: tuple[Holders, Circumstances, int],
+    case: tuple[Holders, RouteInputs, int],
 ) -> None:
     held, circumstances, alignment = case
     plan = make_plan(N_LAYERS, alignment, held, circumstances)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
-from swarmllm.swarm.memory import InMemoryNetwork
-from swarmllm.swarm.memory_router import InMemoryRouter
+from swarmllm.swarm.in_memory.network import InMemoryNetwork
+from swarmllm.swarm.in_memory.router import InMemoryRouter
 from swarmllm.swarm.router import Router
 
 if TYPE_CHECKING:

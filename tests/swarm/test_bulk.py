@@ -11,13 +11,13 @@ from libp2p.custom_types import TProtocol
 
 from bench.wan_proxy import Wan, relayed
 from swarmllm.errors import NodeUnreachable, RemoteError
-from swarmllm.swarm import bulk
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.bulk import PENDING_MAX
-from swarmllm.swarm.connection import Connection
+from swarmllm.swarm.data import bulk
+from swarmllm.swarm.data.bulk import PENDING_MAX
+from swarmllm.swarm.data.connection import Connection
+from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL
+from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.settings import SwarmSettings
-from swarmllm.swarm.stream_wire import BULK_PROTOCOL
 from swarmllm_proto.limits import REQUEST_MAX
 
 from .conftest import DEADLINE_S, meet

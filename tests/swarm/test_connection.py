@@ -12,11 +12,11 @@ import trio.testing
 from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.connection import Connection
-from swarmllm.swarm.connection_frames import Kind
-from swarmllm.swarm.deliveries import RR_ACK_TIMEOUT_S
-from swarmllm.swarm.heart import PING_S, SILENCE_S
-from swarmllm.swarm.wire import WireClosed
+from swarmllm.swarm.data.connection import Connection
+from swarmllm.swarm.data.connection_frames import Kind
+from swarmllm.swarm.data.deliveries import RR_ACK_TIMEOUT_S
+from swarmllm.swarm.data.keepalive import PING_S, SILENCE_S
+from swarmllm.swarm.data.wire import WireClosed
 from swarmllm_proto.errors import FrameTooLarge
 from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.limits import SWARM_HEADER_MAX

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.settings import SwarmSettings
 

@@ -8,8 +8,8 @@ import trio
 from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.dialler import (
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.dialler import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
     DIALS_FIRST,
@@ -20,7 +20,7 @@ from swarmllm.swarm.dialler import (
     SLOW_S,
     Dialler,
 )
-from swarmllm.swarm.places import Standing
+from swarmllm.swarm.peers.connection_limits import Standing
 
 HERE = [Address("192.0.2.1", 8810)]
 THERE = [Address("192.0.2.2", 8810)]

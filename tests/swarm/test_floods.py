@@ -22,8 +22,8 @@ from libp2p.stream_muxer.yamux.yamux import (
     YAMUX_HEADER_FORMAT,
 )
 
-from swarmllm.swarm import bounded_yamux
-from swarmllm.swarm.host import Stream
+from swarmllm.swarm.libp2p import bounded_yamux
+from swarmllm.swarm.libp2p.host import Stream
 from swarmllm.swarm.libp2p_router import Libp2pRouter
 
 from .conftest import DEADLINE_S, Libp2pSwarm

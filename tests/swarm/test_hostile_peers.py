@@ -25,16 +25,16 @@ from libp2p.utils.varint import encode_varint_prefixed
 from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm import noise_wire
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.connection_frames import Kind
-from swarmllm.swarm.first_answer import first_to_answer
-from swarmllm.swarm.gossip import MODELS, guarded_validator
-from swarmllm.swarm.identity import Identity
+from swarmllm.swarm.data import noise_wire
+from swarmllm.swarm.data.connection_frames import Kind
+from swarmllm.swarm.data.noise_wire import HandshakeFailed, NoiseWire, shake_hands
+from swarmllm.swarm.data.wire import WireClosed
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.happy_eyeballs import first_to_answer
+from swarmllm.swarm.libp2p.gossip import MODELS, guarded_validator
+from swarmllm.swarm.libp2p.requests import PROTOCOL
 from swarmllm.swarm.libp2p_router import Libp2pRouter
-from swarmllm.swarm.noise_wire import HandshakeFailed, NoiseWire, shake_hands
-from swarmllm.swarm.requests import PROTOCOL
-from swarmllm.swarm.wire import WireClosed
+from swarmllm.swarm.membership.identity import Identity
 from swarmllm_proto.frames import encode_frame
 
 from .conftest import DEADLINE_S, Libp2pSwarm

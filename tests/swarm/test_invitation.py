@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.errors import ConfigError, InvalidRequest
-from swarmllm.swarm.invitation import PREFIX, accept, from_text, invitation, to_text
-from swarmllm.swarm.network_key import (
+from swarmllm.swarm.membership.invitation import PREFIX, accept, from_text, invitation, to_text
+from swarmllm.swarm.membership.network_key import (
     OPEN_SWARM,
     NetworkFile,
     NetworkKey,

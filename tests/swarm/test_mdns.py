@@ -11,8 +11,8 @@ import trio
 import trio.testing
 from zeroconf import EventLoopBlocked, NotRunningException, ServiceInfo
 
-from swarmllm.swarm import mdns
-from swarmllm.swarm.addresses import Address
+from swarmllm.swarm.discovery import mdns
+from swarmllm.swarm.discovery.addresses import Address
 
 from .conftest import DEADLINE_S
 

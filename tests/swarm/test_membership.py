@@ -15,11 +15,12 @@ from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.doorkeeper import PROOF_BYTES, Doorkeeper, proof
-from swarmllm.swarm.identity import Identity
+from swarmllm.swarm.data.noise_wire import HandshakeFailed, shake_hands
+from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
-from swarmllm.swarm.network_key import (
+from swarmllm.swarm.membership.connection_gater import PROOF_BYTES, ConnectionGater, proof
+from swarmllm.swarm.membership.identity import Identity
+from swarmllm.swarm.membership.network_key import (
     OPEN_SWARM,
     Network,
     NetworkFile,
@@ -27,8 +28,7 @@ from swarmllm.swarm.network_key import (
     new_secret,
     private_network,
 )
-from swarmllm.swarm.noise_wire import HandshakeFailed, shake_hands
-from swarmllm.swarm.peer_lists import NO_LISTS, PeerLists
+from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.settings import SwarmSettings
 
 from .conftest import DEADLINE_S, meet, until
@@ -84,10 +84,10 @@ def data_port(router: Libp2pRouter) -> int:
     return Address.parse(router.data_addresses[0]).port
 
 
-async def knock(router: Libp2pRouter, doorkeeper: Doorkeeper | None) -> None:
+async def knock(router: Libp2pRouter, gater: ConnectionGater | None) -> None:
     """A connection to the data port; raises HandshakeFailed where it is refused during the handshake."""
     stream = await trio.open_tcp_stream("127.0.0.1", data_port(router))
-    _, wire = await shake_hands(stream, somebody(), router.node_id, doorkeeper)
+    _, wire = await shake_hands(stream, somebody(), router.node_id, gater)
     wire.abort()
 
 
@@ -128,7 +128,7 @@ async def test_an_outsider_gets_a_closed_connection_on_both_planes(swarms: Swarm
     with pytest.raises(NodeUnreachable):
         await a.connect(outsider.addresses[0], timeout_s=DEADLINE_S)
     with pytest.raises(HandshakeFailed):
-        await knock(a, Doorkeeper(private_network(new_secret())))
+        await knock(a, ConnectionGater(private_network(new_secret())))
     assert outsider.records().keys() == {outsider.node_id}
     assert a.connected() == {b.node_id}
     assert outsider.node_id not in a.records()
@@ -178,7 +178,7 @@ async def test_a_key_changes_without_a_restart_and_the_old_one_runs_out(swarms: 
     swarms.file("a").change(lambda known: known.rotated(new, 0.0, 0.0))
     await until(a, lambda: not a.connected())
     with pytest.raises(HandshakeFailed):
-        await knock(a, Doorkeeper(network))
+        await knock(a, ConnectionGater(network))
     swarms.file("b").change(lambda known: known.rotated(new, 0.0, 0.0))
     await until(a, lambda: a.connected() == {b.node_id})
 

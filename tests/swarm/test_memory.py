@@ -8,8 +8,8 @@ import trio.testing
 from trio.testing import MockClock
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable
-from swarmllm.swarm.memory import InMemoryNetwork
-from swarmllm.swarm.memory_link import MESSAGES_MAX, LinkQuality
+from swarmllm.swarm.in_memory.link import MESSAGES_MAX, LinkQuality
+from swarmllm.swarm.in_memory.network import InMemoryNetwork
 
 
 async def refuse(sender: str, body: bytes) -> bytes:

@@ -17,7 +17,7 @@ from libp2p.protocol_muxer.multiselect import Multiselect
 from libp2p.protocol_muxer.multiselect_client import MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 
-from swarmllm.swarm.negotiation import FIRST_MAX_BYTES, PROPOSALS_MAX, agree, propose
+from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES, PROPOSALS_MAX, agree, propose
 
 GREETING = b"\x13/multistream/1.0.0\n"
 GIVEN = TProtocol("/given/1")

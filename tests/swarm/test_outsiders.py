@@ -22,10 +22,10 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.doorkeeper import PROOF_BYTES
+from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
-from swarmllm.swarm.network_key import KEYS_MAX, NetworkFile, new_secret, private_network
+from swarmllm.swarm.membership.connection_gater import PROOF_BYTES
+from swarmllm.swarm.membership.network_key import KEYS_MAX, NetworkFile, new_secret, private_network
 from swarmllm.swarm.settings import SwarmSettings
 
 from .conftest import DEADLINE_S

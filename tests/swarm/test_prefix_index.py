@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.node.prefix_sharing import prefix_announcements
-from swarmllm.swarm.prefix_index import NODE_PREFIXES_MAX, PrefixIndex, PrefixMatch
-from swarmllm.swarm.registry import Registry
+from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX, PrefixIndex, PrefixMatch
+from swarmllm.swarm.records.registry import Registry
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.codec import decode_record, encode_record
 from swarmllm_proto.errors import BadMessage

@@ -1,5 +1,6 @@
 """What a node notices of another one's end, with real processes and real signals: it plans without it. How
-soon is promised too, and held by a clock that no other process disturbs (test_heart.py, bench/forgetting.py).
+soon is promised too, and held by a clock that no other process disturbs (test_keepalive.py,
+bench/forgetting.py).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import pytest
 import trio
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.connection import Connection
+from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.libp2p_router import open_libp2p_router
-from swarmllm.swarm.registry import Registry
-from swarmllm.swarm.registry_feed import follow_router
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.records.registry_feed import follow_router
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.settings import SwarmSettings
 
@@ -128,7 +129,7 @@ async def test_a_frozen_node_is_out_of_the_routes_and_found_again_when_it_thaws(
 async def test_a_node_that_froze_before_the_first_data_connection_is_out_of_the_routes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How soon: see test_libp2p_heart. Without the DHT, which may have asked it something."""
+    """How soon: see test_libp2p_keepalive. Without the DHT, which may have asked it something."""
 
     async def reach(node_id: str) -> Connection:
         raise NodeUnreachable("held up for the test")

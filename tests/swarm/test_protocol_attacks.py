@@ -29,11 +29,12 @@ from libp2p.utils.varint import encode_varint_prefixed
 from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm import host_guards, liveness
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.gossip import HEALTH, MODELS
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.libp2p import guards as host_guards
+from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS
+from swarmllm.swarm.libp2p.requests import PROTOCOL
 from swarmllm.swarm.libp2p_router import Libp2pRouter
-from swarmllm.swarm.requests import PROTOCOL
+from swarmllm.swarm.peers import liveness
 
 from .conftest import DEADLINE_S, Libp2pSwarm, meet, until
 from .hostile import stranger, works_before_and_after

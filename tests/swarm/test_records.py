@@ -17,11 +17,11 @@ from libp2p.peer.id import ID
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.gossip import HEALTH, MODELS, Gossip
-from swarmllm.swarm.identity import Identity, verify
-from swarmllm.swarm.record_book import EXPIRY_S, RecordBook
-from swarmllm.swarm.record_exchange import RecordExchange
-from swarmllm.swarm.record_spread import (
+from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
+from swarmllm.swarm.membership.identity import Identity, verify
+from swarmllm.swarm.records.envelope_book import EXPIRY_S, EnvelopeBook
+from swarmllm.swarm.records.exchange import RecordExchange
+from swarmllm.swarm.records.spread import (
     HEARTBEAT_MAX_S,
     HEARTBEAT_S,
     RecordSpread,
@@ -50,8 +50,8 @@ def envelope(
     )
 
 
-def book(owner: Identity = ME, **options: int) -> RecordBook:
-    return RecordBook(owner.node_id, verify, **options)
+def book(owner: Identity = ME, **options: int) -> EnvelopeBook:
+    return EnvelopeBook(owner.node_id, verify, **options)
 
 
 def test_an_envelope_comes_out_as_it_went_in() -> None:

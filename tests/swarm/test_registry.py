@@ -6,9 +6,9 @@ import pytest
 import trio.testing
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.swarm.memory import InMemoryNetwork
-from swarmllm.swarm.registry import Holder, Registry
-from swarmllm.swarm.registry_feed import follow_router
+from swarmllm.swarm.in_memory.network import InMemoryNetwork
+from swarmllm.swarm.records.registry import Holder, Registry
+from swarmllm.swarm.records.registry_feed import follow_router
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.errors import BadMessage, ProtocolError
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce

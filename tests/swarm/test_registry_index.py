@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.swarm.model_index import NODE_MODELS_MAX, NODE_RANGES_MAX, Contradiction
-from swarmllm.swarm.registry import LISTED_MAX, Registry
+from swarmllm.swarm.records.model_index import NODE_MODELS_MAX, NODE_RANGES_MAX, Contradiction
+from swarmllm.swarm.records.registry import LISTED_MAX, Registry
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
 

@@ -14,8 +14,8 @@ import pytest
 import trio
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
-from swarmllm.swarm.memory import InMemoryNetwork
-from swarmllm.swarm.memory_link import LinkQuality
+from swarmllm.swarm.in_memory.link import LinkQuality
+from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.router import Router
 
 from .conftest import DEADLINE_S, Libp2pSwarm, MemorySwarm, Swarm, meet, until

@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from swarmllm.errors import ConfigError
+from swarmllm.swarm.libp2p.supervisor import Supervisor
 from swarmllm.swarm.libp2p_router import Libp2pRouter
-from swarmllm.swarm.supervisor import Supervisor
 
 from .conftest import DEADLINE_S, until
 from .test_data_plane import exchange, two_nodes

@@ -13,15 +13,16 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm import dataplane, liveness
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.doorkeeper import Doorkeeper
-from swarmllm.swarm.host import Host, Stream, run_libp2p
-from swarmllm.swarm.identity import Identity, load_or_create_identity
+from swarmllm.swarm.data import data_plane as dataplane
+from swarmllm.swarm.data.noise_wire import HandshakeFailed, NoiseWire, shake_hands
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.libp2p.host import Host, Stream, run_libp2p
+from swarmllm.swarm.libp2p.requests import PROTOCOL
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
-from swarmllm.swarm.noise_wire import HandshakeFailed, NoiseWire, shake_hands
-from swarmllm.swarm.peer_lists import PeerLists
-from swarmllm.swarm.requests import PROTOCOL
+from swarmllm.swarm.membership.connection_gater import ConnectionGater
+from swarmllm.swarm.membership.identity import Identity, load_or_create_identity
+from swarmllm.swarm.membership.peer_lists import PeerLists
+from swarmllm.swarm.peers import liveness
 from swarmllm.swarm.settings import SwarmSettings
 
 from .conftest import DEADLINE_S, until
@@ -73,7 +74,7 @@ async def sybils(victim: Libp2pRouter, n_names: int) -> AsyncIterator[None]:
     where = [Address.parse(victim.addresses[0])]
     async with AsyncExitStack() as stack:
         for _ in range(n_names):
-            host = Host(somebody(), Doorkeeper())
+            host = Host(somebody(), ConnectionGater())
             host.serve(PROTOCOL, think)
             await stack.enter_async_context(run_libp2p(host, "127.0.0.1", 0, []))
             with trio.fail_after(DEADLINE_S), contextlib.suppress(NodeUnreachable):

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.errors import ConfigError
-from swarmllm.swarm.peer_lists import PeerLists
-from swarmllm.swarm.peer_store import FILE_NAME, PeerStore
-from swarmllm.swarm.trust import (
+from swarmllm.swarm.membership.peer_lists import PeerLists
+from swarmllm.swarm.peers.store import FILE_NAME, PeerStore
+from swarmllm.swarm.peers.trust import (
     EFFECTS,
     HALF_LIFE_S,
     KEPT_DEEDS,
@@ -25,7 +25,7 @@ from swarmllm.swarm.trust import (
     drifted,
     may_work,
 )
-from swarmllm.swarm.trust_keeper import Trust, open_trust
+from swarmllm.swarm.peers.trust_keeper import Trust, open_trust
 
 from .conftest import DEADLINE_S
 

@@ -20,12 +20,12 @@ from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from libp2p.tools.anyio_service.trio_tasks import FunctionTask
 from libp2p.utils import encode_varint_prefixed
 
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.doorkeeper import Doorkeeper
-from swarmllm.swarm.gossip import MODELS, Gossip, run_gossip
-from swarmllm.swarm.host import Host, run_libp2p
-from swarmllm.swarm.identity import load_or_create_identity
-from swarmllm.swarm.unsigned_pubsub import UnsignedGossipSub
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.libp2p.gossip import MODELS, Gossip, run_gossip
+from swarmllm.swarm.libp2p.host import Host, run_libp2p
+from swarmllm.swarm.libp2p.unsigned_pubsub import UnsignedGossipSub
+from swarmllm.swarm.membership.connection_gater import ConnectionGater
+from swarmllm.swarm.membership.identity import load_or_create_identity
 
 from .conftest import DEADLINE_S
 
@@ -56,7 +56,7 @@ async def listener(folder: Path) -> AsyncIterator[Listener]:
     await trio.Path(folder).mkdir()
     identity = load_or_create_identity(folder)
     made: list[Listener] = []
-    host = Host(identity, Doorkeeper())
+    host = Host(identity, ConnectionGater())
     gossip = Gossip(
         "",
         validate=lambda _topic, content: content.startswith(b"valid"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import trio
 import trio.testing
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from swarmllm.workerpool import channel as channel_module
 from swarmllm.workerpool.channel import Channel, ChannelClosed

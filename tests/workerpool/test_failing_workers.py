@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from pool_parts import BROKEN_MODEL, CALL_TIMEOUT_S, MODEL, ROWS, fake_pool, forward, pids, process_exists
 
 from swarmllm.errors import BadModel, ContextFull, Overloaded, WorkerDied, WorkerError

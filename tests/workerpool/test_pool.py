@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from pool_parts import (
     CALL_TIMEOUT_S,
     MODEL,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from pool_parts import FAKE_WORKER
 
 from swarmllm.errors import WorkerDied

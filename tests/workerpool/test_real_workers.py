@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 from pool_parts import pids, process_exists
 
 import swarmllm.guide

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from patience import PATIENCE_S
+from deadlines import PATIENCE_S
 
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_worker_message, encode_ipc

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from swarmllm_workers.libllama import Context
+from swarmllm_workers.engine.libllama import Context
 
 
 def step_logits(context: Context, tokens: np.ndarray, start: int, n_rows: int) -> np.ndarray:

@@ -19,9 +19,9 @@ import pytest
 
 from swarmllm_proto import ipc
 from swarmllm_proto.tensors import encode_tensor
-from swarmllm_workers import runner
-from swarmllm_workers.handlers import STARVED_MS, Handlers
-from swarmllm_workers.segment import Segment, Span
+from swarmllm_workers.engine.segment import Segment, Span
+from swarmllm_workers.schedule import runner
+from swarmllm_workers.server.handlers import STARVED_MS, Handlers
 
 from .client import GREEDY
 from .conftest import MakeModel

@@ -2,7 +2,7 @@
 
 Files of several families are damaged with a fixed seed: cut short, bits flipped in the header, numbers of
 the metadata replaced by absurd ones. What libllama would die of is found out in a child process
-(`swarmllm_workers.probe`), so these run in the test's own process: an abort would end it.
+(`swarmllm_workers.engine.probe`), so these run in the test's own process: an abort would end it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from swarmllm_proto import ipc
-from swarmllm_workers import probe
-from swarmllm_workers.engine import Engine
+from swarmllm_workers.engine import probe
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.gguf_file import ARRAY, STRING, GgufFile
+from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
-from swarmllm_workers.segment import EngineSettings, Span
 
 from .blueprint import write
 from .client import Worker

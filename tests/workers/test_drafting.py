@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmllm_workers.drafting import NgramLookup
-from swarmllm_workers.layer_skipping import plan
-from swarmllm_workers.pay import Pay
+from swarmllm_workers.speculation.cost_gate import CostGate
+from swarmllm_workers.speculation.drafting import NgramLookup
+from swarmllm_workers.speculation.layer_skipping import plan
 
 
 def lookup(tokens: list[int], size_max: int = 4, n_max: int = 6) -> tuple[tuple[int, ...], str] | None:
@@ -81,7 +81,7 @@ def test_layers_are_covered_once_and_the_first_and_last_are_kept(
         assert abs(n_skipped - ratio * n) <= 3
 
 
-def run(pay: Pay, rate: float, row_cost: float, n_steps: int = 400) -> float:
+def run(pay: CostGate, rate: float, row_cost: float, n_steps: int = 400) -> float:
     """Tokens per second of a request whose guesses are right at `rate`, in units of a plain step's."""
     rng = random.Random(1)
     tokens, seconds = 0, 0.0
@@ -98,12 +98,12 @@ def run(pay: Pay, rate: float, row_cost: float, n_steps: int = 400) -> float:
 
 
 def test_pays_where_rows_are_cheap_and_guesses_right() -> None:
-    assert run(Pay(), rate=0.9, row_cost=0.1) > 2.5
+    assert run(CostGate(), rate=0.9, row_cost=0.1) > 2.5
 
 
 @pytest.mark.parametrize(("rate", "row_cost"), [(0.05, 0.3), (0.95, 1.1), (0.3, 0.6)])
 def test_gives_up_where_it_does_not_pay(rate: float, row_cost: float) -> None:
-    assert run(Pay(), rate, row_cost) > 0.95
+    assert run(CostGate(), rate, row_cost) > 0.95
 
 
 @given(st.floats(0, 1), st.floats(0.02, 3), st.integers(0, 5), st.sampled_from(["ngram-2", "model", "swift"]))
@@ -112,7 +112,7 @@ def test_whatever_the_text_trying_costs_a_hundredth_at_most(
     rate: float, row_cost: float, seed: int, kind: str
 ) -> None:
     """And two steps, once per model. Text that changes its nature is the worst case."""
-    rng, pay, n_steps = random.Random(seed), Pay(), 1500
+    rng, pay, n_steps = random.Random(seed), CostGate(), 1500
     tokens, seconds = 0, 0.0
     for step in range(n_steps):
         n = pay.n_worth(kind, 6, 100)
@@ -126,7 +126,7 @@ def test_whatever_the_text_trying_costs_a_hundredth_at_most(
 
 
 def test_a_start_that_takes_long_is_made_where_enough_is_left_to_gain() -> None:
-    pay = Pay()
+    pay = CostGate()
     run(pay, rate=0.9, row_cost=0.1)
     later = pay.successor()
     later.spare_steps = 0.0
@@ -135,7 +135,7 @@ def test_a_start_that_takes_long_is_made_where_enough_is_left_to_gain() -> None:
 
 
 def test_a_step_that_was_held_up_says_little() -> None:
-    pay = Pay()
+    pay = CostGate()
     run(pay, rate=0.9, row_cost=0.1)
     assert pay.n_worth("kind", 6) == 6
     pay.judged("kind", 6, 6, 1000.0)
@@ -146,7 +146,7 @@ def test_a_step_that_was_held_up_says_little() -> None:
 
 def test_a_number_of_guesses_that_was_slow_once_is_tried_again() -> None:
     """More of them were quicker since."""
-    pay = Pay()
+    pay = CostGate()
     pay.measured("kind", 1.0, 6, 2.0)
     for _ in range(9):
         pay.judged("kind", 3, 3, 50.0)
@@ -156,22 +156,22 @@ def test_a_number_of_guesses_that_was_slow_once_is_tried_again() -> None:
 
 
 def test_comes_back_when_the_text_changes() -> None:
-    pay = Pay()
+    pay = CostGate()
     run(pay, rate=0.0, row_cost=0.2)
     assert run(pay, rate=0.95, row_cost=0.2, n_steps=2000) > 1.8
 
 
 def test_first_step_is_without_guesses() -> None:
-    assert Pay().n_worth("kind", 6) == 0
+    assert CostGate().n_worth("kind", 6) == 0
 
 
 def test_what_steps_take_is_handed_on_and_how_often_guesses_are_right_is_not() -> None:
     """On a machine where guesses never pay, a later request wastes next to nothing on finding out."""
-    pay = Pay()
+    pay = CostGate()
     run(pay, rate=0.9, row_cost=0.9, n_steps=300)
     later = pay.successor()
     assert run(later, rate=0.9, row_cost=0.9, n_steps=100) > 0.94
-    assert run(Pay(), rate=0.0, row_cost=0.2) > 0.9
-    paying = Pay()
+    assert run(CostGate(), rate=0.0, row_cost=0.2) > 0.9
+    paying = CostGate()
     run(paying, rate=0.0, row_cost=0.1)
     assert run(paying.successor(), rate=0.95, row_cost=0.1, n_steps=100) > 3

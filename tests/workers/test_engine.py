@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm_workers.engine import Engine
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.memory import predict
+from swarmllm_workers.engine.ranges import merge, subtract
+from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.memory import predict
-from swarmllm_workers.ranges import merge, subtract
-from swarmllm_workers.segment import EngineSettings, Span
-from swarmllm_workers.slots import Slots
+from swarmllm_workers.schedule.slots import Slots
 
 from .blueprint import write
 from .conftest import MakeModel

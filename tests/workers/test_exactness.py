@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from swarmllm_proto.architectures import ARCHITECTURES
-from swarmllm_workers.engine import Engine
-from swarmllm_workers.segment import EngineSettings, Span
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.segment import EngineSettings, Span
 
 from .conftest import MakeModel
 from .factory import SPECS

@@ -12,9 +12,9 @@ import pytest
 
 from swarmllm.models.hashing import build_manifest
 from swarmllm_proto.architectures import ARCHITECTURES
-from swarmllm_workers.engine import Engine
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.segment import EngineSettings, Span
 
 from .blueprint import write
 from .families import FAMILIES

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from swarmllm_proto.ipc import Sampling
-from swarmllm_workers.decoding import Decoding
+from swarmllm_workers.decode.decoding import Decoding
+from swarmllm_workers.decode.sampling import Sampler
+from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.sampling import Sampler
-from swarmllm_workers.vocabulary import Vocabulary
 
 from .factory import N_VOCAB
 

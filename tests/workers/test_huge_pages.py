@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmllm_workers.huge_pages import GAP_MAX, HUGE_PAGE, PageWriter, read_in
+from swarmllm_workers.engine.huge_pages import GAP_MAX, HUGE_PAGE, PageWriter, read_in
 
 RUNS = st.lists(
     st.tuples(

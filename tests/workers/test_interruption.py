@@ -16,12 +16,13 @@ from swarmllm_proto.codec import decode_daemon_message, encode_ipc
 from swarmllm_proto.errors import FrameTooLarge
 from swarmllm_proto.frames import FrameDecoder
 from swarmllm_proto.tensors import encode_tensor
-from swarmllm_workers import foresight, libllama
-from swarmllm_workers.engine import Engine
+from swarmllm_workers.engine import libllama
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.errors import Interrupted
-from swarmllm_workers.foresight import Foresight
-from swarmllm_workers.handlers import Handlers
-from swarmllm_workers.segment import EngineSettings
+from swarmllm_workers.server import read_ahead as read_ahead
+from swarmllm_workers.server.handlers import Handlers
+from swarmllm_workers.server.read_ahead import ReadAhead
 
 from .blueprint import write
 from .client import Worker
@@ -67,7 +68,7 @@ class Stream:
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every batch of many rows counts as long, and every question is a look."""
     monkeypatch.setattr(libllama, "WATCHED_FROM_S", 0.0)
-    monkeypatch.setattr(foresight, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(read_ahead, "LOOK_EVERY_S", 0.0)
 
 
 def cancel(*request_ids: str) -> bytes:
@@ -129,9 +130,9 @@ class Room:
 
     def __init__(self, path: Path, folder: Path) -> None:
         self.stream = Stream()
-        self.foresight = Foresight(self.stream.receive, FrameDecoder())
+        self.read_ahead = ReadAhead(self.stream.receive, FrameDecoder())
         self.sent: list[object] = []
-        self.handlers = Handlers(self._on_message, lambda *_: None, lambda: None, self.foresight)
+        self.handlers = Handlers(self._on_message, lambda *_: None, lambda: None, self.read_ahead)
         self.handlers.handle(
             ipc.Open(id=1, path=str(path), cache_dir=str(folder), n_ctx=512, n_slots=2), memoryview(b"")
         )
@@ -148,7 +149,7 @@ class Room:
 
     def step(self) -> None:
         self.handlers.step()
-        for frame in self.foresight.take():
+        for frame in self.read_ahead.take():
             self.handlers.handle(decode_daemon_message(frame), frame.payload)
 
     def tokens(self, request_id: str) -> list[int]:
@@ -191,7 +192,7 @@ def test_a_batch_goes_on_as_long_as_anybody_waits_for_it(room: Room) -> None:
 
 def test_what_is_read_ahead_comes_out_whole_and_in_order() -> None:
     stream = Stream([])
-    ahead = Foresight(stream.receive, FrameDecoder())
+    ahead = ReadAhead(stream.receive, FrameDecoder())
     sent = cancel("a") + b"".join(encode_ipc(ipc.Embed(id=7), b"CancelRequest" * 9)) + cancel("b", "c")
     stream.arrived = [sent[:50], sent[50:200], sent[200:]]
     assert not ahead.is_unwanted()
@@ -207,14 +208,14 @@ def test_what_is_read_ahead_comes_out_whole_and_in_order() -> None:
 
 
 def test_nobody_waits_for_a_batch_when_the_daemon_has_gone() -> None:
-    ahead = Foresight(Stream(has_ended=True).receive, FrameDecoder())
+    ahead = ReadAhead(Stream(has_ended=True).receive, FrameDecoder())
     ahead.begin(["r"])
     assert ahead.is_unwanted()
 
 
 def test_a_broken_stream_is_left_to_the_loop() -> None:
     decoder = FrameDecoder(header_max=8)
-    ahead = Foresight(Stream([b"\xff" * 16]).receive, decoder)
+    ahead = ReadAhead(Stream([b"\xff" * 16]).receive, decoder)
     ahead.begin(["r"])
     assert not ahead.is_unwanted()
     with pytest.raises(FrameTooLarge):
@@ -223,12 +224,12 @@ def test_a_broken_stream_is_left_to_the_loop() -> None:
 
 def test_no_more_is_read_ahead_than_the_loop_would_read() -> None:
     stream = Stream([cancel(str(i)) for i in range(100)])
-    ahead = Foresight(stream.receive, FrameDecoder())
+    ahead = ReadAhead(stream.receive, FrameDecoder())
     ahead.begin(["r"])
     for _ in range(3):
         assert not ahead.is_unwanted()
-    assert stream.n_read == foresight.READS_MAX
-    assert len(list(ahead.take())) == foresight.READS_MAX
+    assert stream.n_read == read_ahead.READS_MAX
+    assert len(list(ahead.take())) == read_ahead.READS_MAX
     assert not ahead.is_unwanted()
     assert stream.n_read == 100
 

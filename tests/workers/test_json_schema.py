@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmllm_workers.grammar import Grammar
-from swarmllm_workers.json_schema import Unsupported, gbnf
-from swarmllm_workers.vocabulary import Vocabulary
+from swarmllm_workers.decode.grammar import Grammar
+from swarmllm_workers.decode.json_schema import Unsupported, gbnf
+from swarmllm_workers.decode.vocabulary import Vocabulary
 
 from .factory import N_VOCAB
 

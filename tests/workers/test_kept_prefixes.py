@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm_proto.blocks import BLOCK_TOKENS, root_hash
-from swarmllm_workers.prefixes import Kept, Name, Prefixes, PrefixSettings, token_name
+from swarmllm_workers.cache.prefixes import Kept, Name, Prefixes, PrefixSettings, token_name
 
 B = BLOCK_TOKENS
 TOKENS = np.random.default_rng(1).integers(0, 250, 6 * B).astype(np.int32)

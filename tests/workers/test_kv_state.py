@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm_proto import ipc
-from swarmllm_workers.kv_state import BadState, read_state
+from swarmllm_workers.engine.kv_state import BadState, read_state
 
 from .blueprint import write
 from .client import GREEDY

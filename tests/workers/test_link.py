@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from swarmllm_proto.frames import encode_frame
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.link import LINK_PAYLOAD_MAX, UNSENT_MAX, LinkClosed, ReceivingLink, SendingLink
+from swarmllm_workers.ring.link import LINK_PAYLOAD_MAX, UNSENT_MAX, LinkClosed, ReceivingLink, SendingLink
 
 KEY = bytes(range(32))
 SECRET = KEY + (7).to_bytes(8, "little")

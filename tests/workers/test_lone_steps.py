@@ -16,11 +16,11 @@ from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_job, encode_job_frame
 from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
 from swarmllm_proto.tensors import tensor_bytes
-from swarmllm_workers import lone_steps
-from swarmllm_workers.handlers import Handlers
-from swarmllm_workers.interposing import find_library
-from swarmllm_workers.link import ReceivingLink, SendingLink
-from swarmllm_workers.ring import TURNED_INTERVAL_S
+from swarmllm_workers.engine.interposing import find_library
+from swarmllm_workers.ring.link import ReceivingLink, SendingLink
+from swarmllm_workers.ring.seats import TURNED_INTERVAL_S
+from swarmllm_workers.schedule import lone_steps
+from swarmllm_workers.server.handlers import Handlers
 
 SECRET = bytes(range(32)) + bytes(8)
 N_EMBD = 256

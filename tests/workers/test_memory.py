@@ -10,9 +10,9 @@ import pytest
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
-from swarmllm_workers.engine import Engine
-from swarmllm_workers.memory import Memory, available_bytes, predict
-from swarmllm_workers.segment import EngineSettings
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.memory import Memory, available_bytes, predict
+from swarmllm_workers.engine.segment import EngineSettings
 
 from .conftest import MakeModel
 from .test_batching import OpenRoom, open_room  # noqa: F401

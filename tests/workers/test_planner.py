@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm_workers.planner import BESIDE, OWED, READING, Batch, Demand, Fit, Planner, Share
+from swarmllm_workers.schedule.planner import BESIDE, OWED, READING, Batch, Demand, Fit, Planner, Share
 
 CAPACITY, CHUNK = 32, 8
 

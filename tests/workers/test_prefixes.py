@@ -14,9 +14,9 @@ import pytest
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.tensors import decode_tensor
-from swarmllm_workers.handlers import SLEEP_MAX_MS
-from swarmllm_workers.prefixes import Name, token_name
-from swarmllm_workers.segment import Span
+from swarmllm_workers.cache.prefixes import Name, token_name
+from swarmllm_workers.engine.segment import Span
+from swarmllm_workers.server.handlers import SLEEP_MAX_MS
 
 from .blueprint import write
 from .client import GREEDY

@@ -10,9 +10,9 @@ import pytest
 from swarmllm_proto import ipc
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.tensors import encode_tensor
-from swarmllm_workers.decoding import Decoding
+from swarmllm_workers.decode.decoding import Decoding
+from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.vocabulary import Vocabulary
 
 from .client import Generated, Worker
 from .conftest import MakeModel, StartWorker

@@ -16,8 +16,8 @@ from swarmllm_proto.codec import decode_job, encode_job
 from swarmllm_proto.frames import FrameDecoder, encode_frame
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import encode_tensor
-from swarmllm_workers.link import SendingLink
-from swarmllm_workers.ring import Ring
+from swarmllm_workers.ring.link import SendingLink
+from swarmllm_workers.ring.seats import Ring
 
 from .client import Worker
 from .conftest import StartWorker

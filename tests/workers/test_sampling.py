@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from swarmllm_proto.ipc import Sampling
+from swarmllm_workers.decode.sampling import Sampler
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.sampling import Sampler
 
 N_VOCAB = 50
 LOGITS = np.random.default_rng(5).standard_normal(N_VOCAB).astype(np.float32) * 2

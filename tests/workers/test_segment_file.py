@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmllm_proto.architectures import ARCHITECTURES
+from swarmllm_workers.engine.gguf_file import GgufFile
+from swarmllm_workers.engine.segment_cache import YOUNG_S, SegmentCache
+from swarmllm_workers.engine.segment_file import DUMMY_VOCABULARY, cut
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.gguf_file import GgufFile
-from swarmllm_workers.segment_cache import YOUNG_S, SegmentCache
-from swarmllm_workers.segment_file import DUMMY_VOCABULARY, cut
 
 from .conftest import MakeModel
 from .factory import N_VOCAB, SPECS, Spec, build

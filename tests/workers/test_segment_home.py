@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from swarmllm.models import CatalogueEntry, build_manifest
 from swarmllm.models.hashing import FileState
-from swarmllm.models.places import Places
+from swarmllm.models.tensor_locations import Places
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.segment_names import FOLDER
-from swarmllm_workers import segment_file, segment_home
-from swarmllm_workers.engine import Engine
+from swarmllm_workers.engine import segment_file, segment_home
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.gguf_file import GgufFile
+from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.segment_home import SegmentHome
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.gguf_file import GgufFile
-from swarmllm_workers.segment import EngineSettings, Span
-from swarmllm_workers.segment_home import SegmentHome
 
 from .conftest import MakeModel
 from .factory import Spec, build

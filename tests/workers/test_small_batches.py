@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from swarmllm_workers import small_batches
-from swarmllm_workers.libllama import Context, ContextSettings, Model
+from swarmllm_workers.engine import small_batches
+from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 
 from .conftest import MakeModel
 from .factory import QUANTISATIONS, SLOW_TO_ENCODE, Spec

@@ -13,9 +13,9 @@ import pytest
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
-from swarmllm_workers import small_batches
-from swarmllm_workers.pay import Pay
-from swarmllm_workers.speculation import Speculation
+from swarmllm_workers.engine import small_batches
+from swarmllm_workers.speculation.cost_gate import CostGate
+from swarmllm_workers.speculation.speculation import Speculation
 
 from .blueprint import write
 from .conftest import MakeModel
@@ -41,7 +41,7 @@ needs_small_batches = pytest.mark.skipif(
 )
 
 
-class EagerPay(Pay):
+class EagerPay(CostGate):
     """Guesses whenever it may: tests do not depend on how fast the machine is."""
 
     def n_worth(self, kind: str, n_max: int, n_left: int = 1, start_s: float = 0.0) -> int:
@@ -51,7 +51,7 @@ class EagerPay(Pay):
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmllm_workers.speculation.Pay", EagerPay)
-    monkeypatch.setattr("swarmllm_workers.swift_trial.GAIN_MIN", 0.0)
+    monkeypatch.setattr("swarmllm_workers.speculation.swift_trial.GAIN_MIN", 0.0)
 
 
 def guide_prompt(room: Room, question: str) -> np.ndarray:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
+from swarmllm_workers.engine.tap import Rescaling, Tap, find_library
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.libllama import Context, ContextSettings, Model
-from swarmllm_workers.tap import Rescaling, Tap, find_library
 
 from .conftest import MakeModel
 

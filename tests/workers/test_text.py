@@ -13,14 +13,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swarmllm_proto.ipc import Sampling
-from swarmllm_workers import template as template_module
-from swarmllm_workers.decoding import Decoding
+from swarmllm_workers.decode import template as template_module
+from swarmllm_workers.decode.decoding import Decoding
+from swarmllm_workers.decode.template import ChatTemplate
+from swarmllm_workers.decode.text_stream import TextStream
+from swarmllm_workers.decode.vocabulary import Vocabulary
+from swarmllm_workers.engine.gguf_file import GgufFile
+from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.gguf_file import GgufFile
-from swarmllm_workers.libllama import Model
-from swarmllm_workers.template import ChatTemplate
-from swarmllm_workers.text_stream import TextStream
-from swarmllm_workers.vocabulary import Vocabulary
 
 from .conftest import MakeModel
 from .factory import N_VOCAB, special

@@ -78,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault(
         "GGML_NO_BACKTRACE", "1"
     )  # an abort would start a debugger and outlive its cause by seconds
-    from swarmllm_workers.server import Server  # after the environment is set: this loads libllama and OpenMP
+    from swarmllm_workers.server.loop import (
+        Server,  # after the environment is set: this loads libllama and OpenMP
+    )
 
     gc.freeze()  # what the imports made stays; collections need not look at it again between two tokens
     with connection:

@@ -1,6 +1,6 @@
 """Values that the model must copy: names, cities, numbers. Held-out values never occur in training.
 
-Real names alone would be learned by heart, so most training values are invented from syllables; numbers and layer
+Real names alone would be learned by keepalive, so most training values are invented from syllables; numbers and layer
 ranges are split by a residue.
 """
 

@@ -1,7 +1,7 @@
 """Conversations in which the model may call functions.
 
 Function and parameter names vary, so that the model learns to copy them from the definitions in the
-system turn instead of knowing them by heart. Arguments are copied from the question, in the order of
+system turn instead of knowing them by keepalive. Arguments are copied from the question, in the order of
 their sorted names.
 """
 

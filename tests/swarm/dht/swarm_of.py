@@ -6,8 +6,8 @@ import random
 
 from libp2p.peer.id import ID
 
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.dht.messages import Contact
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.dht.messages import Contact
 
 HERE = (Address("192.0.2.1", 8810),)
 

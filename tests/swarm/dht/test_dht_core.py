@@ -6,19 +6,19 @@ import random
 
 import pytest
 
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.dht.core import DhtCore
-from swarmllm.swarm.dht.keys import name_key, node_key, node_place, place
-from swarmllm.swarm.dht.lookup import ASKED_MAX, N_CLOSEST, PARALLEL, Lookup
-from swarmllm.swarm.dht.messages import Contact, Kind, Message
-from swarmllm.swarm.dht.providers import (
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.dht.core import DhtCore
+from swarmllm.swarm.discovery.dht.keys import name_key, node_key, node_place, place
+from swarmllm.swarm.discovery.dht.lookup import ASKED_MAX, N_CLOSEST, PARALLEL, Lookup
+from swarmllm.swarm.discovery.dht.messages import Contact, Kind, Message
+from swarmllm.swarm.discovery.dht.providers import (
     EXPIRY_S,
     KEYS_MAX,
     KEYS_PER_NODE,
     PROVIDERS_PER_KEY,
     ProviderBook,
 )
-from swarmllm.swarm.dht.table import BUCKET_SIZE, CONTACTS_MAX, STALE_S, RoutingTable
+from swarmllm.swarm.discovery.dht.table import BUCKET_SIZE, CONTACTS_MAX, STALE_S, RoutingTable
 from swarmllm_proto.errors import BadMessage
 
 from .swarm_of import HERE, contacts

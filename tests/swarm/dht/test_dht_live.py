@@ -20,17 +20,17 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.dht import asking, serving
-from swarmllm.swarm.dht.dht import PROTOCOL, Dht, protocol_name
-from swarmllm.swarm.dht.keys import name_key, node_key
-from swarmllm.swarm.dht.messages import MESSAGE_MAX_BYTES, Contact, Kind, Message, encode
-from swarmllm.swarm.dialler import PEERS_MAX
-from swarmllm.swarm.doorkeeper import Doorkeeper
-from swarmllm.swarm.host import Host, run_libp2p
-from swarmllm.swarm.identity import load_or_create_identity
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.dht import asking, serving
+from swarmllm.swarm.discovery.dht.dht import PROTOCOL, Dht, protocol_name
+from swarmllm.swarm.discovery.dht.keys import name_key, node_key
+from swarmllm.swarm.discovery.dht.messages import MESSAGE_MAX_BYTES, Contact, Kind, Message, encode
+from swarmllm.swarm.discovery.dialler import PEERS_MAX
+from swarmllm.swarm.libp2p.host import Host, run_libp2p
+from swarmllm.swarm.libp2p.stream_framing import framed
+from swarmllm.swarm.membership.connection_gater import ConnectionGater
+from swarmllm.swarm.membership.identity import load_or_create_identity
 from swarmllm.swarm.router import DhtMode
-from swarmllm.swarm.stream_framing import framed
 
 from ..conftest import DEADLINE_S
 from .swarm_of import contacts
@@ -55,7 +55,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         async def run(
             name: str, mode: DhtMode, peers_max: int, *, task_status: TaskStatus[tuple[Host, Dht]]
         ) -> None:
-            host = Host(load_or_create_identity(_folder(tmp_path / name)), Doorkeeper())
+            host = Host(load_or_create_identity(_folder(tmp_path / name)), ConnectionGater())
 
             def whereabouts(node_id: str) -> tuple[Address, ...]:
                 return (Address("127.0.0.1", ports[node_id]),) if node_id in ports else ()

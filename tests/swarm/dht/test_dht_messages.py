@@ -12,9 +12,9 @@ from libp2p.kad_dht.pb import kademlia_pb2
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.dht.keys import KEY_MAX_BYTES, keys_of, model_key, name_key
-from swarmllm.swarm.dht.messages import (
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.dht.keys import KEY_MAX_BYTES, keys_of, model_key, name_key
+from swarmllm.swarm.discovery.dht.messages import (
     CONTACTS_MAX,
     MESSAGE_MAX_BYTES,
     Contact,

@@ -13,12 +13,12 @@ from gguf_parts import LLAMA, gguf_bytes
 from swarmllm.errors import ModelNotFound
 from swarmllm.models import Catalogue, Store
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
-from swarmllm.swarm.network_key import NetworkFile, new_secret, private_network
-from swarmllm.swarm.registry import Registry
-from swarmllm.swarm.registry_feed import follow_router
+from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.records.registry_feed import follow_router
 from swarmllm.swarm.router import DhtMode
 from swarmllm.swarm.settings import SwarmSettings
-from swarmllm.travel import Travel, TravelSettings
+from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm_proto.codec import decode_request, encode_record, encode_response
 from swarmllm_proto.swarm import FetchPiece, NodeRecord
 
@@ -36,14 +36,14 @@ class Node:
         self.registry = Registry(router.node_id)
         self.folder = folder
         self.store = Store(Catalogue(folder / "catalogue.sqlite"), folder / "models")
-        self.travel = Travel(
+        self.travel = ModelTransfer(
             router,
             self.registry,
             self.store,
-            TravelSettings(),
+            TransferSettings(),
             in_use=list,
             on_change=lambda: None,
-            seeker=router.outreach,
+            seeker=router.wide_area,
         )
         router.serve(self.answer, _no_messages)
 
@@ -93,12 +93,12 @@ async def test_it_is_found_fetched_and_its_holder_connected(tmp_path: Path, is_p
         model_id = await holder.has("rare")
         await holder.has("another")
         with trio.fail_after(DEADLINE_S):
-            while len(middle.router.outreach.dht.core.providers) < 4:  # noqa: ASYNC110 (no event tells)
+            while len(middle.router.wide_area.dht.core.providers) < 4:  # noqa: ASYNC110 (no event tells)
                 await trio.sleep(0.05)
         async with node(tmp_path, "seeker", middle.router.addresses[0], secret=secret) as seeker:
             await until(seeker.router, lambda: middle.router.node_id in seeker.router.connected())
             with trio.fail_after(DEADLINE_S):
-                while not len(seeker.router.outreach.dht.core.table):  # noqa: ASYNC110 (no event tells)
+                while not len(seeker.router.wide_area.dht.core.table):  # noqa: ASYNC110 (no event tells)
                     await trio.sleep(0.05)
                 assert seeker.router.connected() == {middle.router.node_id}
                 with pytest.raises(ModelNotFound):

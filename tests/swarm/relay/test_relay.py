@@ -13,11 +13,9 @@ from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm import reachability
-from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
-from swarmllm.swarm.network_key import NetworkFile, new_secret, private_network
-from swarmllm.swarm.relay import book, relayed_connection, relaying, service
-from swarmllm.swarm.relay.messages import (
+from swarmllm.swarm.discovery import reachability
+from swarmllm.swarm.discovery.relay import book, relayed_connection, relaying, service
+from swarmllm.swarm.discovery.relay.messages import (
     HOP,
     MESSAGE_MAX_BYTES,
     STOP,
@@ -29,8 +27,10 @@ from swarmllm.swarm.relay.messages import (
     encode_hop,
     encode_stop,
 )
+from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
+from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
+from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
 from swarmllm.swarm.settings import SwarmSettings
-from swarmllm.swarm.stream_framing import framed, read_framed
 
 from ..conftest import DEADLINE_S, until
 from ..dht.swarm_of import contacts
@@ -110,7 +110,7 @@ async def test_hidden_nodes_talk_through_a_relay_on_both_planes(tmp_path: Path, 
             await arrived.wait()
         assert payloads == sent
         assert {peer.node_id: peer.data_plane for peer in b.peers()}[a.node_id] == "relay"
-        relay_service = relay.outreach.relay_service
+        relay_service = relay.wide_area.relay_service
         assert relay_service is not None
         # Two, where each dialled the other at the same moment.
         assert relay_service.book.n_circuits in (1, 2)
@@ -118,7 +118,7 @@ async def test_hidden_nodes_talk_through_a_relay_on_both_planes(tmp_path: Path, 
             # Both, though one reservation was enough to meet. It has no event.
             while relay_service.book.holders() != {a.node_id, b.node_id}:  # noqa: ASYNC110
                 await trio.sleep(0.05)
-        assert a.outreach.relaying.relays == (relay.node_id,)
+        assert a.wide_area.relaying.relays == (relay.node_id,)
         assert any("/p2p-circuit/p2p/" in text for text in a.addresses)
 
 
@@ -216,8 +216,8 @@ async def test_a_relay_refuses_what_it_should_and_outlives_garbage(
         assert (
             await _asked(other, relay, Hop("connect", str(one.get_id())))
         ).status is Status.CONNECTION_FAILED
-        assert relay.outreach.relay_service is not None
-        assert relay.outreach.relay_service.book.n_circuits == 0
+        assert relay.wide_area.relay_service is not None
+        assert relay.wide_area.relay_service.book.n_circuits == 0
 
 
 async def test_a_relay_that_was_not_asked_brings_nobody(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ async def test_a_relays_other_end_must_be_who_was_announced(
     monkeypatch.setattr(relaying, "LOOK_EVERY_S", 3600.0)
     async with node(tmp_path, "victim", hidden=False, secret=None) as victim, stranger(victim) as host:
         relay_id = str(host.get_id())
-        victim.outreach.relaying.circuits.reserved_until_s[relay_id] = trio.current_time() + 60
+        victim.wide_area.relaying.circuits.reserved_until_s[relay_id] = trio.current_time() + 60
         stream = await _opened(host, victim, STOP)
         await stream.write(framed(encode_stop(Stop("connect", contacts(1)[0].node_id))))
         with trio.fail_after(DEADLINE_S):

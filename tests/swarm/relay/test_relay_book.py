@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.swarm.addresses import Address, CircuitAddress
-from swarmllm.swarm.relay.book import (
+from swarmllm.swarm.discovery.addresses import Address, CircuitAddress
+from swarmllm.swarm.discovery.relay.book import (
     CIRCUITS_MAX,
     CIRCUITS_PER_NODE,
     RESERVATIONS_MAX,
     RESERVED_S,
     RelayBook,
 )
-from swarmllm.swarm.relay.messages import (
+from swarmllm.swarm.discovery.relay.messages import (
     MESSAGE_MAX_BYTES,
     Hop,
     Punch,

@@ -8,8 +8,8 @@ import pytest
 import trio
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.addresses import Address
-from swarmllm.swarm.relay.relaying import ASK_AGAIN_S, LOOK_EVERY_S, RELAYS, Relaying
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.relay.relaying import ASK_AGAIN_S, LOOK_EVERY_S, RELAYS, Relaying
 
 from ..dht.swarm_of import contacts
 

@@ -1,0 +1,1 @@
+"""/api/admin and the dashboard: what operators read and change."""

@@ -1,0 +1,146 @@
+"""GET /api/events: everything a dashboard shows, as one stream of server-sent events.
+
+The state of the node is cut into sections (`node`, `peers`, `models`, `requests`,
+`downloads`, `work`). A reader gets each
+of them once, whole, and again when it has changed. Whole sections instead of differences, because then a
+reader that is slow simply misses what was in between: nothing is queued for anybody, what a reader costs is
+one reference per section, and one that stops reading is dropped by the socket (TCP_USER_TIMEOUT) like every
+other client that stalls.
+
+The sections are made at most once per INTERVAL_S however many look on, and not at all while nobody does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping
+from typing import cast
+
+import trio
+from quart import Blueprint, Response, current_app
+
+from swarmllm.api.admin.downloads import download_json
+from swarmllm.api.admin.node_json import (
+    Json,
+    model_json,
+    peer_json,
+    request_json,
+    stats_json,
+    work_json,
+    worker_json,
+)
+from swarmllm.api.admin.progress import Works
+from swarmllm.api.openai.chat_reply import encode
+from swarmllm.api.output.response import EVENT_STREAM
+from swarmllm.api.sliced_json import encoded
+from swarmllm.errors import Overloaded
+from swarmllm.memory_info import memory_bytes, resident_bytes
+from swarmllm.node import Node, PeerView
+
+INTERVAL_S = 0.5
+SIGN_OF_LIFE_S = 10.0
+MAX_READERS = 32
+PULSE = "swarmllm.pulse"
+
+events = Blueprint("events", __name__)
+
+
+@events.get("/api/events")
+async def stream() -> Response:
+    pulse = cast(Pulse, current_app.extensions[PULSE])
+    if pulse.n_readers >= MAX_READERS:
+        raise Overloaded(f"{pulse.n_readers} clients read /api/events already.")
+    response = Response(_events(pulse), content_type=EVENT_STREAM)
+    response.timeout = None
+    response.headers["Cache-Control"] = "no-cache"
+    response.headers["X-Accel-Buffering"] = "no"
+    return response
+
+
+async def _events(pulse: Pulse) -> AsyncIterator[bytes]:
+    seen: dict[str, bytes] = {}
+    last_s = trio.current_time()
+    pulse.n_readers += 1
+    try:
+        while True:
+            sections = await pulse.sections()
+            news = [
+                b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+                for name, data in sections.items()
+                if seen.get(name) != data
+            ]
+            seen = dict(sections)
+            now_s = trio.current_time()
+            if news or now_s - last_s >= SIGN_OF_LIFE_S:
+                last_s = now_s
+                yield b"".join(news) or b": alive\n\n"
+            await trio.sleep(INTERVAL_S)
+    finally:
+        pulse.n_readers -= 1
+
+
+class Pulse:
+    """The sections of one node, shared by all who read them."""
+
+    def __init__(self, node: Node, works: Works) -> None:
+        self.n_readers = 0
+        self._node = node
+        self._works = works
+        self._sections: Mapping[str, bytes] = {}
+        self._made_s = float("-inf")
+        self._making = trio.Lock()
+        self._n_tokens = 0
+
+    async def sections(self) -> Mapping[str, bytes]:
+        """Name -> JSON; what it was a moment ago at the oldest."""
+        async with self._making:
+            now_s = trio.current_time()
+            # Half the interval: readers come round a little early or late.
+            if now_s - self._made_s > INTERVAL_S / 2:
+                sections = await self._make(now_s)
+                self._sections = {name: encode(section) for name, section in sections.items()}
+                self._made_s = now_s
+            return self._sections
+
+    async def _make(self, now_s: float) -> dict[str, Json]:
+        node = self._node
+        models = await node.models.list()
+        stats = stats_json(node, models)
+        # Time goes on without news.
+        del stats["uptime_s"], stats["models"]
+        total_bytes, available_bytes = memory_bytes()
+        stats |= {
+            "started_at": round(node.started_at, 3),
+            "tokens_per_s": self._tokens_per_s(now_s),
+            "memory_total_bytes": total_bytes,
+            "memory_available_bytes": available_bytes,
+            "resident_bytes": resident_bytes(os.getpid()),
+            "workers": [
+                worker_json(worker) | {"resident_bytes": resident_bytes(worker.pid) if worker.pid else 0}
+                for worker in node.worker_statistics()
+            ],
+        }
+        return {
+            "node": stats,
+            "peers": {"peers": await encoded(node.peers(), _peer_json)},
+            "models": {"models": await encoded(models, model_json), "left_out": node.models.n_left_out()},
+            "requests": {
+                "live": [request_json(view) for view in node.requests.live()],
+                "recent": [request_json(view) for view in node.requests.recent()],
+            },
+            "downloads": {"downloads": [download_json(view) for view in node.downloads.list()]},
+            "work": {"running": [work_json(work) for work in self._works.running()]},
+        }
+
+    def _tokens_per_s(self, now_s: float) -> float | None:
+        """All answers together, since the last look; None where that was too long ago to mean now."""
+        n_tokens, since_s = self._node.requests.generated_tokens, now_s - self._made_s
+        n_new, self._n_tokens = n_tokens - self._n_tokens, n_tokens
+        return round(n_new / since_s, 1) if since_s < 4 * INTERVAL_S else None
+
+
+def _peer_json(view: PeerView) -> Json:
+    peer = peer_json(view)
+    # Time goes on without news.
+    del peer["connected_s"]
+    return peer

@@ -1,0 +1,233 @@
+"""What a node tells about itself, as JSON: the same facts for /api/admin and for /api/events."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import trio
+
+from swarmllm import __version__
+from swarmllm.api.admin.progress import Work
+from swarmllm.api.output.swarm_report import milliseconds, stage_json
+from swarmllm.downloads import WaitingView
+from swarmllm.models import LayerRange
+from swarmllm.node import ModelView, Node, PeerView, RequestView
+from swarmllm.swarm.router import Reachability
+from swarmllm.workerpool import WorkerStatistics
+from swarmllm_proto.swarm import FileAnnounce, NodeCapability
+
+Json = dict[str, object]
+HOLDERS_SHOWN = 64
+"""Of one model; and of other nodes that give its files."""
+RANGES_SHOWN = 64
+"""In one list of layer ranges that others announced."""
+PEER_MODELS_SHOWN = 16
+"""Of one peer, in a list of peers."""
+
+
+def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
+    counts, admission, readiness = node.counts, node.admission, node.readiness()
+    loaded = [
+        {"name": view.name, "model_id": view.model_id, "layers": range_texts(view.loaded)}
+        for view in models
+        if view.loaded
+    ]
+    return {
+        "node_id": node.node_id,
+        "nickname": node.nickname,
+        "version": __version__,
+        "pid": os.getpid(),
+        "uptime_s": round(time.time() - node.started_at, 3),
+        "tasks": trio.lowlevel.current_statistics().tasks_living,
+        "loop": {
+            "longest_step_s": round(node.watchdog.longest_s, 4),
+            "slow_steps": node.watchdog.n_slow,
+            "latest_slow_step": str(node.watchdog.latest) if node.watchdog.latest else None,
+        },
+        "ready": readiness.status == "ready",
+        "reason": readiness.reason,
+        "addresses": node.addresses,
+        "peers_connected": len(node.peers()),
+        "reachability": _reachability(node.reachability),
+        "dht": node.dht_statistics(),
+        "requests": {
+            "active": admission.n_active,
+            "queued": admission.n_queued,
+            "max": admission.max_running,
+            "completed": counts.completed,
+            "failed": counts.failed,
+            "cancelled": counts.cancelled,
+        },
+        "generated_tokens": node.requests.generated_tokens,
+        "models": loaded,
+        "pipelines": node.pipeline_statistics(),
+        "travel": node.travel_statistics(),
+        "placing": [
+            {
+                "name": placed.name,
+                "model_id": placed.model_id,
+                "target": range_texts(placed.target),
+                "state": placed.state,
+            }
+            for placed in node.placing.models
+        ],
+        "workers": [worker_json(worker) for worker in node.worker_statistics()],
+    }
+
+
+def _reachability(found: Reachability | None) -> Json | None:
+    if found is None:
+        return None
+    return {
+        "checked_at": found.checked_at,
+        "asked": found.asked,
+        "control": [{"address": address, "reached": reached} for address, reached in found.control],
+        "data": [{"address": address, "reached": reached} for address, reached in found.data],
+        "observed_ip": found.observed_ip,
+    }
+
+
+def model_json(view: ModelView) -> Json:
+    """Of holders, sources and missing ranges as many as people look at; how many there are is said beside
+    them."""
+    entry = view.entry
+    manifest = entry.manifest if entry else None
+    holders = [
+        {
+            "node_id": holder.node_id,
+            "nickname": holder.nickname,
+            "layers": range_texts(holder.layers),
+            "is_self": holder.is_self,
+        }
+        for holder in view.holders[:HOLDERS_SHOWN]
+    ]
+    return {
+        "name": view.name,
+        "model_id": view.model_id,
+        "path": str(entry.path) if entry else None,
+        "architecture": manifest.architecture if manifest else None,
+        "n_layers": view.n_layers,
+        "context_length": manifest.context_length if manifest else None,
+        "size_bytes": manifest.size_bytes if manifest else None,
+        "cut_alignment": manifest.cut_alignment if manifest else None,
+        "whole_reason": manifest.whole_reason if manifest else None,
+        "stored": entry.is_stored if entry else view.waiting is not None,
+        "pinned": entry.pinned if entry else False,
+        "files": _files(view.files) if view.files else None,
+        "sources": view.sources[:HOLDERS_SHOWN],
+        "n_sources": len(view.sources),
+        "loaded": range_texts(view.loaded),
+        "memory": dataclasses.asdict(view.memory),
+        "settings": dataclasses.asdict(view.settings) if view.settings else None,
+        "holders": holders,
+        "n_holders": len(view.holders),
+        "complete": view.complete,
+        "missing": range_texts(view.missing[:RANGES_SHOWN]),
+        "n_missing": len(view.missing),
+        "waiting": _waiting(view.waiting) if view.waiting else None,
+    }
+
+
+def _waiting(waiting: WaitingView) -> Json:
+    return {
+        "source": waiting.source,
+        "size_bytes": waiting.size_bytes,
+        "architecture": waiting.architecture,
+        "layers": range_texts(waiting.layers),
+        "waits_for": waiting.waits_for,
+        "contradictions": [{"tensor": tensor, "nodes": nodes} for tensor, nodes in waiting.contradictions],
+    }
+
+
+def _files(files: FileAnnounce) -> Json:
+    return {
+        "layers": _pairs(files.layers),
+        "embedding": files.embedding,
+        "head": files.head,
+    }
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> list[str]:
+    return [f"{start}:{end}" for start, end in pairs[:RANGES_SHOWN]]
+
+
+def peer_json(view: PeerView, n_shown: int = PEER_MODELS_SHOWN) -> Json:
+    """`n_shown`: of the models that it has ready, and of those that it has files of."""
+    info, record = view.info, view.record
+    announced = record.models if record else ()
+    capability = record.capability if record else NodeCapability()
+    return {
+        "node_id": info.node_id,
+        "nickname": record.nickname if record else "",
+        "software": record.software if record else "",
+        "addresses": info.addresses,
+        "rtt_ms": None if info.rtt_s is None else round(info.rtt_s * 1000, 3),
+        "data_plane": info.data_plane,
+        "bytes_sent": info.bytes_sent,
+        "bytes_received": info.bytes_received,
+        "bytes_per_s": None if info.bytes_per_s is None else round(info.bytes_per_s),
+        "damaged_jobs": view.n_damaged,
+        "announced_prefixes": view.n_prefixes,
+        "trust": round(view.trust, 4),
+        "connected_s": round(trio.current_time() - info.connected_since, 3),
+        "memory_total_bytes": capability.memory_total_bytes,
+        "memory_free_bytes": capability.memory_free_bytes,
+        "active_requests": capability.active_requests,
+        "max_requests": capability.max_requests,
+        "models": [
+            {
+                "name": model.name,
+                "model_id": model.model_id,
+                "layers": _pairs(model.ranges),
+            }
+            for model in announced[:n_shown]
+        ],
+        "n_models": len(announced),
+        "files": [
+            {"name": files.name, "model_id": files.model_id} | _files(files)
+            for files in (record.files[:n_shown] if record else ())
+        ],
+        "n_files": len(record.files) if record else 0,
+    }
+
+
+def worker_json(worker: WorkerStatistics) -> Json:
+    return dataclasses.asdict(worker) | {"loaded": range_texts(worker.loaded)}
+
+
+def range_texts(ranges: tuple[LayerRange, ...]) -> list[str]:
+    return [str(layers) for layers in ranges]
+
+
+def request_json(view: RequestView) -> Json:
+    return {
+        "id": view.id,
+        "model": view.model,
+        "state": view.state,
+        "started_at": round(view.started_at, 3),
+        "elapsed_ms": milliseconds(view.elapsed_s),
+        "queue_ms": milliseconds(view.queue_s),
+        "first_token_ms": None if view.first_token_s is None else milliseconds(view.first_token_s),
+        "prompt_tokens": view.n_prompt_tokens,
+        "cached_tokens": view.n_cached_tokens,
+        "generated_tokens": view.n_generated,
+        "tokens_per_s": None if view.tokens_per_s is None else round(view.tokens_per_s, 1),
+        "shape": view.shape,
+        "route": [stage_json(stage) for stage in view.route],
+        "error": view.error,
+    }
+
+
+def work_json(work: Work[Any]) -> Json:
+    done_bytes, total_bytes, phase = work.latest
+    return {
+        "kind": work.kind,
+        "model": work.subject,
+        "phase": phase,
+        "done_bytes": done_bytes,
+        "total_bytes": total_bytes,
+    }

@@ -1,0 +1,245 @@
+"""POST /v1/messages in Anthropic's words, for the tools that were made for their API.
+
+Messages are lists of blocks there, and a tool's result is a block of the user's message; chat templates
+want a message of its own for it, so one message may become several. `thinking` blocks of earlier turns are
+dropped, as Anthropic does. Caching marks change nothing in the answer and are accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+from quart import Blueprint, Response
+from werkzeug.exceptions import HTTPException
+
+from swarmllm.api.anthropic.reply import AnthropicReply, error_body
+from swarmllm.api.anthropic.thinking import OutputConfig, Thinking, effort_of, format_of, shows_thoughts
+from swarmllm.api.http.context import current_node
+from swarmllm.api.http.errors import as_swarmllm_error, failure_response, read_body
+from swarmllm.api.openai import schema
+from swarmllm.api.openai.chat_reply import encode
+from swarmllm.api.openai.chat_request import ChatCall, chat_call, no_eyes
+from swarmllm.api.openai.schema import Body, Json, MaxTokens, ModelName, Name, Share, StopText, Text
+from swarmllm.api.output.output_parser import prepare
+from swarmllm.api.output.response import answer
+from swarmllm.errors import InvalidRequest
+from swarmllm.pipeline.origin.prompt import Prompt
+
+
+class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """Clients echo what they got, with fields that only their version knows."""
+
+    text: Text
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """Echoed like text."""
+
+    id: Name
+    name: Name
+    input: Json
+
+
+class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
+    """Known so that it can be refused by name."""
+
+
+class DocumentBlock(msgspec.Struct, frozen=True, tag_field="type", tag="document"):
+    """Known so that it can be refused by name."""
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+    """Of an earlier turn; dropped."""
+
+
+class RedactedThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="redacted_thinking"):
+    """Of an earlier turn; dropped."""
+
+
+ResultBlock = TextBlock | ImageBlock | DocumentBlock
+
+
+class ToolResultBlock(Body, frozen=True, tag_field="type", tag="tool_result"):
+    tool_use_id: Name
+    content: Text | Annotated[list[ResultBlock], Meta(max_length=4096)] | None = None
+    is_error: bool | None = None
+    cache_control: Json | None = None
+
+
+Block = (
+    TextBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ImageBlock
+    | DocumentBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+)
+
+
+class MessageParam(Body, frozen=True):
+    role: Literal["user", "assistant"]
+    content: Text | Annotated[list[Block], Meta(max_length=4096)]
+
+
+class ToolParam(Body, frozen=True):
+    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+    input_schema: Json
+    description: Text | None = None
+    type: Literal["custom"] | None = None
+    cache_control: Json | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(Body, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CountRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/messages/count_tokens."""
+
+    model: ModelName
+    messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=4096)]
+    system: Text | Annotated[list[TextBlock], Meta(max_length=4096)] | None = None
+    tools: Annotated[list[ToolParam], Meta(max_length=128)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: MaxTokens
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
+    temperature: Share | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**20)] | None = None
+    # accepted and without effect on the answer
+    metadata: Json | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+anthropic = Blueprint("anthropic", __name__, url_prefix="/v1")
+
+
+@anthropic.post("/messages")
+async def messages() -> Response:
+    body = await read_body(MessagesRequest)
+    call = _call(
+        body,
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+    )
+    ask, (spoken,) = await prepare(call)
+    reply = AnthropicReply(body.model, spoken, shows_thoughts=shows_thoughts(body.thinking))
+    return await answer(ask, reply, stream=bool(body.stream))
+
+
+@anthropic.post("/messages/count_tokens")
+async def count_tokens() -> Response:
+    call = _call(await read_body(CountRequest))
+    prompt = Prompt(messages=call.messages, tools=call.tools, effort=call.effort)
+    n_tokens = await current_node().texts.count_tokens(call.model, prompt)
+    return Response(encode({"input_tokens": n_tokens}), content_type="application/json")
+
+
+@anthropic.errorhandler(HTTPException)
+async def framework_error(error: HTTPException) -> Response:
+    status = error.code or 500
+    return Response(error_body(error.name, status), status=status, content_type="application/json")
+
+
+@anthropic.errorhandler(Exception)
+async def any_error(error: Exception) -> Response:
+    failure = as_swarmllm_error(error)
+    if failure.field == "reasoning_effort":
+        failure.field = "thinking"
+    message = f"{failure.field}: {failure.message}" if failure.field else failure.message
+    return failure_response(failure, error_body(message, failure.http_status))
+
+
+def _call(body: CountRequest, max_tokens: int | None = None, **sampling: object) -> ChatCall:
+    """Raises InvalidRequest."""
+    choice = body.tool_choice
+    turns: list[schema.Message] = []
+    if body.system:
+        turns.append(schema.SystemMessage(content=_joined(body.system, "system")))
+    for i, message in enumerate(body.messages):
+        turns += _turns(message, f"messages[{i}]")
+    tools = [
+        schema.Tool(function=schema.FunctionTool(tool.name, tool.description, tool.input_schema))
+        for tool in body.tools or ()
+    ]
+    request = schema.ChatRequest(
+        model=body.model,
+        messages=turns,
+        tools=tools or None,
+        tool_choice=_tool_choice(choice) if choice is not None else None,
+        reasoning_effort=effort_of(body.thinking, body.output_config, max_tokens),
+        response_format=format_of(body.output_config),
+        max_tokens=max_tokens,
+        parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+        **sampling,  # type: ignore[arg-type]
+    )
+    return chat_call(request)
+
+
+def _tool_choice(choice: ToolChoice) -> schema.ToolChoice:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise InvalidRequest("Missing field `tool_choice.name`.", field="tool_choice.name")
+        return schema.NamedTool(function=schema.NamedFunction(choice.name))
+    return "required" if choice.type == "any" else choice.type
+
+
+def _turns(message: MessageParam, path: str) -> list[schema.Message]:
+    """What one message is to a chat template: results of tools first, as they came first."""
+    if isinstance(message.content, str):
+        of_role = schema.UserMessage if message.role == "user" else schema.AssistantMessage
+        return [of_role(content=message.content)]
+    texts: list[str] = []
+    calls: list[schema.ToolCall] = []
+    results: list[schema.Message] = []
+    for i, block in enumerate(message.content):
+        field = f"{path}.content[{i}]"
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ToolUseBlock() if message.role == "assistant":
+                function = schema.FunctionCall(block.name, encode(block.input).decode())
+                calls.append(schema.ToolCall(id=block.id, function=function))
+            case ToolResultBlock() if message.role == "user":
+                content = _joined(block.content or "", f"{field}.content")
+                results.append(schema.ToolMessage(content=content, tool_call_id=block.tool_use_id))
+            case ThinkingBlock() | RedactedThinkingBlock() if message.role == "assistant":
+                pass
+            case ImageBlock():
+                raise no_eyes(field)
+            case _:
+                raise InvalidRequest(f"not supported in a message of the {message.role}.", field=field)
+    text = "\n".join(texts)
+    if message.role == "assistant":
+        return [schema.AssistantMessage(content=text, tool_calls=calls or None)]
+    return [*results, *([schema.UserMessage(content=text)] if texts or not results else [])]
+
+
+def _joined(content: str | list[TextBlock] | list[ResultBlock], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for i, block in enumerate(content):
+        if isinstance(block, ImageBlock):
+            raise no_eyes(f"{path}[{i}]")
+        if not isinstance(block, TextBlock):
+            raise InvalidRequest("only text is supported here.", field=f"{path}[{i}]")
+        texts.append(block.text)
+    return "\n".join(texts)

@@ -1,0 +1,1 @@
+"""The HTTP server: connections, keys, cross-origin checks, errors, and the application."""

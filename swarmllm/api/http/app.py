@@ -1,0 +1,97 @@
+"""The application: blueprints, the checks before every request, the shape of every error."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from quart import Response, g, request
+from quart_trio import QuartTrio
+from werkzeug.exceptions import HTTPException
+
+from swarmllm.api.admin.downloads import downloads
+from swarmllm.api.admin.endpoints import admin
+from swarmllm.api.admin.events import PULSE, Pulse, events
+from swarmllm.api.admin.progress import Works
+from swarmllm.api.anthropic.messages import anthropic
+from swarmllm.api.dashboard import dashboard
+from swarmllm.api.http.auth import Authenticator
+from swarmllm.api.http.context import NODE, WORKS
+from swarmllm.api.http.cross_origin import Origins, check_admin_type, check_host, check_upgrade
+from swarmllm.api.http.errors import as_swarmllm_error, error_response, http_error_response, log_unexpected
+from swarmllm.api.http.health import health
+from swarmllm.api.http.openapi import openapi
+from swarmllm.api.http.request_tasks import RequestTasks
+from swarmllm.api.llamacpp import text_tools
+from swarmllm.api.ollama.embed import ollama
+from swarmllm.api.openai.chat import chat
+from swarmllm.api.openai.completions import completions
+from swarmllm.api.openai.embeddings import embeddings
+from swarmllm.api.openai.responses import RESPONSES, responses
+from swarmllm.api.openai.responses_store import ResponseStore
+from swarmllm.config import Config
+from swarmllm.keys import KeyRing
+from swarmllm.node import Node
+
+OPENAI = (chat, completions, embeddings, responses)
+DIALECTS = (ollama, anthropic, text_tools)
+BLUEPRINTS = (*OPENAI, *DIALECTS, admin, downloads, events, dashboard, health, openapi)
+
+
+class App(QuartTrio):
+    asgi_http_class = RequestTasks
+
+    def log_exception(self, exception_info: tuple[Any, ...]) -> None:
+        """What no error handler caught, in one line."""
+        log_unexpected(exception_info[1])
+
+
+def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
+    """`keys` None: nobody is asked for a key."""
+    app = App("swarmllm", static_folder=None)
+    # The server bounds and times bodies, before they come here.
+    app.config["MAX_CONTENT_LENGTH"] = app.config["BODY_TIMEOUT"] = None
+    app.extensions[NODE] = node
+    app.extensions[RESPONSES] = ResponseStore()
+    works = app.extensions[WORKS] = Works()
+    app.extensions[PULSE] = Pulse(node, works)
+    for blueprint in BLUEPRINTS:
+        app.register_blueprint(blueprint)
+    allowed_hosts = frozenset(name.lower() for name in config.api.allowed_hosts)
+
+    origins = Origins(config.api.allowed_origins)
+    gater = Authenticator(keys)
+
+    @app.before_request
+    async def check() -> Response | None:
+        g.request_id = f"req_{secrets.token_hex(12)}"
+        host = request.headers.get("Host", "")
+        preflight = origins.answer_preflight(request)
+        if preflight is not None:
+            return preflight
+        key = g.key = await gater.admit(request)
+        # A page on a re-pointed domain has no key, and a node reached from elsewhere has names unknown to it.
+        if key is None and not (keys and keys.is_required):
+            check_host(host, allowed_hosts)
+        origins.check(request.headers.get("Origin"), host, request.path)
+        origins.check_site(request)
+        check_admin_type(request.method, request.path, request.mimetype)
+        check_upgrade(request.headers.get("Upgrade", ""))
+        return None
+
+    @app.after_request
+    async def stamp(response: Response) -> Response:
+        response.headers["x-request-id"] = response.headers["request-id"] = g.get("request_id", "")
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        origins.stamp(request, response)
+        return response
+
+    @app.errorhandler(HTTPException)
+    async def framework_error(error: HTTPException) -> Response:
+        return http_error_response(error)
+
+    @app.errorhandler(Exception)
+    async def any_error(error: Exception) -> Response:
+        return error_response(as_swarmllm_error(error))
+
+    return app

@@ -1,0 +1,48 @@
+"""How handlers reach the node they serve."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from quart import current_app, g, has_request_context
+
+from swarmllm.api.admin.progress import Works
+from swarmllm.config import Config
+from swarmllm.errors import InvalidRequest
+from swarmllm.keys import ApiKey
+from swarmllm.node import Node
+from swarmllm.scheduling.tiers import LOCAL, Caller
+
+NODE = "swarmllm.node"
+WORKS = "swarmllm.works"
+
+
+def current_node() -> Node:
+    return cast(Node, current_app.extensions[NODE])
+
+
+def current_caller() -> Caller:
+    """On whose behalf the present request runs: what its key says."""
+    key = cast("ApiKey | None", g.get("key")) if has_request_context() else None
+    return Caller(key.id, key.tier, key.rate_limit) if key is not None else LOCAL
+
+
+def current_config() -> Config:
+    return current_node().config
+
+
+def current_works() -> Works:
+    return cast(Works, current_app.extensions[WORKS])
+
+
+async def model_or_only_one(name: str | None) -> str:
+    """For endpoints whose original serves one model and therefore takes no name: the one that can answer now.
+
+    Raises InvalidRequest where that is not clear.
+    """
+    if name is not None:
+        return name
+    names = [view.name for view in await current_node().models.own() if view.complete]
+    if len(names) != 1:
+        raise InvalidRequest(f"Which model? {len(names)} can answer here; send `model`.", field="model")
+    return names[0]

@@ -1,0 +1,194 @@
+"""GET /openapi.json: the endpoints as a document for programs.
+
+Bodies of requests are described by the very types that validate them, so the document cannot promise what a
+handler refuses. Answers are described by their content type and in docs/http.md, not by a schema: those of
+OpenAI, Anthropic and Ollama are specified by their makers, and clients bring them along.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+from quart import Blueprint, Response
+
+from swarmllm import __version__
+from swarmllm.api.anthropic.messages import CountRequest, MessagesRequest
+from swarmllm.api.llamacpp import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from swarmllm.api.ollama.embed import OllamaEmbed, OllamaEmbeddings
+from swarmllm.api.ollama.endpoints import OllamaChat, OllamaGenerate, OllamaShow
+from swarmllm.api.openai.chat_reply import encode
+from swarmllm.api.openai.completions import CompletionRequest
+from swarmllm.api.openai.embeddings import EmbeddingRequest
+from swarmllm.api.openai.responses_request import ResponsesRequest
+from swarmllm.api.openai.schema import (
+    AddModel,
+    ChatRequest,
+    Json,
+    LoadModel,
+    PinModel,
+    StartDownload,
+    UnloadModel,
+)
+
+JSON, EVENTS, LINES, TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
+PAGE, STYLE, SCRIPT, PICTURE = "text/html", "text/css", "text/javascript", "image/svg+xml"
+REFERENCE = "#/components/schemas/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    method: str
+    path: str
+    summary: str
+    body: type | None = None
+    answers: tuple[str, ...] = (JSON,)
+    """Content types of a 200."""
+    query: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    """More of the query: whole numbers."""
+    is_body_optional: bool = False
+    is_list: bool = False
+    """What a 200 answers in JSON is an array."""
+
+
+OPERATIONS = (
+    Operation("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, (JSON, EVENTS)),
+    Operation("post", "/v1/completions", "Continue a text", CompletionRequest, (JSON, EVENTS)),
+    Operation("post", "/v1/responses", "Answer a list of items", ResponsesRequest, (JSON, EVENTS)),
+    Operation("get", "/v1/responses/{response_id}", "An answer that is still kept"),
+    Operation("delete", "/v1/responses/{response_id}", "Forget it"),
+    Operation("post", "/v1/embeddings", "Turn texts into vectors", EmbeddingRequest),
+    Operation("get", "/v1/models", "The models this node has a file of"),
+    Operation("get", "/v1/models/{name}", "One of them"),
+    Operation("post", "/v1/messages", "Answer a conversation (Anthropic)", MessagesRequest, (JSON, EVENTS)),
+    Operation("post", "/v1/messages/count_tokens", "Count a prompt's tokens (Anthropic)", CountRequest),
+    Operation("post", "/api/chat", "Answer a conversation (Ollama)", OllamaChat, (LINES, JSON)),
+    Operation("post", "/api/generate", "Answer a prompt (Ollama)", OllamaGenerate, (LINES, JSON)),
+    Operation("post", "/api/embed", "Turn texts into vectors (Ollama)", OllamaEmbed),
+    Operation("post", "/api/embeddings", "The same, as it was before (Ollama)", OllamaEmbeddings),
+    Operation("get", "/api/tags", "The models this node has a file of (Ollama)"),
+    Operation("get", "/api/ps", "Those that can answer now (Ollama)"),
+    Operation("post", "/api/show", "Facts about a model (Ollama)", OllamaShow),
+    Operation("get", "/api/version", "The version of Ollama whose API this is"),
+    Operation("post", "/tokenize", "Text to token ids", TokenizeRequest),
+    Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest),
+    Operation("post", "/apply-template", "A conversation as the model reads it", TemplateRequest),
+    Operation("get", "/props", "What holds for every request", query=("model",)),
+    Operation("get", "/slots", "What its turns are taken by", is_list=True),
+    Operation("get", "/health", "The process lives"),
+    Operation("get", "/health/ready", "What was to be loaded is loaded; 503 before"),
+    Operation("get", "/metrics", "Numbers for Prometheus", answers=(TEXT,)),
+    Operation("get", "/openapi.json", "This document"),
+    Operation("get", "/", "The dashboard", answers=(PAGE,)),
+    Operation("get", "/dashboard/{file}", "A file of the dashboard", answers=(STYLE, SCRIPT, PICTURE)),
+    Operation("get", "/api/events", "What a dashboard shows, as it changes", answers=(EVENTS,)),
+    Operation("get", "/api/admin/stats", "What the node is doing"),
+    Operation("get", "/api/admin/peers", "The nodes it is connected to"),
+    Operation("get", "/api/admin/peers/{node}", "One node: the link to it, and how far it is trusted"),
+    Operation(
+        "get",
+        "/api/admin/plan",
+        "The route a request would take, and why",
+        query=("model",),
+        numbers=("prompt_tokens", "output_tokens"),
+    ),
+    Operation("get", "/api/admin/downloads", "Models that come from the web"),
+    Operation("post", "/api/admin/downloads", "Fetch a model from the web, or go on with it", StartDownload),
+    Operation("get", "/api/admin/downloads/{id}", "How far a download is"),
+    Operation("delete", "/api/admin/downloads/{id}", "Stop a download; what has arrived is kept"),
+    Operation("get", "/api/admin/config", "Its settings"),
+    Operation("get", "/api/admin/models", "Its models, and those of the swarm"),
+    Operation("post", "/api/admin/models", "Make a GGUF file known", AddModel, (LINES,)),
+    Operation("get", "/api/admin/models/{name}/status", "Who holds which layers"),
+    Operation(
+        "post",
+        "/api/admin/models/{name}/load",
+        "Make layers ready",
+        LoadModel,
+        (LINES,),
+        is_body_optional=True,
+    ),
+    Operation("post", "/api/admin/models/{name}/unload", "Drop layers", UnloadModel, is_body_optional=True),
+    Operation("post", "/api/admin/models/{name}/verify", "Check every byte that is here", answers=(LINES,)),
+    Operation(
+        "post", "/api/admin/models/{name}/pin", "Keep what was fetched", PinModel, is_body_optional=True
+    ),
+    Operation("delete", "/api/admin/models/{name}", "Forget a model, delete what was fetched of it"),
+)
+
+openapi = Blueprint("openapi", __name__)
+
+
+@openapi.get("/openapi.json")
+async def document() -> Response:
+    return Response(encode(openapi_document()), content_type=JSON)
+
+
+@cache
+def openapi_document() -> Json:
+    bodies = list(dict.fromkeys(operation.body for operation in OPERATIONS if operation.body))
+    references, schemas = msgspec.json.schema_components(
+        bodies, schema_hook=_anything, ref_template=REFERENCE
+    )
+    by_type = dict(zip(bodies, references, strict=True))
+    paths: dict[str, Json] = {}
+    for operation in OPERATIONS:
+        described = _operation(operation, by_type.get(operation.body) if operation.body else None)
+        paths.setdefault(operation.path, {})[operation.method] = described
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "SwarmLLM", "version": __version__, "license": {"name": "Apache-2.0"}},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        # The empty one: a node without keys asks for none.
+        "security": [{}, {"bearer": []}, {"x-api-key": []}],
+    }
+
+
+def _anything(kind: type) -> Json:
+    """`object` takes whatever JSON there is."""
+    if kind is object:
+        return {"description": "Any JSON value."}
+    raise NotImplementedError
+
+
+def _operation(operation: Operation, reference: dict[str, Any] | None) -> Json:
+    of_json = "array" if operation.is_list else "object"
+    content = {
+        kind: {"schema": {"type": of_json if kind == JSON else "string"}} for kind in operation.answers
+    }
+    described: Json = {
+        "summary": operation.summary,
+        "operationId": re.sub(r"\W+", "_", f"{operation.method}{operation.path}").rstrip("_"),
+        "responses": {
+            "200": {"description": "Done.", "content": content},
+            "default": {
+                "description": "An error that says what was wrong, in the dialect of the endpoint.",
+                "content": {JSON: {"schema": {"type": "object", "required": ["error"]}}},
+            },
+        },
+    }
+    names = re.findall(r"\{(\w+)\}", operation.path)
+    parameters = [_parameter(name, "path") for name in names]
+    parameters += [_parameter(name, "query") for name in operation.query]
+    parameters += [_parameter(name, "query", "integer") for name in operation.numbers]
+    if parameters:
+        described["parameters"] = parameters
+    if reference is not None:
+        body = {"required": not operation.is_body_optional, "content": {JSON: {"schema": reference}}}
+        described["requestBody"] = body
+    return described
+
+
+def _parameter(name: str, place: str, kind: str = "string") -> Json:
+    return {"name": name, "in": place, "required": place == "path", "schema": {"type": kind}}

@@ -1,0 +1,140 @@
+"""What llama.cpp's server offers around text: /tokenize, /detokenize, /apply-template, /props.
+
+That server has one model; here each takes a `model`, which may be left out while only one can answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+from quart import Blueprint, Response, request
+
+from swarmllm import __version__
+from swarmllm.api.http.context import current_config, current_node, model_or_only_one
+from swarmllm.api.http.errors import read_body
+from swarmllm.api.openai.chat_reply import encode
+from swarmllm.api.openai.chat_request import chat_call
+from swarmllm.api.openai.schema import Body, ChatRequest, Message, ModelName, Text, Tool
+from swarmllm.errors import InvalidRequest, ModelNotFound
+from swarmllm_proto.ipc import Sampling
+
+TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=2**20)]
+
+
+class TokenizeRequest(Body, frozen=True):
+    """POST /tokenize. `with_pieces` and `parse_special` at their default only."""
+
+    content: Text
+    model: ModelName | None = None
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(Body, frozen=True):
+    """POST /detokenize."""
+
+    tokens: TokenIds
+    model: ModelName | None = None
+
+
+class TemplateRequest(Body, frozen=True):
+    """POST /apply-template."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+    model: ModelName | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+
+
+text_tools = Blueprint("text_tools", __name__)
+
+
+@text_tools.post("/tokenize")
+async def tokenize() -> Response:
+    body = await read_body(TokenizeRequest)
+    if not body.parse_special:
+        raise InvalidRequest("Special tokens are always recognised here.", field="parse_special")
+    if body.with_pieces:
+        raise InvalidRequest("Not supported here; send the ids to /detokenize.", field="with_pieces")
+    model = await model_or_only_one(body.model)
+    tokens = await current_node().texts.tokenize(model, body.content, add_special=body.add_special)
+    return _json({"tokens": tokens})
+
+
+@text_tools.post("/detokenize")
+async def detokenize() -> Response:
+    body = await read_body(DetokenizeRequest)
+    model = await model_or_only_one(body.model)
+    return _json({"content": await current_node().texts.detokenize(model, body.tokens)})
+
+
+@text_tools.post("/apply-template")
+async def apply_template() -> Response:
+    body = await read_body(TemplateRequest)
+    model = await model_or_only_one(body.model)
+    call = chat_call(ChatRequest(model=model, messages=body.messages, tools=body.tools))
+    return _json({"prompt": await current_node().texts.apply_template(model, call.messages, call.tools)})
+
+
+@text_tools.get("/props")
+async def props() -> Response:
+    """`?model=NAME`. What is the same for every request unless it says otherwise."""
+    name = await model_or_only_one(request.args.get("model"))
+    view, inference = await current_node().models.get(name), current_config().inference
+    if view.entry is None:
+        raise ModelNotFound(f"model {name!r} is only on other nodes.", field="model")
+    default = Sampling()
+    n_ctx = view.settings.n_ctx if view.settings and view.settings.n_ctx else inference.n_ctx
+    n_ctx = min(n_ctx, view.entry.manifest.context_length or n_ctx)
+    parameters = {
+        field: getattr(default, field)
+        for field in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repeat_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "ignore_eos",
+        )
+    }
+    return _json(
+        {
+            "default_generation_settings": {"n_ctx": n_ctx, "params": parameters},
+            "total_slots": current_node().admission.max_running,
+            "model_alias": view.name,
+            "model_path": str(view.entry.path),
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"swarmllm {__version__}",
+        }
+    )
+
+
+@text_tools.get("/slots")
+async def slots() -> Response:
+    """One entry per turn that this node has for its clients; nothing of what was said."""
+    node, n_ctx = current_node(), current_config().inference.n_ctx
+    busy = [request for request in node.requests.live() if request.state in ("prefill", "decode")]
+    taken = [
+        {
+            "id": i,
+            "id_task": request.id,
+            "n_ctx": n_ctx,
+            "is_processing": True,
+            "model": request.model,
+            "state": request.state,
+            "n_prompt_tokens": request.n_prompt_tokens,
+            "n_decoded": request.n_generated,
+        }
+        for i, request in enumerate(busy)
+    ]
+    free = range(len(busy), node.admission.max_running)
+    return _json(
+        [*taken, *({"id": i, "id_task": None, "n_ctx": n_ctx, "is_processing": False} for i in free)]
+    )
+
+
+def _json(body: object) -> Response:
+    return Response(encode(body), content_type="application/json")

@@ -1,0 +1,1 @@
+"""Ollama's API, for the desktop apps that speak only that."""

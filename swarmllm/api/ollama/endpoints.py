@@ -1,0 +1,357 @@
+"""Ollama's API, because so many desktop apps speak only that.
+
+Requests become the same calls as OpenAI's, answers are worded Ollama's way: newline-delimited JSON that
+streams unless told not to, durations in nanoseconds, names with a tag (`guide:latest`). Options that only say
+how a machine should compute (`num_gpu`, `num_thread` ...) are accepted and change nothing: here the node's
+configuration decides. Options that would change the answer and cannot be honoured are refused by name.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+from quart import Blueprint, Response
+from werkzeug.exceptions import HTTPException
+
+from swarmllm.api.http.context import current_config, current_node
+from swarmllm.api.http.errors import as_swarmllm_error, failure_response, read_body
+from swarmllm.api.ollama.reply import ChatWords, GenerateWords, OllamaReply, timestamp
+from swarmllm.api.openai.chat_reply import encode
+from swarmllm.api.openai.chat_request import chat_call, json_schema, no_eyes
+from swarmllm.api.openai.schema import (
+    AssistantMessage,
+    Body,
+    ChatRequest,
+    FunctionCall,
+    Json,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    ModelName,
+    Name,
+    NamedSchema,
+    ResponseFormat,
+    SamplingFields,
+    SystemMessage,
+    Text,
+    Tool,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
+from swarmllm.api.output.output_parser import OutputParser, prepare
+from swarmllm.api.output.reasoning import opened_thought
+from swarmllm.api.output.response import Ask, answer
+from swarmllm.api.output.sampling import SAMPLING_NAMES, sampling_of
+from swarmllm.errors import InvalidRequest, ModelNotFound
+from swarmllm.node import ModelView
+from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm_proto.ipc import Effort
+
+API_VERSION = "0.6.4"
+"""The version of Ollama whose API this is; apps compare it with the one they need."""
+TAG = ":latest"
+
+
+class Options(SamplingFields, frozen=True, kw_only=True):
+    num_predict: Annotated[int, Meta(ge=-2, le=2**20)] | None = None
+    # how to compute: decided by this node's configuration
+    num_ctx: int | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    num_keep: int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    vocab_only: bool | None = None
+    repeat_last_n: int | None = None
+    penalize_newline: bool | None = None
+    # at its neutral value only
+    tfs_z: float | None = None
+
+
+class OllamaFunction(Body, frozen=True):
+    name: Name
+    arguments: Json = msgspec.field(default_factory=dict)
+    index: int | None = None
+    description: str | None = None
+
+
+class OllamaCall(Body, frozen=True):
+    function: OllamaFunction
+    id: Name | None = None
+    type: str | None = None
+
+
+class OllamaMessage(Body, frozen=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text | None = None
+    thinking: Text | None = None
+    images: list[object] | None = None
+    tool_calls: Annotated[list[OllamaCall], Meta(max_length=128)] | None = None
+    tool_name: Name | None = None
+    tool_call_id: Name | None = None
+    name: Name | None = None
+
+
+class OllamaRequest(Body, frozen=True, kw_only=True):
+    """What chat and generate have in common."""
+
+    model: ModelName
+    stream: bool | None = None
+    options: Options | None = None
+    format: str | Json | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    keep_alive: float | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class OllamaChat(OllamaRequest, frozen=True, kw_only=True):
+    """POST /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], Meta(max_length=4096)] = msgspec.field(default_factory=list)
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+
+
+class OllamaGenerate(OllamaRequest, frozen=True, kw_only=True):
+    """POST /api/generate."""
+
+    prompt: Text | None = None
+    system: Text | None = None
+    raw: bool | None = None
+    suffix: str | None = None
+    template: str | None = None
+    context: list[int] | None = None
+    images: list[object] | None = None
+
+
+class OllamaShow(msgspec.Struct, frozen=True):
+    """POST /api/show; `name` is the older word for `model`."""
+
+    model: ModelName | None = None
+    name: ModelName | None = None
+    verbose: bool | None = None
+
+
+ollama = Blueprint("ollama", __name__, url_prefix="/api")
+
+
+@ollama.post("/chat")
+async def chat() -> Response:
+    body = await read_body(OllamaChat, any_type=True)
+    name = await catalogue_name(body.model)
+    _refuse_unsupported(body)
+    if not body.messages:
+        return _nothing_asked(ChatWords(body.model))
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    settings = _settings(name, body)
+    limit = _max_tokens(body.options)
+    call = chat_call(msgspec.structs.replace(settings, messages=messages, tools=body.tools, max_tokens=limit))
+    ask, (spoken,) = await prepare(call)
+    return await answer(ask, OllamaReply(ChatWords(body.model), spoken), stream=body.stream is not False)
+
+
+@ollama.post("/generate")
+async def generate() -> Response:
+    body = await read_body(OllamaGenerate, any_type=True)
+    name = await catalogue_name(body.model)
+    _refuse_unsupported(body)
+    if body.images:
+        raise no_eyes("images")
+    for field in ("suffix", "template", "context"):
+        if getattr(body, field):
+            raise InvalidRequest(f"{field} is not supported here.", field=field)
+    if not body.prompt:
+        return _nothing_asked(GenerateWords(body.model))
+    settings = _settings(name, body)
+    opened = ""
+    if body.raw:
+        prompt = Prompt(text=body.prompt, field="prompt")
+    else:
+        opened = opened_thought(await current_node().texts.prompt_ending(name))
+        messages = [{"role": "system", "content": body.system}] if body.system else []
+        prompt = Prompt(messages=[*messages, {"role": "user", "content": body.prompt}], field="prompt")
+    sampling = sampling_of(settings, json_schema=json_schema(settings.response_format))
+    ask = Ask(name, prompt, sampling, _max_tokens(body.options))
+    spoken = OutputParser(opened_thought=opened)
+    return await answer(ask, OllamaReply(GenerateWords(body.model), spoken), stream=body.stream is not False)
+
+
+@ollama.get("/version")
+async def version() -> Response:
+    return _json({"version": API_VERSION})
+
+
+@ollama.get("/tags")
+async def tags() -> Response:
+    """The models a request would find a pipeline for, and those whose layers are not all there yet."""
+    return _json({"models": [_listed(view) for view in await current_node().models.own()]})
+
+
+@ollama.get("/ps")
+async def running() -> Response:
+    views = [view for view in await current_node().models.own() if view.complete]
+    default = current_config().inference.n_ctx
+    sizes = [view.settings.n_ctx if view.settings else default for view in views]
+    listed = [_listed(view) | {"context_length": n_ctx} for view, n_ctx in zip(views, sizes, strict=True)]
+    return _json({"models": listed})
+
+
+@ollama.post("/show")
+async def show() -> Response:
+    body = await read_body(OllamaShow, any_type=True)
+    asked = body.model or body.name
+    if asked is None:
+        raise InvalidRequest("Missing field `model`.", field="model")
+    view = await current_node().models.get(await catalogue_name(asked))
+    if view.entry is None:
+        raise ModelNotFound(f"model {asked!r} is only on other nodes.", field="model")
+    manifest = view.entry.manifest
+    family = manifest.architecture
+    return _json(
+        {
+            "details": _details(view),
+            "model_info": {
+                "general.architecture": family,
+                f"{family}.block_count": manifest.n_layers,
+                f"{family}.context_length": manifest.context_length,
+                f"{family}.embedding_length": manifest.n_embd,
+            },
+            "capabilities": ["completion", "tools", "embedding"],
+            "modified_at": _modified(view),
+        }
+    )
+
+
+@ollama.errorhandler(HTTPException)
+async def framework_error(error: HTTPException) -> Response:
+    return Response(_error(error.name), status=error.code or 500, content_type="application/json")
+
+
+@ollama.errorhandler(Exception)
+async def any_error(error: Exception) -> Response:
+    failure = as_swarmllm_error(error)
+    message = f"{failure.field}: {failure.message}" if failure.field else failure.message
+    return failure_response(failure, _error(message))
+
+
+def _error(message: str) -> bytes:
+    return encode({"error": message})
+
+
+async def catalogue_name(asked: str) -> str:
+    """The model's name in the catalogue: apps append a tag that nobody typed."""
+    if asked.endswith(TAG):
+        names = {view.name for view in await current_node().models.own()}
+        if asked not in names:
+            return asked.removesuffix(TAG)
+    return asked
+
+
+def _settings(name: str, body: OllamaRequest) -> ChatRequest:
+    options = body.options or Options()
+    if options.tfs_z not in (None, 1.0):
+        raise InvalidRequest("is not supported here; leave it out.", field="options.tfs_z")
+    chosen = {field: getattr(options, field) for field in SAMPLING_NAMES}
+    if options.seed is not None and options.seed < 0:
+        # Ollama's -1 means: draw one.
+        chosen["seed"] = None
+    return ChatRequest(
+        model=name,
+        messages=[],
+        response_format=_response_format(body.format),
+        reasoning_effort=_effort(body.think),
+        **chosen,
+    )
+
+
+def _effort(think: bool | Literal["low", "medium", "high"] | None) -> Effort | None:
+    if isinstance(think, bool):
+        return "medium" if think else "none"
+    return think
+
+
+def _response_format(wanted: str | Json | None) -> ResponseFormat | None:
+    """Ollama's `format`: "json", or a JSON schema."""
+    if not wanted:
+        return None
+    if isinstance(wanted, str):
+        if wanted != "json":
+            raise InvalidRequest('can be "json" or a JSON schema.', field="format")
+        return JsonObjectFormat()
+    return JsonSchemaFormat(json_schema=NamedSchema(name="format", schema=wanted))
+
+
+def _max_tokens(options: Options | None) -> int | None:
+    asked = options.num_predict if options else None
+    return asked if asked is not None and asked > 0 else None
+
+
+def _refuse_unsupported(body: OllamaRequest) -> None:
+    if body.logprobs:
+        raise InvalidRequest("is not supported here; leave it out.", field="logprobs")
+
+
+def _nothing_asked(words: ChatWords | GenerateWords) -> Response:
+    """Ollama's way to load a model beforehand; here the node's operator decides what is loaded."""
+    return _json(words.say("") | {"done": True, "done_reason": "load"})
+
+
+def _message(message: OllamaMessage, path: str) -> Message:
+    if message.images:
+        raise no_eyes(f"{path}.images")
+    content = message.content or ""
+    match message.role:
+        case "system":
+            return SystemMessage(content=content)
+        case "user":
+            return UserMessage(content=content)
+        case "tool":
+            name = message.tool_name or message.name or ""
+            return ToolMessage(content=content, tool_call_id=message.tool_call_id or name)
+    calls = [
+        ToolCall(
+            id=call.id or f"call_{i}",
+            function=FunctionCall(
+                name=call.function.name, arguments=encode(call.function.arguments).decode()
+            ),
+        )
+        for i, call in enumerate(message.tool_calls or ())
+    ]
+    return AssistantMessage(content=content, tool_calls=calls or None)
+
+
+def _listed(view: ModelView) -> Json:
+    assert view.entry is not None
+    name = view.name if ":" in view.name else view.name + TAG
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _modified(view),
+        "size": view.entry.manifest.size_bytes,
+        "digest": view.model_id,
+        "details": _details(view),
+    }
+
+
+def _details(view: ModelView) -> Json:
+    assert view.entry is not None
+    family = view.entry.manifest.architecture
+    return {"format": "gguf", "family": family, "families": [family]}
+
+
+def _modified(view: ModelView) -> str:
+    assert view.entry is not None
+    return timestamp(datetime.fromtimestamp(view.entry.state.mtime_ns / 1e9, UTC))
+
+
+def _json(body: object) -> Response:
+    return Response(encode(body), content_type="application/json")

@@ -1,0 +1,236 @@
+"""From a request body to what a pipeline needs: prompt and sampling, or a refusal that names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from swarmllm.api.openai import schema
+from swarmllm.api.openai.forced_call import SCHEMA_MAX
+from swarmllm.api.output.sampling import sampling_of
+from swarmllm.errors import InvalidRequest, VisionEncoderUnavailable
+from swarmllm_proto.ipc import Effort, Sampling
+
+Json = dict[str, object]
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+    "functions": ([],),
+    "function_call": ("none",),
+}
+"""Documented by OpenAI, not offered here: the values (besides null) that ask for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """One validated chat completion."""
+
+    model: str
+    messages: list[Json]
+    """As chat templates expect them: string contents, arguments of tool calls as objects."""
+    tools: list[Json] | None
+    """None also where `tool_choice` is none."""
+    sampling: Sampling
+    max_tokens: int | None
+    """None: until the context is full."""
+    stream: bool
+    include_usage: bool
+    max_tool_calls: int | None
+    n: int
+    effort: Effort | None
+    """How much the model should think first."""
+    must_call: bool
+    """The answer has to be a call of one of the tools."""
+    session_id: str | None
+    prompt_cache_key: str | None
+
+
+def chat_call(body: schema.ChatRequest) -> ChatCall:
+    """Raises InvalidRequest."""
+    _refuse_unsupported(body)
+    choice = body.tool_choice
+    max_calls = 1 if body.parallel_tool_calls is False or isinstance(choice, schema.NamedTool) else None
+    tools = _offered(body, choice)
+    must_call = _is_forced(choice)
+    if must_call:
+        if not tools:
+            raise InvalidRequest("tool_choice forces a call, but there are no tools.", field="tool_choice")
+        if body.grammar:
+            raise InvalidRequest("grammar and a forced call exclude each other; send one.", field="grammar")
+    return ChatCall(
+        model=body.model,
+        messages=[_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
+        tools=tools,
+        sampling=sampling_of(
+            body,
+            logprobs=bool(body.logprobs),
+            top_logprobs=body.top_logprobs or 0,
+            json_schema=json_schema(body.response_format),
+        ),
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        max_tool_calls=max_calls,
+        effort=body.reasoning_effort,
+        must_call=must_call,
+        n=body.n or 1,
+        session_id=body.session_id,
+        prompt_cache_key=body.prompt_cache_key,
+    )
+
+
+def _is_forced(choice: schema.ToolChoice | None) -> bool:
+    if isinstance(choice, schema.AllowedToolsChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, schema.NamedTool)
+
+
+def _offered(body: schema.ChatRequest, choice: schema.ToolChoice | None) -> list[Json] | None:
+    """The tools that may be called. Raises InvalidRequest for a choice of one that is not there."""
+    if choice == "none" or not body.tools:
+        return None
+    by_name = {tool.function.name: _tool(tool) for tool in body.tools}
+    if isinstance(choice, schema.NamedTool):
+        wanted: list[object] = [choice.function.name]
+    elif isinstance(choice, schema.AllowedToolsChoice):
+        wanted = [_allowed_name(tool) for tool in choice.allowed_tools.tools]
+    else:
+        return list(by_name.values())
+    unknown = next((name for name in wanted if name not in by_name), None)
+    if unknown is not None:
+        raise InvalidRequest(f"there is no tool {str(unknown)[:100]!r}.", field="tool_choice")
+    return [by_name[str(name)] for name in wanted]
+
+
+def _allowed_name(tool: Json) -> object:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else tool.get("name")
+
+
+def refuse_unless_neutral(body: schema.Body, neutral: Mapping[str, tuple[object, ...]]) -> None:
+    """Raises InvalidRequest naming the first field of `neutral` that is neither null nor one of its
+    values."""
+    for field, values in neutral.items():
+        value = getattr(body, field)
+        if value is not None and value not in values:
+            allowed = (
+                f"; leave it out or set it to {msgspec.json.encode(values[0]).decode()}" if values else ""
+            )
+            raise InvalidRequest(f"{field} is not supported here{allowed}.", field=field)
+
+
+def _refuse_unsupported(body: schema.ChatRequest) -> None:
+    refuse_unless_neutral(body, NEUTRAL)
+    if isinstance(body.tool_choice, schema.CustomToolChoice):
+        raise InvalidRequest("custom tools are not supported here.", field="tool_choice.type")
+    if body.grammar and not isinstance(body.response_format, schema.TextFormat | None):
+        raise InvalidRequest("grammar and response_format exclude each other; send one.", field="grammar")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true.", field="top_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
+    if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
+        raise InvalidRequest("max_tokens and max_completion_tokens disagree; send one.", field="max_tokens")
+
+
+def json_schema(wanted: schema.ResponseFormat | None) -> str:
+    """What the output has to follow, as JSON text; empty where it may be any text."""
+    if isinstance(wanted, schema.JsonObjectFormat):
+        return '{"type":"object"}'
+    if not isinstance(wanted, schema.JsonSchemaFormat):
+        return ""
+    text = msgspec.json.encode(wanted.json_schema.schema or {}).decode()
+    if len(text) > SCHEMA_MAX:
+        raise InvalidRequest(
+            f"the schema is longer than {SCHEMA_MAX} characters.", field="response_format.json_schema.schema"
+        )
+    return text
+
+
+def _message(message: schema.Message, path: str) -> Json:
+    if isinstance(message, schema.DeveloperMessage):
+        # OpenAI's newer name for system; chat templates know only the old one.
+        return {"role": "system", "content": _text(message.content, path)}
+    if isinstance(message, schema.ToolMessage):
+        content = _text(message.content, path)
+        return {"role": "tool", "content": content, "tool_call_id": message.tool_call_id}
+    if isinstance(message, schema.AssistantMessage):
+        return _assistant(message, path)
+    role = "user" if isinstance(message, schema.UserMessage) else "system"
+    return {"role": role, "content": _text(message.content, path)}
+
+
+def _assistant(message: schema.AssistantMessage, path: str) -> Json:
+    for field in ("audio", "function_call"):
+        if getattr(message, field) is not None:
+            raise InvalidRequest(f"{path}.{field} is not supported here.", field=f"{path}.{field}")
+    said: Json = {
+        "role": "assistant",
+        "content": (message.refusal or "") if message.content is None else _text(message.content, path),
+    }
+    if message.content is None and message.refusal is None and not message.tool_calls:
+        raise InvalidRequest(f"{path} has neither content nor tool_calls.", field=f"{path}.content")
+    if message.reasoning_content:
+        # Templates that show earlier thoughts look for it under this name.
+        said["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        said["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return said
+
+
+def _tool_call(call: schema.ToolCall) -> Json:
+    """Templates print arguments as JSON themselves: text that is JSON is handed to them as the object it
+    means.
+    """
+    arguments: object = call.function.arguments
+    with suppress(msgspec.DecodeError, RecursionError):
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+
+
+def _tool(tool: schema.Tool) -> Json:
+    function: Json = {"name": tool.function.name}
+    if tool.function.description is not None:
+        function["description"] = tool.function.description
+    if tool.function.parameters is not None:
+        function["parameters"] = tool.function.parameters
+    return {"type": "function", "function": function}
+
+
+def _text(content: str | Sequence[schema.Part | schema.RefusalPart], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        field = f"{path}.content[{i}].type"
+        if isinstance(part, schema.TextPart):
+            texts.append(part.text)
+        elif isinstance(part, schema.RefusalPart):
+            texts.append(part.refusal)
+        elif isinstance(part, schema.ImagePart):
+            raise no_eyes(field)
+        else:
+            raise InvalidRequest(f"{field}: only text parts are supported here.", field=field)
+    return "\n".join(texts)
+
+
+def no_eyes(field: str) -> VisionEncoderUnavailable:
+    """What a picture in a prompt is answered with."""
+    return VisionEncoderUnavailable(
+        "no vision encoder is loaded here; send text only.",
+        field=field,
+    )

@@ -1,0 +1,212 @@
+"""POST /v1/completions: text in, text on from there. No chat template, no tools."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import replace
+from typing import Annotated, Any
+
+from msgspec import Meta
+from quart import Blueprint, Response
+
+from swarmllm.api.http.context import current_node
+from swarmllm.api.http.conversation_id import session_of
+from swarmllm.api.http.errors import error_object, read_body
+from swarmllm.api.openai.chat_reply import DONE, WAITING, encode
+from swarmllm.api.openai.chat_request import refuse_unless_neutral
+from swarmllm.api.openai.schema import (
+    Choices,
+    Json,
+    MaxTokens,
+    ModelName,
+    SamplingFields,
+    SessionName,
+    StreamOptions,
+    Text,
+    TopLogprobs,
+)
+from swarmllm.api.openai.text_inputs import texts_of
+from swarmllm.api.output.choices import answer_choices, usage
+from swarmllm.api.output.feed import Passage
+from swarmllm.api.output.response import EVENT_STREAM, Ask
+from swarmllm.api.output.sampling import sampling_of
+from swarmllm.api.output.swarm_report import swarm_object
+from swarmllm.errors import InvalidRequest, SwarmLLMError
+from swarmllm.pipeline.origin.generation import Generation
+from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm_proto.ipc import TokenLogprob
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+}
+PROMPTS_MAX = 32
+"""Answers to one request: prompts times `n`."""
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """POST /v1/completions. None everywhere means what absence means."""
+
+    model: ModelName
+    prompt: Text | Annotated[list[Any], Meta(min_length=1, max_length=2**20)]
+    """A text, token ids, or a list of texts or of lists of token ids."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: MaxTokens | None = None
+    echo: bool | None = None
+    n: Choices | None = None
+    logprobs: TopLogprobs | None = None
+    """How many of the likeliest tokens come with each; 0: the token's own value alone."""
+    prompt_cache_key: SessionName | None = None
+    session_id: SessionName | None = None
+    # accepted and without effect on the answer
+    user: str | None = None
+    # accepted at their neutral value only
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+completions = Blueprint("completions", __name__, url_prefix="/v1")
+
+
+@completions.post("/completions")
+async def complete() -> Response:
+    body = await read_body(CompletionRequest)
+    refuse_unless_neutral(body, NEUTRAL)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest("logprobs of the prompt are not supported: leave echo out.", field="echo")
+    prompts, n = prompts_of(body.prompt), body.n or 1
+    if len(prompts) * n > PROMPTS_MAX:
+        raise InvalidRequest(
+            f"asks for {len(prompts) * n} answers, at most {PROMPTS_MAX} at once.", field="prompt"
+        )
+    sampling = sampling_of(body, logprobs=body.logprobs is not None, top_logprobs=body.logprobs or 0)
+    session = session_of(body.session_id, body.prompt_cache_key)
+    max_tokens = body.max_tokens or DEFAULT_MAX_TOKENS
+    asks = [Ask(body.model, replace(prompt, session=session), sampling, max_tokens) for prompt in prompts]
+    include_usage = bool(body.stream_options and body.stream_options.include_usage)
+    replies: list[CompletionReply] = []
+    for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n)):
+        echo = await _text_of(body.model, prompt) if body.echo else ""
+        head = replies[0].head if replies else None
+        replies.append(CompletionReply(body.model, echo, include_usage, index=index, head=head))
+    return await answer_choices(asks, replies, stream=bool(body.stream))
+
+
+def prompts_of(value: str | list[Any]) -> list[Prompt]:
+    """Raises InvalidRequest."""
+    prompts = []
+    for text in texts_of(value, "prompt"):
+        if not text:
+            raise InvalidRequest("prompt is empty.", field="prompt")
+        prompts.append(
+            Prompt(text=text, field="prompt")
+            if isinstance(text, str)
+            else Prompt(tokens=text, field="prompt")
+        )
+    return prompts
+
+
+async def _text_of(model: str, prompt: Prompt) -> str:
+    if prompt.text is not None:
+        return prompt.text
+    return await current_node().texts.detokenize(model, prompt.tokens or [])
+
+
+class CompletionReply:
+    """One choice of a text completion on its way out. `echo` is shown before what the model adds."""
+
+    def __init__(
+        self, model: str, echo: str, include_usage: bool, *, index: int = 0, head: Json | None = None
+    ) -> None:
+        """`head`: of the reply that this one is another choice of."""
+        self.head: Json = head or {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._index = index
+        self._echo = echo
+        self._include_usage = include_usage
+        self._n_characters = len(echo)
+        """Of the choice's text so far, token by token."""
+
+    @property
+    def stream_type(self) -> str:
+        return EVENT_STREAM
+
+    def full(self, passage: Passage, generation: Generation) -> bytes:
+        return self.body([self.choice(passage, generation)], usage(generation), generation)
+
+    def choice(self, passage: Passage, generation: Generation) -> Json:
+        passage = Passage(self._echo + passage.text, passage.logprobs)
+        return self._choice(passage, _finish_reason(generation))
+
+    def body(self, choices: list[Json], usage: Json, generation: Generation) -> bytes:
+        body = self.head | {"choices": choices, "usage": usage}
+        return encode(body | {"swarm": swarm_object(generation)})
+
+    def first(self, generation: Generation | None) -> bytes:
+        return self.text(Passage(self._echo)) if self._echo else b""
+
+    def text(self, passage: Passage) -> bytes:
+        return self._event({"choices": [self._choice(passage, None)]})
+
+    def waiting(self) -> bytes:
+        return WAITING
+
+    def last(self, generation: Generation) -> bytes:
+        return self.finish(generation) + self.end(usage(generation))
+
+    def finish(self, generation: Generation) -> bytes:
+        choice = self._choice(Passage(""), _finish_reason(generation))
+        return self._event({"choices": [choice], "swarm": swarm_object(generation)})
+
+    def end(self, usage: Json) -> bytes:
+        return (self._event({"choices": [], "usage": usage}) if self._include_usage else b"") + DONE
+
+    def error(self, error: SwarmLLMError) -> bytes:
+        return b"data: " + encode({"error": error_object(error)}) + b"\n\n"
+
+    def _event(self, fields: Json) -> bytes:
+        usage_field: Json = {"usage": None} if self._include_usage else {}
+        return b"data: " + encode(self.head | usage_field | fields) + b"\n\n"
+
+    def _choice(self, passage: Passage, finish_reason: str | None) -> Json:
+        return {
+            "index": self._index,
+            "text": passage.text,
+            "logprobs": self._logprobs(passage.logprobs) if passage.logprobs else None,
+            "finish_reason": finish_reason,
+        }
+
+    def _logprobs(self, tokens: tuple[tuple[TokenLogprob, ...], ...]) -> Json:
+        """OpenAI's old form: one list per property."""
+        offsets: list[int] = []
+        for chosen, *_ in tokens:
+            offsets.append(self._n_characters)
+            self._n_characters += len(_shown(chosen))
+        return {
+            "tokens": [_shown(chosen) for chosen, *_ in tokens],
+            "token_logprobs": [chosen.logprob for chosen, *_ in tokens],
+            "top_logprobs": [{_shown(each): each.logprob for each in top} for _, *top in tokens],
+            "text_offset": offsets,
+        }
+
+
+def _shown(token: TokenLogprob) -> str:
+    """Its text, or, of a part of a character, its bytes as OpenAI spells them."""
+    try:
+        return token.piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.piece)
+
+
+def _finish_reason(generation: Generation) -> str:
+    return "length" if generation.finish_reason == "length" else "stop"

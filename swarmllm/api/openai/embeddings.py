@@ -1,0 +1,57 @@
+"""POST /v1/embeddings: texts in, vectors out."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta
+from quart import Blueprint, Response
+
+from swarmllm.api.http.context import current_node
+from swarmllm.api.http.errors import read_body
+from swarmllm.api.openai.chat_reply import encode
+from swarmllm.api.openai.schema import Body, Json, ModelName, Text
+from swarmllm.api.openai.text_inputs import texts_of
+from swarmllm.api.output.swarm_report import embedding_headers
+
+
+class EmbeddingRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/embeddings. `input`: a text, texts, token ids, or lists of token ids."""
+
+    model: ModelName
+    input: Text | Annotated[list[Any], Meta(min_length=1, max_length=2**20)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    pooling: Literal["mean", "last"] | None = None
+    """Not OpenAI's: over all states (the default), or the last one only."""
+    # accepted and without effect on the answer
+    user: str | None = None
+
+
+embeddings = Blueprint("embeddings", __name__, url_prefix="/v1")
+
+
+@embeddings.post("/embeddings")
+async def embed() -> Response:
+    body = await read_body(EmbeddingRequest)
+    node = current_node()
+    embedded = await node.embeddings.embed(
+        body.model, texts_of(body.input, "input"), body.pooling or "mean", n_dimensions=body.dimensions
+    )
+    listed = [
+        {"object": "embedding", "index": i, "embedding": _encoded(vector, body.encoding_format)}
+        for i, vector in enumerate(embedded.vectors)
+    ]
+    usage = {"prompt_tokens": embedded.n_tokens, "total_tokens": embedded.n_tokens}
+    answer: Json = {"object": "list", "data": listed, "model": body.model, "usage": usage}
+    response = Response(encode(answer), content_type="application/json")
+    response.headers.update(embedding_headers(embedded, node.node_id))
+    return response
+
+
+def _encoded(vector: np.ndarray, form: str | None) -> object:
+    if form == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()

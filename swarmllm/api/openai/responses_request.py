@@ -1,0 +1,275 @@
+"""What POST /v1/responses may say, and the chat call that it comes to.
+
+OpenAI's newer API tells the same conversation in other words: a list of items, of which messages are one
+kind, calls of tools and their results others. What runs on OpenAI's own machines (background work, hosted
+tools, stored prompts) is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from swarmllm.api.openai import schema
+from swarmllm.api.openai.chat_request import ChatCall, chat_call, no_eyes, refuse_unless_neutral
+from swarmllm.api.openai.schema import (
+    Body,
+    Json,
+    MaxTokens,
+    ModelName,
+    Name,
+    Seed,
+    SessionName,
+    Share,
+    Temperature,
+    Text,
+)
+from swarmllm.errors import InvalidRequest
+from swarmllm_proto.ipc import Effort
+
+T = TypeVar("T")
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "background": (False,),
+    "background_options": (),
+    "service_tier": ("auto", "default"),
+    "truncation": ("disabled",),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "top_logprobs": (0,),
+    "conversation": (),
+    "prompt": (),
+    "moderation": (),
+    "context_management": ([],),
+    "image": (),
+    "access_programs": (),
+}
+"""Documented by OpenAI, not offered here: the values (besides null) that ask for nothing. Encrypted thoughts
+are asked for by clients that never look at them; there are none."""
+
+
+class TextItem(msgspec.Struct, frozen=True):
+    """A part of a message: `input_text`, `output_text` and others, echoed with more than is needed."""
+
+    type: Name
+    text: Text | None = None
+    refusal: Text | None = None
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One entry of `input`. Which fields it needs depends on its `type`; clients echo what they got, with
+    fields that only their version knows."""
+
+    type: Name = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Text | Annotated[list[TextItem], Meta(max_length=4096)] | None = None
+    call_id: Name | None = None
+    name: Name | None = None
+    arguments: Text | None = None
+    output: Text | Annotated[list[TextItem], Meta(max_length=4096)] | None = None
+
+
+class FunctionTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+    parameters: Json | None = None
+    description: Text | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+
+
+class NamedFunction(Body, frozen=True, tag_field="type", tag="function"):
+    """A `tool_choice` that names the tool to call."""
+
+    name: Name
+
+
+class AllowedTools(Body, frozen=True, tag_field="type", tag="allowed_tools"):
+    """A `tool_choice` that leaves some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Json], Meta(min_length=1, max_length=128)]
+
+
+class SchemaFormat(Body, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
+    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+    schema: Json
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class TextSettings(Body, frozen=True):
+    format: schema.TextFormat | schema.JsonObjectFormat | SchemaFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Body, frozen=True):
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: None = None
+    context: Literal["auto"] | None = None
+
+
+class ResponsesRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/responses. None everywhere means what absence means."""
+
+    model: ModelName
+    input: Text | Annotated[list[Item], Meta(min_length=1, max_length=4096)]
+    instructions: Text | None = None
+    previous_response_id: Name | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: schema.StreamOptions | None = None
+    max_output_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: Reasoning | None = None
+    prompt_cache_key: SessionName | None = None
+    # not OpenAI's
+    session_id: SessionName | None = None
+    seed: Seed | None = None
+    # accepted and without effect on the answer
+    metadata: Json | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Json | None = None
+    max_tool_calls: int | None = None
+    """Of tools that OpenAI hosts."""
+    # accepted at their neutral value only
+    background: bool | None = None
+    background_options: str | Json | None = None
+    service_tier: str | None = None
+    truncation: str | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    conversation: str | Json | None = None
+    prompt: Json | None = None
+    moderation: Json | None = None
+    context_management: list[Json] | None = None
+    image: Json | None = None
+    access_programs: Json | None = None
+
+
+def responses_call(
+    body: ResponsesRequest, earlier: list[schema.Message]
+) -> tuple[ChatCall, list[schema.Message]]:
+    """The call, and the messages that the input adds to `earlier` ones. Raises InvalidRequest,
+    VisionEncoderUnavailable."""
+    refuse_unless_neutral(body, NEUTRAL)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
+    added = messages_of(body.input)
+    if not added:
+        raise InvalidRequest("says nothing.", field="input")
+    instructions = [schema.SystemMessage(content=body.instructions)] if body.instructions else []
+    wanted = body.text.format if body.text else None
+    if isinstance(wanted, SchemaFormat):
+        named = schema.NamedSchema(name=wanted.name, schema=wanted.schema)
+        response_format: schema.ResponseFormat | None = schema.JsonSchemaFormat(json_schema=named)
+    else:
+        response_format = wanted
+    request = schema.ChatRequest(
+        model=body.model,
+        messages=[*instructions, *earlier, *added],
+        stream=body.stream,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        seed=body.seed,
+        tools=[_tool(tool) for tool in body.tools or ()] or None,
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=response_format,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        session_id=body.session_id,
+        prompt_cache_key=body.prompt_cache_key,
+    )
+    return chat_call(request), added
+
+
+def _tool(tool: FunctionTool) -> schema.Tool:
+    return schema.Tool(
+        function=schema.FunctionTool(tool.name, tool.description, tool.parameters, tool.strict)
+    )
+
+
+def _tool_choice(choice: str | NamedFunction | AllowedTools | None) -> schema.ToolChoice | None:
+    if isinstance(choice, NamedFunction):
+        return schema.NamedTool(function=schema.NamedFunction(choice.name))
+    if isinstance(choice, AllowedTools):
+        return schema.AllowedToolsChoice(schema.AllowedTools(choice.mode, choice.tools))
+    return choice  # type: ignore[return-value]
+
+
+def messages_of(value: str | list[Item]) -> list[schema.Message]:
+    """Items as messages; neighbouring calls are one message of the assistant, as they were when it spoke."""
+    if isinstance(value, str):
+        return [schema.UserMessage(content=value)]
+    messages: list[schema.Message] = []
+    for i, item in enumerate(value):
+        path = f"input[{i}]"
+        match item.type:
+            case "message":
+                messages.append(_message(item, path))
+            case "function_call":
+                name, arguments = _due(item.name, f"{path}.name"), _due(item.arguments, f"{path}.arguments")
+                call = schema.ToolCall(
+                    id=_due(item.call_id, f"{path}.call_id"), function=schema.FunctionCall(name, arguments)
+                )
+                last = messages[-1] if messages else None
+                if isinstance(last, schema.AssistantMessage):
+                    calls = [*(last.tool_calls or ()), call]
+                    messages[-1] = msgspec.structs.replace(last, tool_calls=calls)
+                else:
+                    messages.append(schema.AssistantMessage(tool_calls=[call]))
+            case "function_call_output":
+                text = _text(item.output, f"{path}.output")
+                call_id = _due(item.call_id, f"{path}.call_id")
+                messages.append(schema.ToolMessage(content=text, tool_call_id=call_id))
+            case "reasoning":
+                # Of an earlier turn; templates drop it too.
+                pass
+            case _:
+                raise InvalidRequest(f"{item.type[:80]} is not supported here.", field=f"{path}.type")
+    return messages
+
+
+def _message(item: Item, path: str) -> schema.Message:
+    text = _text(item.content, f"{path}.content")
+    match _due(item.role, f"{path}.role"):
+        case "user":
+            return schema.UserMessage(content=text)
+        case "assistant":
+            return schema.AssistantMessage(content=text)
+        case _:
+            return schema.SystemMessage(content=text)
+
+
+def _text(content: str | list[TextItem] | None, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise InvalidRequest(f"Missing field `{path}`.", field=path)
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        field = f"{path}[{i}]"
+        if part.type in ("input_text", "output_text", "text"):
+            texts.append(_due(part.text, f"{field}.text"))
+        elif part.type == "refusal":
+            texts.append(_due(part.refusal, f"{field}.refusal"))
+        elif part.type == "input_image":
+            raise no_eyes(f"{field}.type")
+        else:
+            raise InvalidRequest(f"{part.type[:80]} is not supported here.", field=f"{field}.type")
+    return "\n".join(texts)
+
+
+def _due(value: T | None, field: str) -> T:
+    if value is None:
+        raise InvalidRequest(f"Missing field `{field}`.", field=field)
+    return value

@@ -1,0 +1,164 @@
+"""Several answers as one HTTP response: to one prompt (`n`), or to several prompts.
+
+Each choice is a generation with a turn of its own, so none holds what another one waits for. The others of
+a prompt begin when its first one has its first token: by then a worker has the prompt's KV and gives it to
+them, and the prompt is computed once. The usage counts it once, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+import trio
+from quart import Response
+
+from swarmllm.api.http.context import current_node
+from swarmllm.api.http.errors import plain_errors
+from swarmllm.api.http.request_tasks import own_feed
+from swarmllm.api.output.feed import MIN_FLUSH_INTERVAL_S, Feed, Passage
+from swarmllm.api.output.response import HEADERS_AFTER_S, WAITING_EVERY_S, Ask, Reply, answer, stream_response
+from swarmllm.api.output.swarm_report import swarm_headers
+from swarmllm.node import Node
+from swarmllm.pipeline.origin.generation import Generation
+
+Json = dict[str, object]
+
+
+class ChoiceReply(Reply, Protocol):
+    """A Reply that can also be one choice of several."""
+
+    def choice(self, passage: Passage, generation: Generation) -> Json: ...
+
+    def body(self, choices: list[Json], usage: Json, generation: Generation) -> bytes: ...
+
+    def finish(self, generation: Generation) -> bytes:
+        """The last chunk of this choice."""
+        ...
+
+    def end(self, usage: Json) -> bytes:
+        """After the last chunk of the last choice."""
+        ...
+
+
+def usage(*generations: Generation, n: int = 0) -> Json:
+    """Of all choices together; each `n` of them have one prompt, 0: all."""
+    firsts = generations[:: n or len(generations)]
+    n_prompt_tokens = sum(generation.n_prompt_tokens for generation in firsts)
+    n_generated = sum(generation.n_generated for generation in generations)
+    n_right = sum(generation.guesses.right for generation in generations)
+    n_wrong = sum(generation.guesses.checked for generation in generations) - n_right
+    return {
+        "prompt_tokens": n_prompt_tokens,
+        "completion_tokens": n_generated,
+        "total_tokens": n_prompt_tokens + n_generated,
+        "prompt_tokens_details": {"cached_tokens": sum(generation.n_cached_tokens for generation in firsts)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": n_right,
+            "rejected_prediction_tokens": n_wrong,
+        },
+    }
+
+
+async def answer_choices(asks: Sequence[Ask], replies: Sequence[ChoiceReply], *, stream: bool) -> Response:
+    """`asks`: one per prompt; `replies`: as many for each, prompt by prompt."""
+    if len(replies) == 1:
+        return await answer(asks[0], replies[0], stream=stream)
+    n = len(replies) // len(asks)
+    choices = [_of_choice(ask, index) for ask in asks for index in range(n)]
+    return await (_streamed if stream else _whole)(choices, replies, n)
+
+
+def _of_choice(ask: Ask, index: int) -> Ask:
+    """A seed makes an answer repeatable, not all choices the same."""
+    if ask.sampling.seed is None:
+        return ask
+    seed = (ask.sampling.seed + index) % 2**32
+    return replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=seed))
+
+
+async def _whole(asks: Sequence[Ask], replies: Sequence[ChoiceReply], n: int) -> Response:
+    node = current_node()
+    done: dict[int, tuple[Passage, Generation]] = {}
+    first_token = [trio.Event() for _ in asks[::n]]
+
+    async def run(index: int) -> None:
+        if index % n:
+            await first_token[index // n].wait()
+        async with node.generate(*asks[index].terms) as generation:
+            first_token[index // n].set()
+            done[index] = (Passage.of([piece async for piece in generation]), generation)
+
+    with plain_errors():
+        async with trio.open_nursery() as nursery:
+            for index in range(len(asks)):
+                nursery.start_soon(run, index)
+    generations = [done[index][1] for index in range(len(asks))]
+    choices = [reply.choice(*done[index]) for index, reply in enumerate(replies)]
+    body = replies[0].body(choices, usage(*generations, n=n), generations[0])
+    response = Response(body, content_type="application/json")
+    response.headers.update(swarm_headers(generations[0]))
+    return response
+
+
+async def _streamed(asks: Sequence[Ask], replies: Sequence[ChoiceReply], n: int) -> Response:
+    node = current_node()
+    news = trio.lowlevel.ParkingLot()
+    feeds: list[Feed] = []
+    for index, ask in enumerate(asks):
+        behind = _behind(feeds[index - index % n], node, ask) if index % n else node.generate(*ask.terms)
+        feeds.append(own_feed(Feed(behind, news)))
+    first = feeds[0]
+    await first.wait(HEADERS_AFTER_S)
+    if first.error is not None:
+        for feed in feeds:
+            feed.stop()
+        raise first.error
+    return stream_response(_events(feeds, news, replies, n), replies[0], first)
+
+
+@asynccontextmanager
+async def _behind(first: Feed, node: Node, ask: Ask) -> AsyncIterator[Generation]:
+    await first.started.wait()
+    async with node.generate(*ask.terms) as generation:
+        yield generation
+
+
+async def _events(
+    feeds: Sequence[Feed], news: trio.lowlevel.ParkingLot, replies: Sequence[ChoiceReply], n: int
+) -> AsyncIterator[bytes]:
+    """Nothing here may wait in a `finally`, see `answering`."""
+    open_feeds = dict(enumerate(feeds))
+    pieces = [reply.first(feed.generation) for feed, reply in zip(feeds, replies, strict=True)]
+    while open_feeds:
+        for index, feed in list(open_feeds.items()):
+            passage = feed.collect()
+            if passage:
+                pieces.append(replies[index].text(passage))
+            if feed.error is not None:
+                for other in feeds:
+                    other.stop()
+                yield b"".join([*pieces, replies[index].error(feed.error)])
+                return
+            if feed.finished and feed.generation is not None:
+                pieces.append(replies[index].finish(feed.generation))
+                del open_feeds[index]
+        yield b"".join(pieces)
+        pieces.clear()
+        if open_feeds and not await _wait(open_feeds.values(), news):
+            pieces.append(replies[0].waiting())
+    generations = [feed.generation for feed in feeds if feed.generation is not None]
+    yield replies[0].end(usage(*generations, n=n))
+
+
+async def _wait(feeds: Collection[Feed], news: trio.lowlevel.ParkingLot) -> bool:
+    """Whether one of them has something to tell before a reader's patience ends."""
+    with trio.move_on_after(WAITING_EVERY_S):
+        while not any(feed.has_news for feed in feeds):
+            await news.park()
+        await trio.sleep(MIN_FLUSH_INTERVAL_S)
+        return True
+    return False

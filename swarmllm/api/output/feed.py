@@ -1,0 +1,131 @@
+"""A generation that runs beside the HTTP response it feeds.
+
+The response must not set the pace of the model: a slot in a worker is worth more than a slow reader's
+comfort. So each streamed request has two tasks in one nursery, the *feed*, which drains the generation into a
+buffer of text, and the writer of the response, which takes whatever has gathered. Together they coalesce:
+what came while the writer was busy becomes one chunk, and between two chunks at least MIN_FLUSH_INTERVAL_S
+pass, which nobody can see and which keeps a model of a thousand tokens per second from spending its core on
+HTTP. The buffer is bounded by the model's context.
+
+The feed lives in the request's nursery (see `app.Connection`), not in the handler: between a handler's return
+and the first byte of its response there is a moment that belongs to neither, and a client may leave just
+then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+import trio
+
+from swarmllm.api.http.errors import as_swarmllm_error
+from swarmllm.errors import SwarmLLMError
+from swarmllm.pipeline.origin.generation import GeneratedText, Generation
+from swarmllm_proto.ipc import TokenLogprob
+
+MIN_FLUSH_INTERVAL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """What a few tokens added."""
+
+    text: str
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """Per token, where they were asked for."""
+
+    @staticmethod
+    def of(pieces: Iterable[GeneratedText]) -> Passage:
+        pieces = list(pieces)
+        return Passage(
+            "".join(piece.text for piece in pieces),
+            tuple(piece.logprobs for piece in pieces if piece.logprobs),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.logprobs)
+
+
+class Feed:
+    def __init__(
+        self,
+        opening: AbstractAsyncContextManager[Generation],
+        news: trio.lowlevel.ParkingLot | None = None,
+    ) -> None:
+        """`news`: where readers of several feeds park."""
+        self._opening = opening
+        self._pieces: list[GeneratedText] = []
+        self._news = trio.lowlevel.ParkingLot() if news is None else news
+        self.started = trio.Event()
+        """The first token is there, or never will be."""
+        self._last_take_s = float("-inf")
+        self._scope = trio.CancelScope()
+        self.generation: Generation | None = None
+        self.error: SwarmLLMError | None = None
+        self.finished = False
+        """The last text has been fed, or `error` is set."""
+
+    async def run(self) -> None:
+        """Open the generation and drain it. Failures end up in `error`; only cancellation leaves."""
+        try:
+            with self._scope:
+                async with self._opening as generation:
+                    self.generation = generation
+                    self.started.set()
+                    async for piece in generation:
+                        if piece.text or piece.logprobs:
+                            self._pieces.append(piece)
+                            self._news.unpark_all()
+                    # Not after closing: the reader need not wait for other nodes to tidy up.
+                    self._finish()
+        except Exception as error:
+            self._fail(error)
+
+    @property
+    def has_pieces(self) -> bool:
+        return bool(self._pieces)
+
+    @property
+    def has_news(self) -> bool:
+        return self.finished or bool(self._pieces)
+
+    def stop(self) -> None:
+        """The reader is gone; a generation that has ended by itself is left to close in peace."""
+        if not self.finished:
+            self._scope.cancel()
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether there is text, the end or an error within the time."""
+        with trio.move_on_after(timeout_s):
+            while not self.has_news:
+                await self._news.park()
+            return True
+        return False
+
+    async def take(self, timeout_s: float) -> Passage | None:
+        """All that has gathered, nothing at the end, None when nothing came within `timeout_s`."""
+        if not await self.wait(timeout_s):
+            return None
+        flush_at_s = self._last_take_s + MIN_FLUSH_INTERVAL_S
+        if not self.finished and trio.current_time() < flush_at_s:
+            await trio.sleep_until(flush_at_s)
+        self._last_take_s = trio.current_time()
+        return self.collect()
+
+    def collect(self) -> Passage:
+        """All that has gathered, at once."""
+        pieces, self._pieces = self._pieces, []
+        return Passage.of(pieces)
+
+    def _finish(self) -> None:
+        self.finished = True
+        self.started.set()
+        self._news.unpark_all()
+
+    def _fail(self, error: Exception) -> None:
+        failure = as_swarmllm_error(error)
+        if not self.finished:
+            self.error = failure
+            self._finish()

@@ -1,0 +1,129 @@
+"""One generation as one HTTP response, whatever dialect it is told in.
+
+A `Reply` knows how its API words things; here is what all of them share: a failure before the first text has
+its own HTTP status, a stream that waits says so before anybody's patience ends, and a client that leaves
+takes the generation with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quart import Response
+
+from swarmllm.api.http.context import current_caller, current_node
+from swarmllm.api.http.errors import plain_errors
+from swarmllm.api.http.request_tasks import own_feed
+from swarmllm.api.output.feed import Feed, Passage
+from swarmllm.api.output.swarm_report import swarm_headers
+from swarmllm.errors import SwarmLLMError
+from swarmllm.pipeline.origin.generation import Generation
+from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.scheduling.tiers import Caller
+from swarmllm_proto.ipc import Sampling
+
+HEADERS_AFTER_S = 10.0
+"""A failure before this has its own HTTP status; later the stream begins, so that nobody's patience ends."""
+WAITING_EVERY_S = 10.0
+
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a node needs to answer."""
+
+    model: str
+    prompt: Prompt
+    sampling: Sampling
+    max_tokens: int | None
+    """None: until the context is full."""
+    caller: Caller = field(default_factory=current_caller)
+
+    @property
+    def terms(self) -> tuple[str, Prompt, Sampling, int | None, Caller]:
+        """As `Node.generate` takes them."""
+        return self.model, self.prompt, self.sampling, self.max_tokens, self.caller
+
+
+class Reply(Protocol):
+    """How one API words one answer. A whole answer is `full`; a stream is `first`, `text` ..., then `last` or
+    `error`."""
+
+    @property
+    def stream_type(self) -> str:
+        """Content type of the stream."""
+        ...
+
+    def full(self, passage: Passage, generation: Generation) -> bytes: ...
+
+    def first(self, generation: Generation | None) -> bytes:
+        """None where the stream begins before the generation."""
+        ...
+
+    def text(self, passage: Passage) -> bytes: ...
+
+    def waiting(self) -> bytes:
+        """A sign of life that changes nothing."""
+        ...
+
+    def last(self, generation: Generation) -> bytes: ...
+
+    def error(self, error: SwarmLLMError) -> bytes: ...
+
+
+async def answer(ask: Ask, reply: Reply, *, stream: bool) -> Response:
+    return await (_streamed(ask, reply) if stream else _whole(ask, reply))
+
+
+async def _whole(ask: Ask, reply: Reply) -> Response:
+    """A client that leaves cancels this task, and with it the generation."""
+    with plain_errors():
+        async with current_node().generate(*ask.terms) as generation:
+            passage = Passage.of([piece async for piece in generation])
+    response = Response(reply.full(passage, generation), content_type="application/json")
+    response.headers.update(swarm_headers(generation))
+    return response
+
+
+async def _streamed(ask: Ask, reply: Reply) -> Response:
+    feed = own_feed(Feed(current_node().generate(*ask.terms)))
+    await feed.wait(HEADERS_AFTER_S)
+    if feed.error is not None:
+        raise feed.error
+    return stream_response(_events(feed, reply), reply, feed)
+
+
+def stream_response(events: AsyncIterator[bytes], reply: Reply, feed: Feed) -> Response:
+    response = Response(events, content_type=reply.stream_type)
+    response.timeout = None
+    response.headers["Cache-Control"] = "no-cache"
+    response.headers["X-Accel-Buffering"] = "no"
+    if feed.generation is not None:
+        response.headers.update(swarm_headers(feed.generation))
+    return response
+
+
+async def _events(feed: Feed, reply: Reply) -> AsyncIterator[bytes]:
+    """Nothing here may wait in a `finally`: a client that leaves closes this generator in passing."""
+    waiting = [reply.first(feed.generation)]
+    if feed.generation is None:
+        # Somebody has been patient already, and a proxy may be waiting for the first byte.
+        yield waiting.pop()
+    while True:
+        passage = await feed.take(WAITING_EVERY_S)
+        if passage is None:
+            waiting.append(reply.waiting())
+        elif passage:
+            waiting.append(reply.text(passage))
+        if feed.finished and not feed.has_pieces:
+            break
+        yield b"".join(waiting)
+        waiting.clear()
+    if feed.error is not None:
+        waiting.append(reply.error(feed.error))
+    elif feed.generation is not None:
+        waiting.append(reply.last(feed.generation))
+    yield b"".join(waiting)

@@ -1,0 +1,386 @@
+"""All downloads of a node: asked for once, they go on whoever looks, and asking again continues.
+
+What a download needs comes from two rooms: `find` knows the models of this node
+and of the swarm, the store behind travel keeps what has come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import trio
+
+from swarmllm.downloads.download_errors import DownloadError, FileChanged, Offline
+from swarmllm.downloads.fetch_layers import FetchLayers
+from swarmllm.downloads.parts import Parts, check_same_file
+from swarmllm.downloads.remote import Facts, Remote, open_http
+from swarmllm.downloads.retry_schedule import RetrySchedule
+from swarmllm.downloads.settings import DownloadSettings
+from swarmllm.downloads.shared_digests import SharedDigests
+from swarmllm.downloads.source import (
+    Source,
+    check_url,
+    choose_file,
+    file_url,
+    listed_files,
+    listing_url,
+    model_name,
+    parse_source,
+)
+from swarmllm.downloads.unidentified_model import Notes, UnidentifiedModel, read_waiting
+from swarmllm.downloads.whole import WholeFile
+from swarmllm.errors import Conflict, ModelNotFound, SwarmLLMError
+from swarmllm.models import CatalogueEntry, LayerRange
+from swarmllm.models.catalogue import check_name, normalise_name
+from swarmllm.models.disk import allocated_bytes
+from swarmllm.transfer import ModelTransfer
+
+if TYPE_CHECKING:
+    import httpx
+    from trio_typing import TaskStatus
+
+    from swarmllm.models import TensorEntry
+
+log = logging.getLogger(__name__)
+
+REMEMBERED = 20
+"""Ended downloads that can still be looked at."""
+RATE_WINDOW_S = 5.0
+
+DownloadState = Literal["waiting", "fetching", "checking", "done", "failed", "cancelled"]
+ENDED: frozenset[DownloadState] = frozenset({"done", "failed", "cancelled"})
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadView:
+    id: str
+    source: str
+    layers: str | None
+    state: DownloadState
+    done_bytes: int
+    total_bytes: int
+    bytes_per_s: float
+    model: str
+    """The name of the model that it became, or will become."""
+    waits_for: str
+    """What the swarm does not know yet: until then it is no model."""
+    trouble: str
+    """Why it does not get on, while it is tried again."""
+    error: str
+
+
+class Download:
+    """One download; `ended` is set when nothing more will happen."""
+
+    def __init__(self, source: Source, layers: str | None, name: str, sha256: str) -> None:
+        self.id = uuid.uuid4().hex[:12]
+        self.source = source
+        self.layers = layers
+        self.name = name
+        self.sha256 = sha256
+        self.state: DownloadState = "waiting"
+        self.model = ""
+        self.waits_for: Callable[[], str] = lambda: ""
+        self.trouble = ""
+        self.error = ""
+        self.scope = trio.CancelScope()
+        self.ended = trio.Event()
+        self.done_bytes = self.total_bytes = 0
+        self._history: deque[tuple[float, int]] = deque()
+
+    def patience(self, settings: DownloadSettings) -> RetrySchedule:
+        """For one thing that a server is asked for; what it meets is this download's trouble."""
+        return RetrySchedule(settings, self._meet)
+
+    def _meet(self, trouble: str) -> None:
+        self.trouble = trouble
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        now_s = time.monotonic()
+        if done_bytes != self.done_bytes:
+            self.trouble = ""
+        self.done_bytes, self.total_bytes = done_bytes, total_bytes
+        if not self._history or now_s - self._history[-1][0] > RATE_WINDOW_S / 20:
+            self._history.append((now_s, done_bytes))
+        while now_s - self._history[0][0] > RATE_WINDOW_S:
+            self._history.popleft()
+
+    def view(self) -> DownloadView:
+        rate = 0.0
+        if self.state == "fetching" and len(self._history) > 1:
+            (since_s, before), (now_s, now) = self._history[0], self._history[-1]
+            rate = max(0.0, (now - before) / (now_s - since_s))
+        return DownloadView(
+            id=self.id,
+            source=self.source.text,
+            layers=self.layers,
+            state=self.state,
+            done_bytes=self.done_bytes,
+            total_bytes=self.total_bytes,
+            bytes_per_s=rate,
+            model=self.model,
+            waits_for=self.waits_for(),
+            trouble="" if self.state in ENDED else self.trouble,
+            error=self.error,
+        )
+
+
+class Downloads:
+    def __init__(
+        self,
+        folder: Path,
+        travel: ModelTransfer,
+        settings: DownloadSettings,
+        *,
+        gathering: SharedDigests,
+        find: Callable[[str], Awaitable[CatalogueEntry]],
+        examine: Callable[[CatalogueEntry], Awaitable[CatalogueEntry]] | None = None,
+    ) -> None:
+        """`find`: a model by its name, here or at a connected node; raises ModelNotFound. `examine`: what is
+        done with a model whose whole file has come, before it counts as done."""
+        self._folder = folder
+        self._travel = travel
+        self._settings = settings
+        self._find = find
+        self._examine = examine
+        self.gathering = gathering
+        self._downloads: dict[str, Download] = {}
+        self._turns = trio.CapacityLimiter(settings.max_downloads)
+        self._nursery: trio.Nursery | None = None
+
+    def configure(self, settings: DownloadSettings) -> None:
+        """For downloads that are asked for from now on."""
+        self._settings = settings
+
+    def list(self) -> tuple[DownloadView, ...]:
+        """The latest first."""
+        return tuple(download.view() for download in reversed(self._downloads.values()))
+
+    def get(self, download_id: str) -> Download:
+        """Raises ModelNotFound."""
+        if download_id not in self._downloads:
+            raise ModelNotFound("There is no such download.", field="id")
+        return self._downloads[download_id]
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Carry downloads until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            await trio.sleep_forever()
+
+    def start(
+        self,
+        source: str,
+        *,
+        layers: str | None = None,
+        name: str | None = None,
+        sha256: str = "",
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> Download:
+        """`token` and `endpoint` are those of whoever asks, instead of the node's own: the node's token never
+        goes to an endpoint that somebody else names. One that runs already is not begun twice. Raises
+        InvalidRequest, Offline."""
+        settings = self._settings
+        if endpoint:
+            check_url(endpoint)
+            settings = replace(settings, endpoint=endpoint.rstrip("/"), token="")
+        if token:
+            settings = replace(settings, token=token)
+        parsed = parse_source(source, settings.endpoint)
+        if layers is not None:
+            LayerRange.parse(layers)
+        if name is not None:
+            check_name(name)
+        if settings.offline:
+            raise Offline("This node is offline (downloads.offline or HF_HUB_OFFLINE): it fetches nothing.")
+        for other in self._downloads.values():
+            if other.state not in ENDED and other.source == parsed:
+                if other.layers == layers:
+                    return other
+                raise Conflict("Other layers of this file are being fetched; wait for them.", field="layers")
+        download = Download(parsed, layers, name or "", sha256.lower())
+        if self._nursery is None:
+            raise SwarmLLMError("the node is starting or stopping")
+        self._downloads[download.id] = download
+        for old in [each for each in self._downloads.values() if each.state in ENDED][:-REMEMBERED]:
+            del self._downloads[old.id]
+        self._nursery.start_soon(self._carry, download, settings)
+        return download
+
+    async def _carry(self, download: Download, settings: DownloadSettings) -> None:
+        download.state = "waiting"
+        try:
+            with download.scope:
+                async with self._turns, open_http(settings) as http:
+                    download.state = "fetching"
+                    entry = await self._fetch(download, settings, http)
+                    download.state = "done"
+                    if entry is not None:
+                        download.model = entry.name
+                        log.info("%s became model %s", download.source.text, entry.name)
+        except SwarmLLMError as error:
+            download.state, download.error = "failed", error.message
+            log.warning("fetching %s failed: %s", download.source.text, error.message)
+        except OSError as error:
+            download.state, download.error = "failed", f"The disk: {error.strerror or error}"
+        except Exception as error:
+            # A mistake of ours, or of a library, in what some server sent: it costs this download only.
+            download.state, download.error = "failed", f"an error of this node's own ({_named(error)})"
+            log.exception("fetching %s failed", download.source.text)
+        finally:
+            if download.state not in ENDED:
+                download.state = "cancelled"
+            download.ended.set()
+
+    async def _fetch(
+        self, download: Download, settings: DownloadSettings, http: httpx.AsyncClient
+    ) -> CatalogueEntry | None:
+        source = download.source
+        url = source.url or await self._address(download, settings, http)
+        remote = Remote(http, url, settings.token if source.is_endpoint else "", settings)
+        name = download.name or normalise_name(model_name(url))
+        for is_last in (False, True):
+            facts = await download.patience(settings).keep_trying(remote.facts)
+            try:
+                if download.layers is not None:
+                    return await self._parts(download, remote, facts, name, settings)
+                return await self._whole(download, remote, facts, name, settings)
+            except FileChanged as error:
+                if is_last:
+                    raise
+                log.info("%s; beginning anew", error.message)
+        raise AssertionError
+
+    async def _whole(
+        self, download: Download, remote: Remote, facts: Facts, name: str, settings: DownloadSettings
+    ) -> CatalogueEntry:
+        folder = self._folder_of(remote)
+        whole = WholeFile(remote, folder, settings, download.patience(settings), download.progress)
+        here_bytes = await trio.to_thread.run_sync(allocated_bytes, whole.part)
+        await self._travel.make_room(max(0, facts.size_bytes - here_bytes))
+        await whole.run(facts, download.sha256, lambda: setattr(download, "state", "checking"))
+        entry = await self._travel.take_in(whole.part, name)
+        await trio.to_thread.run_sync(whole.forget)
+        await self.gathering.look(folder)
+        if await trio.to_thread.run_sync(folder.exists):
+            await trio.to_thread.run_sync(folder.rmdir)
+        return entry if self._examine is None else await self._examine(entry)
+
+    async def _parts(
+        self, download: Download, remote: Remote, facts: Facts, name: str, settings: DownloadSettings
+    ) -> CatalogueEntry | None:
+        """The model, or None as long as nobody can know which one it is."""
+        if not facts.has_ranges:
+            raise DownloadError(f"{remote.url}: this server gives no parts of files; fetch all of it")
+        layers = LayerRange.parse(download.layers or "")
+        if download.sha256 and facts.sha256 and download.sha256 != facts.sha256:
+            raise DownloadError(f"{remote.url}: the server says that its SHA-256 is {facts.sha256}")
+        folder = self._folder_of(remote)
+        self.gathering.check_name(name, folder)
+        if self.gathering.in_folder(folder) is None:
+            try:
+                entry = await self._find(name)
+            except ModelNotFound:
+                pass
+            else:
+                return await self._known_parts(download, remote, facts, entry, layers, settings)
+        return await self._unknown_parts(download, remote, facts, name, layers, settings)
+
+    async def _known_parts(
+        self,
+        download: Download,
+        remote: Remote,
+        facts: Facts,
+        entry: CatalogueEntry,
+        layers: LayerRange,
+        settings: DownloadSettings,
+    ) -> CatalogueEntry:
+        await download.patience(settings).keep_trying(partial(check_same_file, remote, facts, entry))
+
+        async def fetch(
+            wanted: CatalogueEntry,
+            tensors: tuple[TensorEntry, ...],
+            progress: Callable[[int, int], None],
+        ) -> None:
+            store, patience = self._travel.store, download.patience(settings)
+            await Parts(remote, facts, store, wanted, tensors, settings, patience, progress).run()
+
+        return await self._travel.ensure(entry, layers, download.progress, fetch=fetch)
+
+    async def _unknown_parts(
+        self,
+        download: Download,
+        remote: Remote,
+        facts: Facts,
+        name: str,
+        layers: LayerRange,
+        settings: DownloadSettings,
+    ) -> CatalogueEntry | None:
+        folder = self._folder_of(remote)
+        model = self.gathering.in_folder(folder) or await trio.to_thread.run_sync(read_waiting, folder)
+        if model is None or not model.is_of(remote.url, facts):
+            if model is not None and model.held:
+                raise DownloadError(
+                    f"{remote.url} has changed since other layers of it were fetched; to begin anew:"
+                    f" swarmllm models rm {model.name}"
+                )
+            notes = Notes(
+                url=remote.url,
+                source=download.source.text,
+                name=name,
+                size_bytes=facts.size_bytes,
+                validator=facts.validator,
+                sha256=download.sha256 or facts.sha256,
+            )
+            model = UnidentifiedModel(folder, notes)
+            await trio.to_thread.run_sync(model.begin)
+        model.is_fetching = True
+        try:
+            fetching = FetchLayers(
+                remote, facts, model, settings, download.patience(settings), download.progress
+            )
+            await fetching.run(layers, self._travel.make_room)
+        finally:
+            model.is_fetching = False
+        download.state = "checking"
+        entry = await self.gathering.add(model)
+        if entry is None:
+            download.model = model.name
+            download.waits_for = partial(self._waits_for, folder)
+            log.info("%s: layers %s wait for %s", model.name, layers, download.waits_for())
+            return None
+        return await self._travel.ensure(entry, layers, download.progress)
+
+    def _waits_for(self, folder: Path) -> str:
+        """Empty as soon as it waits no longer."""
+        model = self.gathering.in_folder(folder)
+        return model.waits_for() if model is not None else ""
+
+    def _folder_of(self, remote: Remote) -> Path:
+        return self._folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
+
+    async def _address(self, download: Download, settings: DownloadSettings, http: httpx.AsyncClient) -> str:
+        """Of the file of a repository that is meant."""
+        source = download.source
+        url = listing_url(settings.endpoint, source.repo)
+        listing = Remote(http, url, settings.token, settings).listing
+        raw = await download.patience(settings).keep_trying(listing)
+        names = listed_files(raw, url)
+        return file_url(settings.endpoint, source.repo, choose_file(source.repo, names, source.wanted))
+
+
+def _named(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return type(error).__name__

@@ -1,0 +1,151 @@
+"""What this node tells the swarm about itself: what it holds, how it fares, how fast it is.
+
+One record, which this node alone writes. It is published when something in it is news (see `capability`);
+holdings are compared at once when somebody says that they changed, load and speed every few seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmllm import __version__
+from swarmllm.models import Catalogue, LayerRange
+from swarmllm.node.auto_shard import AutoShardManager
+from swarmllm.node.capability import float_among, is_news, is_news_of_work
+from swarmllm.node.prefix_sharing import prefix_announcements
+from swarmllm.node.speed_probe import machine_speed
+from swarmllm.scheduling.observation import Observations
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.router import Router
+from swarmllm.transfer import ModelTransfer
+from swarmllm.workerpool import WorkerPool
+from swarmllm_proto.codec import encode_record
+from swarmllm_proto.swarm import FileAnnounce, NodeCapability, NodeRecord, PrefixCacheAnnounce, ShardAnnounce
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+SOFTWARE = f"swarmllm/{__version__}"
+SPEAK_S = 1.0
+"""How often load and speed are compared with what the swarm was told last. In bench.simulation, origins that
+know load from five seconds ago all run to the same nodes, and requests take three times as long as they
+could; from one second ago, half as long again."""
+FLOAT_S = 5.0
+"""How often this node looks, and says, where it is among the others, and what it holds, without being told
+to."""
+Holdings = tuple[tuple[ShardAnnounce, ...], tuple[FileAnnounce, ...], tuple[PrefixCacheAnnounce, ...]]
+"""(layers ready to run, files to give, prompts' beginnings whose KV is kept)"""
+
+
+class Announcer:
+    def __init__(
+        self,
+        nickname: str,
+        *,
+        router: Router,
+        registry: Registry,
+        pool: WorkerPool,
+        catalogue: Catalogue,
+        travel: ModelTransfer,
+        observations: Observations,
+        describe: Callable[[], NodeCapability],
+        placing: AutoShardManager,
+    ) -> None:
+        self.started_at = time.time()
+        self._nickname = nickname
+        self._router = router
+        self._registry = registry
+        self._pool = pool
+        self._catalogue = catalogue
+        self._travel = travel
+        self._observations = observations
+        self._describe = describe
+        self._placing = placing
+        self._sequence = 0
+        self._published: Holdings | None = None
+        self._capability = NodeCapability()
+        self._changed = trio.Event()
+        self._publishing = trio.Lock()
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep the swarm informed; started once it knows this node."""
+        await self.publish()
+        task_status.started()
+        look_s = 0.0
+        while True:
+            with trio.move_on_after(SPEAK_S):
+                await self._changed.wait()
+                self._changed = trio.Event()
+                look_s = 0.0
+            if trio.current_time() < look_s and not is_news_of_work(self._capability, self._describe()):
+                continue
+            look_s = trio.current_time() + FLOAT_S
+            self._observations.coordinate = float_among(
+                self._router.node_id, self._observations.coordinate, self._router.peers(), self._registry
+            )
+            await self.publish()
+
+    async def measure(self, file: Path) -> None:
+        """Learn how fast this machine is, from `file` or by a probe of a second."""
+        self._observations.machine = await trio.to_thread.run_sync(machine_speed, file)
+        self.look()
+
+    def look(self) -> None:
+        """Something may be news: compare now, not only in a few seconds."""
+        self._changed.set()
+
+    async def publish(self) -> None:
+        """Tell the swarm what this node holds and how it fares, if that is news. One at a time: the last
+        word is the newest.
+        """
+        async with self._publishing:
+            holdings = await self._holdings()
+            capability = self._describe()
+            if holdings != self._published or is_news(self._capability, capability):
+                self._sequence += 1
+                await self._router.publish(encode_record(self._record(holdings, capability)))
+                ready, files, _ = holdings
+                names = {each.model_id: each.name for each in ready} | {f.model_id: f.name for f in files}
+                self._travel.announce_far(names.items())
+                self._published, self._capability = holdings, capability
+
+    async def _holdings(self) -> Holdings:
+        entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
+        held = self._pool.models()
+        ready = tuple(
+            ShardAnnounce(
+                model_id=model_id,
+                name=entries[model_id].name,
+                n_layers=entries[model_id].manifest.n_layers,
+                ranges=_pairs(held.get(model_id, ())),
+                loading=_pairs(self._placing.loading(model_id)),
+                pinned=_pairs(self._placing.pinned(model_id)),
+            )
+            for model_id in sorted({*held, *self._placing.model_ids})
+            if model_id in entries and (model_id in held or self._placing.loading(model_id))
+        )
+        # No call of `look` follows a request: what is kept changes with each, and is told every FLOAT_S.
+        kept = prefix_announcements(self._pool.kept_prefixes(), ready)
+        return ready, self._travel.announcements(entries.values()), kept
+
+    def _record(self, holdings: Holdings, capability: NodeCapability) -> NodeRecord:
+        return NodeRecord(
+            node_id=self._router.node_id,
+            nickname=self._nickname,
+            software=SOFTWARE,
+            started_at=self.started_at,
+            sequence=self._sequence,
+            models=holdings[0],
+            capability=capability,
+            files=holdings[1],
+            prefix_caches=holdings[2],
+        )
+
+
+def _pairs(ranges: Iterable[LayerRange]) -> tuple[tuple[int, int], ...]:
+    return tuple((layers.start, layers.end) for layers in ranges)

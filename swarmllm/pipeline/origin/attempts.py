@@ -1,0 +1,207 @@
+"""One attempt at a request of this node: a pipeline is assigned, fed, watched and taken apart.
+
+What an attempt learns of failing nodes it tells to the next one, which avoids them, and to the whole swarm.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+import trio
+
+from swarmllm.errors import DeadlineExceeded, RemoteError, SwarmLLMError
+from swarmllm.pipeline.origin.chain import Chain
+from swarmllm.pipeline.origin.generation import Source
+from swarmllm.pipeline.origin.local import open_local
+from swarmllm.pipeline.origin.prefix_names import prefix_names
+from swarmllm.pipeline.origin.prefix_negotiation import agree
+from swarmllm.pipeline.origin.remote import RemoteChain
+from swarmllm.pipeline.repair.blame import judge
+from swarmllm.pipeline.repair.probing import find_fault
+from swarmllm.pipeline.repair.rebuild import what_is_left
+from swarmllm.pipeline.route.suspects import Suspects
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stage.admission import Sessions
+from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.stage.session import Session
+from swarmllm.pipeline.stage.walker import RequestContext
+from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.swarm.peers.trust import Note
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.router import Router
+from swarmllm_proto.codec import encode_job
+from swarmllm_proto.swarm import CancelInference, PipelineAssignment, PipelineError, Stage
+from swarmllm_proto.tensors import Tensor
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 1.0
+TELL_TIMEOUT_S = 5.0
+UNSEEN_S = 1.5
+"""Nodes tell news once a second, and it takes its time to arrive."""
+AnyChain = TypeVar("AnyChain", bound=Chain)
+
+
+class Attempts:
+    def __init__(
+        self,
+        router: Router,
+        registry: Registry,
+        pool: Compute,
+        sessions: Sessions,
+        settings: PipelineSettings,
+        counts: PipelineStatistics,
+        note: Note,
+        suspects: Suspects,
+    ) -> None:
+        self.chains: dict[str, Chain] = {}
+        """By request id."""
+        self._router = router
+        self._registry = registry
+        self._pool = pool
+        self._sessions = sessions
+        self._settings = settings
+        self._counts = counts
+        self._note = note
+        self._suspects = suspects
+        self._start_soon: Callable[..., None] | None = None
+        self._secret = secrets.token_bytes(32) if settings.shares_prefixes else None
+
+    def tell_with(self, nursery: trio.Nursery) -> None:
+        """Failures are told to the swarm from here on, by tasks of `nursery`."""
+        self._start_soon = nursery.start_soon
+
+    def open(
+        self, context: RequestContext, assignment: PipelineAssignment, tokens: Tensor, failed: set[str]
+    ) -> AbstractAsyncContextManager[Source]:
+        """Adds to `failed` the node because of which it fails."""
+        if is_local(context):
+            return open_local(self._pool, context, tokens, self._nickname(self._router.node_id))
+        may_send_tokens = not self._settings.local_embedding_privacy
+        kind = RemoteChain if len(assignment.stages) == 1 and may_send_tokens else Chain
+        return self.open_chain(context, assignment, tokens, failed, kind)
+
+    @asynccontextmanager
+    async def open_chain(
+        self,
+        context: RequestContext,
+        assignment: PipelineAssignment,
+        tokens: Tensor,
+        failed: set[str],
+        kind: type[AnyChain],
+    ) -> AsyncIterator[AnyChain]:
+        """Adds to `failed` the node because of which it fails."""
+        names = {stage.node_id: self._nickname(stage.node_id) for stage in context.view.stages}
+        chain = kind(
+            context,
+            tokens,
+            chunk_tokens=self._settings.prefill_chunk_tokens,
+            silence_timeout_s=self._settings.silence_timeout_s,
+            look_after_s=self._settings.ack_timeout_s / 2,
+            look=self._look,
+            nicknames=names,
+            on_repeat=self._count_repeat,
+            names=prefix_names(self._secret, assignment),
+        )
+        session = self._sessions.open(context, chain)
+        self.chains[context.request_id] = chain
+        try:
+            start = await self._agree(chain, session, assignment)
+            if chain.failure is not None:
+                raise chain.failure
+            start()
+            yield chain
+        except SwarmLLMError as error:
+            chain.is_given_up = True
+            if chain.culprit is not None and chain.culprit != self._router.node_id:
+                failed.add(chain.culprit)
+                self._tell_everybody(context.request_id, chain.culprit, error)
+            elif isinstance(error, RemoteError | DeadlineExceeded):
+                here = {self._router.node_id}
+                self._suspects.doubt(sorted(chain.doubted or chain.node_ids - here), trio.current_time())
+            raise
+        finally:
+            del self.chains[context.request_id]
+            judge(chain, self._note, self._suspects)
+            session.stop()
+            # The session tidies up by itself; a client with an error to show need not wait for all of it.
+            with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_TIMEOUT_S):
+                await session.done.wait()
+
+    async def _agree(
+        self, chain: Chain, session: Session, assignment: PipelineAssignment
+    ) -> Callable[[], None]:
+        """Ask every stage to take part; how the chain begins then."""
+        context, timeout_s = chain.context, self._settings.ack_timeout_s
+        if assignment.resumes:
+            left = await what_is_left(self._sessions, assignment, context, chain, timeout_s=timeout_s)
+            return partial(chain.resume, session, left)
+        n_known = await agree(self._pool, self._router, assignment, context, chain, timeout_s=timeout_s)
+        return partial(chain.start, session, n_known)
+
+    def just_sent(self) -> Counter[str]:
+        """By node id: requests of this node that others have had for so short a time that their records need
+        not say so."""
+        since_s = trio.current_time() - UNSEEN_S
+        chains = [chain for chain in self.chains.values() if chain.began_s > since_s]
+        return Counter(stage.node_id for chain in chains for stage in chain.context.view.stages)
+
+    def let_go(self, request_id: str, stages: Iterable[Stage]) -> None:
+        """Nobody will go on with what these stages hold of a broken request."""
+        here = self._router.node_id
+        header, payload = encode_job(CancelInference(request_id=request_id))
+        for node_id in {stage.node_id for stage in stages} & {here, *self._router.connected()}:
+            if node_id == here:
+                self._sessions.cancel(here, request_id)
+            elif self._start_soon is not None:
+                self._start_soon(partial(self._tell, node_id, header, payload))
+
+    async def _look(self, chain: Chain) -> None:
+        """It has been silent: is anybody at work?"""
+        context = chain.context
+        session = self._sessions.by_request.get(context.request_id)
+        finding = await find_fault(
+            self._router,
+            context.request_id,
+            context.view.node_ids - {self._router.node_id},
+            session is not None and session.is_busy(),
+            self._settings.ack_timeout_s / 2,
+        )
+        if finding is not None and chain.silent_s >= self._settings.ack_timeout_s / 2:
+            if finding.culprit is not None:
+                chain.blame(finding.culprit)
+            chain.fail(finding.error)
+
+    def _tell_everybody(self, request_id: str, culprit: str, error: SwarmLLMError) -> None:
+        if self._start_soon is None:
+            return
+        message = PipelineError(
+            request_id=request_id, node_id=culprit, kind=error.code, message="a pipeline broke there"
+        )
+        header, payload = encode_job(message)
+        for node_id in self._router.connected() - {culprit}:
+            self._start_soon(partial(self._tell, node_id, header, payload))
+
+    async def _tell(self, node_id: str, header: bytes, payload: bytes | memoryview) -> None:
+        with trio.move_on_after(TELL_TIMEOUT_S):
+            try:
+                await self._router.send(node_id, header, payload)
+            except SwarmLLMError as error:
+                log.debug("%s not told of a failure: %s", node_id, error)
+
+    def _count_repeat(self) -> None:
+        self._counts.repeats += 1
+
+    def _nickname(self, node_id: str) -> str:
+        record = self._registry.node(node_id)
+        return record.nickname if record is not None else ""
+
+
+def is_local(context: RequestContext) -> bool:
+    return len(context.view.stages) == 1 and context.view.is_here(0)

@@ -1,0 +1,392 @@
+"""The origin's side of a pipeline whose stages are not all in one worker here: assign, feed the prompt,
+collect tokens.
+
+Everything the stages say arrives through `receive`, called from the router's handler: it only keeps books
+and wakes the reader, so it never waits, and a slow client slows nobody else. What is buffered is bounded by
+the tokens asked for. Work (embedding chunks, repeating a token) goes to the request's session on this node,
+in order with the jobs that a stage here gets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import numpy as np
+import trio
+
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
+from swarmllm.pipeline.job import ComputeStep, Job
+from swarmllm.pipeline.origin.generation import Guesses, Shape, StageAccount, StageReport
+from swarmllm.pipeline.origin.output import (
+    BrokenPromise,
+    Chunk,
+    EarlyTokens,
+    PromptWindow,
+    TokenLog,
+    require_stop_string,
+)
+from swarmllm.pipeline.origin.prefix_names import PrefixNames
+from swarmllm.pipeline.repair.plan import Left, is_anew, rebuilds
+from swarmllm.pipeline.repair.rebuild import Feeding
+from swarmllm.pipeline.reports import BAD_ROWS, reported_error
+from swarmllm.pipeline.stage.compute import SampledToken
+from swarmllm.pipeline.stage.session import Session
+from swarmllm.pipeline.stage.walker import OriginMessage, RequestContext
+from swarmllm_proto.blocks import BLOCK_TOKENS
+from swarmllm_proto.swarm import PipelineError, PrefillProgress, StageBlocks, StreamingToken
+from swarmllm_proto.tensors import Tensor
+
+log = logging.getLogger(__name__)
+
+MAX_PIECE_BYTES = 64 * 1024
+"""Of text that comes with one token. A stop string may hold text back, but not for long: it has 256
+characters."""
+MAX_REPEATS = 3
+"""Damaged jobs that one request survives; more means that something is broken, not unlucky."""
+
+
+class Chain:
+    """One attempt at one request. `failure`, once set, is final."""
+
+    shape: Shape = "chain"
+    guesses = Guesses()
+    """A worker that runs the whole model guesses, no chain does."""
+
+    def __init__(
+        self,
+        context: RequestContext,
+        prompt: Tensor,
+        *,
+        chunk_tokens: int,
+        silence_timeout_s: float,
+        look_after_s: float,
+        look: Callable[[Chain], Awaitable[None]],
+        nicknames: Mapping[str, str],
+        names: PrefixNames | None = None,
+        on_repeat: Callable[[], None] = lambda: None,
+    ) -> None:
+        stages = context.view.stages
+        self.context = context
+        self.prompt = prompt
+        self.n_cached_tokens = 0
+        """Rows of the prompt that every stage had already."""
+        self._prefix_names = names
+        self._generated: list[int] = []
+        """In this attempt."""
+        self._chunk_tokens = chunk_tokens
+        self.window = PromptWindow(len(prompt), chunk_tokens, len(stages) + 1)
+        self.account = StageAccount(stages)
+        self.failure: Exception | None = None
+        self.culprit: str | None = None
+        """The node that failed, where that is known."""
+        self.doubted: frozenset[str] = frozenset()
+        """Nodes of which one failed, where it cannot be known which."""
+        self._look_after_s = look_after_s
+        self._look = look
+        self._heard_s = 0.0
+        self._n_resumed = len(context.generated)
+        self._tokens = TokenLog(context.n_prompt_tokens, context.sampling.max_tokens, self._n_resumed)
+        self._silence_timeout_s = silence_timeout_s
+        self._names = nicknames
+        self._on_repeat = on_repeat
+        self._session: Session | None = None
+        self._feeding: Feeding | None = None
+        """While stages are built again."""
+        self.is_rebuilt = False
+        """It goes on with what another one left."""
+        self.is_given_up = False
+        """It has failed, if only in being assigned."""
+        self._early = EarlyTokens[tuple[StreamingToken, bytes]]()
+        self._buffer: deque[tuple[SampledToken, bytes]] = deque()
+        self._reader = trio.lowlevel.ParkingLot()
+        self._is_feeding = False
+        self._finished = False
+        self._n_repeats = 0
+        self._started_s = 0.0
+        self._first_s = 0.0
+        self._latest_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Chain {self.context.request_id} {self.window!r} tokens={self._tokens.n_received}>"
+
+    @property
+    def route(self) -> tuple[StageReport, ...]:
+        return self.account.reports(
+            [self._names.get(stage.node_id, "") for stage in self.account.stages], self.decode_s
+        )
+
+    @property
+    def node_ids(self) -> frozenset[str]:
+        """Of its stages."""
+        return frozenset(stage.node_id for stage in self.context.view.stages)
+
+    @property
+    def is_complete(self) -> bool:
+        """The last token has come."""
+        return self._finished
+
+    @property
+    def prefill_s(self) -> float:
+        return self._first_s - self._started_s if self.has_begun else 0.0
+
+    @property
+    def decode_s(self) -> float:
+        return self._latest_s - self._first_s if self.has_begun else 0.0
+
+    @property
+    def n_generated(self) -> int:
+        return self._tokens.n_received
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this pipeline has given a token."""
+        return self._tokens.n_received > self._n_resumed
+
+    def prefixes_of(self, node_id: str) -> tuple[StageBlocks, ...]:
+        """Of the prompt and what came of it, but for the newest token, which no stage has computed; of the
+        prompt's last token there is always the logits to be computed."""
+        if self._prefix_names is None:
+            return ()
+        tokens = np.concatenate((self.prompt, np.array(self._generated, np.int32)))
+        return self._prefix_names.of_node(node_id, tokens[:-1])
+
+    def start(self, session: Session, n_known_blocks: int = 0) -> None:
+        """All stages have accepted: let the first chunks go, after what every stage has rows of."""
+        n_known = min(n_known_blocks * BLOCK_TOKENS, (len(self.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
+        self.n_cached_tokens = min(n_known, self.context.n_prompt_tokens)
+        self.window = PromptWindow(
+            len(self.prompt), self._chunk_tokens, len(self.context.view.stages) + 1, n_known
+        )
+        self._begin(session)
+        self._feed()
+
+    def resume(self, session: Session, left: Sequence[Left]) -> None:
+        """The same in the place of a pipeline that broke: its stages still have this."""
+        n_due = len(self.prompt) - 1
+        planned = rebuilds(left, n_due)
+        log.info(
+            "request %s resumes at row %d: of its stages %s have KV, %s a journal",
+            self.context.request_id,
+            n_due,
+            [stage for stage, each in enumerate(left) if each.n_rows >= n_due],
+            [stage for stage, each in enumerate(left) if each.n_journal >= n_due],
+        )
+        if is_anew(planned, len(left)):
+            self.start(session)
+            return
+        self.is_rebuilt = True
+        self._feeding = Feeding(planned, n_due, self._chunk_tokens) if planned else None
+        self.window = PromptWindow(len(self.prompt), self._chunk_tokens, len(left) + 1, n_due)
+        self._begin(session)
+        self._feed()
+
+    @property
+    def may_be_resumed(self) -> bool:
+        return (
+            (self.failure is not None or self.is_given_up)
+            and self._tokens.n_received > 0
+            and len(self.context.view.stages) > 1
+        )
+
+    def _begin(self, session: Session) -> None:
+        self._session = session
+        self._started_s = self._heard_s = trio.current_time()
+
+    async def next(self) -> tuple[SampledToken, bytes]:
+        """Raises SwarmLLMError once everything that came before the failure has been read."""
+        await self._wait(lambda: bool(self._buffer))
+        return self._buffer.popleft()
+
+    async def _wait(self, is_there: Callable[[], bool]) -> None:
+        while not is_there():
+            if self.failure is not None:
+                raise self.failure
+            with trio.move_on_after(self._look_after_s) as patience:
+                await self._reader.park()
+            if patience.cancelled_caught:
+                await self._silent()
+
+    @property
+    def began_s(self) -> float:
+        """By trio's clock; before it has begun, now."""
+        return self._started_s if self._session is not None else trio.current_time()
+
+    @property
+    def silent_s(self) -> float:
+        """Since when nothing has come."""
+        return trio.current_time() - self._heard_s
+
+    async def _silent(self) -> None:
+        if self.silent_s < self._silence_timeout_s:
+            await self._look(self)
+            return
+        self.fail(
+            DeadlineExceeded(f"the pipeline {self._described()} was silent for {self._silence_timeout_s:g} s")
+        )
+
+    def next_chunk(self) -> Chunk | None:
+        self._is_feeding = False
+        chunk = self.window.next_chunk() if self._feeding is None else self._feeding.next_embedded()
+        self._feed()
+        return chunk
+
+    def receive(self, sender: str, message: OriginMessage, payload: bytes | memoryview) -> None:
+        if self._finished or self.failure is not None:
+            return
+        stages = self.context.view.stages
+        try:
+            if isinstance(message, PipelineError):
+                self._failed_at(sender, message)
+            elif sender != stages[-1 if self._feeding is None else self._feeding.until].node_id:
+                log.warning(
+                    "request %s: a message of the last stage came from %s", self.context.request_id, sender
+                )
+            else:
+                if isinstance(message, StreamingToken):
+                    self._token(message, payload)
+                else:
+                    self._progress(message, payload)
+        except BrokenPromise as error:
+            self.blame(sender)
+            self.fail(RemoteError(f"node {self._name(sender)} broke the protocol: {error}"))
+
+    def fail(self, error: Exception) -> None:
+        if self.failure is None and not self._finished:
+            self.failure = error
+            self._reader.unpark_all()
+            if self._session is not None:
+                self._session.stop()
+
+    def blame(self, node_id: str) -> None:
+        """The first node that is named is the culprit: what else fails is usually its consequence."""
+        self.culprit = self.culprit or node_id
+
+    def lost(self, node_id: str) -> None:
+        """A node disconnected."""
+        if node_id in self.node_ids:
+            self.blame(node_id)
+            self.fail(
+                NodeUnreachable(
+                    f"node {self._name(node_id)} disconnected from the pipeline {self._described()}"
+                )
+            )
+
+    def _token(self, message: StreamingToken, payload: bytes | memoryview) -> None:
+        if len(payload) > MAX_PIECE_BYTES:
+            raise BrokenPromise(f"a token of {len(payload)} bytes")
+        if message.token >= self.context.n_vocab:
+            raise BrokenPromise(f"token {message.token} of a vocabulary of {self.context.n_vocab}")
+        require_stop_string(message, len(self.context.sampling.stop))
+        self._early.put(message.index, (message, bytes(payload)), len(payload), self._tokens.n_received)
+        while not self._finished and (early := self._early.take(self._tokens.n_received)) is not None:
+            self._next_token(*early)
+
+    def _next_token(self, message: StreamingToken, payload: bytes) -> None:
+        self._tokens.receive(message.index, message.token)
+        self._generated.append(message.token)
+        self._latest_s = self._heard_s = trio.current_time()
+        if message.index == self._n_resumed:
+            self._first_s = self._latest_s
+            self.account.add_prefill(message.timings)
+        else:
+            self.account.add_decoded(message.timings)
+        self._buffer.append((message, payload))
+        self._reader.unpark_all()
+        if message.finish_reason is not None:
+            # Nobody needs to wait for the reader: all stages may free their slots now.
+            self._finished = True
+            n_cached = min(message.n_cached_tokens, self.context.n_prompt_tokens)
+            self.n_cached_tokens = max(self.n_cached_tokens, n_cached)
+            assert self._session is not None
+            self._session.stop()
+        elif self._tokens.awaited:
+            self._tokens.awaited = False
+            self._repeat_token()
+
+    def _progress(self, message: PrefillProgress, payload: bytes | memoryview) -> None:
+        if self._feeding is None:
+            is_news = self.window.passed(message.position)
+        else:
+            is_news = self._feeding.passed(message.position)
+            self._feeding = None if self._feeding.is_over else self._feeding
+        self.account.add_prefill(message.timings)
+        if is_news:
+            # A reader that waits for the first token counts this as a sign of life.
+            self._heard_s = trio.current_time()
+            self._reader.unpark_all()
+        self._feed()
+
+    def _failed_at(self, sender: str, message: PipelineError) -> None:
+        if sender not in self.node_ids:
+            log.warning(
+                "request %s: a failure was reported by %s, which has no part in it",
+                self.context.request_id,
+                sender,
+            )
+            return
+        if message.damaged:
+            self._repeat(sender, message.position)
+            return
+        if message.kind == BAD_ROWS and message.node_id != self.context.view.node_id:
+            # One of the two lies, and which cannot be seen from here.
+            if not self.context.view.hands_to(message.node_id, sender):
+                raise BrokenPromise(f"it gets no rows from {self._name(message.node_id)}")
+            self.doubted = frozenset({sender, message.node_id})
+        elif message.kind != NodeUnreachable.code:
+            self.blame(sender)
+        self.fail(reported_error(message, self._name(sender)))
+
+    def _repeat(self, sender: str, position: int) -> None:
+        self._n_repeats += 1
+        self._on_repeat()
+        if self._n_repeats > MAX_REPEATS:
+            raise BrokenPromise(f"{self._n_repeats} jobs arrived damaged")
+        log.info(
+            "request %s: repeating position %d, damaged on the way to %s",
+            self.context.request_id,
+            position,
+            sender,
+        )
+        if position < self.window.n_tokens:
+            if self.has_begun:
+                raise BrokenPromise(f"no job is under way at {position}")
+            (self.window if self._feeding is None else self._feeding.window).rewind(position)
+            self._feed()
+        elif self._tokens.repeats_now(position):
+            self._repeat_token()
+
+    def _repeat_token(self) -> None:
+        assert self._session is not None
+        self._session.offer(
+            Job(
+                ComputeStep.EMBED,
+                position=self._tokens.position(),
+                n_tokens=1,
+                token=self._tokens.last_token,
+                since_s=trio.current_time(),
+            )
+        )
+
+    def _feed(self) -> None:
+        """Have one chunk embedded; taking it asks for the next, so that no more than one waits in the
+        session."""
+        assert self._session is not None
+        may_embed = self.window.may_send()
+        if self._feeding is not None:
+            for message in self._feeding.next_replays(self.context.request_id):
+                self._session.ask_replay(message)
+            may_embed = self._feeding.may_embed
+        if not self._is_feeding and may_embed:
+            self._is_feeding = True
+            self._session.offer(Job(ComputeStep.HEAD, prefill_left=1))
+
+    def _described(self) -> str:
+        return " -> ".join(
+            f"{stage.start}:{stage.end}@{self._name(stage.node_id)}" for stage in self.context.view.stages
+        )
+
+    def _name(self, node_id: str) -> str:
+        nickname = self._names.get(node_id, "")
+        return f"{nickname} ({node_id})" if nickname else node_id

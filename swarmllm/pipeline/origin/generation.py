@@ -1,0 +1,274 @@
+"""What a client reads: the text of one answer as it is made, and the account of how it was made.
+
+The account is kept per stage and in seconds. What a stage computed is measured where it computes. What the
+network took cannot be measured between two clocks, so it is inferred at the origin: the time from one token
+to the next, less the time that stages say they were busy with it, is what the hops took together, and each
+hop of the ring (the one back to the first stage included) is given an even share; a hop between two stages
+of one node is none.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.stage.compute import SampledToken
+from swarmllm_proto.ipc import FinishReason, GuessCount, TokenLogprob
+from swarmllm_proto.swarm import Stage, StageTiming
+
+Shape = Literal["local", "remote-generate", "chain"]
+"""The worker here or elsewhere runs the whole decode loop, or jobs walk through several stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedText:
+    """One token's worth; `text` is empty while a character or a stop string is incomplete."""
+
+    text: str
+    index: int
+    token: int
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """The token's own and the likeliest ones, where the sampling asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """One stage of the route, and what it took so far."""
+
+    node_id: str
+    nickname: str
+    layers: LayerRange
+    compute_s: float = 0.0
+    """Mean per generated token, after the first."""
+    overhead_s: float = 0.0
+    """Mean per generated token, after the first: what the stage's node spent besides computing (queue,
+    IPC)."""
+    network_s: float = 0.0
+    """Mean per generated token, after the first: the hop from this stage to the next."""
+    prefill_s: float = 0.0
+    """Computing all rows of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    queue_s: float = 0.0
+    """Waiting for admission."""
+    tokenize_s: float = 0.0
+    prefill_s: float = 0.0
+    """From the first row's start to the first token."""
+    decode_s: float = 0.0
+    """From the first token to the last."""
+
+
+class StageAccount:
+    """Sums per stage, fed with the timings that tokens and prefill notes bring along."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = tuple(stages)
+        n = len(self.stages)
+        self.prefill_s = [0.0] * n
+        self.compute_s = [0.0] * n
+        self.busy_s = [0.0] * n
+        self.n_decoded = 0
+
+    def add_prefill(self, timings: Sequence[StageTiming]) -> None:
+        for timing in timings:
+            if timing.stage < len(self.stages):
+                self.prefill_s[timing.stage] += timing.compute_s
+
+    def add_decoded(self, timings: Sequence[StageTiming]) -> None:
+        self.n_decoded += 1
+        for timing in timings:
+            if timing.stage < len(self.stages):
+                self.compute_s[timing.stage] += timing.compute_s
+                self.busy_s[timing.stage] += timing.busy_s
+
+    def reports(self, nicknames: Sequence[str], decode_s: float) -> tuple[StageReport, ...]:
+        n = max(1, self.n_decoded)
+        network_s = self._network_s(decode_s)
+        return tuple(
+            StageReport(
+                node_id=stage.node_id,
+                nickname=nicknames[index],
+                layers=LayerRange(stage.start, stage.end),
+                compute_s=self.compute_s[index] / n,
+                overhead_s=max(0.0, self.busy_s[index] - self.compute_s[index]) / n,
+                network_s=network_s[index],
+                prefill_s=self.prefill_s[index],
+            )
+            for index, stage in enumerate(self.stages)
+        )
+
+    def _network_s(self, decode_s: float) -> list[float]:
+        after = (*self.stages[1:], self.stages[0])
+        is_hop = [stage.node_id != then.node_id for stage, then in zip(self.stages, after, strict=True)]
+        if not self.n_decoded or not any(is_hop):
+            return [0.0] * len(is_hop)
+        share_s = max(0.0, decode_s - sum(self.busy_s)) / self.n_decoded / sum(is_hop)
+        return [share_s * hop for hop in is_hop]
+
+
+class Guesses(NamedTuple):
+    """Tokens that were guessed ahead of the model (speculation)."""
+
+    ways: tuple[GuessCount, ...] = ()
+
+    @property
+    def checked(self) -> int:
+        return sum(way.n_checked for way in self.ways)
+
+    @property
+    def right(self) -> int:
+        """Of those, the ones that the model then said: tokens that took no step of their own."""
+        return sum(way.n_right for way in self.ways)
+
+
+class Source(Protocol):
+    """Where tokens come from: this node's worker, or a chain of stages."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    async def next(self) -> tuple[SampledToken, bytes]:
+        """Not to be called after a token with a finish reason. Raises SwarmLLMError."""
+        ...
+
+    @property
+    def route(self) -> tuple[StageReport, ...]: ...
+
+    @property
+    def prefill_s(self) -> float: ...
+
+    @property
+    def decode_s(self) -> float: ...
+
+    @property
+    def n_generated(self) -> int: ...
+
+    @property
+    def n_cached_tokens(self) -> int: ...
+
+    @property
+    def guesses(self) -> Guesses: ...
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """It goes on with what a broken pipeline left."""
+        ...
+
+
+class FailoverSource(Source, Protocol):
+    """Where tokens come from as long as there is anybody to make them."""
+
+    @property
+    def n_recoveries(self) -> int:
+        """How often another pipeline went on after a token."""
+        ...
+
+    @property
+    def n_rebuilt(self) -> int:
+        """Of these, how often only the lost stages were computed again."""
+        ...
+
+    @property
+    def recovery_s(self) -> float:
+        """From knowing that a pipeline had broken to the next token, all in all."""
+        ...
+
+
+class Generation:
+    """Iterate once for the text; everything else can be read at any time and grows with it."""
+
+    def __init__(
+        self,
+        source: FailoverSource,
+        first: tuple[SampledToken, bytes],
+        *,
+        request_id: str,
+        n_prompt_tokens: int,
+        stop: Sequence[str] = (),
+        queue_s: float = 0.0,
+        tokenize_s: float = 0.0,
+    ) -> None:
+        self.request_id = request_id
+        self.n_prompt_tokens = n_prompt_tokens
+        self.finish_reason: FinishReason | None = None
+        self.stop_sequence: str | None = None
+        """Which one of the `stop` strings ended it."""
+        self._stop = tuple(stop)
+        self._source = source
+        self._first: tuple[SampledToken, bytes] | None = first
+        self._queue_s = queue_s
+        self._tokenize_s = tokenize_s
+        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def __repr__(self) -> str:
+        stages = " ".join(f"{stage.layers}@{stage.node_id[:12]}" for stage in self.route)
+        return f"<Generation {self.request_id} {self.shape} {stages} n={self.n_generated}>"
+
+    @property
+    def shape(self) -> Shape:
+        return self._source.shape
+
+    @property
+    def is_local(self) -> bool:
+        return self._source.shape == "local"
+
+    @property
+    def route(self) -> tuple[StageReport, ...]:
+        return self._source.route
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens sampled so far, an end-of-sequence token included."""
+        return self._source.n_generated
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """Of the prompt: not computed, because an earlier request began alike. Known at the end."""
+        return self._source.n_cached_tokens
+
+    @property
+    def guesses(self) -> Guesses:
+        """Known at the end."""
+        return self._source.guesses
+
+    @property
+    def n_recoveries(self) -> int:
+        """How often another pipeline went on after one had broken."""
+        return self._source.n_recoveries
+
+    @property
+    def n_rebuilt(self) -> int:
+        """Of these, how often only the lost stages were computed again."""
+        return self._source.n_rebuilt
+
+    @property
+    def recovery_s(self) -> float:
+        """From knowing that a pipeline had broken to the next token, all in all."""
+        return self._source.recovery_s
+
+    @property
+    def timings(self) -> Timings:
+        return Timings(self._queue_s, self._tokenize_s, self._source.prefill_s, self._source.decode_s)
+
+    def __aiter__(self) -> AsyncIterator[GeneratedText]:
+        return self
+
+    async def __anext__(self) -> GeneratedText:
+        """Raises SwarmLLMError when the pipeline fails; what came before stands."""
+        if self.finish_reason is not None:
+            raise StopAsyncIteration
+        if self._first is not None:
+            (token, piece), self._first = self._first, None
+        else:
+            token, piece = await self._source.next()
+        self.finish_reason = token.finish_reason
+        if token.stopped_by is not None and token.stopped_by < len(self._stop):
+            self.stop_sequence = self._stop[token.stopped_by]
+        text = self._characters.decode(piece, final=token.finish_reason is not None)
+        return GeneratedText(text, token.index, token.token, token.finish_reason, token.logprobs)

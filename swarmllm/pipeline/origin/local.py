@@ -1,0 +1,101 @@
+"""A pipeline of one stage on the origin itself: the worker runs the whole decode loop, and no job walks at
+all."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import trio
+
+from swarmllm.errors import WorkerError
+from swarmllm.pipeline.origin.generation import Guesses, Shape, StageReport
+from swarmllm.pipeline.stage.compute import Compute, LocalGeneration
+from swarmllm.pipeline.stage.walker import RequestContext
+from swarmllm_proto.ipc import Token
+from swarmllm_proto.tensors import Tensor
+
+
+class LocalSource:
+    shape: Shape = "local"
+    is_rebuilt = False
+
+    def __init__(self, generation: LocalGeneration, context: RequestContext, nickname: str) -> None:
+        self._generation = generation
+        self._tokens = generation.__aiter__()
+        self._context = context
+        self._nickname = nickname
+        self._compute_s = 0.0
+        self._n_tokens = 0
+        """Of this worker's own."""
+        self._started_s = trio.current_time()
+        self._first_s = 0.0
+        self._latest_s = 0.0
+
+    async def next(self) -> tuple[Token, bytes]:
+        try:
+            token, piece = await self._tokens.__anext__()
+        except StopAsyncIteration:
+            raise WorkerError("the worker ended a generation without a reason") from None
+        self._latest_s = trio.current_time()
+        if self._n_tokens:
+            self._compute_s += token.compute_s
+        else:
+            self._first_s = self._latest_s
+        self._n_tokens += 1
+        if token.finish_reason is not None:
+            # The worker's last word follows at once; who leaves before it would cancel a request that is
+            # over.
+            async for _ in self._tokens:
+                raise WorkerError("the worker went on after the end of a generation")
+        return token, piece
+
+    @property
+    def n_generated(self) -> int:
+        return len(self._context.generated) + self._n_tokens
+
+    @property
+    def n_cached_tokens(self) -> int:
+        done = self._generation.done
+        return done.n_cached_tokens if done is not None else 0
+
+    @property
+    def guesses(self) -> Guesses:
+        done = self._generation.done
+        return Guesses(done.guesses if done is not None else ())
+
+    @property
+    def prefill_s(self) -> float:
+        return self._first_s - self._started_s if self._n_tokens else 0.0
+
+    @property
+    def decode_s(self) -> float:
+        return self._latest_s - self._first_s if self._n_tokens else 0.0
+
+    @property
+    def route(self) -> tuple[StageReport, ...]:
+        view = self._context.view
+        return (
+            StageReport(
+                node_id=view.node_id,
+                nickname=self._nickname,
+                layers=view.layers(0),
+                compute_s=self._compute_s / max(1, self._n_tokens - 1),
+                prefill_s=self.prefill_s,
+            ),
+        )
+
+
+@asynccontextmanager
+async def open_local(
+    compute: Compute, context: RequestContext, tokens: Tensor, nickname: str
+) -> AsyncIterator[LocalSource]:
+    async with compute.generate(
+        context.model,
+        request_id=context.request_id,
+        tokens=tokens,
+        sampling=context.sampling,
+        n_generated=len(context.generated),
+        session=context.session,
+    ) as generation:
+        yield LocalSource(generation, context, nickname)

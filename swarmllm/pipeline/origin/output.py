@@ -1,0 +1,166 @@
+"""What the origin makes of what comes back from a pipeline: pure bookkeeping, no I/O, no clock.
+
+`PromptWindow` says which chunk of the prompt leaves next. It counts positions, not messages: whatever was
+lost, sent twice or arrived late, "up to here it has passed, up to here it has left" stays true, and
+repeating is setting one number back.
+
+`EarlyTokens` keeps the tokens that came before the one before them: some go by links and some by daemons, and
+may overtake each other.
+
+`TokenLog` says whether a token is the next one, and which token to repeat when a stage reports damage. The
+report and the token it concerns come from different nodes, so the report may be first: then the token is
+repeated when it arrives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from swarmllm.pipeline.stage.compute import SampledToken
+
+EARLY_TOKENS_MAX: Final = 256
+"""Tokens that may wait for one before them. A ring that turns by links gives tokens faster than a busy daemon
+passes them on, but no daemon is so far behind."""
+EARLY_BYTES_MAX: Final = 2**20
+"""Of their texts."""
+Item = TypeVar("Item")
+
+
+class BrokenPromise(Exception):
+    """A stage said something that cannot be true of this request."""
+
+
+class Chunk(NamedTuple):
+    """Rows [position, position + n_tokens) of the prompt; `left` rows come after them."""
+
+    position: int
+    n_tokens: int
+    left: int
+    until: int | None = None
+    """The last stage that is to compute them; None: the pipeline's last."""
+
+
+class PromptWindow:
+    """`size` chunks of `chunk_tokens` may be under way at once: one more than there are stages, so that
+    every stage has one to work on and one is waiting."""
+
+    def __init__(self, n_tokens: int, chunk_tokens: int, size: int, n_known: int = 0) -> None:
+        """`n_known`: rows at the beginning that every stage has already."""
+        if min(n_tokens, chunk_tokens, size) < 1:
+            raise ValueError("prompt, chunk and window have at least one token")
+        if not 0 <= n_known < n_tokens:
+            raise ValueError(f"{n_known} rows of {n_tokens} are known: the last one has to be computed")
+        self.n_tokens = n_tokens
+        self.n_sent = n_known
+        self.n_passed = n_known
+        self._n_known = n_known
+        self._chunk_tokens = chunk_tokens
+        self._size = size
+
+    def __repr__(self) -> str:
+        return f"<PromptWindow passed={self.n_passed} sent={self.n_sent} of={self.n_tokens}>"
+
+    def next_chunk(self) -> Chunk | None:
+        """Take the next chunk; None while the window is full or when everything has left."""
+        if not self.may_send():
+            return None
+        position = self.n_sent
+        n_tokens = min(self._chunk_tokens, self.n_tokens - position)
+        self.n_sent = position + n_tokens
+        return Chunk(position, n_tokens, self.n_tokens - self.n_sent)
+
+    def may_send(self) -> bool:
+        """Whether `next_chunk` would give one now."""
+        n_under_way = self.n_sent - self.n_passed
+        return self.n_sent < self.n_tokens and n_under_way < self._size * self._chunk_tokens
+
+    def passed(self, position: int) -> bool:
+        """Rows below `position` have passed every layer; whether that is news. Raises BrokenPromise for rows
+        that have not left."""
+        if position > self.n_sent:
+            raise BrokenPromise(f"rows up to {position} are said to be done, {self.n_sent} have been sent")
+        is_news = position > self.n_passed
+        self.n_passed = max(self.n_passed, position)
+        return is_news
+
+    def rewind(self, position: int) -> None:
+        """The chunk at `position` and all after it leave again. Raises BrokenPromise where no chunk that is
+        under way begins."""
+        if not self.n_passed <= position < self.n_sent or (position - self._n_known) % self._chunk_tokens:
+            raise BrokenPromise(f"no chunk that is under way begins at {position}")
+        self.n_sent = position
+
+
+class EarlyTokens(Generic[Item]):
+    """By index; bounded in number and bytes."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, tuple[Item, int]] = {}
+        self._n_bytes = 0
+
+    def put(self, index: int, item: Item, n_bytes: int, due: int) -> None:
+        """`due` is the index that is to come next; of two with the same index the first stays. Raises
+        BrokenPromise for one that is too far ahead, or with too much text."""
+        if index > due + EARLY_TOKENS_MAX:
+            raise BrokenPromise(f"token {index} came {index - due} ahead of its turn")
+        if index in self._waiting or index < due:
+            return
+        if self._n_bytes + n_bytes > EARLY_BYTES_MAX:
+            raise BrokenPromise(f"more than {EARLY_BYTES_MAX} bytes of text came ahead of their turn")
+        self._waiting[index] = item, n_bytes
+        self._n_bytes += n_bytes
+
+    def take(self, index: int) -> Item | None:
+        """What waits for this turn, if anything does."""
+        item, n_bytes = self._waiting.pop(index, (None, 0))
+        self._n_bytes -= n_bytes
+        return item
+
+
+@dataclass(slots=True)
+class TokenLog:
+    """Tokens sampled so far, as the origin knows them; those of an earlier pipeline count as received."""
+
+    n_prompt_tokens: int
+    max_tokens: int
+    n_received: int = 0
+    last_token: int = 0
+    awaited: bool = False
+    """The next token is to be repeated as soon as it arrives."""
+
+    def receive(self, index: int, token: int) -> bool:
+        """True: the next one. False: known already. Raises BrokenPromise: one was skipped, or there are too
+        many."""
+        if index < self.n_received:
+            return False
+        if index > self.n_received:
+            raise BrokenPromise(f"token {index} came where {self.n_received} was next")
+        if index >= self.max_tokens:
+            raise BrokenPromise(f"more than the {self.max_tokens} tokens asked for")
+        self.n_received += 1
+        self.last_token = token
+        return True
+
+    def position(self) -> int:
+        """Where the newest token stands."""
+        return self.n_prompt_tokens + self.n_received - 1
+
+    def repeats_now(self, position: int) -> bool:
+        """A job at `position` was damaged. True: repeat the newest token; False: its token is still on its
+        way here. Raises BrokenPromise for a position where no job can be."""
+        ahead = position - self.n_prompt_tokens - self.n_received
+        if ahead == -1:
+            return True
+        if ahead == 0 and self.n_received < self.max_tokens:
+            self.awaited = True
+            return False
+        raise BrokenPromise(f"no job is under way at {position}")
+
+
+def require_stop_string(token: SampledToken, n_stop: int) -> None:
+    """Raises BrokenPromise where the stop string that is said to have ended the text is none of `n_stop`."""
+    if token.stopped_by is None:
+        return
+    if token.stopped_by >= n_stop or token.finish_reason != "stop":
+        raise BrokenPromise(f"stop string {token.stopped_by} of {n_stop} is said to have ended the text")

@@ -1,0 +1,89 @@
+"""Rows that the stages of a request have already, because an earlier request began alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import trio
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.pipeline.origin.assignment import assign
+from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.stage.walker import OriginSide, RequestContext
+from swarmllm.swarm.router import Router
+from swarmllm_proto.swarm import PipelineAssignment, StageBlocks
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 2.0
+"""A worker that is busy for longer is not asked any more: computing the prompt is always possible."""
+
+
+class Asker(Protocol):
+    """The origin's side of a chain."""
+
+    def blame(self, node_id: str) -> None: ...
+
+    def prefixes_of(self, node_id: str) -> tuple[StageBlocks, ...]: ...
+
+
+async def agree(
+    compute: Compute,
+    router: Router,
+    assignment: PipelineAssignment,
+    context: RequestContext,
+    asker: Asker,
+    *,
+    timeout_s: float,
+) -> int:
+    """Ask every stage to take part; of how many blocks of the prompt all of them have rows. Raises as
+    `assign` does."""
+    view = context.view
+    n_here = await give_names(compute, context, asker.prefixes_of(view.node_id))
+    acks = await assign(
+        router,
+        assignment,
+        timeout_s=timeout_s,
+        on_failure=asker.blame,
+        prefixes_of=asker.prefixes_of,
+    )
+    n_blocks = [ack.n_prefix_blocks for ack in acks.values()]
+    if not acks or any(map(view.is_here, range(len(view.stages)))):
+        n_blocks.append(n_here)
+    return min(n_blocks)
+
+
+def last_names(side: OriginSide | None, node_id: str) -> tuple[StageBlocks, ...]:
+    """What a node is told of a request that is over. Nothing before the first token: the prompt's names came
+    with the assignment, and a worker that computes it still would have to answer before it hears that nobody
+    wants it."""
+    return side.prefixes_of(node_id) if side is not None and side.has_begun else ()
+
+
+async def give_names(compute: Compute, context: RequestContext, prefixes: Sequence[StageBlocks]) -> int:
+    """Tell the worker what the request's rows are called in the stages that run here; of how many blocks
+    every one of these stages has them. Never raises for a worker that cannot: that is 0."""
+    view = context.view
+    named = {each.stage: each.names for each in prefixes}
+    mine = [stage for stage in range(len(view.stages)) if view.is_here(stage)]
+    if not mine or not all(named.get(stage) for stage in mine):
+        return 0
+    scope = "" if view.origin == view.node_id else view.origin
+    try:
+        with trio.fail_after(PATIENCE_S):
+            n_blocks = [
+                await compute.name_prefix(
+                    context.model,
+                    request_id=context.request_id,
+                    layers=view.layers(stage),
+                    names=named[stage],
+                    scope=scope,
+                )
+                for stage in mine
+            ]
+    except (SwarmLLMError, trio.TooSlowError) as error:
+        log.info("request %s begins at its first token: %s", context.request_id, error)
+        return 0
+    return min(n_blocks)

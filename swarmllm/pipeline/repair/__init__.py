@@ -1,0 +1,1 @@
+"""What happens when a pipeline breaks: retry, failover, rebuilding of stages, and blame."""

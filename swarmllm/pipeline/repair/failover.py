@@ -1,0 +1,162 @@
+"""Tokens from one pipeline after the other: a stream that outlives the nodes it runs on.
+
+When a pipeline breaks, another one is assembled from who is alive: the old one with others in the place of
+lost stages (see `mending`), or a new one, which computes the prompt and the tokens that were generated so far
+as one prompt. It sets its sampler to where the old one was, and goes on with the next token. Nothing is lost,
+because a token counts when it is here and everything that was on its way is computed again; nothing comes
+twice, because the new pipeline has a request id of its own and its first token is the one after the last that
+is here.
+
+What follows is what would have followed: exactly so where the next token is a function of the text (greedy,
+or sampled with a seed, which every request has: who sent none gets a random one) and the nodes compute alike.
+Other hardware rounds otherwise, and then a sampled token may differ, as it might between two runs; it is
+still drawn from the model's distribution after what has been said. Penalties, grammars and stop strings
+take the old tokens into account; mirostat's running limit begins anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+
+import trio
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.pipeline.origin.generation import Guesses, Shape, Source, StageReport
+from swarmllm.pipeline.repair.retry_policy import RetryPolicy
+from swarmllm.pipeline.stage.compute import SampledToken
+
+log = logging.getLogger(__name__)
+
+Opener = Callable[[tuple[int, ...], set[str]], AbstractAsyncContextManager[Source]]
+"""(tokens generated so far, node ids to avoid, to which the next one that fails is added) -> a pipeline that
+goes on after them. Raises SwarmLLMError."""
+Pause = Callable[[float], Awaitable[None]]
+"""Waits until then, by trio's clock, or until the swarm has changed."""
+
+
+class Failover:
+    """A Source; `aclose` it."""
+
+    def __init__(self, request_id: str, opener: Opener, recovery: RetryPolicy, pause: Pause) -> None:
+        self._request_id = request_id
+        self._opener = opener
+        self._recovery = recovery
+        self._pause = pause
+        self._generated: list[int] = []
+        self._source: Source | None = None
+        """The pipeline at work, or the one that broke last."""
+        self._closing: AsyncExitStack | None = None
+        """Of the pipeline at work."""
+        self._prefill_s = 0.0
+        self._first_s = 0.0
+        self._latest_s = 0.0
+        self._has_changed = False
+        self.n_attempts = 0
+        self.recovery_s = 0.0
+        """From knowing that a pipeline had broken to the next token, all in all."""
+        self._broken_s: float | None = None
+        self.n_rebuilt = 0
+        """Of the recoveries, those after which only the lost stages were computed again."""
+
+    async def next(self) -> tuple[SampledToken, bytes]:
+        while True:
+            try:
+                if self._closing is None:
+                    await self._open()
+                assert self._source is not None
+                token, piece = await self._source.next()
+            except SwarmLLMError as error:
+                self._broken_s = trio.current_time() if self._broken_s is None else self._broken_s
+                await self._leave(error)
+                again_s = self._recovery.failed(error, trio.current_time())
+                log.info(
+                    "request %s, after %d tokens: %s", self._request_id, len(self._generated), error.message
+                )
+                if again_s > trio.current_time():
+                    await self._pause(again_s)
+                continue
+            self._count(token)
+            return token, piece
+
+    async def aclose(self) -> None:
+        await self._leave(None)
+
+    async def _open(self) -> None:
+        self.n_attempts += 1
+        async with AsyncExitStack() as stack:
+            opening = self._opener(tuple(self._generated), self._recovery.avoid)
+            self._source = await stack.enter_async_context(opening)
+            self._closing = stack.pop_all()
+        self._has_changed = bool(self._generated)
+
+    async def _leave(self, error: SwarmLLMError | None) -> None:
+        closing, self._closing = self._closing, None
+        if closing is None:
+            return
+        if error is None:
+            await closing.aclose()
+        else:
+            # It learns of the failure, and says which node is to be avoided.
+            await closing.__aexit__(type(error), error, error.__traceback__)
+
+    def _count(self, token: SampledToken) -> None:
+        if self._recovery.is_under_way and self._generated and self._opened.is_rebuilt:
+            self.n_rebuilt += 1
+        self._recovery.token()
+        self._latest_s = trio.current_time()
+        if self._broken_s is not None and self._generated:
+            self.recovery_s += self._latest_s - self._broken_s
+        self._broken_s = None
+        if not self._generated:
+            assert self._source is not None
+            self._first_s, self._prefill_s = self._latest_s, self._source.prefill_s
+        self._generated.append(token.token)
+
+    @property
+    def n_recoveries(self) -> int:
+        return self._recovery.n_recoveries
+
+    @property
+    def n_generated(self) -> int:
+        source = self._source
+        if source is not None and self._closing is not None:
+            return source.n_generated
+        return len(self._generated)
+
+    @property
+    def is_rebuilt(self) -> bool:
+        return self._opened.is_rebuilt
+
+    @property
+    def shape(self) -> Shape:
+        return self._opened.shape
+
+    @property
+    def route(self) -> tuple[StageReport, ...]:
+        """Of the pipeline at work."""
+        return self._opened.route
+
+    @property
+    def n_cached_tokens(self) -> int:
+        return self._opened.n_cached_tokens
+
+    @property
+    def guesses(self) -> Guesses:
+        return self._opened.guesses
+
+    @property
+    def prefill_s(self) -> float:
+        """Of the first pipeline."""
+        return self._prefill_s
+
+    @property
+    def decode_s(self) -> float:
+        """From the first token to the last, pauses included."""
+        return self._latest_s - self._first_s if self._has_changed else self._opened.decode_s
+
+    @property
+    def _opened(self) -> Source:
+        assert self._source is not None, "a generation begins with its first token"
+        return self._source

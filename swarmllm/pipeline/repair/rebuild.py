@@ -1,0 +1,110 @@
+"""A pipeline in the place of one that broke: what its stages still have, and how rows get to those that have
+nothing.
+
+The origin feeds: one piece after the other leaves the journal of a stage (or the origin's own embedding) for
+the stages that are built again, no more at once than they can take, until they have every row but the newest
+token's. That one then walks the whole pipeline, and the next token comes of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from swarmllm.pipeline.origin.assignment import assign
+from swarmllm.pipeline.origin.output import Chunk, PromptWindow
+from swarmllm.pipeline.origin.prefix_negotiation import Asker
+from swarmllm.pipeline.repair.plan import Left, Rebuild
+from swarmllm.pipeline.stage.admission import Sessions
+from swarmllm.pipeline.stage.walker import RequestContext
+from swarmllm_proto.swarm import PipelineAssignment, ReplayRows, Stage, StageRows
+
+
+async def what_is_left(
+    sessions: Sessions,
+    assignment: PipelineAssignment,
+    context: RequestContext,
+    asker: Asker,
+    *,
+    timeout_s: float,
+) -> tuple[Left, ...]:
+    """Ask every stage to take part in what resumes another request; what each still has of it. Raises as
+    `assign` does."""
+    acks = await assign(sessions.router, assignment, timeout_s=timeout_s, on_failure=asker.blame)
+    said = {node_id: ack.kept for node_id, ack in acks.items()}
+    said[context.view.node_id] = await sessions.take_over(context, assignment.resumes)
+    return left_of(assignment.stages, said)
+
+
+def left_of(stages: Sequence[Stage], said: Mapping[str, Iterable[StageRows]]) -> tuple[Left, ...]:
+    """What each stage has, by what its own node says; no node speaks for another."""
+    left = [Left()] * len(stages)
+    for node_id, kept in said.items():
+        for rows in kept:
+            if rows.stage < len(stages) and stages[rows.stage].node_id == node_id:
+                left[rows.stage] = Left(rows.n_rows, rows.n_journal)
+    return tuple(left)
+
+
+class Feeding:
+    """Which rows leave next, and from where, while stages are built again. Pure bookkeeping."""
+
+    def __init__(self, planned: Sequence[Rebuild], n_due: int, chunk_tokens: int) -> None:
+        """`n_due`: rows that every stage is to have."""
+        self._left = deque(planned)
+        self._n_due = n_due
+        self._chunk_tokens = chunk_tokens
+        self.now: Rebuild | None = None
+        """None: every stage has its rows."""
+        self.window: PromptWindow
+        self.advance()
+
+    def advance(self) -> None:
+        """What was under way has got there."""
+        self.now = self._left.popleft() if self._left else None
+        if self.now is not None:
+            size = self.now.until - self.now.first + 2
+            self.window = PromptWindow(self._n_due, self._chunk_tokens, size)
+
+    @property
+    def until(self) -> int:
+        """The stage that says how far it is."""
+        assert self.now is not None
+        return self.now.until
+
+    @property
+    def may_embed(self) -> bool:
+        """Whether `next_embedded` would give something now."""
+        return self.now is not None and self.now.source is None and self.window.may_send()
+
+    @property
+    def is_over(self) -> bool:
+        return self.now is None
+
+    def passed(self, position: int) -> bool:
+        """Rows below `position` are where they are to be; whether that is news. Raises BrokenPromise."""
+        is_news = self.window.passed(position)
+        if self.window.n_passed >= self._n_due:
+            self.advance()
+        return is_news
+
+    def next_embedded(self) -> Chunk | None:
+        """What the origin is to embed and send now."""
+        if self.now is None or self.now.source is not None:
+            return None
+        chunk = self.window.next_chunk()
+        # Behind the last of these rows there is still the newest token's.
+        return None if chunk is None else chunk._replace(left=chunk.left + 1, until=self.now.until)
+
+    def next_replays(self, request_id: str) -> Iterable[ReplayRows]:
+        """What a stage is to send once more now."""
+        if self.now is None or self.now.source is None:
+            return
+        while (chunk := self.window.next_chunk()) is not None:
+            yield ReplayRows(
+                request_id=request_id,
+                stage=self.now.source,
+                position=chunk.position,
+                n_tokens=chunk.n_tokens,
+                until=self.now.until,
+            )

@@ -1,0 +1,128 @@
+"""Whether a request whose pipeline broke gets another one, and when. Pure: the clock comes in as `now_s`.
+
+Before its first token nobody has seen anything of a request, so it is tried twice and then refused with a
+status that a client understands. From then on somebody reads along, and a pause is better than an end: the
+stream looks for another pipeline for as long as its patience lasts, at first at once, then at growing
+intervals (whoever drives this also tries when the swarm changes).
+
+Nodes that failed are avoided as long as there are others; when there are none they are asked again, because
+a worker that died is started again and a node that was lost may return. What a worker did wrong counts more
+than what the network did: a request that brings one down after the other must not take the whole swarm
+along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swarmllm.errors import (
+    ContextFull,
+    DeadlineExceeded,
+    NodeBusy,
+    NodeRefused,
+    NodeUnreachable,
+    NoPipeline,
+    Overloaded,
+    RemoteError,
+    SwarmLLMError,
+    WorkerDied,
+    WorkerError,
+)
+
+FIRST_ATTEMPTS = 2
+"""Pipelines for a request without a token."""
+MAX_FAULTS = 3
+"""Workers that may fail one after the other, without a token between them."""
+MAX_RECOVERIES = 256
+"""Per request."""
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 0.5
+
+_SURVIVABLE = (RemoteError, WorkerError, DeadlineExceeded, NoPipeline, Overloaded, ContextFull)
+"""ContextFull: the prompt has been measured here; a stage with less room is not the one to use."""
+_NOBODYS_FAULT = (NodeUnreachable, NodeBusy, NodeRefused, DeadlineExceeded, NoPipeline, Overloaded)
+"""Nothing has been computed in vain."""
+
+
+@dataclass(slots=True)
+class RetryPolicy:
+    """One request's. `token` for every token, `failed` for every failure of a pipeline."""
+
+    patience_s: float
+    """0: a stream ends with its pipeline."""
+    avoid: set[str] = field(default_factory=set)
+    """Node ids that have failed since the last token; the next pipeline is to do without them."""
+    n_recoveries: int = 0
+    """Pipelines that took over after a token."""
+    _has_begun: bool = False
+    _n_failures: int = 0
+    _n_faults: int = 0
+    _since_s: float = 0.0
+    _cause: SwarmLLMError | None = None
+    """The failure since which nothing has come."""
+
+    @property
+    def is_late(self) -> bool:
+        """The pipeline that broke before the first token had taken all the time that it may."""
+        return not self._has_begun and isinstance(self._cause, DeadlineExceeded)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Nothing has come since a pipeline broke."""
+        return self._cause is not None
+
+    def token(self) -> None:
+        if self._cause is not None:
+            self.n_recoveries += self._has_begun
+            self._cause = None
+            self._n_failures = self._n_faults = 0
+            self.avoid.clear()
+        self._has_begun = True
+
+    def failed(self, error: SwarmLLMError, now_s: float) -> float:
+        """When to try again. Raises what the client is to be told where that would be in vain."""
+        cause = self._cause
+        if self._cause is None:
+            self._cause, self._since_s = error, now_s
+        if isinstance(error, NoPipeline) and self.avoid and self._may_ask_again(cause):
+            self.avoid.clear()
+            return now_s
+        self._n_failures += 1
+        if not self._has_begun:
+            return self._before_the_first_token(error, cause, now_s)
+        if not isinstance(error, _SURVIVABLE) or self.patience_s <= 0:
+            raise error
+        self._n_faults += not isinstance(error, _NOBODYS_FAULT)
+        if self._n_faults >= MAX_FAULTS or self.n_recoveries >= MAX_RECOVERIES:
+            raise error
+        until_s = self._since_s + self.patience_s
+        if now_s >= until_s:
+            raise self._given_up(error)
+        return min(until_s, now_s + self._pause_s())
+
+    def _may_ask_again(self, cause: SwarmLLMError | None) -> bool:
+        return self._has_begun or not isinstance(cause, NodeUnreachable | NodeBusy)
+
+    def _before_the_first_token(
+        self, error: SwarmLLMError, cause: SwarmLLMError | None, now_s: float
+    ) -> float:
+        if isinstance(error, NoPipeline) and cause is not None:
+            raise cause
+        may_retry = isinstance(error, RemoteError | WorkerDied | DeadlineExceeded)
+        if not may_retry or self._n_failures >= FIRST_ATTEMPTS:
+            raise error
+        return now_s
+
+    def _pause_s(self) -> float:
+        if self._n_failures == 1 and not isinstance(self._cause, NoPipeline):
+            return 0.0
+        return min(FIRST_PAUSE_S * 2.0 ** min(self._n_failures - 1, 16), LONGEST_PAUSE_S)
+
+    def _given_up(self, error: SwarmLLMError) -> SwarmLLMError:
+        assert self._cause is not None
+        if error is self._cause:
+            return error
+        return NoPipeline(
+            f"the answer broke off ({self._cause.message}), and nobody could go on with it within"
+            f" {self.patience_s:g} s: {error.message}"
+        )

@@ -1,0 +1,169 @@
+"""From who is connected and holds what to the stages of one request's pipeline, or to the reason why there
+is none. `assemble` is the ten steps, in their order.
+
+Pure: the caller (see `routes`) says who is alive and how fast. What makes a route good is
+`scheduling.cheapest`'s business; here are the words for the client when there is no route, because "no
+pipeline" alone sends people to the logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from swarmllm.errors import NoPipeline
+from swarmllm.models.layers import LayerRange
+from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
+from swarmllm.scheduling.constraints import Constraints, Refusal, permitted
+from swarmllm.scheduling.cost import RouteInputs
+from swarmllm.scheduling.plan import Plan, make_plan, standbys_of
+from swarmllm.scheduling.route import RouteStage, composes, missing_layers, usable
+from swarmllm_proto.swarm import Stage
+
+AFFINITY = 1.5
+"""So much slower than the best route may a conversation's last one be and still be taken again: what it saves
+is the prefill of everything said so far."""
+
+Holders = Mapping[str, Sequence[LayerRange]]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Everything that the pipeline of one request depends on."""
+
+    n_layers: int
+    cut_alignment: int
+    holders: Holders
+    """What every node says it holds, alive or not, this one included."""
+    connected: Collection[str]
+    """Node ids that can be reached now."""
+    circumstances: RouteInputs
+    """Names every holder."""
+    model_name: str = "the model"
+    avoid: Collection[str] = ()
+    """Nodes that have just failed this request."""
+    constraints: Constraints = field(default_factory=Constraints)
+    previous: Sequence[Stage] = ()
+    """The pipeline of this conversation's last turn."""
+    whole_reason: str = ""
+    """Why the model cannot be cut, where cut_alignment is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    stages: tuple[Stage, ...]
+    standbys: tuple[str | None, ...]
+    """For each stage, the node that would do its work best if it failed."""
+    is_reused: bool = False
+    """It is the pipeline of this conversation's last turn."""
+    ways_s: float | None = field(default=None, compare=False)
+    """See `hop_handling`."""
+
+    @property
+    def node_ids(self) -> frozenset[str]:
+        return frozenset(stage.node_id for stage in self.stages)
+
+
+def assemble(question: Question) -> Assembly:
+    """Raises NoPipeline with the layers that are missing, or with what was not allowed."""
+    # 1. Manifest: how many layers, and where they may be cut.
+    n_layers, cut_alignment = question.n_layers, question.cut_alignment
+    # 2. Affinity: the pipeline of the last turn, weighed below against what is possible now.
+    previous = tuple(
+        RouteStage(stage.node_id, LayerRange(stage.start, stage.end)) for stage in question.previous
+    )
+    # 3. Holders, without those that have just failed.
+    holders = {node: ranges for node, ranges in question.holders.items() if node not in question.avoid}
+    # 4. Liveness: connected now. A record outlives its writer, and so does what a DHT returns.
+    holders = alive(holders, question.connected, question.circumstances.origin)
+    # 7. The encrypted pipeline and pins take ranges away, so they come before the choice.
+    allowed, refused = permitted(
+        holders,
+        question.constraints,
+        model=question.model_name,
+        n_layers=n_layers,
+        origin=question.circumstances.origin,
+    )
+    # 5., 6. and 8. Load and latency are in the circumstances; Parallax chooses, and gives the widest range
+    # of each node as one stage.
+    route = cheapest_route(n_layers, cut_alignment, allowed, question.circumstances)
+    if route is None:
+        raise _no_pipeline(question, holders, allowed, refused)
+    is_reused = may_be_reused(previous, route, question, allowed)
+    if is_reused:
+        route = previous
+    # 9. Standbys, per stage.
+    standbys = standbys_of(route, allowed, question.circumstances)
+    # 10. The caller assigns the stages, waits for every ACK, and only then forwards.
+    stages = tuple(
+        Stage(node_id=stage.node_id, start=stage.layers.start, end=stage.layers.end) for stage in route
+    )
+    return Assembly(stages, standbys, is_reused)
+
+
+def alive(holders: Holders, connected: Collection[str], origin: str) -> dict[str, Sequence[LayerRange]]:
+    return {node: ranges for node, ranges in holders.items() if node == origin or node in connected}
+
+
+def may_be_reused(
+    previous: Sequence[RouteStage], best: Sequence[RouteStage], question: Question, allowed: Holders
+) -> bool:
+    """Whether every node of the conversation's last pipeline is still there with its layers and has room,
+    and it is expected to cost at most `AFFINITY` times what the best costs."""
+    if not previous or tuple(previous) == tuple(best):
+        return bool(previous)
+    known = question.circumstances
+    for stage in previous:
+        ranges = usable(allowed.get(stage.node_id, ()), question.n_layers, question.cut_alignment)
+        if not composes(ranges, stage.layers) or known.speeds[stage.node_id].is_full:
+            return False
+    return route_cost_s(previous, known) <= AFFINITY * route_cost_s(best, known)
+
+
+def plan_route(question: Question) -> Plan:
+    """The same choice with its reasons. Raises NoPipeline."""
+    known = question.circumstances
+    holders = alive(question.holders, question.connected, known.origin)
+    allowed, refused = permitted(
+        holders,
+        question.constraints,
+        model=question.model_name,
+        n_layers=question.n_layers,
+        origin=known.origin,
+    )
+    plan = make_plan(question.n_layers, question.cut_alignment, allowed, known, refused)
+    if plan is None:
+        raise _no_pipeline(question, holders, allowed, refused)
+    return plan
+
+
+def _no_pipeline(
+    question: Question, holders: Holders, allowed: Holders, refused: Sequence[Refusal]
+) -> NoPipeline:
+    n_layers, cut_alignment = question.n_layers, question.cut_alignment
+    why = _why_not(question, allowed)
+    known = question.circumstances
+    if refused and cheapest_route(n_layers, cut_alignment, holders, known) is not None:
+        reasons = ", ".join(sorted({refusal.reason for refusal in refused}))
+        why = f"{len(refused)} held ranges may not be used ({reasons}); of the others, {why}"
+    return NoPipeline(f"{question.model_name} cannot run now: {why}")
+
+
+def _why_not(question: Question, holders: Holders) -> str:
+    n_layers, cut_alignment = question.n_layers, question.cut_alignment
+    held = [layers for ranges in holders.values() for layers in ranges]
+    missing = missing_layers(n_layers, usable(held, n_layers, cut_alignment))
+    if not missing:
+        return f"the held ranges {_listed(held)} share no boundaries that lead from 0 to {n_layers}"
+    if cut_alignment == 0:
+        reason = f": {question.whole_reason}" if question.whole_reason else ""
+        return f"no connected node holds all its layers (0:{n_layers}), and it cannot be cut{reason}"
+    if not missing_layers(n_layers, held):
+        return f"the held ranges {_listed(held)} do not respect its cuts (every {cut_alignment} layers)"
+    return f"no connected node holds layers {_listed(missing)} of 0:{n_layers}"
+
+
+def _listed(ranges: Sequence[LayerRange]) -> str:
+    pairs = sorted({(layers.start, layers.end) for layers in ranges})
+    shown = ", ".join(f"{start}:{end}" for start, end in pairs[:16])
+    return f"{shown} and {len(pairs) - 16} more" if len(pairs) > 16 else shown

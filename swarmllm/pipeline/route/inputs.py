@@ -1,0 +1,174 @@
+"""From what this node knows of itself and its peers to what the route is chosen by.
+
+Each latency is taken from the best source there is: forwards observed on that node; else its roofline (see
+`scheduling.observation`), scaled by how far the rooflines of the observed nodes were from the truth, so that
+an estimate competes with measurements on the same footing; else the median of what is known of others. Where
+nothing at all is known, all nodes are equal and the network decides.
+
+Pure: what the router and the registry say comes in as values.
+"""
+
+from __future__ import annotations
+
+import statistics
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from swarmllm.models.manifest import Manifest
+from swarmllm.pipeline.stage.occupancy import Room
+from swarmllm.scheduling.coordinates import Coordinate
+from swarmllm.scheduling.cost import HOP_HANDLING_S, NodeSpeed, RouteInputs, Workload
+from swarmllm.scheduling.observation import Latency, MachineSpeed, Observations, roofline
+from swarmllm_proto.swarm import NodeCapability
+
+EQUAL_FOR_ALL_S = 0.001
+"""Per layer, where nothing is known of any node: any number would do."""
+LEAN = 0.05
+"""So much more than it takes may another node's computing count, for each origin and node another part of it:
+origins that choose in the same second, from the same records, would otherwise all choose the same nodes of
+many that are alike."""
+ROW_BYTES_PER_VALUE = 4
+"""Hidden states travel as float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What this node knows better than the records that nodes publish about once a second."""
+
+    n_active: int = 0
+    """Here."""
+    lacks: str = ""
+    """Here; see `NodeSpeed`."""
+    sent: Mapping[str, int] = field(default_factory=dict)
+    """By node id: requests of this node that have just been sent there, and are in no record yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """From this node to its peers, by node id, and where this node is among the others."""
+
+    rtt_s: Mapping[str, float] = field(default_factory=dict)
+    bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    coordinate: Coordinate | None = None
+
+
+def workload(manifest: Manifest, n_prompt_tokens: int, n_output_tokens: int) -> Workload:
+    return Workload(n_prompt_tokens, n_output_tokens, manifest.n_embd * ROW_BYTES_PER_VALUE)
+
+
+def circumstances(
+    origin: str,
+    manifest: Manifest,
+    work: Workload,
+    node_ids: Collection[str],
+    capabilities: Mapping[str, NodeCapability],
+    links: Links,
+    observations: Observations,
+    load: Load,
+) -> RouteInputs:
+    """`capabilities`: what other nodes say of themselves."""
+    model_id = manifest.model_id
+    observed = {
+        node_id: _observed(capabilities[node_id], model_id) for node_id in node_ids if node_id in capabilities
+    }
+    machines = {
+        node_id: MachineSpeed(said.memory_bytes_per_s, said.flops) for node_id, said in capabilities.items()
+    }
+    observed[origin], machines[origin] = observations.latency(model_id), observations.machine
+    layer_bytes, layer_weights = _layer_size(manifest)
+    guessed = {
+        node_id: roofline(machines.get(node_id, MachineSpeed()), layer_bytes, layer_weights)
+        for node_id in {*node_ids, origin}
+    }
+    decode = _completed(
+        {node_id: latency.decode_s for node_id, latency in observed.items()},
+        {node_id: latency.decode_s for node_id, latency in guessed.items()},
+    )
+    prefill = _completed(
+        {node_id: latency.prefill_s for node_id, latency in observed.items()},
+        {node_id: latency.prefill_s for node_id, latency in guessed.items()},
+    )
+    speeds = {}
+    for node_id in node_ids:
+        said = capabilities.get(node_id, NodeCapability())
+        n_active = said.active_requests + said.stage_requests + load.sent.get(node_id, 0)
+        lacks = _lack(said, n_active, work)
+        if node_id == origin:
+            n_active, lacks = load.n_active, load.lacks
+        is_measured = node_id in observed and observed[node_id].decode_s is not None
+        speeds[node_id] = NodeSpeed(decode[node_id], prefill[node_id], n_active, lacks, is_measured)
+    # Thousands, in a large swarm: one loop, and nothing made but what is returned.
+    pair_rtt_s: dict[tuple[str, str], float] = {}
+    pair_bytes_per_s: dict[tuple[str, str], float] = {}
+    others = speeds.keys() - {origin}
+    for node_id in others & capabilities.keys():
+        for link in capabilities[node_id].observed_links:
+            if link.node_id in others:
+                pair_rtt_s[node_id, link.node_id] = link.rtt_s
+                if link.bytes_per_s:
+                    pair_bytes_per_s[node_id, link.node_id] = link.bytes_per_s
+    places = {
+        node_id: Coordinate(place.position_s, place.height_s, place.error)
+        for node_id in node_ids
+        if node_id in capabilities and (place := capabilities[node_id].coordinate) is not None
+    }
+    if links.coordinate is not None:
+        places[origin] = links.coordinate
+    return RouteInputs(
+        origin,
+        work,
+        speeds,
+        dict(links.rtt_s),
+        pair_rtt_s,
+        places,
+        dict(links.bytes_per_s),
+        pair_bytes_per_s,
+        HOP_HANDLING_S if observations.hop_s is None else observations.hop_s,
+        {node_id: LEAN * _share(origin, node_id) for node_id in node_ids if node_id != origin},
+    )
+
+
+def _share(origin: str, node_id: str) -> float:
+    """Between 0 and 1, for each pair another one and always the same."""
+    return zlib.crc32(f"{origin}>{node_id}".encode()) / 2**32
+
+
+def _lack(said: NodeCapability, n_active: int, work: Workload) -> str:
+    """Of a turn, a slot, or KV for the prompt and the answer. A node that does not say may have all of it."""
+    if 0 < said.max_requests <= n_active:
+        return f"{n_active} requests run there, and it takes {said.max_requests}"
+    room = Room(said.slots, said.free_slots, said.free_kv_tokens)
+    return room.lack(work.n_prompt_tokens + work.n_output_tokens)
+
+
+def _completed(observed: Mapping[str, float | None], guessed: Mapping[str, float | None]) -> dict[str, float]:
+    known = {node_id: seconds for node_id, seconds in observed.items() if seconds}
+    off = [known[node_id] / guess for node_id, guess in guessed.items() if guess and node_id in known]
+    scale = statistics.median(off) if off else 1.0
+    known = {node_id: guess * scale for node_id, guess in guessed.items() if guess} | known
+    typical_s = statistics.median(known.values()) if known else EQUAL_FOR_ALL_S
+    return {node_id: known.get(node_id, typical_s) for node_id in guessed}
+
+
+def _observed(capability: NodeCapability, model_id: str) -> Latency:
+    for latency in capability.observed_latencies:
+        if latency.model_id == model_id:
+            return Latency(latency.decode_s or None, latency.prefill_s or None)
+    return Latency()
+
+
+def _layer_size(manifest: Manifest) -> tuple[float, float]:
+    """(bytes, weights) of a layer, on average."""
+    layers = [shard for shard in manifest.shards if shard.kind == "layer"]
+    n_layers = max(1, len(layers))
+    n_bytes = sum(shard.size_bytes for shard in layers)
+    n_weights = sum(_product(tensor.shape) for shard in layers for tensor in shard.tensors)
+    return n_bytes / n_layers, n_weights / n_layers
+
+
+def _product(shape: Iterable[int]) -> int:
+    product = 1
+    for length in shape:
+        product *= length
+    return product

@@ -1,0 +1,120 @@
+"""Who runs which layers of a request, from what this node knows at this moment.
+
+Gathers (registry: holdings and what nodes say of themselves; router: who is how far; pool: what is loaded
+here) and hands on to the pure part: `circumstances` for what that means, `assembly` for the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import trio
+
+from swarmllm.models.catalogue import CatalogueEntry
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.repair.plan import mend
+from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route
+from swarmllm.pipeline.route.hop_overhead import undisturbed_ways_s
+from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
+from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.scheduling.candidates import candidates
+from swarmllm.scheduling.constraints import Constraints
+from swarmllm.scheduling.cost import RouteInputs
+from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.plan import Plan
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.router import Router
+from swarmllm_proto.swarm import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSize:
+    n_prompt_tokens: int = 128
+    n_output_tokens: int = 128
+
+
+DEFAULT_SIZE = RequestSize()
+
+
+class RoutePlanner:
+    def __init__(
+        self,
+        node_id: str,
+        router: Router,
+        registry: Registry,
+        pool: Compute,
+        observations: Observations,
+        constraints: Constraints,
+    ) -> None:
+        self._node_id = node_id
+        self._router = router
+        self._registry = registry
+        self._pool = pool
+        self._observations = observations
+        self._constraints = constraints
+
+    def choose(
+        self,
+        entry: CatalogueEntry,
+        size: RequestSize,
+        load: Load,
+        avoid: Collection[str],
+        previous: Sequence[Stage] = (),
+        broken: Assembly | None = None,
+    ) -> Assembly:
+        """`previous`: the pipeline of the conversation's last turn. `broken`: the request's own, to be mended
+        where that is worth it. Raises NoPipeline."""
+        question = replace(self._question(entry, size, load), avoid=avoid, previous=previous)
+        if broken is not None:
+            return mend(question, broken) or assemble(question)
+        chosen = assemble(question)
+        return replace(chosen, ways_s=undisturbed_ways_s(chosen.stages, question.circumstances))
+
+    async def plan(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Plan:
+        """In a thread, because reasons take many times as long as the choice. Raises NoPipeline."""
+        return await trio.to_thread.run_sync(plan_route, self._question(entry, size, load))
+
+    def _question(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Question:
+        manifest = entry.manifest
+        # Whatever anybody announces, choosing from it takes milliseconds.
+        holders = candidates(manifest.n_layers, manifest.cut_alignment, self._holders(entry), {self._node_id})
+        return Question(
+            entry.manifest.n_layers,
+            entry.manifest.cut_alignment,
+            holders,
+            self._registry.connected(),
+            self._circumstances(entry, holders, size, load),
+            model_name=entry.name,
+            constraints=self._constraints,
+            whole_reason=entry.manifest.whole_reason,
+        )
+
+    def _holders(self, entry: CatalogueEntry) -> dict[str, tuple[LayerRange, ...]]:
+        holders = dict(self._registry.held(entry.model_id))
+        # This node knows what it has loaded better than its own last announcement does.
+        holders[self._node_id] = self._pool.loaded(entry.model_id)
+        return holders
+
+    def _circumstances(
+        self, entry: CatalogueEntry, node_ids: Collection[str], size: RequestSize, load: Load
+    ) -> RouteInputs:
+        records = {node_id: self._registry.node(node_id) for node_id in node_ids if node_id != self._node_id}
+        return circumstances(
+            self._node_id,
+            entry.manifest,
+            workload(entry.manifest, size.n_prompt_tokens, size.n_output_tokens),
+            node_ids,
+            {node_id: record.capability for node_id, record in records.items() if record is not None},
+            self._links(),
+            self._observations,
+            load,
+        )
+
+    def _links(self) -> Links:
+        peers = self._router.peers()
+        return Links(
+            {peer.node_id: peer.rtt_s for peer in peers if peer.rtt_s is not None},
+            {peer.node_id: peer.bytes_per_s for peer in peers if peer.bytes_per_s},
+            self._observations.coordinate,
+        )

@@ -1,0 +1,306 @@
+"""The stage's side of the door: who may take part in which request here, and what becomes of messages that
+arrive.
+
+An assignment opens a session, a session is all that jobs can reach, and everything else is ignored and
+counted: a message for a request this node knows nothing of is no fault (the request may just have ended),
+and answering it would give a stranger something to play with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import trio
+
+from swarmllm.errors import NodeBusy, SwarmLLMError
+from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.pipeline.job import RequestView
+from swarmllm.pipeline.origin.prefix_negotiation import PATIENCE_S, give_names
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.shares import FIRST_JOB_S, Place, Shares
+from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.stage.occupancy import Held, held_here
+from swarmllm.pipeline.stage.session import Session
+from swarmllm.pipeline.stage.walker import OriginSide, RequestContext
+from swarmllm.scheduling.route import composes
+from swarmllm.swarm.peers.trust import Note, unnoted
+from swarmllm.swarm.router import Router
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.ipc import KeptRows
+from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageBlocks, StageRows, StageState
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_CANCELS = 1024
+"""A cancellation may overtake the assignment it cancels, because the two travel differently."""
+
+
+def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_id: str) -> RequestContext:
+    return RequestContext(
+        request_id=assignment.request_id,
+        model=ModelFile.of(entry),
+        n_embd=entry.manifest.n_embd,
+        n_vocab=entry.manifest.n_vocab,
+        n_prompt_tokens=assignment.n_prompt_tokens,
+        sampling=assignment.sampling,
+        generated=assignment.generated,
+        wants=assignment.wants,
+        view=RequestView(
+            node_id=node_id,
+            origin=assignment.origin,
+            stages=assignment.stages,
+            prompt_here=assignment.origin == node_id,
+        ),
+    )
+
+
+class Refused(Exception):
+    """Why this node takes no part."""
+
+    busy = False
+
+
+class Busy(Refused):
+    """It would, once something else has ended."""
+
+    busy = True
+
+
+@dataclass(slots=True)
+class Sessions:
+    """Every request in which this node takes part, its own included."""
+
+    compute: Compute
+    router: Router
+    catalogue: Catalogue
+    settings: PipelineSettings
+    start_soon: Callable[[Session], None]
+    note: Note = unnoted
+    on_open: Callable[[RequestContext], None] = lambda context: None
+    by_request: dict[str, Session] = field(default_factory=dict)
+    held: dict[str, Session] = field(default_factory=dict)
+    """Requests whose pipeline broke, by request: another one may go on with what they have here."""
+    _shares: dict[str | None, Shares] = field(default_factory=dict)
+    """By model; None: of all together."""
+    _cancelled: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
+
+    async def acknowledge(self, sender: str, assignment: PipelineAssignment) -> PipelineAck:
+        try:
+            context = await self._accept(sender, assignment)
+        except Refused as refusal:
+            return PipelineAck(
+                request_id=assignment.request_id,
+                accepted=False,
+                reason=str(refusal)[:200],
+                busy=refusal.busy,
+            )
+        kept = await self.take_over(context, assignment.resumes)
+        n_blocks = await give_names(self.compute, context, assignment.prefixes)
+        if assignment.request_id not in self.by_request:
+            await self._forget(context)
+        return PipelineAck(
+            request_id=assignment.request_id, accepted=True, n_prefix_blocks=n_blocks, kept=kept
+        )
+
+    async def take_over(self, context: RequestContext, resumes: Sequence[str]) -> tuple[StageRows, ...]:
+        """Give a request what is left here of those that it resumes: of the first of which there is anything.
+        Never raises for a worker that cannot: that is nothing."""
+        mine = [stage for stage in range(len(context.view.stages)) if context.view.is_here(stage)]
+        known = [self.by_request.get(each) or self.held.get(each) for each in resumes]
+        kept: tuple[KeptRows, ...] = ()
+        try:
+            with trio.fail_after(PATIENCE_S):
+                for broken in known:
+                    if broken is None or broken.view.origin != context.view.origin:
+                        continue
+                    kept = await self._take_over(context, broken, mine)
+                    if any(rows.n_rows for rows in kept):
+                        break
+        except (SwarmLLMError, trio.TooSlowError) as error:
+            log.info("request %s finds nothing of an earlier one: %s", context.request_id, error)
+            return ()
+        return tuple(
+            StageRows(stage, rows.n_rows, rows.n_journal) for stage, rows in zip(mine, kept, strict=False)
+        )
+
+    async def _take_over(
+        self, context: RequestContext, broken: Session, mine: Sequence[int]
+    ) -> tuple[KeptRows, ...]:
+        if broken.context.request_id not in self.held:
+            broken.stop(hold=True)
+            await broken.done.wait()
+        kept = await self.compute.resume(
+            context.model,
+            request_id=context.request_id,
+            resumes=broken.context.request_id,
+            n_rows=context.n_given_tokens - 1,
+            ranges=[context.view.layers(stage) for stage in mine],
+        )
+        broken.let_go(is_taken=True)
+        return kept
+
+    async def _forget(self, context: RequestContext) -> None:
+        """It ended while it was given rows: what frees them may have been too early."""
+        try:
+            await self.compute.cancel(context.model.model_id, context.request_id)
+        except SwarmLLMError as error:
+            log.info("rows of request %s not freed: %s", context.request_id, error)
+
+    def open(self, context: RequestContext, origin_side: OriginSide | None = None) -> Session:
+        session = Session(
+            context,
+            self.compute,
+            self.router,
+            silence_timeout_s=self.settings.silence_timeout_s,
+            origin_side=origin_side,
+            hold_s=self.settings.failover_timeout_s,
+            on_hold=self._hold,
+            on_end=self._close,
+            note=self.note,
+        )
+        self.start_soon(session)
+        self.by_request[context.request_id] = session
+        self.on_open(context)
+        return session
+
+    def cancel(
+        self,
+        sender: str,
+        request_id: str,
+        prefixes: tuple[StageBlocks, ...] = (),
+        *,
+        hold: bool = False,
+    ) -> bool:
+        session = self.by_request.get(request_id) or self.held.get(request_id)
+        if session is not None:
+            if session.view.origin != sender:
+                return False
+            session.prefixes = prefixes
+            if not hold:
+                session.let_go()
+            session.stop(hold=hold)
+            return True
+        self._cancelled[sender, request_id] = None
+        while len(self._cancelled) > REMEMBERED_CANCELS:
+            self._cancelled.popitem(last=False)
+        return True
+
+    def lost(self, node_id: str) -> None:
+        """A node is gone."""
+        for session in list(self.by_request.values()):
+            session.lost(node_id)
+        for session in self.held.values():
+            if session.view.origin == node_id:
+                session.let_go()
+
+    def state(self, sender: str, request_id: str) -> StageState:
+        """What its origin may know of a request."""
+        session = self.by_request.get(request_id)
+        known = session is not None and session.view.origin == sender
+        busy = known and session is not None and session.is_busy()
+        return StageState(request_id=request_id, known=known, busy=busy)
+
+    def n_for_others(self) -> int:
+        return sum(self._is_of_others(session) for session in self.by_request.values())
+
+    def held_for_others(self) -> list[Held]:
+        """Without those that would give their place up."""
+        latest_s = trio.current_time() - FIRST_JOB_S
+        for_others = (
+            session.context
+            for session in self.by_request.values()
+            if self._is_of_others(session) and (session.has_begun or session.assigned_s > latest_s)
+        )
+        return [*filter(None, map(held_here, for_others))]
+
+    def _is_of_others(self, session: Session, model_id: str | None = None) -> bool:
+        is_of_model = model_id in (None, session.context.model.model_id)
+        return is_of_model and session.view.origin != self.router.node_id
+
+    async def _accept(self, sender: str, assignment: PipelineAssignment) -> RequestContext:
+        if assignment.origin != sender or sender == self.router.node_id:
+            raise Refused("the origin of a request must assign it itself")
+        try:
+            entry = await trio.to_thread.run_sync(self.catalogue.get, assignment.model_id)
+        except SwarmLLMError:
+            raise Refused("this node does not have the model") from None
+        # From here on without a pause: what is checked still holds when the session is opened.
+        if assignment.request_id in self.by_request:
+            raise Refused("the request id is in use")
+        if (sender, assignment.request_id) in self._cancelled:
+            raise Refused("the request has been cancelled")
+        if assignment.stages[-1].end != entry.manifest.n_layers:
+            raise Refused(f"the stages do not cover the model's {entry.manifest.n_layers} layers")
+        context = request_context(assignment, entry, self.router.node_id)
+        self._check_layers(context)
+        self._check_neighbours(context)
+        self._check_prompt(context)
+        settings, origin = self.settings, assignment.origin
+        if not self._make_room(origin, None, settings.max_stage_requests):
+            raise Busy(f"this node takes part in {settings.max_stage_requests} requests already")
+        if not self._make_room(origin, entry.model_id, settings.max_requests_per_model):
+            raise Busy(f"the model has {settings.max_requests_per_model} requests here already")
+        self.open(context)
+        return context
+
+    def _make_room(self, origin: str, model_id: str | None, capacity: int) -> bool:
+        """For one more request, of any model or of this one."""
+        shares = self._shares.setdefault(model_id, Shares(capacity))
+        places = [
+            Place(request_id, session.view.origin, session.assigned_s, session.has_begun)
+            for request_id, session in self.by_request.items()
+            if self._is_of_others(session, model_id)
+        ]
+        admission = shares.ask(origin, places, trio.current_time())
+        if admission.instead_of is not None:
+            session = self.by_request[admission.instead_of]
+            log.info(
+                "request %s of %s had no job and gives its place up",
+                admission.instead_of,
+                session.view.origin,
+            )
+            session.report(NodeBusy("others need the place, and no job has come"))
+            self._close(session)
+        return admission.is_granted
+
+    def _check_prompt(self, context: RequestContext) -> None:
+        """What cannot fit would make this node look full to everybody."""
+        n_ctx = self.compute.context_sizes().get(context.model.model_id, self.settings.n_ctx)
+        if context.n_given_tokens >= n_ctx:
+            raise Refused(f"the prompt has {context.n_given_tokens} tokens; there is room for {n_ctx} here")
+
+    def _check_layers(self, context: RequestContext) -> None:
+        view = context.view
+        mine = [index for index in range(len(view.stages)) if view.is_here(index)]
+        if not mine:
+            raise Refused("no stage is assigned to this node")
+        loaded = self.compute.loaded(context.model.model_id)
+        for index in mine:
+            if not composes(loaded, view.layers(index)):
+                raise Refused(f"layers {view.layers(index)} are not loaded here")
+
+    def _check_neighbours(self, context: RequestContext) -> None:
+        view = context.view
+        needed = {
+            view.stages[(index + 1) % len(view.stages)].node_id
+            for index in range(len(view.stages))
+            if view.is_here(index)
+        }
+        unreachable = needed - self.router.connected() - {view.node_id}
+        if unreachable:
+            raise Refused(f"this node is not connected to {min(unreachable)}")
+
+    def _hold(self, session: Session) -> None:
+        self._close(session)
+        self.held[session.context.request_id] = session
+        if len(self.held) > self.settings.max_stage_requests:
+            # No more than could run: origins may break as many requests as they like.
+            self.held.pop(next(iter(self.held))).let_go()
+
+    def _close(self, session: Session) -> None:
+        for sessions in (self.by_request, self.held):
+            if sessions.get(session.context.request_id) is session:
+                del sessions[session.context.request_id]

@@ -1,0 +1,176 @@
+"""Direct links between the workers of neighbouring stages, for decode (see docs/job-processor.md).
+
+A node keeps one sending link per (model, next node) and opens it when a request first needs it; the node
+before opens the one that this node receives on. Requests share links, and each brings a *seat* for every
+stage it has here: who may send its jobs, and to whom they go on. Nothing waits for any of this. A request
+whose link is not there yet, cannot be had (no data port is reachable), or breaks goes by way of the daemons.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import trio
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.pipeline.stage.walker import RequestContext
+from swarmllm.swarm.router import LinkEnd, LinkMaker
+from swarmllm.workerpool.ring import RingCalls
+
+log = logging.getLogger(__name__)
+
+RETRY_S: Final = 30.0
+"""Before a link that could not be opened is tried again."""
+
+
+@dataclass(slots=True)
+class _Sending:
+    """This node's end of the link to the next node."""
+
+    pid: int | None = None
+    """Of the worker that has it; another process has none."""
+    is_opening: bool = False
+    retry_at_s: float = 0.0
+
+
+class NoStageLinks:
+    """Where every job goes by way of the daemons."""
+
+    n_jobs = 0
+
+    def join(self, context: RequestContext) -> None:
+        pass
+
+    def lost(self, node_id: str) -> None:
+        pass
+
+    def ended(
+        self, model_id: str, node_id: str, direction: Literal["sending", "receiving"], reason: str
+    ) -> None:
+        pass
+
+    async def run(self) -> None:
+        pass
+
+
+class StageLinks(NoStageLinks):
+    def __init__(self, node_id: str, maker: LinkMaker, workers: RingCalls) -> None:
+        self._node_id = node_id
+        self._maker = maker
+        self._workers = workers
+        self._nursery: trio.Nursery | None = None
+        self._sending: dict[tuple[str, str], _Sending] = {}
+        """By model and next node."""
+        self._receiving: set[tuple[str, str]] = set()
+        """(model, node before), as far as known."""
+        self.n_jobs = 0
+        """That came by links and were run here."""
+
+    def __repr__(self) -> str:
+        return f"<StageLinks sending={len(self._sending)} receiving={len(self._receiving)}>"
+
+    async def run(self) -> None:
+        """Until cancelled; before that nothing is opened or taken."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            self._maker.serve_links(self._take)
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._nursery = None
+
+    def _spawn(self, work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+        if self._nursery is not None:
+            self._nursery.start_soon(work, *arguments)
+
+    def join(self, context: RequestContext) -> None:
+        """This node takes part in a request."""
+        view = context.view
+        if context.wants != "tokens":
+            return  # Nothing is decoded.
+        for stage in range(len(view.stages)):
+            after = view.stages[(stage + 1) % len(view.stages)].node_id
+            before = view.stages[stage - 1].node_id
+            if view.is_here(stage) and {before, after} != {self._node_id}:
+                self._spawn(self._take_seat, context, stage, before, after)
+
+    def lost(self, node_id: str) -> None:
+        """A node is gone: what its workers still send is not to be listened to."""
+        known = {key for key in (*self._sending, *self._receiving) if key[1] == node_id}
+        for key in known:
+            self._sending.pop(key, None)
+            self._receiving.discard(key)
+            self._spawn(self._close, *key)
+
+    def ended(
+        self, model_id: str, node_id: str, direction: Literal["sending", "receiving"], reason: str
+    ) -> None:
+        """A worker's link has ended."""
+        log.info("the %s link with %s for %s has ended: %s", direction, node_id, model_id[:8], reason)
+        if direction == "sending":
+            self._sending.pop((model_id, node_id), None)
+        else:
+            self._receiving.discard((model_id, node_id))
+
+    async def _take_seat(self, context: RequestContext, stage: int, before: str, after: str) -> None:
+        view, model_id = context.view, context.model.model_id
+        layers = view.layers(stage)
+        try:
+            await self._workers.take_seat(
+                model_id,
+                request_id=context.request_id,
+                stage=stage,
+                start=layers.start,
+                end=layers.end,
+                before=before,
+                after=after,
+                origin=view.origin,
+                n_prompt_tokens=context.n_prompt_tokens,
+                sampling=context.sampling if stage == view.last else None,
+            )
+        except SwarmLLMError as error:
+            log.info("request %s goes without a seat: %s", context.request_id, error.message)
+            return
+        if after != self._node_id:
+            await self._ensure(model_id, after)
+
+    async def _ensure(self, model_id: str, node_id: str) -> None:
+        link = self._sending.setdefault((model_id, node_id), _Sending())
+        is_up = link.pid is not None and link.pid == self._workers.pid(model_id)
+        if is_up or link.is_opening or trio.current_time() < link.retry_at_s:
+            return
+        link.is_opening = True
+        link.retry_at_s = trio.current_time() + RETRY_S
+        try:
+            end = await self._maker.open_link(node_id, model_id)
+            try:
+                link.pid = await self._workers.take_link(
+                    model_id, node_id, "sending", end.connection.fileno(), end.key, end.nonce
+                )
+            finally:
+                end.close()
+        except SwarmLLMError as error:
+            log.info("no link to %s for %s: %s", node_id, model_id[:8], error.message)
+        finally:
+            link.is_opening = False
+
+    async def _take(self, sender: str, model_id: str, end: LinkEnd) -> bool:
+        try:
+            pid = await self._workers.take_link(
+                model_id, sender, "receiving", end.connection.fileno(), end.key, end.nonce
+            )
+        except SwarmLLMError as error:
+            log.info("the link from %s is not taken: %s", sender, error.message)
+            return False
+        if pid is not None:
+            self._receiving.add((model_id, sender))
+        return pid is not None
+
+    async def _close(self, model_id: str, node_id: str) -> None:
+        try:
+            await self._workers.close_links(model_id, node_id)
+        except SwarmLLMError as error:
+            log.info("the links with %s are not closed: %s", node_id, error.message)

@@ -1,0 +1,397 @@
+"""One request on one node: a bounded queue of jobs, one task that walks them in order, and what is freed at
+the end.
+
+Order per request is all a pipeline needs, so each request has its own task and requests do not wait for
+each other. The queue is as long as the origin's window allows jobs to be under way; a sender that overruns
+it breaks the protocol and ends the request, because waiting would hold up every other request of that
+neighbour.
+
+A session ends when the origin cancels (also after the last token: it alone knows when the client has
+everything), when its origin or a neighbour is lost, when nothing arrives for too long, or when a walk
+fails; the origin is then told, the slot in the worker is freed, and later messages with its id are ignored.
+Where it was another node's fault the slot is held for a while instead, because another pipeline may go on
+with what is in it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import trio
+
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError, WorkerError
+from swarmllm.pipeline.job import Job
+from swarmllm.pipeline.origin.prefix_negotiation import give_names, last_names
+from swarmllm.pipeline.repair.probing import MOVED_BYTES
+from swarmllm.pipeline.reports import BAD_ROWS, damage_report, report_of
+from swarmllm.pipeline.session_queue import SessionQueue
+from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.stage.remote_stage import generate_for_origin, read_prompt
+from swarmllm.pipeline.stage.session_queue import (
+    GivenPrompt,
+    Item,
+    NotFinite,
+    Relay,
+    Report,
+    read_job,
+)
+from swarmllm.pipeline.stage.walker import OriginSide, RequestContext, Walker
+from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm.swarm.router import Router
+from swarmllm_proto.codec import encode_job
+from swarmllm_proto.errors import BadTensor, ProtocolError
+from swarmllm_proto.swarm import (
+    CancelInference,
+    LayerForward,
+    PipelineError,
+    RemoteGenerateRequest,
+    ReplayRows,
+    StageBlocks,
+)
+
+log = logging.getLogger(__name__)
+
+CLEANUP_TIMEOUT_S = 5.0
+"""How long a request that is over may take to free its slot and tell the other stages."""
+LINK_NEWS_S = 5.0
+"""Jobs that came by links so long ago count as work under way."""
+
+
+class Session:
+    def __init__(
+        self,
+        context: RequestContext,
+        compute: Compute,
+        router: Router,
+        *,
+        silence_timeout_s: float,
+        origin_side: OriginSide | None = None,
+        hold_s: float = 0.0,
+        on_hold: Callable[[Session], None] = lambda session: None,
+        on_end: Callable[[Session], None] = lambda session: None,
+        note: Note = unnoted,
+    ) -> None:
+        """`hold_s`: how long the slot of a broken request is kept for another pipeline."""
+        self.context = context
+        self.view = context.view
+        self.done = trio.Event()
+        self.n_jobs = 0
+        self._compute = compute
+        self._router = router
+        self._walker = Walker(context, compute, router, origin_side)
+        self._origin_side = origin_side
+        self.prefixes: tuple[StageBlocks, ...] = ()
+        """What the origin called the rows in the end; without it they are kept as they were first named."""
+        self._hold_s = hold_s
+        self._wants_hold = False
+        """Its end is to leave the slot as it is."""
+        self._is_held = False
+        """It has done so."""
+        self._is_taken = False
+        self._let_go = trio.Event()
+        self._on_hold = on_hold
+        self._on_end = on_end
+        self._note = note
+        self._scope = trio.CancelScope()
+        self._expected = [0] * len(self.view.stages)
+        self._damaged_at: int | None = None
+        self._may_have_gaps = False
+        self._overrun = False
+        self.has_begun = False
+        """Another node has sent something of it."""
+        self._heard_at_s = float("-inf")
+        self._is_walking = False
+        self._runs_by_link = False
+        self._n_bytes: int | None = None
+        """Received from the request's nodes, when somebody last asked."""
+        # The origin of a request waits in its client's task (see chain); its session only works on demand.
+        self._silence_timeout_s = float("inf") if origin_side is not None else silence_timeout_s
+        self._queue = SessionQueue(len(self.view.stages))
+        self.assigned_s = trio.current_time()
+
+    def __repr__(self) -> str:
+        return f"<Session {self.context.request_id} stages={len(self.view.stages)} jobs={self.n_jobs}>"
+
+    def is_busy(self) -> bool:
+        """Whether anything of this request happens here: work, or part of a large job that comes in. The
+        first to ask cannot know how it was before, and is told that it does."""
+        n_bytes = sum(
+            peer.bytes_received for peer in self._router.peers() if peer.node_id in self.view.node_ids
+        )
+        before, self._n_bytes = self._n_bytes, n_bytes
+        is_moving = before is None or n_bytes - before > MOVED_BYTES
+        has_turned = trio.current_time() - self._heard_at_s < LINK_NEWS_S
+        by_link = has_turned or self._runs_by_link
+        return self._is_walking or is_moving or by_link or not self._queue.is_empty
+
+    def offer(self, job: Job) -> None:
+        """A job of this node's own: the origin's side feeds the prompt, or repeats a token."""
+        if job.token is not None:
+            self._damaged_at = None
+        self._put(job)
+
+    def stop(self, *, hold: bool = False) -> None:
+        """End the request on this node; `done` is set when everything is freed, or with `hold` when another
+        request may have what is left."""
+        self._wants_hold = hold
+        self._scope.cancel()
+
+    def let_go(self, *, is_taken: bool = False) -> None:
+        """What is held is to be freed, or is another request's by now."""
+        self._is_taken = is_taken
+        self._let_go.set()
+
+    def ask_replay(self, message: ReplayRows) -> None:
+        """Of the origin's side: have rows sent once more."""
+        node_id = self.view.stages[message.stage].node_id
+        if node_id == self.view.node_id:
+            self._put(message)
+        else:
+            self.relay(node_id, *encode_job(message))
+
+    def arrive_replay(self, sender: str, message: ReplayRows) -> bool:
+        """The origin wants rows to be sent once more. False: the sender has no business with it."""
+        if (
+            sender != self.view.origin
+            or message.until > self.view.last
+            or not self.view.is_here(message.stage)
+        ):
+            return False
+        self._put(message, is_foreign=True)
+        return True
+
+    def arrive(self, sender: str, message: LayerForward, payload: memoryview) -> bool:
+        """A job from another node. False: the sender had no business sending it, and it is ignored."""
+        stage = message.stage
+        if stage > self.view.last or not self.view.is_here(stage) or sender not in self._senders(message):
+            return False
+        # Chunks only: what comes by links is not counted here, and tokens come one at a time.
+        is_chunk = message.step == "layer" and message.position < self.context.n_given_tokens
+        is_repeated = message.position == self._damaged_at
+        is_ahead = is_chunk and message.position > self._expected[stage] and not is_repeated
+        if is_ahead and self._may_have_gaps:
+            # A chunk sent before the origin knew of the damage; it comes again.
+            return True
+        try:
+            job = read_job(self.context, message, payload, trio.current_time())
+        except BadTensor as error:
+            deed = Deed.BAD_NUMBERS if isinstance(error, NotFinite) else Deed.BROKE_PROTOCOL
+            self._note(sender, deed, str(error))
+            self._refuse_rows(sender, error)
+            return True
+        if self._damaged_at is not None and message.position <= self._damaged_at:
+            self._damaged_at = None
+        self._expected[stage] = message.position + message.n_tokens
+        self._put(job, is_foreign=True)
+        return True
+
+    def arrive_prompt(self, sender: str, message: RemoteGenerateRequest, payload: memoryview) -> bool:
+        """The only stage is here, and is to generate by itself. False: the sender has no business with it."""
+        if sender != self.view.origin or self.view.last > 0 or self.context.wants != "tokens":
+            return False
+        try:
+            self._put(GivenPrompt(read_prompt(self.context, message, payload)), is_foreign=True)
+        except BadTensor as error:
+            self._note(sender, Deed.BROKE_PROTOCOL, str(error))
+            self.report(WorkerError(f"prompt refused: {error}", kind="bad_tensor"))
+        return True
+
+    def arrived_damaged(self, sender: str, position: int) -> bool:
+        """A job whose digest was wrong: ask the origin to repeat it, and let pass what was sent behind it."""
+        if sender not in self.view.node_ids:
+            return False
+        if self._damaged_at is not None and position > self._damaged_at:
+            return True
+        self._damaged_at = position
+        self._may_have_gaps = True
+        damage = damage_report(self.context.request_id, self.view.node_id, position)
+        self._put(Report(damage, ends=False), is_foreign=True)
+        return True
+
+    def turned(self, n_jobs: int, *, running: bool) -> None:
+        """Jobs of this request went through this node's worker by links, and one may be there still."""
+        self.n_jobs += n_jobs
+        self._heard_at_s = trio.current_time()
+        self._runs_by_link = running
+
+    def relay(self, receiver: str, header: bytes, payload: bytes | memoryview) -> bool:
+        """Send a job message of this node's worker. False: that is none of its business."""
+        if receiver not in self.view.node_ids:
+            return False
+        self._put(Relay(receiver, header, payload))
+        return True
+
+    def lost(self, node_id: str) -> None:
+        """A node is gone. The origin's own session leaves the matter to its client's side (see chain)."""
+        if node_id == self.view.origin:
+            self.let_go()
+            self.stop()
+        elif node_id in self.view.node_ids and self._origin_side is None:
+            self._wants_hold = True
+            self.report(NodeUnreachable(f"node {node_id} disconnected"))
+
+    def _refuse_rows(self, sender: str, error: BadTensor) -> None:
+        """The request cannot go on here because of who sent them."""
+        if self._origin_side is not None:
+            self._origin_side.blame(sender)
+            self._origin_side.fail(RemoteError(f"node {sender} sent a job that is refused: {error}"))
+            self.stop()
+            return
+        report = report_of(self.context.request_id, sender, BAD_ROWS, f"job refused: {error}")
+        self._put(Report(report, ends=True))
+
+    def report(self, error: SwarmLLMError) -> None:
+        """The request cannot go on here: tell the origin, then end."""
+        if self._origin_side is not None:
+            self._origin_side.fail(error)
+            self.stop()
+            return
+        self._put(Report(self._as_message(error), ends=True))
+
+    async def run(self) -> None:
+        """Raises nothing but cancellation."""
+        try:
+            with self._scope:
+                await self._work()
+        finally:
+            with trio.CancelScope(shield=True), trio.move_on_after(CLEANUP_TIMEOUT_S):
+                if self._overrun:
+                    await self._tell_failure(
+                        WorkerError("more jobs at once than the window allows", kind="bad_message")
+                    )
+                try:
+                    await self._clean_up()
+                except Exception:
+                    log.exception("request %s could not be cleaned up", self.context.request_id)
+            if not self._is_held:
+                self._on_end(self)
+            self.done.set()
+        if self._is_held:
+            await self._stay()
+
+    async def _stay(self) -> None:
+        """What the request has here waits for another one, or for its time to be over."""
+        self._on_hold(self)
+        try:
+            with trio.move_on_after(self._hold_s):
+                await self._let_go.wait()
+        finally:
+            self._on_end(self)
+        if not self._is_taken:
+            await self._free_slot()
+
+    async def _work(self) -> None:
+        while True:
+            try:
+                with trio.fail_after(self._silence_timeout_s):
+                    item = await self._queue.get()
+                if isinstance(item, ReplayRows):
+                    self._is_walking = True
+                    await self._walker.replay(item)
+                    self._is_walking = False
+                    continue
+                if isinstance(item, Relay):
+                    await self._walker.relay(item.receiver, item.header, item.payload)
+                    continue
+                if isinstance(item, Job):
+                    self.n_jobs += 1
+                    self._is_walking = True
+                    await self._walker.walk(item)
+                    self._is_walking = False
+                    continue
+                if isinstance(item, GivenPrompt):
+                    self._is_walking = True
+                    await generate_for_origin(
+                        self.context, self._compute, self._walker, item.tokens, self._count_job
+                    )
+                    self._is_walking = False
+                    continue
+                await self._walker.tell_origin(item.error)
+                if item.ends:
+                    return
+            except trio.TooSlowError:
+                if trio.current_time() - self._heard_at_s < self._silence_timeout_s:
+                    continue
+                await self._tell_failure(
+                    DeadlineExceeded(f"nothing arrived for {self._silence_timeout_s:g} s")
+                )
+                return
+            except SwarmLLMError as error:
+                self._wants_hold = self._wants_hold or isinstance(error, NodeUnreachable)
+                await self._tell_failure(error)
+                return
+            except ProtocolError as error:
+                await self._tell_failure(WorkerError(f"cannot be sent on: {error}", kind="bad_message"))
+                return
+            except Exception as error:
+                # A defect of ours costs this request, not the daemon; what it says may quote anything, so
+                # only its type travels.
+                log.exception("request %s failed", self.context.request_id)
+                await self._tell_failure(SwarmLLMError(f"internal error ({type(error).__name__})"))
+                return
+
+    def _count_job(self) -> None:
+        self.n_jobs += 1
+
+    async def _tell_failure(self, error: SwarmLLMError) -> None:
+        log.info("request %s failed here: %s", self.context.request_id, error)
+        if self._origin_side is not None:
+            self._origin_side.fail(error)
+            return
+        with trio.move_on_after(CLEANUP_TIMEOUT_S):
+            try:
+                await self._walker.tell_origin(self._as_message(error))
+            except SwarmLLMError as unreachable:
+                log.info("its origin cannot be told: %s", unreachable)
+
+    async def _clean_up(self) -> None:
+        if self._origin_side is not None:
+            self._wants_hold = self._origin_side.may_be_resumed
+        hold = self._wants_hold and self._hold_s > 0 and self.context.wants == "tokens" and self.view.last > 0
+        self._is_held = hold and self.view.runs_layers
+        async with trio.open_nursery() as nursery:
+            if self._origin_side is not None:
+                self.prefixes = last_names(self._origin_side, self.view.node_id)
+                # A node that lost this one ends the request on its own.
+                for node_id in {stage.node_id for stage in self.view.stages} & self._router.connected():
+                    nursery.start_soon(self._cancel_at, node_id, hold)
+            if self.view.runs_layers:
+                nursery.start_soon(self._hold_slot if self._is_held else self._free_slot)
+
+    async def _cancel_at(self, node_id: str, hold: bool) -> None:
+        prefixes = last_names(self._origin_side, node_id)
+        message = CancelInference(request_id=self.context.request_id, prefixes=prefixes, hold=hold)
+        try:
+            await self._router.send(node_id, *encode_job(message))
+        except SwarmLLMError as error:
+            log.debug("request %s not cancelled at %s: %s", self.context.request_id, node_id, error)
+
+    async def _hold_slot(self) -> None:
+        try:
+            await self._compute.hold(self.context.model.model_id, self.context.request_id, self._hold_s)
+        except SwarmLLMError as error:
+            log.info("slot of request %s not held: %s", self.context.request_id, error)
+
+    async def _free_slot(self) -> None:
+        try:
+            await give_names(self._compute, self.context, self.prefixes)
+            # Not release: a forward of this request may still be running.
+            await self._compute.cancel(self.context.model.model_id, self.context.request_id)
+        except SwarmLLMError as error:
+            log.info("slot of request %s not freed: %s", self.context.request_id, error)
+
+    def _put(self, item: Item, *, is_foreign: bool = False) -> None:
+        self.has_begun |= is_foreign
+        if not self._queue.put(item, is_foreign=is_foreign):
+            self._overrun = True
+            self.stop()
+
+    def _senders(self, message: LayerForward) -> tuple[str, ...]:
+        stages, origin = self.view.stages, self.view.origin
+        if message.step == "embed":
+            return (stages[-1].node_id, origin) if message.stage == 0 else ()
+        return (origin,) if message.stage == 0 else (stages[message.stage - 1].node_id,)
+
+    def _as_message(self, error: SwarmLLMError) -> PipelineError:
+        return report_of(self.context.request_id, self.view.node_id, error.code, error.message)

@@ -1,0 +1,333 @@
+"""The actions of the job processor's states: what a walk does on this node. The decisions are `processor`'s.
+
+One walker per request and node; its walks run one after the other. A token's path is kept lean on purpose,
+because every microsecond here is paid once per stage and token: no task per token, no copy of a tensor, no
+logging.
+
+Two short cuts over doing each state's work literally. Where the first stage is here, EMBED hands over token
+ids and the worker looks the rows up in the same call that runs the layers. And where the next token's first
+stage is elsewhere, SEND lets the job go before the origin is told of the token: the ring waits for one, a
+reader for the other. Not where both go to the same node: there the next token may come by a link (see
+links), and must not overtake this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import trio
+
+from swarmllm.errors import NodeUnreachable, WorkerError
+from swarmllm.pipeline.job import ComputeStep, Job, RequestView
+from swarmllm.pipeline.origin.output import Chunk
+from swarmllm.pipeline.processor import (
+    Outcome,
+    State,
+    after_embed,
+    after_head,
+    after_layers,
+    after_validating,
+    destination,
+    next_state,
+)
+from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.swarm.router import Router
+from swarmllm.workerpool.ring import NO_RING, RingHint
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.codec import decode_job, encode_job
+from swarmllm_proto.frames import Payload
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import (
+    JobMessage,
+    LayerForward,
+    PipelineError,
+    PrefillProgress,
+    ReplayRows,
+    StageBlocks,
+    StageTiming,
+    StreamingToken,
+)
+from swarmllm_proto.tensors import Tensor, encode_tensor
+
+OriginMessage = StreamingToken | PrefillProgress | PipelineError
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What does not change while a node takes part in a request."""
+
+    request_id: str
+    model: ModelFile
+    n_embd: int
+    n_vocab: int
+    n_prompt_tokens: int
+    sampling: Sampling
+    view: RequestView
+    wants: Literal["tokens", "normed"] = "tokens"
+    generated: tuple[int, ...] = ()
+    """Tokens of a pipeline that broke, in whose place this one is; known to the origin and where the last
+    stage is."""
+    session: str = ""
+    """Known at the origin only."""
+
+    @property
+    def n_given_tokens(self) -> int:
+        """Rows that come in chunks, before the first token is sampled here. (A stage that is not told what
+        was generated before has it counted as prompt.)"""
+        return self.n_prompt_tokens + len(self.generated)
+
+
+class OriginSide(Protocol):
+    """The client's side of the request, on the node where it is."""
+
+    @property
+    def prompt(self) -> Tensor:
+        """i32 [n_prompt_tokens + what had been generated before]."""
+        ...
+
+    def next_chunk(self) -> Chunk | None:
+        """Which rows leave now, if any."""
+        ...
+
+    def receive(self, sender: str, message: OriginMessage, payload: bytes | memoryview) -> None:
+        """Never waits, never raises."""
+        ...
+
+    def lost(self, node_id: str) -> None:
+        """A stage's node cannot be reached any more."""
+        ...
+
+    def blame(self, node_id: str) -> None:
+        """It failed because of this node."""
+        ...
+
+    def fail(self, error: Exception) -> None: ...
+
+    @property
+    def may_be_resumed(self) -> bool:
+        """It broke, and another pipeline may go on with what this one has."""
+        ...
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this pipeline has given a token."""
+        ...
+
+    def prefixes_of(self, node_id: str) -> tuple[StageBlocks, ...]:
+        """Names of all that the node's stages have been sent."""
+        ...
+
+
+class Walker:
+    def __init__(
+        self, context: RequestContext, compute: Compute, router: Router, origin_side: OriginSide | None
+    ) -> None:
+        self._context = context
+        self._view = context.view
+        self._compute = compute
+        self._router = router
+        self._origin_side = origin_side
+        self._has_sampled = False
+        self._last_want: Literal["none", "normed"] = "normed" if context.wants == "normed" else "none"
+        self._passed_on = False
+        """The token that has just been sampled is on its way to the first stage, and to the origin if that is
+        there."""
+        self._untold: tuple[StreamingToken, bytes] | None = None
+        self._actions: dict[State, Callable[[Job], Awaitable[Outcome]]] = {
+            State.VALIDATING: self._validate,
+            State.EMBED: self._embed,
+            State.PROCESS_LAYERS: self._process_layers,
+            State.HEAD: self._head,
+            State.SEND: self._send,
+        }
+
+    async def walk(self, job: Job) -> None:
+        """From VALIDATING to DONE. Raises SwarmLLMError where the request cannot go on here."""
+        state = State.VALIDATING
+        while state is not State.DONE:
+            outcome = await self._actions[state](job)
+            if outcome is Outcome.INCOMPLETE:
+                self._raise_incomplete(job)
+            state = next_state(state, outcome)
+
+    async def replay(self, message: ReplayRows) -> None:
+        """Rows that have left a stage here go to the next one once more. Raises SwarmLLMError."""
+        rows = await self._compute.read_journal(
+            self._context.model,
+            request_id=self._context.request_id,
+            end=self._view.layers(message.stage).end,
+            position=message.position,
+            n_rows=message.n_tokens,
+        )
+        job = Job(
+            ComputeStep.LAYER,
+            stage=message.stage + 1,
+            position=message.position,
+            n_tokens=message.n_tokens,
+            prefill_left=1,
+            tensor=rows,
+            since_s=trio.current_time(),
+            until=message.until,
+        )
+        if self._view.is_here(job.stage):
+            await self.walk(job)
+        else:
+            await self._send(job)
+
+    async def tell_origin(self, message: OriginMessage, piece: bytes = b"") -> None:
+        if self._origin_side is not None:
+            self._origin_side.receive(self._view.node_id, message, piece)
+        else:
+            await self._router.send(self._view.origin, *encode_job(message, piece))
+
+    async def _validate(self, job: Job) -> Outcome:
+        return after_validating(job, self._view, self._compute.loaded(self._context.model.model_id))
+
+    async def _embed(self, job: Job) -> Outcome:
+        first_is_here = self._view.is_here(0)
+        if job.token is None:
+            await self._embed_chunk(job, first_is_here)
+        elif first_is_here:
+            job.tensor = np.array([job.token], np.int32)
+            job.step = ComputeStep.LAYER
+        return after_embed(job, self._view)
+
+    async def _embed_chunk(self, job: Job, first_is_here: bool) -> None:
+        assert self._origin_side is not None, "only the origin holds a prompt"
+        job.tensor, job.timings, job.stage = None, (), 0
+        chunk = self._origin_side.next_chunk()
+        if chunk is None:
+            return
+        job.position, job.n_tokens, job.prefill_left, job.until = chunk
+        rows = self._origin_side.prompt[job.position : job.position + job.n_tokens]
+        job.since_s = trio.current_time()
+        job.tensor = rows if first_is_here else await self._compute.embed(self._context.model, rows)
+        job.step = ComputeStep.LAYER
+
+    async def _process_layers(self, job: Job) -> Outcome:
+        stage, tensor = job.stage, job.tensor
+        if tensor is None:
+            assert job.token is not None
+            tensor = np.array([job.token], np.int32)
+        samples = stage == self._view.last and job.prefill_left == 0
+        first_sample = samples and not self._has_sampled
+        result = await self._compute.forward(
+            self._context.model,
+            request_id=self._context.request_id,
+            layers=self._view.layers(stage),
+            position=job.position,
+            tensor=tensor,
+            want="token" if samples else self._last_want if stage == self._view.last else "hidden",
+            sampling=self._context.sampling if first_sample else None,
+            n_prompt_tokens=self._context.n_prompt_tokens,
+            generated=self._context.generated if first_sample else (),
+            ring=self._ring_hint(job, samples),
+        )
+        if result.onward and result.token is None:
+            return Outcome.PASSED_ON
+        self._has_sampled |= samples
+        self._passed_on, job.resent = result.onward, False
+        job.tensor, job.sampled, job.piece = result.tensor, result.token, result.piece
+        if job.until == stage:
+            job.tensor = None  # The stages after it have had it.
+        now_s = trio.current_time()
+        busy_s = max(0.0, now_s - job.since_s)
+        job.timings = (*job.timings, StageTiming(stage, result.compute_s, busy_s))
+        job.since_s = now_s
+        outcome = after_layers(job, self._view)
+        if outcome is Outcome.LAST_LAYER and job.prefill_left > 0:
+            await self.tell_origin(self._progress(job), self._passed_rows(job))
+            job.token = None
+        return outcome
+
+    async def _head(self, job: Job) -> Outcome:
+        sampled = job.sampled
+        assert sampled is not None, "the last stage's forward samples"
+        job.token, job.finish_reason = sampled.token, sampled.finish_reason
+        told = StreamingToken(
+            request_id=self._context.request_id,
+            index=sampled.index,
+            token=sampled.token,
+            finish_reason=sampled.finish_reason,
+            timings=job.timings,
+            logprobs=sampled.logprobs,
+            stopped_by=sampled.stopped_by,
+        )
+        outcome = after_head(job, self._view)
+        origin_is_first = self._view.origin == self._view.stages[0].node_id
+        if self._passed_on:
+            if not origin_is_first:
+                await self.tell_origin(told, job.piece)
+            return outcome if outcome is Outcome.FINISHED else Outcome.PASSED_ON
+        if outcome is Outcome.TOKEN_ELSEWHERE and not origin_is_first:
+            self._untold = (told, job.piece)
+        else:
+            await self.tell_origin(told, job.piece)
+        return outcome
+
+    def _ring_hint(self, job: Job, samples: bool) -> RingHint:
+        """A chunk of the prompt keeps to the daemons' way, where others may still be ahead of it."""
+        if not samples and job.position < self._context.n_given_tokens:
+            return NO_RING
+        waited_s = max(0.0, trio.current_time() - job.since_s)
+        return RingHint(job.stage, job.timings, waited_s, job.resent)
+
+    async def _send(self, job: Job) -> Outcome:
+        receiver = destination(job, self._view)
+        if job.step is ComputeStep.HEAD:
+            await self._send_to(receiver, self._progress(job), self._passed_rows(job))
+            return Outcome.SENT
+        embedded = job.step is ComputeStep.LAYER
+        forward = LayerForward(
+            request_id=self._context.request_id,
+            step="layer" if embedded else "embed",
+            stage=job.stage,
+            position=job.position,
+            n_tokens=job.n_tokens,
+            prefill_left=job.prefill_left,
+            token=0 if embedded or job.token is None else job.token,
+            timings=job.timings,
+            until=job.until,
+        )
+        payload = encode_tensor(job.tensor) if embedded and job.tensor is not None else b""
+        await self._send_to(receiver, forward, payload)
+        if self._untold is not None:
+            told, self._untold = self._untold, None
+            await self.tell_origin(*told)
+        return Outcome.SENT
+
+    async def _send_to(self, receiver: str, message: JobMessage, payload: Payload = b"") -> None:
+        await self.relay(receiver, *encode_job(message, payload))
+
+    async def relay(self, receiver: str, header: bytes, payload: bytes | memoryview) -> None:
+        """Send a job message as it is. Raises NodeUnreachable, after the origin's side was told."""
+        if receiver == self._view.node_id and self._origin_side is not None:
+            message = decode_job(header, payload)
+            if isinstance(message, StreamingToken | PrefillProgress | PipelineError):
+                self._origin_side.receive(receiver, message, payload)
+                return
+        try:
+            await self._router.send(receiver, header, payload)
+        except NodeUnreachable:
+            if self._origin_side is not None:
+                self._origin_side.lost(receiver)
+            raise
+
+    def _progress(self, job: Job) -> PrefillProgress:
+        return PrefillProgress(
+            request_id=self._context.request_id,
+            position=job.position + job.n_tokens,
+            timings=job.timings,
+        )
+
+    def _passed_rows(self, job: Job) -> bytes:
+        return b"" if job.tensor is None else b"".join(encode_tensor(job.tensor))
+
+    def _raise_incomplete(self, job: Job) -> None:
+        layers = self._view.layers(min(job.stage, self._view.last))
+        raise WorkerError(
+            f"layers {layers} of {self._context.model.model_id[:12]} are not loaded here", kind="not_loaded"
+        )

@@ -1,0 +1,258 @@
+"""Large answers, over connections of their own, so that decoding never waits behind a transfer.
+
+A *bulk* connection is a data-plane connection (TCP, Noise, frames, heartbeat) whose hello says so. It carries
+questions and answers instead of messages: header `[u8 kind][u64 number]`, payload the body.
+
+    0 ask       1 answer       2 refused (payload: why, UTF-8)       3 busy
+
+Questions are handled side by side, so one slow answer holds up no other; at most PENDING_MAX per connection.
+The loss of a bulk connection is nobody's death: what was asked on it fails and is asked again.
+
+Two nodes that ask each other at the same moment may both dial. What the smaller node id dialled stays: the
+other turns to it once it is asked there, and so is asked nowhere else, and ends its own with the last answer.
+
+Where the peer's data port cannot be reached, its wire is a libp2p stream (`/swarmllm/shard/1.0.0`). A better
+way is looked for now and then, beside what goes on: new questions take it, and the old connection ends with
+its last answer. Through a relay, transfers leave half of what it carries for a circuit to messages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from struct import Struct
+
+import trio
+
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.swarm.data.connection import Connection
+from swarmllm.swarm.data.stream_fallback import StreamWire
+from swarmllm.swarm.dispatch import RequestRefused
+
+log = logging.getLogger(__name__)
+
+PENDING_MAX = 32
+_HELLO_S = 5.0
+_NO_WAY_S = 10.0
+"""How long a peer without a direct way is not dialled again."""
+_RELAY_ROOM_MIN = 0.5
+_HEADER = Struct("<BQ")
+
+
+class BulkKind(IntEnum):
+    ASK = 0
+    ANSWER = 1
+    REFUSED = 2
+    BUSY = 3
+
+
+class NoBulkWay(NodeUnreachable):
+    """The peer takes no bulk connection of any kind: ask in another way."""
+
+
+class _Question:
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.answer: bytes | memoryview = b""
+        self.failure: SwarmLLMError | None = None
+
+    def finish(self, answer: bytes | memoryview = b"", failure: SwarmLLMError | None = None) -> None:
+        if not self.done.is_set():
+            self.answer, self.failure = answer, failure
+            self.done.set()
+
+
+@dataclass
+class _Peer:
+    dialling: trio.Lock = field(default_factory=trio.Lock)
+    connection: Connection | None = None
+    retry_at_s: float = 0.0
+    is_looking: bool = False
+    """For a better way than `connection`."""
+
+
+class Bulk:
+    """`connections(node_id)` are all there are; `dial(node_id)` opens a direct bulk connection and
+    `open_stream(node_id, old)` one over libp2p that is better than `old`; None where there is no such way.
+    `answer` is the daemon's handler and raises RequestRefused."""
+
+    def __init__(
+        self,
+        own_id: str,
+        nursery: trio.Nursery,
+        connections: Callable[[str], list[Connection]],
+        dial: Callable[[str], Awaitable[Connection | None]],
+        open_stream: Callable[[str, Connection | None], Awaitable[Connection | None]],
+        answer: Callable[[str, bytes], Awaitable[bytes]],
+    ) -> None:
+        self._own_id = own_id
+        self._nursery = nursery
+        self._connections = connections
+        self._dial = dial
+        self._open_stream = open_stream
+        self._answer = answer
+        self._peers: dict[str, _Peer] = {}
+        self._questions: dict[Connection, dict[int, _Question]] = {}
+        self._n_answering: dict[Connection, int] = {}
+        self._numbers = itertools.count(1)
+
+    async def fetch(self, node_id: str, body: bytes, timeout_s: float) -> bytes | memoryview:
+        """Raises NoBulkWay, NodeUnreachable, DeadlineExceeded, RemoteError."""
+        with trio.move_on_after(timeout_s):
+            return await self._fetch(node_id, body)
+        raise DeadlineExceeded(f"node {node_id} did not answer within {timeout_s:g} s")
+
+    async def take(self, connection: Connection, header: bytes, payload: memoryview) -> None:
+        """A frame of a bulk connection."""
+        if len(header) != _HEADER.size:
+            return
+        kind, number = _HEADER.unpack(header)
+        if kind == BulkKind.ASK:
+            await self._asked(connection, number, bytes(payload))
+            return
+        question = self._questions.get(connection, {}).get(number)
+        if question is None:
+            return
+        node_id = connection.node_id
+        if kind == BulkKind.ANSWER:
+            question.finish(payload)
+        elif kind == BulkKind.REFUSED:
+            reason = bytes(payload).decode("utf-8", "replace")
+            question.finish(failure=RemoteError(f"node {node_id}: {reason}"))
+        elif kind == BulkKind.BUSY:
+            question.finish(failure=RemoteError(f"node {node_id}: it is busy"))
+
+    def lost(self, connection: Connection) -> None:
+        """It has ended."""
+        for question in self._questions.pop(connection, {}).values():
+            question.finish(failure=NodeUnreachable(f"node {connection.node_id} was lost while it was asked"))
+        self._n_answering.pop(connection, None)
+        peer = self._peers.get(connection.node_id)
+        if peer is not None and peer.connection is connection:
+            del self._peers[connection.node_id]
+
+    async def _fetch(self, node_id: str, body: bytes) -> bytes | memoryview:
+        connection = await self._connection(node_id)
+        number, question = next(self._numbers), _Question()
+        questions = self._questions.setdefault(connection, {})
+        questions[number] = question
+        try:
+            await connection.send(_HEADER.pack(BulkKind.ASK, number), body)
+            await question.done.wait()
+        finally:
+            questions.pop(number, None)
+            if not questions and self._questions.get(connection) is questions:
+                del self._questions[connection]
+            self._end_if_replaced(connection)
+        if question.failure is not None:
+            raise question.failure
+        return question.answer
+
+    async def _connection(self, node_id: str) -> Connection:
+        peer = self._peers.setdefault(node_id, _Peer())
+        async with peer.dialling:
+            if peer.connection is None or not peer.connection.alive:
+                peer.connection = await self._establish(node_id, peer)
+                self._keep_one(node_id, peer)
+            elif peer.connection.wire_kind != "direct" and self._may_look(peer):
+                peer.is_looking = True
+                self._nursery.start_soon(self._look_for_better, node_id, peer, peer.connection)
+            connection = peer.connection
+        if isinstance(connection.wire, StreamWire) and connection.wire.relay_room() < _RELAY_ROOM_MIN:
+            raise NodeUnreachable(f"the relay to node {node_id} carries no more transfers")
+        return connection
+
+    async def _establish(self, node_id: str, peer: _Peer) -> Connection:
+        if there := [c for c in self._connections(node_id) if _is_ready_and_direct(c)]:
+            return there[0]
+        connection = None
+        if trio.current_time() >= peer.retry_at_s:
+            connection = await self._ready(await self._dial(node_id))
+            if connection is None:
+                peer.retry_at_s = trio.current_time() + _NO_WAY_S
+        connection = connection or await self._ready(await self._open_stream(node_id, None))
+        if connection is None:
+            raise NoBulkWay(f"node {node_id} takes no bulk connection")
+        return connection
+
+    def _keep_one(self, node_id: str, peer: _Peer) -> None:
+        """Of a connection dialled here and one that the peer, of the smaller id, dialled and asks on."""
+        own = peer.connection
+        if own is None or not own.dialled or self._own_id < node_id:
+            return
+        for theirs in self._connections(node_id):
+            if _is_ready_and_direct(theirs) and not theirs.dialled and theirs in self._n_answering:
+                peer.connection = theirs
+                self._end_if_replaced(own)
+                return
+
+    def _may_look(self, peer: _Peer) -> bool:
+        return not peer.is_looking and trio.current_time() >= peer.retry_at_s
+
+    async def _look_for_better(self, node_id: str, peer: _Peer, old: Connection) -> None:
+        try:
+            better = await self._ready(await self._dial(node_id))
+            better = better or await self._ready(await self._open_stream(node_id, old))
+        finally:
+            peer.is_looking = False
+            peer.retry_at_s = trio.current_time() + _NO_WAY_S
+        if better is None:
+            return
+        if peer.connection is old and self._peers.get(node_id) is peer:
+            log.info("transfers from node %s take a better way now: %r", node_id, better)
+            peer.connection = better
+            self._end_if_replaced(old)
+        else:
+            better.end("no longer needed")
+
+    def _end_if_replaced(self, connection: Connection) -> None:
+        peer = self._peers.get(connection.node_id)
+        is_current = peer is None or peer.connection is connection
+        is_busy = self._questions.get(connection) or self._n_answering.get(connection)
+        if not is_current and not is_busy and connection.dialled:
+            connection.end("no longer needed")
+
+    async def _ready(self, connection: Connection | None) -> Connection | None:
+        if connection is None:
+            return None
+        with trio.move_on_after(_HELLO_S):
+            await connection.ready.wait()
+        if not connection.ready.is_set():
+            connection.end("no hello came")
+            return None
+        return connection
+
+    async def _asked(self, connection: Connection, number: int, body: bytes) -> None:
+        n_answering = self._n_answering.get(connection, 0)
+        if n_answering >= PENDING_MAX:
+            await self._reply(connection, BulkKind.BUSY, number, b"")
+            return
+        self._n_answering[connection] = n_answering + 1
+        if (peer := self._peers.get(connection.node_id)) is not None:
+            self._keep_one(connection.node_id, peer)
+        self._nursery.start_soon(self._handle, connection, number, body)
+
+    async def _handle(self, connection: Connection, number: int, body: bytes) -> None:
+        try:
+            try:
+                kind, content = BulkKind.ANSWER, await self._answer(connection.node_id, body)
+            except RequestRefused as refusal:
+                kind, content = BulkKind.REFUSED, str(refusal).encode()
+            await self._reply(connection, kind, number, content)
+        finally:
+            if connection in self._n_answering:
+                self._n_answering[connection] -= 1
+
+    async def _reply(self, connection: Connection, kind: BulkKind, number: int, content: bytes) -> None:
+        try:
+            await connection.send(_HEADER.pack(kind, number), content)
+        except NodeUnreachable as error:
+            log.debug("an answer found nobody: %s", error)
+
+
+def _is_ready_and_direct(connection: Connection) -> bool:
+    is_ready = connection.alive and connection.ready.is_set()
+    return is_ready and connection.bulk and connection.wire_kind == "direct"

@@ -1,0 +1,390 @@
+"""One connection of the data plane: frames over a wire, with one writer, and a keepalive.
+
+Frames are `swarmllm_proto.frames`; the first byte of a frame's header says what it is, the rest is the
+sender's header:
+
+    0 hello    MessagePack {v, link}: the first frame, both ways
+    1 message  for the daemon
+    2 ping     8 bytes, sent back as pong
+    3 pong
+    4 goodbye  the sender leaves on purpose
+    5 link     the connection has become a link (see dataplane), as the dialler's hello asked
+    6 last     the sender has turned to another connection: no message follows here
+    7 ack      u64: so many of the peer's messages have been handed on (see deliveries)
+
+**Writing.** A message that fits the kernel's buffer is written by its sender on the spot; else it queues and
+its sender waits until it is written, so a slow neighbour holds up exactly those who send to it, and no more
+memory is bound than they hold. The writer task is never cancelled in the middle of a write, because half a
+Noise message makes the rest undecipherable; a sender that is cancelled leaves its message to the writer if it
+has begun. A connection that must end is ended by closing its wire.
+
+**Living.** See keepalive.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from struct import Struct
+from typing import Literal
+
+import msgspec
+import trio
+
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.data.connection_frames import VERSION, Hello, Kind, checked_hello
+from swarmllm.swarm.data.deliveries import RR_ACK_TIMEOUT_S, Deliveries
+from swarmllm.swarm.data.keepalive import SILENCE_S, Keepalive
+from swarmllm.swarm.data.throughput import Throughput
+from swarmllm.swarm.data.wire import Wire, WireClosed
+from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.frames import Frame, FrameDecoder, encode_frame
+from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
+
+log = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 0.1
+_CHUNKS_PER_TURN = 8
+"""Pieces of at most 64 KiB decoded before other tasks get their turn."""
+_BULK_SLICE_BYTES = 65519
+"""One Noise message: what a transfer may move before messages get their turn."""
+_RTT_WEIGHT = 0.2
+_TIME = Struct("<d")
+_NUMBER = Struct("<Q")
+_MARK = -1e12
+"""No time, and so no round trip."""
+
+
+class _LinkAsked(Exception):
+    """The peer wants a link and not a connection."""
+
+
+class _Outgoing:
+    """One queued message and its sender's wait for it."""
+
+    def __init__(self, pieces: list[bytes | memoryview], *, is_message: bool = False) -> None:
+        self.pieces = pieces
+        self.is_message = is_message
+        self.begun = False
+        self.done = trio.Event()
+        self.failed = False
+
+
+Receive = Callable[["Connection", bytes, memoryview], Awaitable[None]]
+
+
+class Connection:
+    def __init__(
+        self,
+        node_id: str,
+        wire: Wire,
+        receive: Receive,
+        *,
+        dialled: bool,
+        bulk: bool = False,
+        give_way: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+    ) -> None:
+        """`give_way` is awaited between the slices of what a bulk connection carries."""
+        self.node_id = node_id
+        self.dialled = dialled
+        self.bulk = bulk
+        """For large answers; known of an accepted connection once it is ready."""
+        self.ending = ""
+        """How it ended: "goodbye", "silent", or the wire's words; empty while it lives."""
+        self.ready = trio.Event()
+        """The peer's hello has come."""
+        self.retired = False
+        """The peer has turned to a newer connection: what still arrives here is out of order."""
+        self.broke_protocol = False
+        self.link_asked = ""
+        """What the peer wants a link for, where that is how this ended; its wire is then still open."""
+        self.forsakes = False
+        """This node has turned to another connection: it sends no more messages here."""
+        self.is_forsaken = False
+        """The peer has."""
+        self._marks: dict[bytes, trio.Event] = {}
+        self.rtt_s: float | None = None
+        self.n_bytes_sent = 0
+        self.n_bytes_received = 0
+        self.throughput = Throughput()
+        self._give_way = give_way
+        self._wire = wire
+        self._receive = receive
+        self._queue: deque[_Outgoing] = deque()
+        self._queued = trio.lowlevel.ParkingLot()
+        self._writing = False
+        self._keepalive = Keepalive()
+        self._handling = False
+        self._last = _Outgoing(encode_frame(bytes((Kind.LAST,))))
+        self.deliveries = Deliveries()
+        self._acknowledges = False
+        """Whether the peer does."""
+        self._acknowledgement = _Outgoing([])
+        """The last one; the next waits until it is written."""
+        self._acknowledgement.done.set()
+        self._decoder = FrameDecoder(SWARM_HEADER_MAX + 1, SWARM_PAYLOAD_MAX)
+
+    def __repr__(self) -> str:
+        direction = "to" if self.dialled else "from"
+        return f"<Connection {self._wire.kind} {direction} {self.node_id} {self.ending or 'alive'}>"
+
+    @property
+    def alive(self) -> bool:
+        return not self.ending
+
+    @property
+    def wire_kind(self) -> Literal["direct", "libp2p", "relay"]:
+        return self._wire.kind
+
+    @property
+    def wire(self) -> Wire:
+        """For whoever goes on with it after `link_asked`."""
+        return self._wire
+
+    async def run(self) -> None:
+        """Until it ends, however it ends; `ending` then says how."""
+        self._keepalive.heard(trio.current_time())
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write_queue)
+                nursery.start_soon(self._beat)
+                hello = Hello(v=VERSION, bulk=self.bulk, acks=True)
+                self._queue_control(Kind.HELLO, msgspec.msgpack.encode(hello))
+                await self._read()
+        except* _LinkAsked:
+            self.ending = self.ending or "became a link"
+        except* WireClosed as lost:
+            self.end(str(lost.exceptions[0]))
+        except* ProtocolError as wrong:
+            self.broke_protocol = True
+            self.end(f"broke the protocol ({wrong.exceptions[0]})")
+        finally:
+            self.end("closed here")
+
+    def end(self, how: str) -> None:
+        """Now. Whoever waits to send gets NodeUnreachable. Idempotent: the first reason stays."""
+        if self.ending:
+            return
+        self.ending = how
+        self._wire.abort()
+        for outgoing in self._queue:
+            outgoing.failed = True
+            outgoing.done.set()
+        self._queue.clear()
+
+    async def send(self, header: bytes, payload: bytes | memoryview) -> None:
+        """Returns when the message is on its way. Raises NodeUnreachable."""
+        pieces = encode_frame(
+            bytes((Kind.MESSAGE,)) + header,
+            payload,
+            header_max=SWARM_HEADER_MAX + 1,
+            payload_max=SWARM_PAYLOAD_MAX,
+        )
+        size_bytes = sum(len(piece) for piece in pieces)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._require_alive()
+        is_long = self.bulk and size_bytes > _BULK_SLICE_BYTES
+        if is_long or not self._write_at_once(pieces):
+            await self._write_in_turn(_Outgoing(pieces, is_message=True))
+        else:
+            self.deliveries.sent(trio.current_time())
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        self.n_bytes_sent += size_bytes
+
+    async def say_goodbye(self) -> None:
+        """Tell the peer that this node leaves; returns when it is on its way or cannot be."""
+        if self.alive:
+            outgoing = _Outgoing(encode_frame(bytes((Kind.GOODBYE,))))
+            try:
+                await self._write_in_turn(outgoing)
+            except NodeUnreachable:
+                return
+
+    async def settle(self) -> None:
+        """Returns when the peer has handled all messages sent so far. Raises NodeUnreachable."""
+        mark = _TIME.pack(_MARK - len(self._marks))
+        handled = self._marks[mark] = trio.Event()
+        try:
+            while not handled.is_set():
+                await self._write_in_turn(_Outgoing(encode_frame(bytes((Kind.PING,)) + mark)))
+                # A pong is left out where the peer has other things to write.
+                with trio.move_on_after(_ASK_AGAIN_S):
+                    await handled.wait()
+        finally:
+            del self._marks[mark]
+
+    def forsake(self) -> None:
+        """No message will follow."""
+        self.forsakes = True
+        if self.alive:
+            self._enqueue(self._last)
+
+    @property
+    def is_over(self) -> bool:
+        """Both ends have turned away, and this one has said so: an end without that word is a loss there."""
+        return self.is_forsaken and self._last.done.is_set()
+
+    def _require_alive(self) -> None:
+        if self.ending:
+            raise NodeUnreachable(f"the connection to node {self.node_id} was lost: {self.ending}")
+
+    def _write_at_once(self, pieces: list[bytes | memoryview]) -> bool:
+        if self._queue or self._writing:
+            return False
+        try:
+            taken = self._wire.write_now(pieces)
+        except WireClosed as lost:
+            self.end(str(lost))
+            self._require_alive()
+        if self._wire.has_leftover:
+            self._enqueue(_Outgoing([]))
+        return taken
+
+    def _enqueue(self, outgoing: _Outgoing) -> None:
+        self._queue.append(outgoing)
+        self._queued.unpark()
+
+    async def _write_in_turn(self, outgoing: _Outgoing) -> None:
+        self._require_alive()
+        self._enqueue(outgoing)
+        try:
+            await outgoing.done.wait()
+        except trio.Cancelled:
+            if not outgoing.begun and outgoing in self._queue:
+                self._queue.remove(outgoing)
+            raise
+        if outgoing.failed:
+            self._require_alive()
+
+    def _queue_control(self, kind: Kind, content: bytes) -> None:
+        """Without waiting, and without piling up behind a neighbour that does not read."""
+        if not self._queue and not self._writing and self.alive:
+            self._enqueue(_Outgoing(encode_frame(bytes((kind,)) + content)))
+
+    async def _write_queue(self) -> None:
+        while True:
+            while not self._queue:
+                await self._queued.park()
+            outgoing = self._queue.popleft()
+            outgoing.begun = self._writing = True
+            outgoing.failed = True
+            if outgoing.is_message:
+                self.deliveries.sent(trio.current_time())
+            try:
+                await self._write(outgoing.pieces)
+                outgoing.failed = False
+            except WireClosed as lost:
+                self.end(str(lost))
+                raise
+            finally:
+                self._writing = False
+                if outgoing.failed:
+                    self.end("closed here")
+                outgoing.done.set()
+
+    async def _write(self, pieces: Sequence[bytes | memoryview]) -> None:
+        if not self.bulk:
+            await self._wire.write(pieces)
+            return
+        n_unpaused = 0
+        for piece in pieces:
+            view = memoryview(piece)
+            for start in range(0, len(view), _BULK_SLICE_BYTES):
+                part = view[start : start + _BULK_SLICE_BYTES]
+                await self._wire.write([part])
+                n_unpaused += len(part)
+                if n_unpaused >= _BULK_SLICE_BYTES:
+                    n_unpaused = 0
+                    with trio.CancelScope(shield=True):
+                        await self._give_way()
+
+    async def _read(self) -> None:
+        n_chunks = n_unpaused = 0
+        while True:
+            n_bytes, frames = await self._wire.receive_frames(self._decoder)
+            now = trio.current_time()
+            self._keepalive.heard(now)
+            self.n_bytes_received += n_bytes
+            self.throughput.arrived(n_bytes, now)
+            if frames:
+                self.throughput.message_ended(now)
+            for frame in frames:
+                await self._take(frame)
+            n_chunks += 1
+            n_unpaused += n_bytes
+            if self.bulk and n_unpaused >= _BULK_SLICE_BYTES:
+                n_unpaused = 0
+                await self._give_way()
+            elif n_chunks % _CHUNKS_PER_TURN == 0:
+                await trio.lowlevel.checkpoint()
+
+    async def _take(self, frame: Frame) -> None:
+        kind, header = (frame.header[0] if frame.header else None), frame.header[1:]
+        if not self.ready.is_set():
+            if kind != Kind.HELLO:
+                raise WireClosed("the peer did not say hello")
+            hello = checked_hello(header)
+            if hello.link and not self.dialled:
+                self.link_asked = hello.link
+                raise _LinkAsked
+            self.bulk |= hello.bulk and not self.dialled
+            self._acknowledges = hello.acks
+            self.ready.set()
+        elif kind == Kind.MESSAGE:
+            self._handling = True
+            try:
+                await self._receive(self, header, frame.payload)
+            finally:
+                self._handling = False
+                self._keepalive.heard(trio.current_time())
+            self.deliveries.taken()
+        elif kind == Kind.PING:
+            self._queue_control(Kind.PONG, header[: _TIME.size])
+        elif kind == Kind.PONG:
+            self._measure(header)
+            if (handled := self._marks.get(header)) is not None:
+                handled.set()
+        elif kind == Kind.ACK and len(header) == _NUMBER.size:
+            self.deliveries.acknowledged(_NUMBER.unpack(header)[0], trio.current_time())
+        elif kind == Kind.LAST:
+            self.is_forsaken = True
+            if self.is_over:
+                raise WireClosed("no longer needed")
+        elif kind == Kind.GOODBYE:
+            raise WireClosed("goodbye")
+        # Other kinds belong to a later version, which may only add what can be ignored.
+
+    def _measure(self, echoed: bytes) -> None:
+        if len(echoed) != _TIME.size:
+            return
+        rtt_s = trio.current_time() - _TIME.unpack(echoed)[0]
+        if 0 <= rtt_s < SILENCE_S:
+            self.rtt_s = rtt_s if self.rtt_s is None else self.rtt_s + _RTT_WEIGHT * (rtt_s - self.rtt_s)
+
+    def _acknowledge(self) -> None:
+        is_at_work = self._handling or self._decoder.inside_frame
+        if is_at_work or self._writing or not self._acknowledges:
+            self.deliveries.excuse(trio.current_time())
+        if self._acknowledgement.done.is_set():
+            n_taken = self.deliveries.to_tell(is_at_work=is_at_work)
+            if n_taken is not None:
+                header = bytes((Kind.ACK,)) + _NUMBER.pack(n_taken)
+                self._acknowledgement = _Outgoing(encode_frame(header))
+                self._enqueue(self._acknowledgement)
+
+    async def _beat(self) -> None:
+        while True:
+            now = trio.current_time()
+            if self._keepalive.ping_is_due(now):
+                self._queue_control(Kind.PING, _TIME.pack(now))
+            await trio.sleep_until(self._keepalive.next_look_s(now))
+            self._acknowledge()
+            now = trio.current_time()
+            state = self._keepalive.look(now, is_reading=not self._handling)
+            if state == "silent":
+                raise WireClosed("silent")
+            if state == "unknown":
+                self.deliveries.excuse(now)
+            elif self.deliveries.is_overdue(now):
+                raise WireClosed(f"a message was not acknowledged for {RR_ACK_TIMEOUT_S:g} s")

@@ -1,0 +1,398 @@
+"""The data plane: ordered messages between neighbours, each over one persistent connection.
+
+Which connection? A node sends to a peer on the connection it already has with it, whoever dialled that;
+without one it dials the peer's data addresses, and where none answers it opens a libp2p stream. It stays with
+that connection until it dies. Two nodes that dial each other at the same moment end up with two, and each
+sends on its own at first: nothing has to be agreed on, and order only ever mattered per direction; later they
+turn to one of them (see upgrading). When a
+sender turns to a new connection, its old one is dead to it; what still arrives on that is dropped, so order
+holds across a reconnection as well (messages may be missing, never late).
+
+A dialler may ask for a link instead (see link_opening): then the connection, and one direction's key, are
+given away to this node's worker, and the data plane has no more to do with it.
+
+A connection lost unexpectedly is a neighbour lost: messages may be gone, and whoever counted on them should
+learn of it now.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import trio
+
+from swarmllm.errors import ConfigError, NodeUnreachable
+from swarmllm.swarm.data.bulk import Bulk
+from swarmllm.swarm.data.connection import Connection
+from swarmllm.swarm.data.links import ask_for_link, give_link
+from swarmllm.swarm.data.neighbour import Neighbour
+from swarmllm.swarm.data.noise_wire import HANDSHAKE_S, HandshakeFailed, NoiseWire, shake_hands
+from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL, PROTOCOL, StreamWire
+from swarmllm.swarm.data.transfer_pacing import TransferPacing
+from swarmllm.swarm.data.upgrade import Upgrades
+from swarmllm.swarm.data.wire import Wire
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.libp2p.host import Host, Stream
+from swarmllm.swarm.membership.connection_gater import ConnectionGater
+from swarmllm.swarm.membership.identity import Identity
+from swarmllm.swarm.peers.connection_limits import GAVE_WAY, Standing, who_makes_room
+from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm.swarm.router import LinkEnd, LinkHandler
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 1024
+CONNECTIONS_PER_PEER = 6
+HANDSHAKES_MAX = 64
+"""Accepted connections of which the peer is not known yet; for more the oldest make room."""
+
+_DIAL_S = 3.0
+_HELLO_S = 5.0
+_BACKOFF_FIRST_S = 0.25
+_BACKOFF_MAX_S = 10.0
+
+Deliver = Callable[[str, bytes, memoryview], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatus:
+    kind: Literal["direct", "libp2p", "relay", "none"]
+    rtt_s: float | None
+    n_bytes_sent: int
+    n_bytes_received: int
+    bytes_per_s: float | None = None
+
+
+async def open_listeners(listen_host: str, port: int) -> Sequence[trio.SocketListener]:
+    """Raises ConfigError when the port is taken."""
+    try:
+        return await trio.open_tcp_listeners(port, host=listen_host)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {listen_host} port {port}: {error.strerror}", field="data_port"
+        ) from error
+
+
+class DataPlane:
+    """`addresses(node_id)` says where a peer's data port is; `lost(node_id, how)` is told of every unexpected
+    loss."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        gater: ConnectionGater,
+        host: Host,
+        nursery: trio.Nursery,
+        *,
+        addresses: Callable[[str], Sequence[Address]],
+        deliver: Deliver,
+        lost: Callable[[str, str], None],
+        answer: Callable[[str, bytes], Awaitable[bytes]],
+        note: Note = unnoted,
+    ) -> None:
+        self._identity = identity
+        self._gater = gater
+        self._host = host
+        self._nursery = nursery
+        self.addresses_of = addresses
+        self._deliver = deliver
+        self._lost = lost
+        self._note = note
+        self.bulk = Bulk(
+            identity.node_id,
+            nursery,
+            self.all_connections,
+            partial(self._dial, bulk=True),
+            self._open_bulk_stream,
+            answer,
+        )
+        self._neighbours: dict[str, Neighbour] = {}
+        self.upgrades = Upgrades(
+            self._neighbours, self.connections, self._dial, self._reopen, identity.node_id
+        )
+        self._pacing = TransferPacing()
+        self._half_open: dict[trio.SocketStream, None] = {}
+        """The oldest first."""
+        self.port = 0
+        self.on_link: LinkHandler | None = None
+        """Takes what peers open; without it links are refused."""
+
+    def serve(self, listeners: Sequence[trio.SocketListener]) -> None:
+        """Take connections from now on."""
+        self.port = listeners[0].socket.getsockname()[1]
+        self._nursery.start_soon(trio.serve_listeners, self._accept, listeners)
+        for protocol in (PROTOCOL, BULK_PROTOCOL):
+            self._host.serve(protocol, self._accept_stream)
+        self._nursery.start_soon(self.upgrades.run)
+
+    async def send(self, node_id: str, header: bytes, payload: bytes | memoryview) -> None:
+        """Raises NodeUnreachable."""
+        neighbour = self._neighbours.get(node_id)
+        while neighbour is not None and neighbour.turning is not None:
+            await neighbour.turning.wait()
+        connection = neighbour.sending if neighbour else None
+        if connection is None or not connection.alive:
+            connection = await self.reach(node_id)
+        self._pacing.message(trio.current_time())
+        await connection.send(header, payload)
+
+    async def _give_way(self) -> None:
+        since_s = trio.current_time()
+        # In the first turn it is noticed which messages can be read, in the second they have been.
+        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint()
+        while (wait_s := self._pacing.wait_s(since_s, trio.current_time())) > 0:  # noqa: ASYNC110
+            await trio.sleep(wait_s)
+
+    async def reach(self, node_id: str) -> Connection:
+        """The connection to send on, established if need be. Raises NodeUnreachable."""
+        neighbour = self._neighbours.setdefault(node_id, Neighbour())
+        async with neighbour.establishing:
+            if neighbour.sending is not None and neighbour.sending.alive:
+                return neighbour.sending
+            live = [c for c in self.connections(node_id) if not c.retired and not c.forsakes]
+            neighbour.sending = live[0] if live else await self._establish(node_id, neighbour)
+            return neighbour.sending
+
+    async def open_link(self, node_id: str, purpose: str) -> LinkEnd:
+        """Raises NodeUnreachable."""
+        wire = await self._shake_hands(node_id)
+        if wire is None:
+            raise NodeUnreachable(f"node {node_id} has no data port that answers")
+        return await ask_for_link(node_id, wire, purpose)
+
+    def connections(self, node_id: str) -> list[Connection]:
+        """The ones over which messages can pass now."""
+        return [c for c in self.all_connections(node_id) if c.alive and c.ready.is_set() and not c.bulk]
+
+    def all_connections(self, node_id: str) -> list[Connection]:
+        """Whatever they are for, and whether ready or not."""
+        neighbour = self._neighbours.get(node_id)
+        return list(neighbour.connections) if neighbour else []
+
+    def has_connection(self, node_id: str) -> bool:
+        return bool(self.connections(node_id))
+
+    def status(self, node_id: str) -> LinkStatus:
+        neighbour = self._neighbours.get(node_id)
+        if neighbour is None:
+            return LinkStatus("none", None, 0, 0)
+        live = self.connections(node_id)
+        used = neighbour.sending if neighbour.sending in live else live[0] if live else None
+        return LinkStatus(
+            used.wire_kind if used else "none",
+            used.rtt_s if used else None,
+            neighbour.n_bytes_sent + sum(c.n_bytes_sent for c in neighbour.connections),
+            neighbour.n_bytes_received + sum(c.n_bytes_received for c in neighbour.connections),
+            # Which connection large messages come over is the peer's choice.
+            max((c.throughput.bytes_per_s or 0.0 for c in neighbour.connections), default=0.0) or None,
+        )
+
+    def forgive(self, node_id: str) -> None:
+        """There is news of this peer: the next send may dial at once."""
+        if (neighbour := self._neighbours.get(node_id)) is not None:
+            neighbour.n_failures, neighbour.retry_at_s = 0, 0.0
+
+    def close(self, node_id: str, how: str) -> None:
+        """End every connection with a peer; not reported as a loss."""
+        neighbour = self._neighbours.get(node_id)
+        if neighbour is not None:
+            connections, neighbour.connections = neighbour.connections, set()
+            for connection in connections:
+                connection.end(how)
+            if not neighbour.establishing.locked():
+                del self._neighbours[node_id]
+
+    async def say_goodbye(self) -> None:
+        """To every neighbour that will hear it."""
+        async with trio.open_nursery() as nursery:
+            for neighbour in self._neighbours.values():
+                for connection in neighbour.connections:
+                    nursery.start_soon(connection.say_goodbye)
+
+    async def _establish(self, node_id: str, neighbour: Neighbour) -> Connection:
+        if trio.current_time() < neighbour.retry_at_s:
+            raise NodeUnreachable(f"node {node_id} could not be reached a moment ago")
+        try:
+            connection = await self._dial(node_id)
+            if connection is None:
+                connection = await self._open_stream(node_id)
+            with trio.move_on_after(_HELLO_S):
+                await connection.ready.wait()
+            if not connection.ready.is_set():
+                connection.end("no hello came")
+                raise NodeUnreachable(f"node {node_id} does not speak the data plane's protocol")
+        except NodeUnreachable:
+            wait_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2**neighbour.n_failures)
+            neighbour.n_failures += 1
+            neighbour.retry_at_s = trio.current_time() + wait_s
+            raise
+        neighbour.n_failures = 0
+        return connection
+
+    async def _dial(self, node_id: str, *, bulk: bool = False) -> Connection | None:
+        wire = await self._shake_hands(node_id)
+        return None if wire is None else self._start(node_id, wire, dialled=True, bulk=bulk)
+
+    async def _shake_hands(self, node_id: str) -> NoiseWire | None:
+        for address in self.addresses_of(node_id):
+            try:
+                with trio.fail_after(_DIAL_S):
+                    stream = await trio.open_tcp_stream(address.ip, address.port)
+                _, wire = await shake_hands(stream, self._identity, node_id, self._gater)
+            except (OSError, trio.TooSlowError, HandshakeFailed) as error:
+                log.debug("data port of %s at %s: %s", node_id, address, error)
+                continue
+            return wire
+        return None
+
+    async def _open_stream(self, node_id: str, protocol: str = PROTOCOL) -> Connection:
+        # In a task of its own: half an opening cancelled would break the libp2p connection.
+        opened: list[Stream] = []
+        done = trio.Event()
+
+        async def open_it() -> None:
+            try:
+                opened.append(await self._host.open_stream(node_id, protocol))
+            except NodeUnreachable as error:
+                log.debug("no stream to %s: %s", node_id, error)
+            done.set()
+
+        self._nursery.start_soon(open_it)
+        with trio.move_on_after(HANDSHAKE_S):
+            await done.wait()
+        if not opened:
+            raise NodeUnreachable(f"node {node_id} cannot be reached on the data plane")
+        return self._start(node_id, self._wire(opened[0]), dialled=True, bulk=protocol == BULK_PROTOCOL)
+
+    async def _open_bulk_stream(self, node_id: str, old: Connection | None) -> Connection | None:
+        """One that goes a better way than `old`, where there is an old one."""
+        if old is not None and (old.wire_kind != "relay" or not self._host.is_direct(node_id)):
+            return None
+        try:
+            return await self._open_stream(node_id, BULK_PROTOCOL)
+        except NodeUnreachable:
+            return None
+
+    async def _reopen(self, node_id: str, old: Connection) -> Connection | None:
+        """A stream that goes through no relay, where `old` does."""
+        if old.wire_kind != "relay" or not self._host.is_direct(node_id):
+            return None
+        try:
+            return await self._open_stream(node_id)
+        except NodeUnreachable:
+            return None
+
+    def _wire(self, stream: Stream) -> StreamWire:
+        kind: Literal["relay", "libp2p"] = "relay" if self._host.is_relayed(stream) else "libp2p"
+        return StreamWire(stream, self._resetter(stream), kind, partial(self._host.relay_room, stream))
+
+    def _resetter(self, stream: Stream) -> Callable[[], None]:
+        async def reset() -> None:
+            with trio.move_on_after(HANDSHAKE_S):
+                await stream.reset()
+
+        return lambda: self._nursery.start_soon(reset)
+
+    def _start(self, node_id: str, wire: Wire, *, dialled: bool, bulk: bool = False) -> Connection:
+        connection = self._connection(node_id, wire, dialled=dialled, bulk=bulk)
+        self._nursery.start_soon(self._run, connection)
+        return connection
+
+    def _connection(self, node_id: str, wire: Wire, *, dialled: bool, bulk: bool = False) -> Connection:
+        connection = Connection(
+            node_id, wire, self._take, dialled=dialled, bulk=bulk, give_way=self._give_way
+        )
+        self._neighbours.setdefault(node_id, Neighbour()).connections.add(connection)
+        return connection
+
+    async def _run(self, connection: Connection) -> None:
+        log.debug("%r begins", connection)
+        await connection.run()
+        log.info("%r", connection)
+        self.bulk.lost(connection)
+        if connection.broke_protocol:
+            self._note(connection.node_id, Deed.BROKE_PROTOCOL, connection.ending)
+        if connection.link_asked:
+            self._nursery.start_soon(self._become_link, connection)
+        neighbour = self._neighbours.get(connection.node_id)
+        if neighbour is None or connection not in neighbour.connections:
+            return
+        neighbour.connections.discard(connection)
+        neighbour.n_bytes_sent += connection.n_bytes_sent
+        neighbour.n_bytes_received += connection.n_bytes_received
+        is_loss = neighbour.needs(connection) or not self.has_connection(connection.node_id)
+        if connection.ready.is_set() and not connection.bulk and is_loss:
+            self._lost(connection.node_id, connection.ending)
+        elif not neighbour.connections and not neighbour.n_failures and not neighbour.establishing.locked():
+            del self._neighbours[connection.node_id]
+
+    async def _become_link(self, connection: Connection) -> None:
+        wire = connection.wire
+        if isinstance(wire, NoiseWire) and self.on_link is not None:
+            await give_link(connection.node_id, wire, connection.link_asked, self.on_link)
+        else:
+            wire.abort()
+
+    async def _accept(self, stream: trio.SocketStream) -> None:
+        if len(self._half_open) >= HANDSHAKES_MAX:
+            # Whoever says nothing must not keep others out.
+            del self._half_open[oldest := next(iter(self._half_open))]
+            await trio.aclose_forcefully(oldest)
+        self._half_open[stream] = None
+        try:
+            node_id, wire = await shake_hands(stream, self._identity, None, self._gater)
+        except HandshakeFailed as error:
+            log.debug("a connection was refused: %s", error)
+            return
+        finally:
+            self._half_open.pop(stream, None)
+        if self._may_come(node_id):
+            self._start(node_id, wire, dialled=False)
+        else:
+            wire.abort()
+
+    async def _accept_stream(self, sender: str, stream: Stream) -> None:
+        if not self._may_come(sender):
+            await stream.reset()
+            return
+        await self._run(self._connection(sender, self._wire(stream), dialled=False))
+
+    def _may_come(self, node_id: str) -> bool:
+        n_of_each = {n: len(each.connections) for n, each in self._neighbours.items()}
+        if node_id == self._identity.node_id or n_of_each.get(node_id, 0) >= CONNECTIONS_PER_PEER:
+            return False
+        leaving = who_makes_room(n_of_each, node_id, CONNECTIONS_MAX, self._standing)
+        if leaving not in ("", node_id):
+            self._lost(leaving, GAVE_WAY)
+        return leaving != node_id
+
+    def _standing(self, node_id: str) -> Standing:
+        standing = self._gater.standing(node_id)
+        is_passing = standing is Standing.STRANGER and not self._host.is_connected(node_id)
+        return Standing.PASSING if is_passing else standing
+
+    async def _take(self, connection: Connection, header: bytes, payload: memoryview) -> None:
+        if connection.bulk:
+            await self.bulk.take(connection, header, payload)
+            return
+        self._pacing.message(trio.current_time())
+        neighbour = self._neighbours.get(connection.node_id)
+        if neighbour is None or connection.retired:
+            return
+        if neighbour.receiving is not connection:
+            if neighbour.receiving is not None:
+                neighbour.receiving.retired = True
+            neighbour.receiving = connection
+        try:
+            neighbour.delivering.acquire_nowait()
+        except trio.WouldBlock:
+            await neighbour.delivering.acquire()
+        try:
+            await self._deliver(connection.node_id, header, payload)
+        finally:
+            neighbour.delivering.release()

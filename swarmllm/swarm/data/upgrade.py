@@ -1,0 +1,141 @@
+"""From a libp2p stream to a direct connection, once there is a way, without a message lost or overtaken.
+
+A node that was behind a closed port may be reachable now: its port was opened, it moved, a hole was punched.
+Every UPGRADE_EVERY_S a direct connection is tried for each neighbour that is reached through a stream. When
+there is one, senders wait for the moment it takes the peer to say that everything before has been handled (a
+ping travels behind the messages, and its pong comes after they were), then they turn to the new connection,
+and the old one is told that it has carried its last message. It ends when neither end sends on it any more.
+
+Two nodes that dial each other at the same moment have two direct connections; they turn to the one that the
+smaller node id sends on in the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.data.connection import Connection
+from swarmllm.swarm.data.neighbour import Neighbour
+
+log = logging.getLogger(__name__)
+
+UPGRADE_EVERY_S = 30.0
+_SETTLE_S = 5.0
+_HELLO_S = 5.0
+
+
+class Upgrades:
+    """`connections(node_id)` are those that can carry messages, `dial(node_id)` opens a direct one or gives
+    None, `reopen(node_id, old)` a stream that goes a better way than `old`, or gives None."""
+
+    def __init__(
+        self,
+        neighbours: dict[str, Neighbour],
+        connections: Callable[[str], list[Connection]],
+        dial: Callable[[str], Awaitable[Connection | None]],
+        reopen: Callable[[str, Connection], Awaitable[Connection | None]],
+        own_id: str,
+    ) -> None:
+        self._own_id = own_id
+        self._neighbours = neighbours
+        self._connections = connections
+        self._dial = dial
+        self._reopen = reopen
+
+    async def run(self) -> None:
+        while True:
+            await trio.sleep(UPGRADE_EVERY_S)
+            for node_id in list(self._neighbours):
+                await self.upgrade(node_id)
+                await self.merge(node_id)
+                self.tidy(node_id)
+
+    async def upgrade(self, node_id: str) -> bool:
+        """Whether messages to this peer go over a direct connection now that did not before."""
+        neighbour = self._neighbours.get(node_id)
+        old = neighbour.sending if neighbour else None
+        if neighbour is None or old is None or not old.alive or old.wire_kind == "direct":
+            return False
+        async with neighbour.establishing:
+            new = await self._direct(node_id) or await self._ready(await self._reopen(node_id, old))
+            if new is None or neighbour.sending is not old:
+                return False
+            has_turned = await self._turn(neighbour, old, new)
+            if has_turned:
+                log.info("node %s is reached directly now", node_id)
+            return has_turned
+
+    async def merge(self, node_id: str) -> None:
+        """Leave all direct connections but one to their end. Which one the smaller node id says, by leaving
+        the others: there may be several that look alike, and two nodes must not choose two."""
+        neighbour = self._neighbours.get(node_id)
+        direct = [c for c in self._connections(node_id) if c.wire_kind == "direct"]
+        if neighbour is None or len(direct) < 2:
+            return
+        async with neighbour.establishing:
+            old = neighbour.sending if neighbour.sending and neighbour.sending.alive else None
+            if old is not None and old not in direct:
+                return
+            left = [c for c in direct if not c.is_forsaken and not c.forsakes]
+            if self._own_id < node_id:
+                kept = old or (left[0] if left else None)
+            else:
+                kept = left[0] if len(left) == 1 else None
+            if kept is None:
+                return
+            if old is None:
+                neighbour.sending = kept
+            elif old is not kept and not await self._turn(neighbour, old, kept):
+                return
+            for connection in direct:
+                if connection is not kept and not connection.forsakes:
+                    connection.forsake()
+
+    def tidy(self, node_id: str) -> None:
+        """End what neither side sends on any more."""
+        neighbour = self._neighbours.get(node_id)
+        for connection in list(neighbour.connections) if neighbour else ():
+            if connection.is_over:
+                connection.end("no longer needed")
+            elif connection.is_forsaken and not connection.forsakes and not _sends_on(neighbour, connection):
+                connection.forsake()
+
+    async def _direct(self, node_id: str) -> Connection | None:
+        for connection in self._connections(node_id):
+            if connection.wire_kind == "direct":
+                return connection
+        return await self._ready(await self._dial(node_id))
+
+    async def _ready(self, connection: Connection | None) -> Connection | None:
+        if connection is not None:
+            with trio.move_on_after(_HELLO_S):
+                await connection.ready.wait()
+                return connection
+            connection.end("no hello came")
+        return None
+
+    async def _turn(self, neighbour: Neighbour, old: Connection, new: Connection) -> bool:
+        neighbour.turning = trio.Event()
+        try:
+            with trio.move_on_after(_SETTLE_S):
+                await old.settle()
+                if new.alive:
+                    neighbour.sending = new
+                    old.forsake()
+                    return True
+        except NodeUnreachable as lost:
+            log.debug("no turning to another connection: %s", lost)
+            return False
+        else:
+            return False
+        finally:
+            neighbour.turning.set()
+            neighbour.turning = None
+
+
+def _sends_on(neighbour: Neighbour | None, connection: Connection) -> bool:
+    return neighbour is not None and neighbour.sending is connection

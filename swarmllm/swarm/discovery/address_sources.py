@@ -1,0 +1,162 @@
+"""Where this node looks for others: the settings' addresses, mDNS, envelopes, and whoever a caller names.
+
+All of it ends as suggestions to the dialler, which decides when to dial. Only `connect` dials at once, in a
+task that goes on when its caller does not wait for it: half a dial cancelled would leave half a connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Collection, Iterable
+
+import trio
+
+from swarmllm.errors import DeadlineExceeded, InvalidRequest, NodeUnreachable
+from swarmllm.swarm.change_feed import ChangeFeed
+from swarmllm.swarm.discovery.addresses import Address, NodeAddress
+from swarmllm.swarm.discovery.dialler import ADDRESSES_PER_NODE, Dial, Dialler
+from swarmllm.swarm.libp2p.host import Host
+from swarmllm_proto.envelope import Envelope
+
+log = logging.getLogger(__name__)
+
+HEARSAY_PATIENCE = 5
+MEMORY_PATIENCE = 200
+"""Failures after which an address that somebody told, or an earlier run left, is given up: after about a
+minute, and after about two hours."""
+
+_RESOLVE_AGAIN_S = 300.0
+_RESOLVE_RETRY_S = 15.0
+
+
+class _Dialling:
+    """A dial that goes on if its caller does not wait for it."""
+
+    def __init__(self) -> None:
+        self.over = trio.Event()
+        self.failure: NodeUnreachable | None = None
+
+
+class AddressSources:
+    """`lets_in(node_id)`: whether a connection to that node is wanted at all."""
+
+    def __init__(
+        self, host: Host, nursery: trio.Nursery, dialler: Dialler, lets_in: Callable[[str], bool]
+    ) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._dialler = dialler
+        self._lets_in = lets_in
+
+    def begin(self, bootstrap: Iterable[NodeAddress], dial: Dial) -> None:
+        for where in bootstrap:
+            self._nursery.start_soon(self._keep_resolving, where)
+        self._nursery.start_soon(self._dialler.run, dial, self._host.connected)
+
+    def found_by_mdns(self, node_id: str, addresses: list[Address]) -> None:
+        self._suggest(node_id, addresses)
+
+    def remembered(self, peers: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+        """From an earlier run."""
+        for node_id, addresses in peers:
+            self._suggest(node_id, usable(addresses), patience=MEMORY_PATIENCE)
+
+    def hearsay(self, node_id: str, addresses: list[Address]) -> None:
+        """Another node says so, and nothing proves it."""
+        if addresses:
+            self._suggest(node_id, addresses, patience=HEARSAY_PATIENCE)
+
+    def heard(self, envelope: Envelope) -> None:
+        self._suggest(envelope.node_id, usable(envelope.addresses))
+
+    async def connect(
+        self, address: str, feed: ChangeFeed, connected: Callable[[], Collection[str]], timeout_s: float
+    ) -> str:
+        """Dial now; the node's id once it counts as connected. Raises InvalidRequest, NodeUnreachable,
+        DeadlineExceeded."""
+        where = NodeAddress.parse(address, field="address")
+        return await self._connect(where.node_id, where.resolve, feed, connected, timeout_s)
+
+    async def meet(
+        self,
+        feed: ChangeFeed,
+        connected: Callable[[], Collection[str]],
+        node_id: str,
+        addresses: list[Address],
+        timeout_s: float,
+    ) -> str:
+        """The same, with a node that another one named. Raises NodeUnreachable, DeadlineExceeded."""
+        if not self._lets_in(node_id):
+            raise NodeUnreachable(f"node {node_id} is not let in")
+
+        async def where() -> list[Address]:
+            return addresses[:ADDRESSES_PER_NODE]
+
+        self.hearsay(node_id, addresses)
+        return await self._connect(node_id, where, feed, connected, timeout_s)
+
+    async def _connect(
+        self,
+        node_id: str,
+        where: Callable[[], Awaitable[list[Address]]],
+        feed: ChangeFeed,
+        connected: Callable[[], Collection[str]],
+        timeout_s: float,
+    ) -> str:
+        if node_id == self._host.node_id:
+            return node_id
+        async with feed.subscribe() as changes:
+            dialling = _Dialling()
+            self._nursery.start_soon(self._dial_for_caller, node_id, where, dialling)
+            with trio.move_on_after(timeout_s):
+                await dialling.over.wait()
+                if dialling.failure is not None:
+                    raise dialling.failure
+                while node_id not in connected():
+                    await anext(changes)
+                return node_id
+        raise DeadlineExceeded(f"node {node_id} was not reached within {timeout_s:g} s")
+
+    def _suggest(
+        self,
+        node_id: str,
+        addresses: list[Address],
+        *,
+        lasting: bool = False,
+        patience: float = math.inf,
+    ) -> None:
+        if self._lets_in(node_id):
+            now = trio.current_time()
+            self._dialler.suggest(node_id, addresses, now, lasting=lasting, patience=patience)
+
+    async def _keep_resolving(self, where: NodeAddress) -> None:
+        """Names may come to mean another address while the daemon runs, and may resolve only after it
+        started."""
+        while True:
+            addresses = await where.resolve()
+            if addresses:
+                self._suggest(where.node_id, addresses, lasting=True)
+            else:
+                log.warning("the bootstrap address %s does not resolve", where.host)
+            await trio.sleep(_RESOLVE_AGAIN_S if addresses else _RESOLVE_RETRY_S)
+
+    async def _dial_for_caller(
+        self, node_id: str, where: Callable[[], Awaitable[list[Address]]], dialling: _Dialling
+    ) -> None:
+        try:
+            await self._host.dial(node_id, await where())
+        except NodeUnreachable as error:
+            dialling.failure = error
+        dialling.over.set()
+
+
+def usable(texts: Iterable[str]) -> list[Address]:
+    """The ones that can be dialled among addresses from another node."""
+    addresses: list[Address] = []
+    for text in texts:
+        try:
+            addresses.append(Address.parse(text))
+        except InvalidRequest:
+            log.debug("an unusable address was ignored")
+    return addresses

@@ -1,0 +1,114 @@
+"""Asking another node in the DHT, connecting with it first where that is needed.
+
+Each exchange is a task of its own that its caller's deadline does not reach: half a dial or half a write
+cancelled would break a connection that others use. It ends by its own deadlines, and a stream that is stuck
+takes its connection with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import trio
+
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.discovery.dht.messages import MESSAGE_MAX_BYTES, Contact, Message, decode, encode
+from swarmllm.swarm.libp2p.host import Host, Stream
+from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
+from swarmllm_proto.errors import ProtocolError
+
+log = logging.getLogger(__name__)
+
+ASK_S = 5.0
+"""For a question and its answer, the dial included."""
+UNDER_WAY_MAX = 16
+_STUCK_S = 10.0
+_END_S = 2.0
+
+
+class _Exchange:
+    def __init__(self) -> None:
+        self.over = trio.Event()
+        self.answer: Message | None = None
+        self.failure = "no answer in time"
+
+
+class Asking:
+    def __init__(
+        self,
+        host: Host,
+        nursery: trio.Nursery,
+        protocol: str,
+        lets_in: Callable[[str], bool],
+        let_go: Callable[[str], None],
+        peers_max: int,
+    ) -> None:
+        """`let_go(node_id)` ends the connection with a node that was asked in passing, when this one has
+        `peers_max`: as many as it looks for."""
+        self._host = host
+        self._nursery = nursery
+        self._protocol = protocol
+        self._lets_in = lets_in
+        self._let_go = let_go
+        self._peers_max = peers_max
+        self._turns = trio.Semaphore(UNDER_WAY_MAX)
+
+    async def ask(self, contact: Contact, question: Message) -> Message:
+        """Raises NodeUnreachable, whatever went wrong."""
+        exchange = await self._run(contact, question, expects_answer=True)
+        if exchange.answer is None:
+            raise NodeUnreachable(f"node {contact.node_id} in the DHT: {exchange.failure}")
+        return exchange.answer
+
+    async def tell(self, contact: Contact, statement: Message) -> bool:
+        """What has no answer. Whether it was sent."""
+        return (await self._run(contact, statement, expects_answer=False)).answer is not None
+
+    async def _run(self, contact: Contact, message: Message, *, expects_answer: bool) -> _Exchange:
+        exchange = _Exchange()
+        if not self._lets_in(contact.node_id):
+            exchange.failure = "it is not let in"
+            return exchange
+        with trio.move_on_after(ASK_S):
+            async with self._turns:
+                self._nursery.start_soon(self._converse, contact, message, expects_answer, exchange)
+                await exchange.over.wait()
+        return exchange
+
+    async def _converse(
+        self, contact: Contact, message: Message, expects_answer: bool, exchange: _Exchange
+    ) -> None:
+        stream: Stream | None = None
+        is_stranger = not self._host.is_connected(contact.node_id)
+        with trio.move_on_after(_STUCK_S) as stuck:
+            try:
+                if is_stranger:
+                    await self._host.dial(contact.node_id, list(contact.addresses))
+                stream = await self._host.open_stream(
+                    contact.node_id, self._protocol, framed(encode(message))
+                )
+                if expects_answer:
+                    with trio.fail_after(ASK_S):
+                        exchange.answer = decode(await read_framed(stream, MESSAGE_MAX_BYTES))
+                else:
+                    exchange.answer = message
+            except (NodeUnreachable, ProtocolError) as error:
+                exchange.failure = str(error)
+            except Exception as error:  # libp2p's, of many kinds
+                exchange.failure = type(error).__name__
+            finally:
+                if not is_stranger:
+                    exchange.over.set()
+        if stuck.cancelled_caught:
+            log.info("a question in the DHT to node %s is stuck; closing the connection", contact.node_id)
+            await self._host.close_hard(contact.node_id)
+        elif stream is not None:
+            with trio.move_on_after(_END_S):
+                try:
+                    await (stream.close() if exchange.answer is not None else stream.reset())
+                except Exception as error:
+                    log.debug("ending a stream of the DHT: %s", type(error).__name__)
+        if is_stranger and len(self._host.connected()) > self._peers_max:
+            self._let_go(contact.node_id)
+        exchange.over.set()

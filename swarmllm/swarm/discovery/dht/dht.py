@@ -1,0 +1,213 @@
+"""The DHT of a running node: finds its neighbours in it, announces what is here, looks for what is not.
+
+Deadlines are on every wait and all work is counted: a lookup asks at most ASKED_MAX nodes, announcing goes on
+in the background. What comes back is where to look. Nothing found here says that a node lives or has what it
+announced once: whoever uses it connects, and the connected set decides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+
+import trio
+
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.discovery.dht.asking import Asking
+from swarmllm.swarm.discovery.dht.core import DhtCore, Whereabouts
+from swarmllm.swarm.discovery.dht.keys import node_key, place
+from swarmllm.swarm.discovery.dht.lookup import PARALLEL, Lookup
+from swarmllm.swarm.discovery.dht.messages import Contact, Kind, Message
+from swarmllm.swarm.discovery.dht.serving import Serving
+from swarmllm.swarm.discovery.dialler import PEERS_MAX
+from swarmllm.swarm.libp2p.host import Host
+from swarmllm.swarm.router import DhtMode, DhtStatistics
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = "/swarmllm/kad/1.0.0"
+ANNOUNCE_EVERY_S = 3600.0
+ENOUGH_PROVIDERS = 8
+_SETTLE_S = 2.0
+"""Nodes come in crowds: at the start, and when a partition heals."""
+_REFRESH_S = 600.0
+_LOOKUP_S = 20.0
+_HOLDERS = 20
+
+
+def protocol_name(network_id: str) -> str:
+    """As the wire has it: nodes of other networks do not even speak of it."""
+    return f"{PROTOCOL}/{network_id}" if network_id else PROTOCOL
+
+
+class Dht:
+    """`lets_in(node_id)`: whether a connection to that node is wanted at all; `serves()`: whether others
+    should count on this node, which they should not where they cannot dial it."""
+
+    def __init__(
+        self,
+        host: Host,
+        nursery: trio.Nursery,
+        *,
+        network_id: str = "",
+        mode: DhtMode = "on",
+        whereabouts: Whereabouts,
+        lets_in: Callable[[str], bool] = lambda node_id: True,
+        serves: Callable[[], bool] = lambda: True,
+        let_go: Callable[[str], None] = lambda node_id: None,
+        peers_max: int = PEERS_MAX,
+    ) -> None:
+        self._host = host
+        self._mode = mode
+        self._own_key = node_key(host.node_id)
+        self.core = DhtCore(host.node_id, whereabouts, host.connected)
+        self._asking = Asking(host, nursery, protocol_name(network_id), lets_in, let_go, peers_max)
+        self._serving = Serving(self.core, serves)
+        self._news = trio.Event()
+        self._met: set[str] = set()
+        self._told: dict[bytes, float] = {}
+        self._n_known_when_told = 0
+        self._n_lookups = 0
+        if mode == "on":
+            host.serve(protocol_name(network_id), self._serving.serve)
+
+    def statistics(self) -> DhtStatistics:
+        return DhtStatistics(
+            self._mode,
+            len(self.core.table),
+            len(self.core.providers),
+            len(self.core.provided),
+            self._serving.n_answered,
+            self._serving.n_refused,
+            self._n_lookups,
+        )
+
+    def met(self, node_id: str) -> None:
+        """This node is connected now: if it speaks the protocol, it belongs into the table."""
+        self._met.add(node_id)
+        self._news.set()
+
+    def provide(self, keys: Collection[bytes]) -> None:
+        """What is here from now on, and all of it. Told to others soon, and again while it stays."""
+        self.core.provided = set(keys)
+        self._told = {key: at_s for key, at_s in self._told.items() if key in self.core.provided}
+        self._news.set()
+
+    async def run(self) -> None:
+        """Keep the table and the announcements fresh, until cancelled."""
+        if self._mode == "off":
+            return
+        refresh_at_s = trio.current_time() + _REFRESH_S
+        while True:
+            with trio.move_on_after(_SETTLE_S if self._due() else _REFRESH_S):
+                await self._news.wait()
+            self._news = trio.Event()
+            met, self._met = self._met, set()
+            n_before = len(self.core.table)
+            async with trio.open_nursery() as nursery:
+                for node_id in met:
+                    nursery.start_soon(self._get_to_know, Contact(node_id))
+            now = trio.current_time()
+            if (not n_before and len(self.core.table)) or now >= refresh_at_s:
+                refresh_at_s = now + _REFRESH_S
+                self.core.providers.expire(now)
+                await self._search(Kind.FIND_NODE, self._own_key)
+            await self._announce()
+
+    async def find_providers(self, key: bytes, *, n_enough: int = ENOUGH_PROVIDERS) -> list[Contact]:
+        """Nodes that said that they have it, this one excepted; they may be long gone. Never raises for the
+        network's sake."""
+        if self._mode == "off":
+            return []
+        self._n_lookups += 1
+        found = {c.node_id: c for c in self.core.providers.find(key, trio.current_time())}
+        if len(found) < n_enough:
+
+            def learn(answer: Message) -> bool:
+                for contact in answer.providers:
+                    found.setdefault(contact.node_id, contact)
+                return len(found) >= n_enough
+
+            await self._search(Kind.GET_PROVIDERS, key, learn)
+        found.pop(self._host.node_id, None)
+        return [self.core.placed(contact) for contact in found.values()]
+
+    async def _get_to_know(self, contact: Contact) -> bool:
+        answer = await self._ask(contact, Message(Kind.FIND_NODE, self._own_key))
+        return answer is not None
+
+    async def _search(
+        self, kind: Kind, key: bytes, is_enough: Callable[[Message], bool] = lambda answer: False
+    ) -> list[Contact]:
+        """The nodes nearest to a key that answer."""
+        lookup = Lookup(place(key), self._host.node_id, self.core.table.closest(place(key)))
+        news = trio.Event()
+
+        async def ask_in_turn() -> None:
+            nonlocal news
+            while not lookup.is_over:
+                contact = lookup.next()
+                if contact is None:
+                    await news.wait()
+                    continue
+                answer = await self._ask(self.core.placed(contact), Message(kind, key))
+                if answer is None:
+                    lookup.failed(contact.node_id)
+                else:
+                    lookup.answered(contact.node_id, answer.closer)
+                    if is_enough(answer):
+                        nursery.cancel_scope.cancel()
+                news.set()
+                news = trio.Event()
+
+        with trio.move_on_after(_LOOKUP_S):
+            async with trio.open_nursery() as nursery:
+                for _ in range(PARALLEL):
+                    nursery.start_soon(ask_in_turn)
+        return lookup.closest()
+
+    async def _ask(self, contact: Contact, question: Message) -> Message | None:
+        try:
+            answer = await self._asking.ask(contact, question)
+        except NodeUnreachable as error:
+            log.debug("%s", error)
+            self.core.table.failed(contact.node_id)
+            return None
+        if answer.kind != question.kind:
+            self.core.table.failed(contact.node_id)
+            return None
+        self.core.table.answered(contact, trio.current_time())
+        return answer
+
+    def _due(self) -> list[bytes]:
+        """Keys that should be announced now, if there is anybody to announce them to. When the table has
+        grown a lot, others are nearest to a key than those who were told."""
+        n_known = len(self.core.table)
+        if n_known >= 2 * self._n_known_when_told:
+            self._n_known_when_told = n_known
+            self._told.clear()
+        if not n_known:
+            return []
+        since_s = trio.current_time() - ANNOUNCE_EVERY_S
+        return sorted(key for key in self.core.provided if self._told.get(key, since_s) <= since_s)
+
+    async def _announce(self) -> None:
+        for key in self._due():
+            nearest = await self._search(Kind.FIND_NODE, key)
+            own = self.core.placed(Contact(self._host.node_id))
+            statement = Message(Kind.ADD_PROVIDER, key, providers=(own,))
+            n_told = await self._tell_all(nearest[:_HOLDERS], statement)
+            if n_told and key in self.core.provided:
+                self._told[key] = trio.current_time()
+
+    async def _tell_all(self, contacts: Iterable[Contact], statement: Message) -> int:
+        n_told = 0
+
+        async def tell(contact: Contact) -> None:
+            nonlocal n_told
+            n_told += await self._asking.tell(self.core.placed(contact), statement)
+
+        async with trio.open_nursery() as nursery:
+            for contact in contacts:
+                nursery.start_soon(tell, contact)
+        return n_told

@@ -1,0 +1,99 @@
+"""libp2p's kad-dht messages, as far as they are spoken here, and what they may contain.
+
+Foreign bytes become `Message` or BadMessage. What is merely of no use is dropped, not refused: an address of
+another transport, a peer whose id cannot be one. Lists are cut at what is ever needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from google.protobuf.message import DecodeError
+from libp2p.kad_dht.pb import kademlia_pb2
+from libp2p.peer.id import ID
+
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.dht.keys import KEY_MAX_BYTES
+from swarmllm.swarm.libp2p.wire_ids import node_id_of, packed, unpacked
+from swarmllm_proto.errors import BadMessage
+
+MESSAGE_MAX_BYTES = 64 * 1024
+"""On the wire. Forty peers with eight addresses each are 20 KiB; the libp2p specification allows 4 MiB."""
+CONTACTS_MAX = 32
+ADDRESSES_MAX = 8
+
+
+class Kind(IntEnum):
+    """libp2p's numbers."""
+
+    PUT_VALUE = 0
+    GET_VALUE = 1
+    ADD_PROVIDER = 2
+    GET_PROVIDERS = 3
+    FIND_NODE = 4
+    PING = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """A node and where somebody says it is."""
+
+    node_id: str
+    addresses: tuple[Address, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    kind: Kind
+    key: bytes = b""
+    closer: tuple[Contact, ...] = ()
+    providers: tuple[Contact, ...] = ()
+
+
+def encode(message: Message) -> bytes:
+    return bytes(
+        kademlia_pb2.Message(
+            type=message.kind.name,
+            key=message.key,
+            closerPeers=[_peer(contact) for contact in message.closer[:CONTACTS_MAX]],
+            providerPeers=[_peer(contact) for contact in message.providers[:CONTACTS_MAX]],
+        ).SerializeToString()
+    )
+
+
+def decode(content: bytes) -> Message:
+    """Raises BadMessage."""
+    if len(content) > MESSAGE_MAX_BYTES:
+        raise BadMessage("message", f"{len(content)} bytes are more than {MESSAGE_MAX_BYTES}")
+    try:
+        parsed = kademlia_pb2.Message.FromString(content)
+        kind = Kind(parsed.type)
+    except (DecodeError, ValueError) as error:
+        raise BadMessage("message", "is no message of the DHT") from error
+    if len(parsed.key) > KEY_MAX_BYTES:
+        raise BadMessage("key", f"{len(parsed.key)} bytes are more than {KEY_MAX_BYTES}")
+    return Message(kind, bytes(parsed.key), _contacts(parsed.closerPeers), _contacts(parsed.providerPeers))
+
+
+def _peer(contact: Contact) -> kademlia_pb2.Message.Peer:
+    return kademlia_pb2.Message.Peer(
+        id=ID.from_base58(contact.node_id).to_bytes(),
+        addrs=[packed(address) for address in contact.addresses[:ADDRESSES_MAX]],
+        connection="CAN_CONNECT",
+    )
+
+
+def _contacts(peers: Sequence[kademlia_pb2.Message.Peer]) -> tuple[Contact, ...]:
+    found: dict[str, Contact] = {}
+    for peer in peers[:CONTACTS_MAX]:
+        node_id = node_id_of(peer.id)
+        if node_id:
+            found[node_id] = Contact(node_id, _addresses(peer.addrs))
+    return tuple(found.values())
+
+
+def _addresses(contents: Iterable[bytes]) -> tuple[Address, ...]:
+    found = (unpacked(content) for content in list(contents)[:ADDRESSES_MAX])
+    return tuple(dict.fromkeys(address for address in found if address is not None))

@@ -1,0 +1,74 @@
+"""Who said that it has what: pure state, bounded in every direction, with an expiry.
+
+A node can only speak for itself, over a connection that proves who it is, so filling this takes an identity
+and a connection per handful of entries. What is full takes no newcomers until something expires: who is there
+says again every hour that it still is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swarmllm.swarm.discovery.dht.messages import Contact
+
+EXPIRY_S = 3 * 3600.0
+"""libp2p's 48 h make a DHT return mostly the dead where nodes come and go by the hour."""
+KEYS_MAX = 16_384
+KEYS_PER_NODE = 512
+"""Two for each model: by its id and by its name."""
+PROVIDERS_PER_KEY = 64
+
+
+@dataclass(slots=True)
+class _Key:
+    until_s: dict[str, tuple[Contact, float]] = field(default_factory=dict)
+
+
+class ProviderBook:
+    """`now` is any clock that does not run backwards, in seconds."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, _Key] = {}
+        self._n_of_node: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<ProviderBook {len(self._keys)} keys>"
+
+    def __len__(self) -> int:
+        """Entries, not keys."""
+        return sum(self._n_of_node.values())
+
+    def add(self, key: bytes, contact: Contact, now: float) -> bool:
+        """Whether it has been written down."""
+        held = self._keys.get(key)
+        if held is None or contact.node_id not in held.until_s:
+            n_keys = self._n_of_node.get(contact.node_id, 0)
+            n_there = len(held.until_s) if held else 0
+            if n_keys >= KEYS_PER_NODE or n_there >= PROVIDERS_PER_KEY:
+                return False
+            if held is None:
+                if len(self._keys) >= KEYS_MAX:
+                    return False
+                held = self._keys[key] = _Key()
+            self._n_of_node[contact.node_id] = n_keys + 1
+        held.until_s[contact.node_id] = contact, now + EXPIRY_S
+        return True
+
+    def find(self, key: bytes, now: float) -> list[Contact]:
+        """The latest first."""
+        held = self._keys.get(key)
+        if held is None:
+            return []
+        alive = [(until_s, contact) for contact, until_s in held.until_s.values() if until_s > now]
+        return [contact for _, contact in sorted(alive, key=lambda each: -each[0])]
+
+    def expire(self, now: float) -> None:
+        for key, held in list(self._keys.items()):
+            for node_id, (_, until_s) in list(held.until_s.items()):
+                if until_s <= now:
+                    del held.until_s[node_id]
+                    self._n_of_node[node_id] -= 1
+                    if not self._n_of_node[node_id]:
+                        del self._n_of_node[node_id]
+            if not held.until_s:
+                del self._keys[key]

@@ -1,0 +1,114 @@
+"""Answering others in the DHT, whatever they send: bounded in size, in time, in number.
+
+A stream carries a few questions one after the other. Who asks faster than QUESTIONS_PER_S for longer than a
+burst, opens more streams at once than STREAMS_PER_PEER, or sends what is no message has its stream reset.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from swarmllm.swarm.discovery.dht.core import DhtCore
+from swarmllm.swarm.discovery.dht.messages import MESSAGE_MAX_BYTES, decode, encode
+from swarmllm.swarm.libp2p.host import Stream
+from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
+from swarmllm_proto.errors import FrameTruncated, ProtocolError
+
+log = logging.getLogger(__name__)
+
+STREAMS_PER_PEER = 8
+STREAMS_MAX = 256
+QUESTIONS_PER_STREAM = 64
+QUESTIONS_PER_S = 50.0
+BURST = 200.0
+"""A hundred models announced at once, by id and by name."""
+READ_S = 10.0
+WRITE_S = 10.0
+_ASKERS_MAX = 1024
+
+
+@dataclass(slots=True)
+class _Asker:
+    allowance: float = BURST
+    at_s: float = 0.0
+    n_streams: int = 0
+
+
+class Serving:
+    """`serves()`: whether others should ask this node at all."""
+
+    def __init__(self, core: DhtCore, serves: Callable[[], bool] = lambda: True) -> None:
+        self._core = core
+        self._serves = serves
+        self._askers: dict[str, _Asker] = {}
+        self._n_streams = 0
+        self.n_answered = 0
+        self.n_refused = 0
+
+    async def serve(self, sender: str, stream: Stream) -> None:
+        """One stream; the host closes it afterwards."""
+        if not self._serves():
+            await stream.reset()
+            return
+        asker = self._asker(sender)
+        if asker.n_streams >= STREAMS_PER_PEER or self._n_streams >= STREAMS_MAX:
+            await self._refuse(stream, "too many streams")
+            return
+        asker.n_streams += 1
+        self._n_streams += 1
+        try:
+            for _ in range(QUESTIONS_PER_STREAM):
+                if not await self._answer_one(sender, asker, stream):
+                    break
+            await stream.close()
+        except FrameTruncated:
+            await stream.reset()
+        except (ProtocolError, trio.TooSlowError) as error:
+            await self._refuse(stream, str(error) or "too slow")
+        finally:
+            asker.n_streams -= 1
+            self._n_streams -= 1
+
+    async def _answer_one(self, sender: str, asker: _Asker, stream: Stream) -> bool:
+        """False: the sender has nothing more to ask."""
+        with trio.fail_after(READ_S):
+            try:
+                content = await read_framed(stream, MESSAGE_MAX_BYTES)
+            except ProtocolError:
+                raise
+            except Exception:  # whatever libp2p calls the end of a stream
+                return False
+        now = trio.current_time()
+        if not self._may_ask(asker, now):
+            await self._refuse(stream, "too many questions")
+            return False
+        answer = self._core.answer(sender, decode(content), now)
+        self.n_answered += 1
+        if answer is not None:
+            with trio.fail_after(WRITE_S):
+                await stream.write(framed(encode(answer)))
+        return True
+
+    async def _refuse(self, stream: Stream, why: str) -> None:
+        self.n_refused += 1
+        log.debug("a stream of the DHT is refused: %s", why)
+        await stream.reset()
+
+    def _may_ask(self, asker: _Asker, now: float) -> bool:
+        asker.allowance = min(BURST, asker.allowance + (now - asker.at_s) * QUESTIONS_PER_S)
+        asker.at_s = now
+        if asker.allowance < 1:
+            return False
+        asker.allowance -= 1
+        return True
+
+    def _asker(self, sender: str) -> _Asker:
+        if sender not in self._askers and len(self._askers) >= _ASKERS_MAX:
+            idle = next((who for who, asker in self._askers.items() if not asker.n_streams), None)
+            if idle is not None:
+                del self._askers[idle]
+        return self._askers.setdefault(sender, _Asker(at_s=trio.current_time()))

@@ -1,0 +1,76 @@
+"""What nodes tell each other about where others are: addresses beyond those in envelopes.
+
+Envelopes are forgotten minutes after their writers fall silent; addresses that worked last week are worth
+trying when nobody else is there. They are hearsay: nothing signs them, so they are tried a few times and
+dropped, and whoever answers must prove the node id anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.swarm.discovery.address_sources import usable
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.dispatch import RequestRefused
+from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.router_messages import (
+    ADDRESSES_MAX,
+    KnownPeer,
+    PeerExchangeRequest,
+    PeerExchangeResponse,
+    decode_neighbour,
+    encode_neighbour,
+)
+
+log = logging.getLogger(__name__)
+
+ENOUGH_CONNECTIONS = 8
+"""A node with as many peers finds everybody through gossip, and asks nobody."""
+
+Peers = Callable[[], Iterable[tuple[str, tuple[str, ...]]]]
+"""(node id, addresses of the control plane)"""
+
+
+class PeerExchange:
+    """`connected` and `remembered` are what is told; `hear(node_id, addresses)` gets what is learnt."""
+
+    def __init__(
+        self,
+        ask: Callable[[str, bytes], Awaitable[bytes]],
+        connected: Peers,
+        remembered: Peers,
+        hear: Callable[[str, list[Address]], None],
+    ) -> None:
+        self._ask = ask
+        self._connected = connected
+        self._remembered = remembered
+        self._hear = hear
+
+    async def learn_from(self, node_id: str) -> None:
+        """Ask a peer, unless this node knows enough."""
+        if sum(1 for _ in self._connected()) >= ENOUGH_CONNECTIONS:
+            return
+        try:
+            answered = await self._ask(node_id, encode_neighbour(PeerExchangeRequest()))
+            response = decode_neighbour(answered, PeerExchangeResponse)
+        except (SwarmLLMError, ProtocolError) as error:
+            log.debug("node %s tells of no others: %s", node_id, error)
+            return
+        for peer in response.peers:
+            self._hear(peer.node_id, usable(peer.addresses))
+
+    def answer(self, sender: str, body: bytes) -> bytes:
+        """Raises RequestRefused."""
+        try:
+            request = decode_neighbour(body, PeerExchangeRequest)
+        except ProtocolError as error:
+            raise RequestRefused(str(error)) from None
+        known = {n: a for n, a in [*self._remembered(), *self._connected()] if a and n != sender}
+        told = [KnownPeer(node_id=n, addresses=known[n][:ADDRESSES_MAX]) for n in self._latest_first(known)]
+        return encode_neighbour(PeerExchangeResponse(peers=tuple(told[: request.n_max])))
+
+    def _latest_first(self, known: dict[str, tuple[str, ...]]) -> list[str]:
+        ordered = [node_id for node_id, _ in [*self._connected(), *self._remembered()]]
+        return [node_id for node_id in dict.fromkeys(ordered) if node_id in known]

@@ -1,0 +1,168 @@
+"""Can others reach this node? Asked of a peer, which dials back, because nobody can see it from inside.
+
+A peer that is asked tries the addresses of the asker's signed envelope, and only those: TCP, then the Noise
+handshake, so that "reached" means this very node and not whoever answers there. It does so for one asker at
+most every DIAL_BACK_EVERY_S, which is the most it can be used to knock at strangers' doors.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+import trio
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.swarm.data.noise_wire import HandshakeFailed, shake_hands
+from swarmllm.swarm.discovery.address_sources import usable
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.dispatch import RequestRefused
+from swarmllm.swarm.membership.connection_gater import ConnectionGater
+from swarmllm.swarm.membership.identity import Identity
+from swarmllm.swarm.router import Reachability
+from swarmllm_proto.envelope import Envelope
+from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.router_messages import (
+    DialBack,
+    DialBackRequest,
+    DialBackResponse,
+    decode_neighbour,
+    encode_neighbour,
+)
+
+log = logging.getLogger(__name__)
+
+DIAL_BACK_EVERY_S = 30.0
+CHECK_EVERY_S = 600.0
+_FIRST_CHECK_S = 2.0
+_RETRY_S = 5.0
+_TCP_S = 3.0
+_PEERS_ASKED = 3
+_ASKERS_MAX = 1024
+_MULTISTREAM = b"\x13/multistream/1.0.0\n"
+_NOISE = b"\x07/noise\n"
+
+
+class DialBacks:
+    """The side that is asked."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        gater: ConnectionGater,
+        envelope: Callable[[str], Envelope | None],
+        observed_ip: Callable[[str], str],
+    ) -> None:
+        self._identity = identity
+        self._gater = gater
+        self._envelope = envelope
+        self._observed_ip = observed_ip
+        self._last_s: dict[str, float] = {}
+
+    async def answer(self, sender: str, body: bytes) -> bytes:
+        """Raises RequestRefused."""
+        try:
+            decode_neighbour(body, DialBackRequest)
+        except ProtocolError as error:
+            raise RequestRefused(str(error)) from None
+        envelope = self._envelope(sender)
+        if envelope is None:
+            raise RequestRefused("your envelope is not known here yet")
+        self._admit(sender)
+        control: list[DialBack] = []
+        data: list[DialBack] = []
+        async with trio.open_nursery() as nursery:
+            for address in usable(envelope.addresses):
+                nursery.start_soon(self._try, sender, address, True, control)
+            for address in usable(envelope.data_addresses):
+                nursery.start_soon(self._try, sender, address, False, data)
+        ip = self._observed_ip(sender)
+        return encode_neighbour(DialBackResponse(control=tuple(control), data=tuple(data), observed_ip=ip))
+
+    def _admit(self, sender: str) -> None:
+        now = trio.current_time()
+        if now - self._last_s.get(sender, -math.inf) < DIAL_BACK_EVERY_S:
+            raise RequestRefused("asked again too soon")
+        if len(self._last_s) >= _ASKERS_MAX:
+            del self._last_s[next(iter(self._last_s))]
+        self._last_s[sender] = now
+
+    async def _try(self, node_id: str, address: Address, is_control: bool, results: list[DialBack]) -> None:
+        reached = False
+        try:
+            with trio.fail_after(_TCP_S):
+                stream = await trio.open_tcp_stream(address.ip, address.port)
+                if is_control:
+                    await _choose_noise(stream)
+            _, wire = await shake_hands(stream, self._identity, node_id, self._gater)
+            wire.abort()
+            reached = True
+        except (OSError, trio.TooSlowError, trio.BrokenResourceError, HandshakeFailed) as error:
+            log.debug("dialling %s back at %s: %s", node_id, address, type(error).__name__)
+        results.append(DialBack(address=str(address), reached=reached))
+
+
+async def _choose_noise(stream: trio.SocketStream) -> None:
+    """What libp2p's negotiation comes to. Raises BrokenResourceError where something else answers."""
+    agreed = _MULTISTREAM + _NOISE
+    try:
+        await stream.send_all(agreed)
+        answered = b""
+        while len(answered) < len(agreed):
+            piece = await stream.receive_some(len(agreed) - len(answered))
+            if not piece:
+                raise trio.BrokenResourceError
+            answered += piece
+        if answered != agreed:
+            raise trio.BrokenResourceError
+    except BaseException:
+        await trio.aclose_forcefully(stream)
+        raise
+
+
+class ReachabilityChecks:
+    """The side that asks. `ask(node_id, body)` is the request; `result` is None until one was answered."""
+
+    def __init__(
+        self,
+        ask: Callable[[str, bytes], Awaitable[bytes]],
+        connected: Callable[[], Collection[str]],
+        randomness: random.Random,
+    ) -> None:
+        self._ask = ask
+        self._connected = connected
+        self._random = randomness
+        self.result: Reachability | None = None
+
+    async def run(self) -> None:
+        wait_s = _FIRST_CHECK_S
+        while True:
+            await trio.sleep(wait_s)
+            wait_s = CHECK_EVERY_S if await self.check() else _RETRY_S
+
+    async def check(self) -> bool:
+        """Whether somebody answered."""
+        peers = sorted(self._connected())
+        for node_id in self._random.sample(peers, min(_PEERS_ASKED, len(peers))):
+            try:
+                answered = await self._ask(node_id, encode_neighbour(DialBackRequest()))
+                response = decode_neighbour(answered, DialBackResponse)
+            except (SwarmLLMError, ProtocolError) as error:
+                log.debug("node %s does not dial back: %s", node_id, error)
+                continue
+            self.result = Reachability(
+                checked_at=time.time(),
+                asked=node_id,
+                control=_pairs(response.control),
+                data=_pairs(response.data),
+                observed_ip=response.observed_ip,
+            )
+            return True
+        return False
+
+
+def _pairs(attempts: Sequence[DialBack]) -> tuple[tuple[str, bool], ...]:
+    return tuple((attempt.address, attempt.reached) for attempt in attempts)

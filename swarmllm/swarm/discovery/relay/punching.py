@@ -1,0 +1,149 @@
+"""From a connection through a relay to a direct one: both ends dial each other at the same moment (DCUtR).
+
+What stands before a node lets in what looks like an answer. So both ends send their first packet at once,
+each from the port it listens on to the port the other listens on, and each packet opens the way for the
+other's. Who was dialled through the relay begins: it dials the other directly, for that one may be reachable
+after all; if it is not, the two agree on a moment over the relay. The one that began takes the listener's
+part of the handshakes.
+
+That works where what stands before a node keeps its port: firewalls, and routers that leave a source port as
+it is while it is free, as Linux does. It is tried TRIES times. Nothing is lost when it fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.relay.messages import (
+    DCUTR,
+    MESSAGE_MAX_BYTES,
+    Punch,
+    decode_punch,
+    encode_punch,
+)
+from swarmllm.swarm.libp2p.host import Host, Stream
+from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
+from swarmllm_proto.errors import BadMessage, ProtocolError
+
+log = logging.getLogger(__name__)
+
+TRIES = 3
+SETTLE_S = 1.0
+"""Before the first try: the relayed connection has just come."""
+PAUSE_S = 2.0
+TALK_S = 10.0
+_LISTENER_WAITS_S = 0.02
+"""So that without a firewall the handshake's dialler is the one whose packet comes first."""
+AT_ONCE_MAX = 8
+
+
+class Punching:
+    """`own_addresses()`: where the other end should dial this node; `known_addresses(node_id)`: where that
+    node says it is; `on_direct(node_id)` is called when there is a direct connection that was not there."""
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        own_addresses: Callable[[], tuple[Address, ...]],
+        known_addresses: Callable[[str], tuple[Address, ...]],
+        on_direct: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._host = host
+        self._own_addresses = own_addresses
+        self._known_addresses = known_addresses
+        self._on_direct = on_direct
+        self._under_way: set[str] = set()
+        self.n_punched = 0
+        host.serve(DCUTR, self._answer)
+
+    async def punch(self, node_id: str) -> None:
+        """The part of the one that was dialled through a relay. Never raises for the network's sake."""
+        if node_id in self._under_way or len(self._under_way) >= AT_ONCE_MAX:
+            return
+        self._under_way.add(node_id)
+        try:
+            await trio.sleep(SETTLE_S)
+            await self._dial_all(node_id, self._known_addresses(node_id), as_listener=False)
+            for _ in range(TRIES):
+                if self._host.is_direct(node_id) or not self._host.is_connected(node_id):
+                    break
+                await self._agree_and_dial(node_id)
+                await trio.sleep(PAUSE_S)
+        finally:
+            self._under_way.discard(node_id)
+        await self._settle(node_id)
+
+    async def _settle(self, node_id: str) -> None:
+        if self._host.is_direct(node_id):
+            self.n_punched += 1
+            log.info("node %s is connected directly now, not only through a relay", node_id)
+            await self._on_direct(node_id)
+
+    async def _agree_and_dial(self, node_id: str) -> None:
+        try:
+            stream = await self._host.open_stream(node_id, DCUTR)
+        except NodeUnreachable as error:
+            log.debug("%s", error)
+            return
+        try:
+            asked_at_s = trio.current_time()
+            await stream.write(framed(encode_punch(Punch("connect", self._own_addresses()))))
+            answer = await _heard(stream, "connect")
+            rtt_s = trio.current_time() - asked_at_s
+            await stream.write(framed(encode_punch(Punch("sync"))))
+            await trio.sleep(rtt_s / 2 + _LISTENER_WAITS_S)
+            await self._dial_all(node_id, answer.addresses, as_listener=True)
+        except (ProtocolError, trio.TooSlowError) as error:
+            log.debug("node %s does not agree on a moment: %s", node_id, type(error).__name__)
+        except Exception as error:  # libp2p's, of many kinds
+            log.debug("agreeing on a moment with %s: %s", node_id, type(error).__name__)
+        finally:
+            with trio.move_on_after(2.0):
+                await stream.reset()
+
+    async def _answer(self, sender: str, stream: Stream) -> None:
+        if (
+            len(self._under_way) >= AT_ONCE_MAX
+            or sender in self._under_way
+            or not self._host.is_relayed(stream)
+        ):
+            await stream.reset()
+            return
+        self._under_way.add(sender)
+        try:
+            asked = await _heard(stream, "connect")
+            await stream.write(framed(encode_punch(Punch("connect", self._own_addresses()))))
+            await _heard(stream, "sync")
+            await self._dial_all(sender, asked.addresses, as_listener=False)
+        except (ProtocolError, trio.TooSlowError) as error:
+            log.debug("node %s does not agree on a moment: %s", sender, type(error).__name__)
+            await stream.reset()
+            return
+        finally:
+            self._under_way.discard(sender)
+        await self._settle(sender)
+
+    async def _dial_all(self, node_id: str, addresses: tuple[Address, ...], *, as_listener: bool) -> None:
+        async def dial(address: Address) -> None:
+            try:
+                await self._host.dial_from_listening_port(node_id, address, as_listener=as_listener)
+            except NodeUnreachable as error:
+                log.debug("%s", error)
+
+        async with trio.open_nursery() as nursery:
+            for address in addresses:
+                nursery.start_soon(dial, address)
+
+
+async def _heard(stream: Stream, kind: str) -> Punch:
+    with trio.fail_after(TALK_S):
+        heard = decode_punch(await read_framed(stream, MESSAGE_MAX_BYTES))
+    if heard.kind != kind:
+        raise BadMessage("type", f"is not {kind}")
+    return heard

@@ -1,0 +1,142 @@
+"""When relays are used: by a node that nobody can dial, and to reach such a node.
+
+A node whose control port a peer has tried in vain asks connected nodes for a reservation until RELAYS of them
+have given one, and tells everybody in its envelope: `/ip4/.../tcp/.../p2p/RELAY/p2p-circuit`. Who then finds
+that none of its addresses answers goes through one of those relays. Reservations are renewed in half of their
+time, and left to lapse when the node can be dialled after all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable, Collection
+
+import trio
+
+from swarmllm.errors import NodeUnreachable, SwarmLLMError
+from swarmllm.swarm.discovery.addresses import CircuitAddress
+from swarmllm.swarm.discovery.relay.circuits import Circuits
+from swarmllm.swarm.libp2p.host import Host
+
+log = logging.getLogger(__name__)
+
+RELAYS = 2
+ADDRESSES_PER_RELAY = 3
+LOOK_EVERY_S = 5.0
+ASK_AGAIN_S = 300.0
+"""After a refusal, and of a node that is no relay."""
+_ASKED_PER_LOOK = 4
+_DETOURS_MAX = 3
+_REMEMBERED_MAX = 1024
+
+
+class Relaying:
+    """`is_hidden()`: whether others were found to be unable to dial this node; `addresses(node_id)` are those
+    of a node's envelope; `tell(addresses)` puts circuit addresses into this node's own."""
+
+    def __init__(
+        self,
+        host: Host,
+        circuits: Circuits,
+        *,
+        is_hidden: Callable[[], bool],
+        connected: Callable[[], Collection[str]],
+        addresses: Callable[[str], Collection[str]],
+        tell: Callable[[tuple[str, ...]], Awaitable[None]],
+        randomness: random.Random,
+    ) -> None:
+        self._host = host
+        self.circuits = circuits
+        self._is_hidden = is_hidden
+        self._connected = connected
+        self._addresses = addresses
+        self._tell = tell
+        self._random = randomness
+        self._asked_at_s: dict[str, float] = {}
+        self._told: tuple[str, ...] = ()
+        self.n_detours = 0
+
+    @property
+    def relays(self) -> tuple[str, ...]:
+        """Through which this node can be reached now."""
+        return tuple(sorted(self.circuits.reserved_until_s))
+
+    async def run(self) -> None:
+        while True:
+            await self.look()
+            await trio.sleep(LOOK_EVERY_S)
+
+    async def look(self) -> None:
+        """Have as many reservations as are needed, and let others know."""
+        now, connected = trio.current_time(), set(self._connected())
+        held = self.circuits.reserved_until_s
+        for relay_id, until_s in list(held.items()):
+            if relay_id not in connected or until_s <= now:
+                del held[relay_id]
+        if self._is_hidden():
+            for relay_id in self._worth_asking(now, connected):
+                await self._reserve(relay_id, now)
+                if sum(until_s > now + LOOK_EVERY_S for until_s in held.values()) >= RELAYS:
+                    break
+        told = tuple(text for relay_id in self.relays for text in self._circuit_addresses(relay_id))
+        if told != self._told:
+            self._told = told
+            await self._tell(told)
+
+    async def detour(self, node_id: str) -> None:
+        """A connection with a node none of whose addresses answers. Raises NodeUnreachable."""
+        circuits = [circuit for text in self._addresses(node_id) if (circuit := CircuitAddress.parse(text))]
+        by_relay = {
+            circuit.relay_id: circuit for circuit in circuits if circuit.relay_id != self._host.node_id
+        }
+        # Those that are connected first.
+        relay_ids = sorted(by_relay, key=lambda relay_id: not self._host.is_connected(relay_id))
+        failure = NodeUnreachable(f"node {node_id} is known to no relay")
+        for relay_id in relay_ids[:_DETOURS_MAX]:
+            where = [c.address for c in circuits if c.relay_id == relay_id]
+            try:
+                if not self._host.is_connected(relay_id):
+                    await self._host.dial(relay_id, where, may_detour=False)
+                await self.circuits.connect(relay_id, node_id)
+            except NodeUnreachable as error:
+                failure = error
+            else:
+                self.n_detours += 1
+                log.info("node %s is reached through relay %s", node_id, relay_id)
+                return
+        raise failure
+
+    def _worth_asking(self, now: float, connected: Collection[str]) -> list[str]:
+        """Relays whose reservation is half over, then others, until there are enough."""
+        held = self.circuits.reserved_until_s
+        asked_at_s = {relay_id: self._asked_at_s.get(relay_id, 0.0) for relay_id in held}
+        due = [
+            relay_id
+            for relay_id, until_s in held.items()
+            if now - asked_at_s[relay_id] >= (until_s - asked_at_s[relay_id]) / 2
+        ]
+        if len(held) >= RELAYS:
+            return due
+        strangers = [
+            node_id
+            for node_id in connected
+            if node_id not in held and now - self._asked_at_s.get(node_id, -math.inf) >= ASK_AGAIN_S
+        ]
+        return [*due, *self._random.sample(strangers, min(_ASKED_PER_LOOK, len(strangers)))]
+
+    async def _reserve(self, relay_id: str, now: float) -> None:
+        if len(self._asked_at_s) >= _REMEMBERED_MAX:
+            del self._asked_at_s[next(iter(self._asked_at_s))]
+        self._asked_at_s[relay_id] = now
+        try:
+            await self.circuits.reserve(relay_id)
+        except SwarmLLMError as error:
+            log.debug("%s", error.message)
+        else:
+            log.info("node %s is this node's relay", relay_id)
+
+    def _circuit_addresses(self, relay_id: str) -> list[str]:
+        found = [text for text in self._addresses(relay_id) if CircuitAddress.parse(text) is None]
+        return [f"{text}/p2p/{relay_id}/p2p-circuit" for text in found[:ADDRESSES_PER_RELAY]]

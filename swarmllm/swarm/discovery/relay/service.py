@@ -1,0 +1,186 @@
+"""Being a relay: takes reservations, and carries bytes between two nodes that cannot reach each other.
+
+What it carries it cannot read. It does so for nodes that reserved, over their own connections, within the
+limits of `book.py`. A pipe is never cancelled in the middle of a write, which would destroy the connection
+under it with everything else on it: it ends by both of its streams being reset.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+import trio
+
+from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.data.stream_fallback import StreamWire
+from swarmllm.swarm.data.wire import WireClosed
+from swarmllm.swarm.discovery.relay.book import CIRCUIT_BYTES, CIRCUIT_S, RESERVED_S, RelayBook
+from swarmllm.swarm.discovery.relay.messages import (
+    HOP,
+    MESSAGE_MAX_BYTES,
+    STOP,
+    Hop,
+    Status,
+    Stop,
+    decode_hop,
+    decode_stop,
+    encode_hop,
+    encode_stop,
+)
+from swarmllm.swarm.libp2p.host import Host, Stream
+from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
+from swarmllm_proto.errors import ProtocolError
+
+log = logging.getLogger(__name__)
+
+READ_S = 10.0
+STREAMS_MAX = 128
+"""Questions that are being answered; circuits have their own limit."""
+
+
+class RelayService:
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._n_asking = 0
+        self.book = RelayBook()
+        self.n_bytes = 0
+        host.serve(HOP, self.serve)
+
+    async def serve(self, sender: str, stream: Stream) -> None:
+        if self._n_asking >= STREAMS_MAX:
+            await stream.reset()
+            return
+        self._n_asking += 1
+        try:
+            with trio.fail_after(READ_S):
+                asked = decode_hop(await read_framed(stream, MESSAGE_MAX_BYTES))
+        except (ProtocolError, trio.TooSlowError) as error:
+            log.debug("a question to the relay: %s", error)
+            await stream.reset()
+            return
+        finally:
+            self._n_asking -= 1
+        if asked.kind == "reserve":
+            await self._reserve(sender, stream)
+        elif asked.kind == "connect":
+            await self._connect(sender, asked.node_id, stream)
+        else:
+            await _say(stream, Hop("status", status=Status.UNEXPECTED_MESSAGE))
+
+    def tidy(self) -> None:
+        """Who is not connected has no reservation."""
+        connected = self._host.connected()
+        for node_id in self.book.holders() - connected:
+            self.book.lost(node_id)
+
+    async def _reserve(self, sender: str, stream: Stream) -> None:
+        # A circuit over a circuit would carry everything twice, and hide who is at its end.
+        if self._host.is_relayed(stream):
+            await _say(stream, Hop("status", status=Status.PERMISSION_DENIED))
+            return
+        self.tidy()
+        status = self.book.reserve(sender, trio.current_time())
+        expires_at = int(time.time() + RESERVED_S) if status is Status.OK else 0
+        await _say(stream, Hop("status", status=status, expires_at=expires_at))
+
+    async def _connect(self, sender: str, target: str, stream: Stream) -> None:
+        if self._host.is_relayed(stream):
+            await _say(stream, Hop("status", status=Status.PERMISSION_DENIED))
+            return
+        self.tidy()
+        status = self.book.begin(sender, target, trio.current_time())
+        if status is not Status.OK:
+            await _say(stream, Hop("status", status=status))
+            return
+        try:
+            onward = await self._call(sender, target)
+            if onward is None:
+                await _say(stream, Hop("status", status=Status.CONNECTION_FAILED))
+                return
+            await _say(stream, Hop("status", status=Status.OK))
+            log.info("a circuit from %s to %s begins", sender, target)
+            self.n_bytes += await _Pipe(stream, onward).run()
+            log.info("the circuit from %s to %s has ended", sender, target)
+        finally:
+            self.book.end(sender, target)
+
+    async def _call(self, sender: str, target: str) -> Stream | None:
+        """The stream to the node that is dialled, once it has agreed."""
+        stream: Stream | None = None
+        try:
+            stream = await self._host.open_stream(target, STOP)
+            await stream.write(framed(encode_stop(Stop("connect", sender))))
+            with trio.fail_after(READ_S):
+                answer = decode_stop(await read_framed(stream, MESSAGE_MAX_BYTES))
+            if answer == Stop("status", status=Status.OK):
+                return stream
+            log.debug("node %s does not take a circuit from %s: %s", target, sender, answer.status.name)
+        except NodeUnreachable as error:
+            log.debug("%s", error)
+        except Exception as error:  # libp2p's, of many kinds
+            log.debug("calling %s for %s: %s", target, sender, type(error).__name__)
+        if stream is not None:
+            await _reset(stream)
+        return None
+
+
+class _Pipe:
+    """Both directions between two streams."""
+
+    def __init__(self, one: Stream, other: Stream) -> None:
+        self._streams = one, other
+        self._wires = [StreamWire(stream, lambda: None) for stream in (one, other)]
+        self._reading = [trio.CancelScope(), trio.CancelScope()]
+        self._has_ended = False
+        self._n_bytes = 0
+
+    async def run(self) -> int:
+        """Until one end closes, a limit is reached, or its time is over; the bytes carried."""
+        with trio.move_on_after(CIRCUIT_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._carry, 0)
+                nursery.start_soon(self._carry, 1)
+        await self._end()
+        return self._n_bytes
+
+    async def _carry(self, index: int) -> None:
+        source, sink = self._wires[index], self._wires[1 - index]
+        try:
+            while self._n_bytes < CIRCUIT_BYTES and not self._has_ended:
+                data = b""
+                with trio.CancelScope() as self._reading[index]:
+                    data = await source.receive()
+                self._n_bytes += len(data)
+                with trio.CancelScope(shield=True):
+                    await sink.write([data])
+        except WireClosed:
+            pass
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._end()
+
+    async def _end(self) -> None:
+        self._has_ended = True
+        for wire, scope in zip(self._wires, self._reading, strict=True):
+            wire.abort()
+            scope.cancel()
+        for stream in self._streams:
+            await _reset(stream)
+
+
+async def _say(stream: Stream, message: Hop) -> None:
+    if message.status is not Status.OK:
+        await stream.write(framed(encode_hop(message)))
+        return
+    limited = replace(message, data_bytes=CIRCUIT_BYTES)
+    await stream.write(framed(encode_hop(limited, duration_s=int(CIRCUIT_S))))
+
+
+async def _reset(stream: Stream) -> None:
+    with trio.move_on_after(2.0):
+        try:
+            await stream.reset()
+        except Exception as error:
+            log.debug("resetting a stream: %s", type(error).__name__)

@@ -1,0 +1,178 @@
+"""What reaches beyond the nodes that this one is connected to, or can dial: the DHT, and relays.
+
+The DHT names candidates; only those that can be connected with count, and what they have they say themselves.
+What was sought in vain a moment ago is not sought again: a mistyped name would have the whole swarm asked
+each time it is repeated.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from typing import Protocol
+
+import trio
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.swarm.discovery.address_sources import usable
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.dht.dht import Dht
+from swarmllm.swarm.discovery.dht.keys import keys_of, model_key, name_key
+from swarmllm.swarm.discovery.dht.messages import Contact
+from swarmllm.swarm.discovery.dht.providers import KEYS_PER_NODE
+from swarmllm.swarm.discovery.relay.circuits import Circuits
+from swarmllm.swarm.discovery.relay.punching import Punching
+from swarmllm.swarm.discovery.relay.relaying import Relaying
+from swarmllm.swarm.discovery.relay.service import RelayService
+from swarmllm.swarm.libp2p.host import Host
+from swarmllm.swarm.membership.connection_gater import ConnectionGater
+from swarmllm.swarm.records.spread import RecordSpread
+from swarmllm.swarm.router import DhtStatistics, Reachability
+from swarmllm.swarm.settings import SwarmSettings
+
+log = logging.getLogger(__name__)
+
+SEEK_S = 20.0
+SEEK_AGAIN_S = 20.0
+_SEEKING_MAX = 4
+_REMEMBERED_MAX = 256
+_MEET_S = 8.0
+PUNCHED_MAX = 6
+"""Addresses of one node that are dialled at the agreed moment."""
+
+
+class Meet(Protocol):
+    async def __call__(self, node_id: str, addresses: list[Address], timeout_s: float) -> str:
+        """Connect with a node, if it is not connected. Raises an error of our tree."""
+        ...
+
+
+class WideArea:
+    """A Seeker."""
+
+    def __init__(
+        self,
+        dht: Dht,
+        meet: Meet,
+        connected: Callable[[], Collection[str]],
+        relaying: Relaying,
+        relay_service: RelayService | None,
+    ) -> None:
+        self.dht = dht
+        self.relaying = relaying
+        self.relay_service = relay_service
+        self._meet = meet
+        self._connected = connected
+        self._turns = trio.Semaphore(_SEEKING_MAX)
+        self._in_vain_at_s: dict[str, float] = {}
+
+    def announce(self, models: Iterable[tuple[str, str]]) -> None:
+        """See Seeker."""
+        keys = dict.fromkeys(
+            key for model_id, name in models for key in (model_key(model_id), name_key(name))
+        )
+        self.dht.provide(list(keys)[:KEYS_PER_NODE])
+
+    async def seek(self, name_or_id: str) -> bool:
+        """See Seeker."""
+        now = trio.current_time()
+        if now - self._in_vain_at_s.get(name_or_id, -math.inf) < SEEK_AGAIN_S:
+            return False
+        async with self._turns:
+            with trio.move_on_after(SEEK_S):
+                for key in keys_of(name_or_id):
+                    if await self._meet_all(await self.dht.find_providers(key)):
+                        return True
+        if len(self._in_vain_at_s) >= _REMEMBERED_MAX:
+            del self._in_vain_at_s[next(iter(self._in_vain_at_s))]
+        self._in_vain_at_s[name_or_id] = trio.current_time()
+        return False
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.dht.run)
+            nursery.start_soon(self.relaying.run)
+
+    def statistics(self) -> DhtStatistics:
+        return self.dht.statistics()
+
+    async def _meet_all(self, contacts: Iterable[Contact]) -> bool:
+        strangers = [contact for contact in contacts if contact.node_id not in self._connected()]
+        n_met = 0
+
+        async def meet(contact: Contact) -> None:
+            nonlocal n_met
+            try:
+                await self._meet(contact.node_id, list(contact.addresses), _MEET_S)
+            except SwarmLLMError as error:
+                log.info("node %s, named by the DHT: %s", contact.node_id, error.message)
+            else:
+                n_met += 1
+
+        async with trio.open_nursery() as nursery:
+            for contact in strangers:
+                nursery.start_soon(meet, contact)
+        return n_met > 0
+
+
+def open_wide_area(
+    host: Host,
+    nursery: trio.Nursery,
+    gater: ConnectionGater,
+    settings: SwarmSettings,
+    spread: RecordSpread,
+    *,
+    reachability: Callable[[], Reachability | None],
+    meet: Meet,
+    connected: Callable[[], Collection[str]],
+    let_go: Callable[[str], None],
+    on_direct: Callable[[str], Awaitable[None]],
+) -> WideArea:
+    def may_be_dialled() -> bool:
+        """Until a peer has tried in vain."""
+        found = reachability()
+        return found is None or any(reached for _, reached in found.control)
+
+    def addresses(node_id: str) -> tuple[str, ...]:
+        envelope = spread.own if node_id == host.node_id else spread.envelope(node_id)
+        return envelope.addresses if envelope else ()
+
+    dht = Dht(
+        host,
+        nursery,
+        network_id=gater.network_id,
+        mode=settings.dht,
+        whereabouts=lambda node_id: tuple(usable(addresses(node_id))),
+        lets_in=gater.lets_in,
+        serves=may_be_dialled,
+        let_go=let_go,
+        peers_max=settings.max_peers,
+    )
+
+    def where_to_punch() -> tuple[Address, ...]:
+        """Where another saw this node's connections come from, and what it knows of itself."""
+        own, found = usable(addresses(host.node_id)), reachability()
+        seen = [Address(found.observed_ip, host.port)] if found and found.observed_ip else []
+        return tuple(dict.fromkeys((*seen, *own)))[:PUNCHED_MAX]
+
+    punching = Punching(
+        host,
+        own_addresses=where_to_punch,
+        known_addresses=lambda node_id: tuple(usable(addresses(node_id)))[:PUNCHED_MAX],
+        on_direct=on_direct,
+    )
+    relaying = Relaying(
+        host,
+        Circuits(host, punching.punch if settings.hole_punching else None),
+        is_hidden=lambda: settings.relay and not may_be_dialled(),
+        connected=connected,
+        addresses=addresses,
+        tell=spread.reach_through,
+        randomness=random.Random(),
+    )
+    if settings.relay:
+        host.detour = relaying.detour
+    return WideArea(dht, meet, connected, relaying, RelayService(host) if settings.relay_service else None)

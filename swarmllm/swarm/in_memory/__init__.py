@@ -1,0 +1,1 @@
+"""A swarm without a network: the in-memory router that tests and simulations run on."""

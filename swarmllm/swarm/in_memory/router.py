@@ -1,0 +1,242 @@
+"""One node of a swarm in memory (see memory): `Router`'s promises over links and records in this process."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import trio
+
+from swarmllm.errors import NodeUnreachable, RemoteError
+from swarmllm.swarm.change_feed import ChangeFeed
+from swarmllm.swarm.dispatch import (
+    RequestRefused,
+    answer,
+    check_message,
+    check_record,
+    check_request,
+    deliver,
+)
+from swarmllm.swarm.exchange import Exchange
+from swarmllm.swarm.in_memory.link import Line, LinkQuality, MemoryLink
+from swarmllm.swarm.router import Change, MessageHandler, PeerInfo, RequestHandler
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    version: tuple[int, int]
+    """(incarnation of its writer, count of its publications): the larger is the newer."""
+    content: bytes
+
+
+class Surroundings(Protocol):
+    """What a node asks of the network that it is in."""
+
+    nursery: trio.Nursery
+    rng: random.Random
+
+    def router(self, node_id: str) -> InMemoryRouter: ...
+
+    def quality(self, sender: str, receiver: str) -> LinkQuality: ...
+
+    def line(self, sender: str, receiver: str) -> Line: ...
+
+    def spread(self, origin: InMemoryRouter, writer: str, record: Record) -> None: ...
+
+    async def pass_way(self, sender: str, receiver: str) -> None: ...
+
+    async def keep_acknowledged(self, link: MemoryLink, sender: str, receiver: str) -> None: ...
+
+
+class InMemoryRouter:
+    """One node; made by `InMemoryNetwork.add`."""
+
+    def __init__(self, network: Surroundings, node_id: str, incarnation: int) -> None:
+        self._network = network
+        self._node_id = node_id
+        self._version = (incarnation, 0)
+        self._records: dict[str, Record] = {}
+        self._feed = ChangeFeed()
+        self._connected_since: dict[str, float] = {}
+        self._links: dict[str, MemoryLink] = {}
+        self._exchanges: dict[str, set[Exchange]] = {}
+        self._scopes: set[trio.CancelScope] = set()
+        self._alive = True
+        self._on_request: RequestHandler | None = None
+        self._on_message: MessageHandler | None = None
+
+    def __repr__(self) -> str:
+        return f"<InMemoryRouter {self._node_id} connected={len(self._connected_since)}>"
+
+    @property
+    def node_id(self) -> str:
+        return self._node_id
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return (f"/memory/{self._node_id}/p2p/{self._node_id}",)
+
+    @property
+    def reachability(self) -> None:
+        """In memory there is nothing in between."""
+        return None
+
+    def records(self) -> Mapping[str, bytes]:
+        return MappingProxyType({node_id: record.content for node_id, record in self._records.items()})
+
+    async def publish(self, record: bytes) -> None:
+        check_record(record)
+        await trio.lowlevel.checkpoint()
+        self._version = (self._version[0], self._version[1] + 1)
+        self._network.spread(self, self._node_id, Record(self._version, bytes(record)))
+
+    def connected(self) -> frozenset[str]:
+        return frozenset(self._connected_since)
+
+    def peers(self) -> tuple[PeerInfo, ...]:
+        return tuple(self._peer(node_id, since) for node_id, since in sorted(self._connected_since.items()))
+
+    def changes(self) -> AbstractAsyncContextManager[AsyncIterator[Change]]:
+        return self._feed.subscribe()
+
+    def serve(self, on_request: RequestHandler, on_message: MessageHandler) -> None:
+        self._on_request, self._on_message = on_request, on_message
+
+    async def connect(self, address: str, *, timeout_s: float = 10.0) -> str:
+        await trio.lowlevel.checkpoint()
+        node_id = address.rpartition("/")[2]
+        if node_id != self._node_id and node_id not in self._connected_since:
+            raise NodeUnreachable(f"nothing answers at {address}")
+        return node_id
+
+    async def request(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
+        check_request(body)
+        target = self if node_id == self._node_id else self._network.router(self._require(node_id))
+        exchange = Exchange()
+        waiting = self._exchanges.setdefault(node_id, set())
+        waiting.add(exchange)
+        try:
+            target.start(target._answer, self, bytes(body), exchange)
+            return await exchange.response(node_id, timeout_s)
+        finally:
+            waiting.discard(exchange)
+
+    async def fetch(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
+        return await self.request(node_id, body, timeout_s=timeout_s)
+
+    async def send(self, node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+        size_bytes = check_message(header, payload)
+        if not self._alive:
+            raise NodeUnreachable("this node is dead")
+        if node_id != self._node_id:
+            self._require(node_id)
+        link = self.link(node_id)
+        await link.send(bytes(header), bytes(payload), size_bytes)
+        if not link.is_acknowledging and node_id != self._node_id:
+            link.is_acknowledging = True
+            self._network.nursery.start_soon(self._network.keep_acknowledged, link, self._node_id, node_id)
+
+    # What the network does to its nodes.
+
+    def start(self, task: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Run a task that dies with this node."""
+        self._network.nursery.start_soon(self._run_while_alive, task, args)
+
+    def meet(self, node_id: str) -> None:
+        self._connected_since[node_id] = trio.current_time()
+        self._feed.announce(Change("connected", node_id))
+
+    def lose(self, node_id: str) -> None:
+        if link := self._links.pop(node_id, None):
+            link.close()
+        for exchange in self._exchanges.pop(node_id, set()):
+            exchange.finish(failure=NodeUnreachable(f"node {node_id} was lost while it was asked"))
+        if self._connected_since.pop(node_id, None) is not None:
+            self._feed.announce(Change("disconnected", node_id))
+
+    def learn(self, writer: str, record: Record) -> None:
+        if self._alive and self.is_news(writer, record):
+            self._records[writer] = record
+            self._feed.announce(Change("record", writer))
+
+    def is_news(self, writer: str, record: Record) -> bool:
+        return writer not in self._records or self._records[writer].version < record.version
+
+    def known(self) -> dict[str, Record]:
+        return dict(self._records)
+
+    def die(self) -> None:
+        self._alive = False
+        for node_id in [*self._connected_since, self._node_id]:
+            self.lose(node_id)
+        for scope in self._scopes:
+            scope.cancel()
+
+    def _peer(self, node_id: str, since: float) -> PeerInfo:
+        there, back = self._links.get(node_id), self._network.router(node_id)._links.get(self._node_id)
+        return PeerInfo(
+            node_id=node_id,
+            addresses=self._network.router(node_id).addresses,
+            rtt_s=self._network.quality(self._node_id, node_id).latency_s
+            + self._network.quality(node_id, self._node_id).latency_s,
+            bytes_per_s=_finite(self._network.quality(node_id, self._node_id).bytes_per_s),
+            data_plane="memory",
+            bytes_sent=there.n_bytes if there else 0,
+            bytes_received=back.n_bytes if back else 0,
+            connected_since=since,
+        )
+
+    def _require(self, node_id: str) -> str:
+        if node_id not in self._connected_since:
+            raise NodeUnreachable(f"node {node_id} is not connected")
+        return node_id
+
+    def link(self, node_id: str) -> MemoryLink:
+        if (link := self._links.get(node_id)) is None:
+            receiver = self._network.router(node_id)
+            link = MemoryLink(
+                self._node_id,
+                receiver._deliver,
+                self._network.quality(self._node_id, node_id),
+                self._network.rng,
+                self._network.line(self._node_id, node_id),
+            )
+            self._links[node_id] = link
+            receiver.start(link.carry)
+        return link
+
+    async def _deliver(self, sender: str, header: bytes, payload: memoryview) -> None:
+        await deliver(self._on_message, sender, header, payload)
+
+    async def _answer(self, caller: InMemoryRouter, body: bytes, exchange: Exchange) -> None:
+        await self._network.pass_way(caller.node_id, self._node_id)
+        if exchange.done.is_set():
+            return
+        try:
+            response = await answer(self._on_request, caller.node_id, body)
+        except RequestRefused as refusal:
+            failure = RemoteError(f"node {self._node_id}: {refusal}")
+            await self._network.pass_way(self._node_id, caller.node_id)
+            exchange.finish(failure=failure)
+        else:
+            await self._network.pass_way(self._node_id, caller.node_id)
+            exchange.finish(response=bytes(response))
+
+    async def _run_while_alive(self, task: Callable[..., Awaitable[None]], args: tuple[Any, ...]) -> None:
+        if not self._alive:
+            return
+        with trio.CancelScope() as scope:
+            self._scopes.add(scope)
+            try:
+                await task(*args)
+            finally:
+                self._scopes.discard(scope)
+
+
+def _finite(bytes_per_s: float) -> float | None:
+    return bytes_per_s if math.isfinite(bytes_per_s) else None

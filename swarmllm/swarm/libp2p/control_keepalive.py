@@ -1,0 +1,111 @@
+"""Whether a peer lives with which there is no data connection: its only sign of life is what libp2p brings.
+
+Between the exchange of records and the first data connection a peer counts as connected and has no heart; so
+does one to which no data connection can be made. Whatever comes over a libp2p connection shows that it lives.
+As on the data plane each side says so of its own accord (by yamux pings, which every implementation answers),
+and silence is judged alike: see keepalive. All of this ends with the first data connection.
+
+An answer has a longer way than a beat of the peer's own, and before their first data connections many nodes
+may meet and keep each other busy. So where this side is late itself, silence counts for less.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from struct import Struct
+from typing import Any
+
+import libp2p.stream_muxer.yamux.yamux as yamux
+import trio
+
+from swarmllm.swarm.data.keepalive import CHECK_S, LAST_LOOK_S, Keepalive
+
+log = logging.getLogger(__name__)
+
+_PATIENCE = 2.0
+"""With the peer, for each second that this side is late by more than LAST_LOOK_S: both ends write and read
+between other tasks. Every timer is late by milliseconds, and so is the look that would end the patience."""
+_PATIENCE_MAX_S = 5.0
+_HEADER = Struct(">BBHII")
+_HEARD_AT = "_heard_at_s"
+
+
+def note_what_comes() -> None:
+    """For all libp2p hosts of this process. Idempotent."""
+    yamux.read_exactly = _read_and_note
+
+
+_original_read_exactly = yamux.read_exactly
+
+
+async def _read_and_note(session: Any, n_bytes: int) -> bytes:
+    # Nor is the peer silent while what came before is worked off.
+    setattr(session, _HEARD_AT, trio.current_time())
+    received: bytes = await _original_read_exactly(session, n_bytes)
+    setattr(session, _HEARD_AT, trio.current_time())
+    return received
+
+
+class Libp2pHearts:
+    """`muxers(node_id)` are what carries the streams of its connections; `nursery` outlives every beat."""
+
+    def __init__(self, muxers: Callable[[str], list[Any]], nursery: trio.Nursery) -> None:
+        note_what_comes()
+        self._muxers = muxers
+        self._nursery = nursery
+        self._beating: set[Any] = set()
+
+    async def falls_silent(self, node_id: str, is_over: Callable[[], bool]) -> bool:
+        """Returns True once nothing has come from the peer for too long, False once `is_over`."""
+        keepalive, now = Keepalive(), trio.current_time()
+        heard_at_s, patience_s = now, 0.0
+        while True:
+            keepalive.heard(heard_at_s + patience_s)
+            look_at_s = keepalive.next_look_s(now)
+            await trio.sleep_until(look_at_s)
+            if is_over():
+                return False
+            now = trio.current_time()
+            late_s = max(0.0, now - look_at_s - LAST_LOOK_S)
+            patience_s = min(_PATIENCE_MAX_S, patience_s + _PATIENCE * late_s)
+            if (latest_s := self._heard_at_s(node_id)) > heard_at_s:
+                heard_at_s, patience_s = latest_s, 0.0
+            keepalive.heard(heard_at_s + patience_s)
+            state = keepalive.look(now, is_reading=True)
+            if state == "silent":
+                return True
+            if state == "unknown":
+                heard_at_s, patience_s = now, 0.0
+            if keepalive.ping_is_due(now):
+                self._beat(node_id)
+
+    async def speaks_again(self, node_id: str) -> None:
+        """Returns once something comes from the peer; the pings that it has not answered are on their way."""
+        silent_since_s = self._heard_at_s(node_id)
+        while self._heard_at_s(node_id) <= silent_since_s:  # noqa: ASYNC110 (the library tells nobody)
+            await trio.sleep(CHECK_S / 4)
+
+    def _heard_at_s(self, node_id: str) -> float:
+        sessions = [muxer.secured_conn for muxer in self._muxers(node_id)]
+        return max((getattr(session, _HEARD_AT, -math.inf) for session in sessions), default=-math.inf)
+
+    def _beat(self, node_id: str) -> None:
+        for muxer in self._muxers(node_id):
+            # One that waits for a peer that does not read is enough.
+            if muxer not in self._beating:
+                self._beating.add(muxer)
+                self._nursery.start_soon(self._ping, muxer)
+
+    async def _ping(self, muxer: Any) -> None:
+        # In a task of its own: half a message cancelled would break the connection.
+        try:
+            muxer._ping_id += 1
+            await muxer._write_frame(_HEADER.pack(0, yamux.TYPE_PING, yamux.FLAG_SYN, 0, muxer._ping_id))
+            # The library measures the round trip by whichever answer comes.
+            muxer._ping_sent_time = trio.current_time()
+        except Exception as error:
+            log.debug("no ping to %s: %s", muxer.peer_id, type(error).__name__)
+        finally:
+            self._beating.discard(muxer)

@@ -1,0 +1,191 @@
+"""Requests between nodes: `/swarmllm/1.0.0`, one libp2p stream each.
+
+    request:   [u32 length][u8 kind][body]        length counts kind and body, little-endian
+    response:  [u32 length][u8 status][body]
+
+A stream per request costs some five small messages, which control messages can afford, and gives each its own
+fate; the request goes with the proposal of its stream, so that it takes one round trip.
+The read loop is exact and checks the length before it allocates (the library's own request helper stops short
+above 4 MB).
+
+Cancelling a blocked write leaves half a message in the connection's cipher stream and destroys every stream
+on it. So the exchange runs in a task of its own that the caller's cancellation does not reach: an abandoned
+exchange only stops reading. One that is still stuck a minute after its deadline takes the connection with
+it, by closing its socket.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from struct import Struct
+
+import trio
+
+from swarmllm.errors import NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.swarm.dispatch import RequestRefused
+from swarmllm.swarm.exchange import Exchange
+from swarmllm.swarm.libp2p.host import Host, Stream
+from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES
+from swarmllm_proto.limits import REQUEST_MAX
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = "/swarmllm/1.0.0"
+EXCHANGES_PER_PEER = 32
+"""Under way at once, each way; more wait (outgoing) or are refused (incoming)."""
+
+_LENGTH = Struct("<I")
+_BODY_MAX = REQUEST_MAX + 1
+_READ_BYTES = 64 * 1024
+_RECEIVE_S = 10.0
+_RESPOND_S = 30.0
+_GRACE_S = 5.0
+_STUCK_S = 60.0
+"""Past its deadline. Slow is not stuck: a connection taken from two nodes that are short of processor time
+costs them a new one."""
+
+_OK, _REFUSED, _BUSY = range(3)
+
+Answer = Callable[[str, int, bytes], Awaitable[bytes]]
+"""(sender, kind, body) -> response body; raises RequestRefused."""
+
+
+class _Exchange(Exchange):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading = trio.CancelScope()
+
+
+class RequestProtocol:
+    """Both ends of the protocol. `nursery` outlives every exchange."""
+
+    def __init__(self, host: Host, nursery: trio.Nursery, answer: Answer) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._answer = answer
+        self._exchanges: dict[str, set[_Exchange]] = {}
+        self._outgoing: dict[str, trio.Semaphore] = {}
+        self._n_incoming: dict[str, int] = {}
+        host.serve(PROTOCOL, self._serve)
+
+    async def request(self, node_id: str, kind: int, body: bytes, *, timeout_s: float) -> bytes:
+        """Raises NodeUnreachable, DeadlineExceeded, RemoteError."""
+        exchange = _Exchange()
+        under_way = self._exchanges.setdefault(node_id, set())
+        under_way.add(exchange)
+        self._nursery.start_soon(self._run, node_id, kind, body, timeout_s, exchange)
+        try:
+            return await exchange.response(node_id, timeout_s)
+        finally:
+            under_way.discard(exchange)
+            if not under_way and self._exchanges.get(node_id) is under_way:
+                del self._exchanges[node_id]
+            exchange.reading.cancel()
+
+    def lose(self, node_id: str) -> None:
+        """The node is gone: whoever waits for it need not wait longer."""
+        for exchange in self._exchanges.pop(node_id, set()):
+            exchange.finish(failure=NodeUnreachable(f"node {node_id} was lost while it was asked"))
+        self._outgoing.pop(node_id, None)
+
+    async def _run(self, node_id: str, kind: int, body: bytes, timeout_s: float, exchange: _Exchange) -> None:
+        slots = self._outgoing.setdefault(node_id, trio.Semaphore(EXCHANGES_PER_PEER))
+        with trio.move_on_after(timeout_s + _STUCK_S) as stuck:
+            try:
+                async with slots:
+                    if not exchange.reading.cancel_called:
+                        await self._converse(node_id, kind, body, exchange)
+            except SwarmLLMError as error:
+                exchange.finish(failure=error)
+            except Exception as error:
+                exchange.finish(
+                    failure=NodeUnreachable(
+                        f"node {node_id} was lost while it was asked: {type(error).__name__}"
+                    )
+                )
+        if stuck.cancelled_caught:
+            log.warning("a request to node %s is stuck; closing the connection", node_id)
+            with trio.CancelScope(shield=True):
+                await self._host.close_hard(node_id)
+
+    async def _converse(self, node_id: str, kind: int, body: bytes, exchange: _Exchange) -> None:
+        message = _message(kind, body)
+        is_short = len(message) <= FIRST_MAX_BYTES
+        stream = await self._host.open_stream(node_id, PROTOCOL, message if is_short else b"")
+        complete = False
+        try:
+            if not is_short:
+                await stream.write(message)
+            with exchange.reading:
+                status, response = await _read(stream)
+                complete = True
+                if status == _OK:
+                    exchange.finish(response=response)
+                else:
+                    reason = response.decode("utf-8", "replace") if status == _REFUSED else "it is busy"
+                    exchange.finish(failure=RemoteError(f"node {node_id}: {reason}"))
+        finally:
+            await _end(stream, complete)
+
+    async def _serve(self, sender: str, stream: Stream) -> None:
+        n_incoming = self._n_incoming.get(sender, 0)
+        self._n_incoming[sender] = n_incoming + 1
+        complete = False
+        try:
+            with trio.fail_after(_RECEIVE_S):
+                kind, body = await _read(stream)
+            if n_incoming >= EXCHANGES_PER_PEER:
+                status, response = _BUSY, b""
+            else:
+                try:
+                    status, response = _OK, await self._answer(sender, kind, body)
+                except RequestRefused as refusal:
+                    status, response = _REFUSED, str(refusal).encode()
+            with trio.move_on_after(_RESPOND_S) as stuck:
+                await _write(stream, status, response)
+                complete = True
+            if stuck.cancelled_caught:
+                log.warning("node %s does not take its response; closing the connection", sender)
+                await self._host.close_hard(sender)
+        finally:
+            self._n_incoming[sender] -= 1
+            if not self._n_incoming[sender]:
+                del self._n_incoming[sender]
+            await _end(stream, complete)
+
+
+async def _write(stream: Stream, tag: int, body: bytes) -> None:
+    await stream.write(_message(tag, body))
+
+
+def _message(tag: int, body: bytes) -> bytes:
+    return b"".join((_LENGTH.pack(1 + len(body)), bytes((tag,)), body))
+
+
+async def _read(stream: Stream) -> tuple[int, bytes]:
+    """(kind or status, body). Raises RemoteError for a length out of bounds, whatever libp2p raises for an
+    early end."""
+    (length,) = _LENGTH.unpack(await _read_exactly(stream, _LENGTH.size))
+    if not 1 <= length <= _BODY_MAX:
+        raise RemoteError(f"a message of {length} bytes was announced; 1 to {_BODY_MAX} are allowed")
+    content = await _read_exactly(stream, length)
+    return content[0], content[1:]
+
+
+async def _read_exactly(stream: Stream, n_bytes: int) -> bytes:
+    received = bytearray()
+    while len(received) < n_bytes:
+        piece = await stream.read(min(_READ_BYTES, n_bytes - len(received)))
+        if not piece:
+            raise RemoteError("the stream ended early")
+        received += piece
+    return bytes(received)
+
+
+async def _end(stream: Stream, complete: bool) -> None:
+    with trio.CancelScope(shield=True), trio.move_on_after(_GRACE_S):
+        try:
+            await (stream.close() if complete else stream.reset())
+        except Exception as error:
+            log.debug("ending a stream: %s", type(error).__name__)

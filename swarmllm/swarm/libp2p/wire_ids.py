@@ -1,0 +1,44 @@
+"""Node ids and addresses as the bytes that libp2p's own messages carry.
+
+Strict, and short: what cannot be the id of a node is none, and an address is an IP literal and a TCP port or
+it is none, whatever else a multiaddr may be.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from libp2p.peer.id import ID
+
+from swarmllm.swarm.discovery.addresses import Address
+
+_IP4, _TCP, _IP6 = 0x04, 0x06, 0x29
+_IDENTITY, _SHA256 = b"\x00", b"\x12\x20"
+_ID_MAX_BYTES = 64
+
+
+def node_id_of(content: bytes) -> str:
+    """Empty where it cannot be the id of a node."""
+    is_hash = content[:2] == _SHA256 and len(content) == 34
+    is_key = content[:1] == _IDENTITY and 2 < len(content) <= _ID_MAX_BYTES and content[1] == len(content) - 2
+    return str(ID(content)) if is_hash or is_key else ""
+
+
+def packed(address: Address) -> bytes:
+    """As a multiaddr of libp2p: two protocols with their values, nothing else."""
+    ip = ipaddress.ip_address(address.ip)
+    return bytes((_IP4 if ip.version == 4 else _IP6,)) + ip.packed + bytes((_TCP,)) + address.port.to_bytes(2)
+
+
+def unpacked(content: bytes) -> Address | None:
+    """None for any other transport. What follows the port can only be the node's id, which is known."""
+    size = {_IP4: 4, _IP6: 16}.get(content[0]) if content else None
+    if size is None or len(content) < size + 4 or content[size + 1] != _TCP:
+        return None
+    rest = content[size + 4 :]
+    port = int.from_bytes(content[size + 2 : size + 4])
+    if not port or (rest and rest[:2] != b"\xa5\x03"):
+        return None
+    if rest and len(rest) != 3 + rest[2]:
+        return None
+    return Address(str(ipaddress.ip_address(content[1 : size + 1])), port)

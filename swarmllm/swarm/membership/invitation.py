@@ -1,0 +1,120 @@
+"""One string that lets somebody join: the network's key, where to find its nodes, and until when it is meant.
+
+    swarmllm-join-<base64url of MessagePack and 4 bytes of its BLAKE3>
+
+Whoever has the string has the key: it is to be handed over like a password. The end of its validity is a
+promise of the program that reads it, not of mathematics; what takes a leaked key's worth away is a rotation.
+The checksum is there for what copying does to strings, not against anybody.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Annotated
+
+import msgspec
+from blake3 import blake3
+from msgspec import Meta
+
+from swarmllm.errors import InvalidRequest
+from swarmllm.swarm.discovery.addresses import NodeAddress
+from swarmllm.swarm.membership.network_key import (
+    ADDRESSES_MAX,
+    OPEN_SWARM,
+    SECRET_BYTES,
+    Network,
+    NetworkId,
+    NetworkKey,
+    NodeAddressText,
+)
+
+PREFIX = "swarmllm-join-"
+TEXT_MAX = 16 * 1024
+_VERSION = 1
+_CHECK_BYTES = 4
+
+
+class Invitation(msgspec.Struct, frozen=True, array_like=True):
+    v: int
+    network_id: NetworkId
+    """Empty: the open swarm."""
+    secret: Annotated[bytes, Meta(max_length=SECRET_BYTES)]
+    addresses: Annotated[tuple[NodeAddressText, ...], Meta(min_length=1, max_length=ADDRESSES_MAX)]
+    expires_at: Annotated[float, Meta(ge=0, le=1e11)] | None = None
+    """Seconds since the epoch."""
+
+    def __post_init__(self) -> None:
+        if bool(self.network_id) != bool(self.secret) or len(self.secret) not in (0, SECRET_BYTES):
+            raise ValueError("field `secret`: a private network has an id and a key, an open one neither")
+
+    def __repr__(self) -> str:
+        return f"<Invitation to {self.network_id or 'the open swarm'}>"
+
+
+def invitation(network: Network, addresses: tuple[str, ...], expires_at: float | None) -> Invitation:
+    """Into this network as it is now. Raises InvalidRequest where no address could be dialled."""
+    for text in addresses:
+        NodeAddress.parse(text, field="address")
+    if not addresses:
+        raise InvalidRequest("An invitation needs an address of a node.", field="address")
+    secret = network.keys[0].secret if network.is_private else b""
+    return Invitation(_VERSION, network.network_id, secret, addresses[:ADDRESSES_MAX], expires_at)
+
+
+def to_text(invited: Invitation) -> str:
+    body = msgspec.msgpack.encode(invited)
+    return PREFIX + base64.urlsafe_b64encode(body + _check(body)).decode().rstrip("=")
+
+
+def from_text(text: str, now: float) -> Invitation:
+    """Raises InvalidRequest: damaged, out of date, or no invitation at all; never quotes what was read."""
+    text = "".join(text.split())
+    if not text.startswith(PREFIX) or len(text) > TEXT_MAX:
+        raise InvalidRequest(f"That is no invitation: they begin with {PREFIX}.", field="invitation")
+    encoded = text.removeprefix(PREFIX)
+    try:
+        content = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raise _damaged() from None
+    body, check = content[:-_CHECK_BYTES], content[-_CHECK_BYTES:]
+    if check != _check(body):
+        raise _damaged()
+    try:
+        invited = msgspec.msgpack.decode(body, type=Invitation)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise _damaged() from None
+    if invited.v != _VERSION:
+        raise InvalidRequest("That invitation was made by a newer version of SwarmLLM.", field="invitation")
+    for address in invited.addresses:
+        NodeAddress.parse(address, field="invitation")
+    if invited.expires_at is not None and now >= invited.expires_at:
+        raise InvalidRequest("That invitation is out of date; ask for a new one.", field="invitation")
+    return invited
+
+
+def accept(invited: Invitation, network: Network, now: float, overlap_s: float) -> Network:
+    """The network after joining: a member who joins again has the newer key, and the older one for
+    `overlap_s`.
+
+    Raises InvalidRequest where this node belongs to another private network.
+    """
+    if network.is_private and network.network_id != invited.network_id:
+        raise InvalidRequest(
+            "This node belongs to another private network; leave that first: swarmllm network leave.",
+            field="invitation",
+        )
+    if not invited.secret:
+        return OPEN_SWARM.met_through((*invited.addresses, *network.bootstrap))
+    if not network.is_private:
+        keys = (NetworkKey(secret=invited.secret),)
+        return Network(network_id=invited.network_id, keys=keys, bootstrap=invited.addresses)
+    return network.rotated(invited.secret, now, overlap_s).met_through(invited.addresses)
+
+
+def _check(body: bytes) -> bytes:
+    return blake3(body).digest(length=_CHECK_BYTES)
+
+
+def _damaged() -> InvalidRequest:
+    return InvalidRequest("That invitation is damaged; was all of it copied?", field="invitation")

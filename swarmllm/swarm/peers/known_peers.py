@@ -1,0 +1,61 @@
+"""The nodes this one was connected to, kept over restarts: used at start beside the bootstrap addresses, and
+told to newcomers.
+
+A network changes less than a daemon restarts: whoever was there yesterday is the best guess today, also when
+the bootstrap node is gone for good.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import trio
+
+from swarmllm.swarm.peers.store import PeerStore
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_S = 30 * 86_400.0
+_SAVE_EVERY_S = 30.0
+
+Connected = Callable[[], Iterable[tuple[str, tuple[str, ...]]]]
+"""(node id, addresses) of the peers connected now."""
+
+
+class KnownPeers:
+    """`known` is what earlier runs left, latest first; `network_id`: nodes of other networks are not
+    mixed."""
+
+    def __init__(self, store: PeerStore, network_id: str, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._network_id = network_id
+        self._clock = clock
+        self.known = store.peers(network_id, clock() - REMEMBERED_S)
+
+    async def run(self, connected: Connected) -> None:
+        """Save now and then, until cancelled, and once more at the end."""
+        try:
+            while True:
+                await trio.sleep(_SAVE_EVERY_S)
+                await self._save(connected)
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._save(connected)
+
+    async def _save(self, connected: Connected) -> None:
+        peers = [(node_id, addresses) for node_id, addresses in connected() if addresses]
+        if not peers:
+            return
+        try:
+            await trio.to_thread.run_sync(self._store.keep_peers, self._network_id, peers, self._clock())
+        except sqlite3.Error as error:
+            log.warning("peers could not be remembered: %s", error)
+
+
+def open_peer_memory(data_dir: Path, network_id: str) -> KnownPeers:
+    """Blocking."""
+    return KnownPeers(PeerStore(data_dir), network_id)

@@ -1,0 +1,259 @@
+"""Who is connected: decided here, in one place.
+
+A peer counts from the moment its records have been exchanged (so whoever sees it connected also sees its
+record) until the first of
+  - its data connection is lost: it died, froze or lost its network, and messages may be missing;
+  - it said goodbye;
+  - it is the one that gives way where there are too many (see places);
+  - libp2p lost it and did not find it again for some seconds, or at once where there is no data connection;
+  - it froze before there was a data connection (see libp2p_keepalive).
+Then everything that leads to it is closed together, its pending requests fail, and the dialler starts over.
+In the last case the connection is kept for a while: a peer that was only slow counts again when it speaks.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError
+from swarmllm.swarm.change_feed import ChangeFeed
+from swarmllm.swarm.data.data_plane import DataPlane
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.dialler import Dialler, Unanswering
+from swarmllm.swarm.libp2p.control_keepalive import Libp2pHearts
+from swarmllm.swarm.libp2p.host import Host
+from swarmllm.swarm.libp2p.requests import RequestProtocol
+from swarmllm.swarm.peers.connection_limits import (
+    CONNECTIONS_MAX,
+    GAVE_WAY,
+    Candidate,
+    Standing,
+    network_of,
+    stranger,
+    who_gives_way,
+)
+from swarmllm.swarm.router import Change
+
+log = logging.getLogger(__name__)
+
+GREETINGS_MAX = 4
+"""At once. A node that everybody finds at the same moment answers them one after the other, instead of all
+of them too late."""
+
+_TURN_S = 2.0
+"""How long a greeting holds up others. A few peers that answer nothing would otherwise have all the turns."""
+_GREET_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+_NO_ANSWERS_MAX = 12
+"""A peer that does not answer in time is slow, not strange, and asked again this often."""
+_DIAL_AND_GREET_S = 30.0
+_LIBP2P_GRACE_S = 10.0
+"""How long a healthy data connection carries a peer that libp2p has lost."""
+_SILENT_TOO_LONG_S = 15.0
+"""For its connection to be kept, after it has ceased to count. A new one would cost two busy nodes more."""
+_LARGER_ID_WAITS_S = 3.0
+_SURPLUS_S = 2.0
+"""Between looks at a peer with more than one connection."""
+
+
+class Liveness:
+    """`greet(node_id)` exchanges records; it raises an error of our tree when the peer does not answer as a
+    node."""
+
+    def __init__(
+        self,
+        host: Host,
+        nursery: trio.Nursery,
+        feed: ChangeFeed,
+        dialler: Dialler,
+        requests: RequestProtocol,
+        greet: Callable[[str], Awaitable[None]],
+        standing: Callable[[str], Standing] = stranger,
+    ) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._feed = feed
+        self._dialler = dialler
+        self._requests = requests
+        self._standing = standing
+        self._exchange_records = greet
+        self._greeting: dict[str, trio.Event] = {}
+        self._greetings = trio.Semaphore(GREETINGS_MAX)
+        self._thinning: set[str] = set()
+        self._keepalives = Libp2pHearts(host.muxers, nursery)
+        self._giving_way: set[str] = set()
+        """Nodes whose connections are being ended for want of places."""
+        self._plane: DataPlane | None = None
+        self.connected_since_s: dict[str, float] = {}
+        """By node id, by trio's clock. The connected peers are its keys."""
+
+    def begin(self, plane: DataPlane) -> None:
+        self._plane = plane
+        self._host.watch_peers(self._libp2p_connected, self._libp2p_disconnected)
+
+    async def dial(self, node_id: str, addresses: list[Address]) -> None:
+        """Returns once the node counts as connected, so that whoever limits dials limits all that follows
+        from them. Raises NodeUnreachable, Unanswering."""
+        await self._host.dial(node_id, addresses)
+        with trio.move_on_after(_DIAL_AND_GREET_S):
+            if (greeted := self._greeting.get(node_id)) is not None:
+                await greeted.wait()
+        if node_id not in self.connected_since_s:
+            raise Unanswering(f"node {node_id} takes a connection and does not answer")
+
+    def drop(self, node_id: str, how: str) -> None:
+        """The peer is gone, or as good as gone."""
+        self._count_no_more(node_id, how)
+        if self._plane is not None:
+            self._plane.close(node_id, how)
+        self._dialler.lost(node_id, trio.current_time(), on_purpose=how in ("goodbye", GAVE_WAY))
+        self._nursery.start_soon(self._host.close_hard, node_id)
+
+    def _count(self, node_id: str) -> None:
+        self.connected_since_s[node_id] = trio.current_time()
+        log.info("node %s connected", node_id)
+        self._feed.announce(Change("connected", node_id))
+
+    def _count_no_more(self, node_id: str, how: str) -> None:
+        was_connected = self.connected_since_s.pop(node_id, None) is not None
+        self._requests.lose(node_id)
+        if was_connected:
+            log.info("node %s disconnected: %s", node_id, how)
+            self._feed.announce(Change("disconnected", node_id))
+
+    def _libp2p_connected(self, node_id: str) -> None:
+        self._giving_way.discard(node_id)
+        if self._make_room() == node_id:
+            return
+        if node_id not in self._thinning and self._host.surplus(node_id):
+            self._thinning.add(node_id)
+            self._nursery.start_soon(self._thin_out, node_id)
+        if node_id not in self._greeting and node_id != self._host.node_id:
+            self._greeting[node_id] = trio.Event()
+            self._nursery.start_soon(self._greet, node_id)
+
+    def _make_room(self) -> str:
+        """The node that had to give way for the connection that has just been made; empty: none."""
+        counted = self._host.n_connections()
+        staying = {node_id: n for node_id, n in counted.items() if node_id not in self._giving_way}
+        if sum(staying.values()) <= CONNECTIONS_MAX:
+            return ""
+        node_id = who_gives_way(
+            Candidate(node_id, self._standing(node_id), network_of(self._host.remote_ip(node_id)), n)
+            for node_id, n in staying.items()
+        )
+        self._giving_way.add(node_id)
+        self.drop(node_id, GAVE_WAY)
+        return node_id
+
+    async def _thin_out(self, node_id: str) -> None:
+        """Two nodes that dial each other at the same moment, or of which one has missed the end of a
+        connection, have two. They cost as much as one each, for as long as both live."""
+        try:
+            while self._host.surplus(node_id):
+                await trio.sleep(_SURPLUS_S)
+                await self._host.end_idle_surplus(node_id)
+        finally:
+            self._thinning.discard(node_id)
+
+    async def _greet(self, node_id: str) -> None:
+        try:
+            is_new = await self._answers_as_a_node(node_id) and (
+                self._host.is_connected(node_id) and node_id not in self.connected_since_s
+            )
+            if is_new:
+                self._count(node_id)
+        finally:
+            self._greeting.pop(node_id).set()
+        if is_new:
+            self._nursery.start_soon(self._watch, node_id)
+            await self._reach_early(node_id)
+
+    async def _answers_as_a_node(self, node_id: str) -> bool:
+        waits_s, n_unanswered = list(_GREET_RETRY_S), 0
+        while self._host.is_connected(node_id):
+            try:
+                await self._greet_in_turn(node_id)
+            except SwarmLLMError as error:
+                log.debug("greeting %s: %s", node_id, error)
+                n_unanswered += isinstance(error, DeadlineExceeded)
+                if n_unanswered == _NO_ANSWERS_MAX or not (waits_s or isinstance(error, DeadlineExceeded)):
+                    break
+                wait_s = _GREET_RETRY_S[-1] if isinstance(error, DeadlineExceeded) else waits_s.pop(0)
+            else:
+                return True
+            await trio.sleep(wait_s * random.uniform(0.75, 1.25))
+        else:
+            return False
+        log.info("peer %s does not answer as a node; letting it go", node_id)
+        await self._host.close_hard(node_id)
+        return False
+
+    async def _greet_in_turn(self, node_id: str) -> None:
+        await self._greetings.acquire()
+        over = trio.Event()
+        self._nursery.start_soon(self._hold_turn, over)
+        try:
+            await self._exchange_records(node_id)
+        finally:
+            over.set()
+
+    async def _hold_turn(self, over: trio.Event) -> None:
+        try:
+            with trio.move_on_after(_TURN_S):
+                await over.wait()
+        finally:
+            self._greetings.release()
+
+    async def _reach_early(self, node_id: str) -> None:
+        """Have the data connection before it is needed: it also tells of life. One end dials, the other only
+        if it must."""
+        if self._host.node_id > node_id:
+            await trio.sleep(_LARGER_ID_WAITS_S)
+        plane = self._plane
+        if plane is not None and node_id in self.connected_since_s and not plane.has_connection(node_id):
+            try:
+                await plane.reach(node_id)
+            except NodeUnreachable as error:
+                log.info("no data connection to %s yet: %s", node_id, error)
+
+    async def _watch(self, node_id: str) -> None:
+        """Until there is a data connection, the end of which is the end of the peer."""
+        since_s = self.connected_since_s.get(node_id)
+
+        def is_over() -> bool:
+            has_data_connection = self._plane is not None and self._plane.has_connection(node_id)
+            return has_data_connection or self.connected_since_s.get(node_id) != since_s
+
+        while since_s is not None and await self._keepalives.falls_silent(node_id, is_over):
+            self._count_no_more(node_id, "silent")
+            with trio.move_on_after(_SILENT_TOO_LONG_S) as waiting:
+                await self._keepalives.speaks_again(node_id)
+            if waiting.cancelled_caught:
+                self.drop(node_id, "silent for too long")
+                return
+            is_greeted_anew = node_id in self._greeting or node_id in self.connected_since_s
+            if is_greeted_anew or not self._host.is_connected(node_id):
+                return
+            self._count(node_id)
+            self._nursery.start_soon(self._reach_early, node_id)
+            since_s = self.connected_since_s[node_id]
+
+    def _libp2p_disconnected(self, node_id: str) -> None:
+        self._giving_way.discard(node_id)
+        self._dialler.wake()
+        if node_id not in self.connected_since_s:
+            return
+        if self._plane is not None and self._plane.has_connection(node_id):
+            self._dialler.lost(node_id, trio.current_time(), on_purpose=False)
+            self._nursery.start_soon(self._await_libp2p, node_id)
+        else:
+            self.drop(node_id, "libp2p lost it")
+
+    async def _await_libp2p(self, node_id: str) -> None:
+        await trio.sleep(_LIBP2P_GRACE_S)
+        if node_id in self.connected_since_s and not self._host.is_connected(node_id):
+            self.drop(node_id, "libp2p lost it and did not find it again")

@@ -1,0 +1,131 @@
+"""What a node remembers of others between its runs: reputations, and where they were last found.
+
+One small sqlite file in the data folder, written in a thread, in transactions. It is a memory, not a truth:
+a file that is damaged is set aside and a new one begun, because nothing in it is needed to run.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from swarmllm.swarm.peers.trust import KEPT_DEEDS, NODES_MAX, Deed, Entry, Reputation
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "peers.sqlite"
+ADDRESSES_PER_NODE = 8
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS trust (
+    node_id TEXT PRIMARY KEY, score REAL NOT NULL, at REAL NOT NULL,
+    counts TEXT NOT NULL, recent TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS peers (
+    network_id TEXT NOT NULL, node_id TEXT NOT NULL, addresses TEXT NOT NULL, seen_at REAL NOT NULL,
+    PRIMARY KEY (network_id, node_id)
+);
+"""
+_Score = Annotated[float, Meta(ge=0, le=1)]
+_Recent = tuple[tuple[float, Deed, str, float], ...]
+_TrustRow = tuple[str, _Score, float, str, str]
+_PeerRow = tuple[str, str]
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class PeerStore:
+    """Every method blocks."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._path = data_dir / FILE_NAME
+        try:
+            self._prepare()
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            self._begin_anew(error)
+
+    def reputations(self) -> list[tuple[str, Reputation]]:
+        found = []
+        for row in self._rows("SELECT node_id, score, at, counts, recent FROM trust"):
+            try:
+                node_id, score, at, counts, recent = msgspec.convert(row, _TrustRow)
+                entries = [Entry(*entry) for entry in msgspec.json.decode(recent, type=_Recent)]
+                known = msgspec.json.decode(counts, type=dict[Deed, int])
+            except _UNREADABLE:
+                log.warning("a reputation in %s cannot be read and is forgotten", self._path)
+                continue
+            found.append((node_id, Reputation(score, at, known, deque(entries, KEPT_DEEDS))))
+        return found
+
+    def keep_reputations(self, reputations: Mapping[str, Reputation]) -> None:
+        rows = [
+            (
+                node_id,
+                reputation.score,
+                reputation.at,
+                msgspec.json.encode(reputation.counts).decode(),
+                msgspec.json.encode([(e.at, e.deed, e.detail, e.score) for e in reputation.recent]).decode(),
+            )
+            for node_id, reputation in reputations.items()
+        ]
+        with self._open() as database, database:
+            database.executemany("INSERT OR REPLACE INTO trust VALUES (?, ?, ?, ?, ?)", rows)
+            self._bound(database, "trust", "at")
+
+    def peers(self, network_id: str, since: float) -> list[tuple[str, tuple[str, ...]]]:
+        """(node id, addresses) of those that were connected after `since`, the latest first."""
+        rows = self._rows(
+            "SELECT node_id, addresses FROM peers WHERE network_id = ? AND seen_at > ? "
+            "ORDER BY seen_at DESC, rowid",
+            (network_id, since),
+        )
+        found = []
+        for row in rows:
+            try:
+                node_id, addresses = msgspec.convert(row, _PeerRow)
+            except msgspec.ValidationError:
+                log.warning("an address in %s cannot be read and is forgotten", self._path)
+                continue
+            found.append((node_id, tuple(addresses.split())))
+        return found
+
+    def keep_peers(self, network_id: str, peers: Iterable[tuple[str, Iterable[str]]], now: float) -> None:
+        rows = [
+            (network_id, node_id, " ".join(list(where)[:ADDRESSES_PER_NODE]), now) for node_id, where in peers
+        ]
+        with self._open() as database, database:
+            database.executemany("INSERT OR REPLACE INTO peers VALUES (?, ?, ?, ?)", rows)
+            self._bound(database, "peers", "seen_at")
+
+    def _bound(self, database: sqlite3.Connection, table: str, age: str) -> None:
+        database.execute(
+            f"DELETE FROM {table} WHERE node_id NOT IN "
+            f"(SELECT node_id FROM {table} ORDER BY {age} DESC LIMIT {NODES_MAX})"
+        )
+
+    def _rows(self, query: str, parameters: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+        try:
+            with self._open() as database:
+                return database.execute(query, parameters).fetchall()
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            self._begin_anew(error)
+            return []
+
+    def _begin_anew(self, error: Exception) -> None:
+        log.warning("%s is damaged (%s); a new one is begun", self._path, error)
+        self._path.replace(self._path.with_suffix(".damaged"))
+        self._prepare()
+
+    def _prepare(self) -> None:
+        with self._open() as database, database:
+            database.executescript(_SCHEMA)
+        self._path.chmod(0o600)
+
+    def _open(self) -> closing[sqlite3.Connection]:
+        return closing(sqlite3.connect(self._path, timeout=10.0))

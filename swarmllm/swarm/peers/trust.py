@@ -1,0 +1,181 @@
+"""How much this node trusts others: a number in [0, 1] per node id, from what this node itself has seen.
+
+Everybody starts at NEUTRAL. Work that was verified raises it a little, in ever smaller steps; failures and
+lies lower it by a factor. Either way it drifts back to NEUTRAL, by half in HALF_LIFE_S, so that an old fault
+is not held against anybody for ever and an old merit does not last either. What others say about a node is
+not asked for: a number that strangers can vote on is a number that strangers decide.
+
+A new identity costs nothing, so distrust only keeps a node from getting *worse* than a stranger; that is why
+what matters (hashes, digests, exact numbers) is checked whatever the trust.
+
+Pure: time comes in (seconds since the epoch). `trust_keeper.py` stores it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, Protocol
+
+from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
+
+NEUTRAL: Final = 0.5
+HALF_LIFE_S: Final = 7 * 86_400.0
+WORK_MIN: Final = 0.25
+"""Below it, a node gets no part in pipelines and is not asked for bytes."""
+KEPT_DEEDS: Final = 20
+"""Of each node, for the explanation."""
+NODES_MAX: Final = 4096
+
+
+class Deed(StrEnum):
+    """What a node did, as seen from here."""
+
+    SERVED = "served"
+    GAVE_BYTES = "gave bytes"
+    LOST = "lost"
+    FAILED = "failed"
+    DAMAGED = "damaged"
+    BROKE_PROTOCOL = "broke protocol"
+    BAD_NUMBERS = "bad numbers"
+    WRONG_BYTES = "wrong bytes"
+
+
+class Note(Protocol):
+    """Where deeds are told."""
+
+    def __call__(self, node_id: str, deed: Deed, detail: str = "") -> None: ...
+
+
+def unnoted(node_id: str, deed: Deed, detail: str = "") -> None:
+    """For whoever keeps no book."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    meaning: str
+    rises: float = 0.0
+    """Part of the way to 1."""
+    keeps: float = 1.0
+    """Factor on what there is."""
+
+
+EFFECTS: Final[dict[Deed, Effect]] = {
+    Deed.SERVED: Effect("its layers took part in an answer that was completed", rises=0.01),
+    Deed.GAVE_BYTES: Effect("it gave a tensor whose hash is right", rises=0.002),
+    Deed.LOST: Effect("it disappeared while it had work of ours", keeps=0.97),
+    Deed.FAILED: Effect("its part of a request failed", keeps=0.9),
+    Deed.DAMAGED: Effect("a job arrived from it with a wrong digest", keeps=0.85),
+    Deed.BROKE_PROTOCOL: Effect("it sent what the protocol does not allow", keeps=0.6),
+    Deed.BAD_NUMBERS: Effect("it sent numbers that are not finite", keeps=0.45),
+    Deed.WRONG_BYTES: Effect("it sent bytes of a model whose hash is wrong", keeps=0.45),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One deed, for people who ask why."""
+
+    at: float
+    deed: Deed
+    detail: str
+    score: float
+    """After it."""
+
+
+@dataclass(slots=True)
+class Reputation:
+    score: float = NEUTRAL
+    """At `at`; it drifts from there."""
+    at: float = 0.0
+    counts: dict[Deed, int] = field(default_factory=dict)
+    recent: deque[Entry] = field(default_factory=lambda: deque(maxlen=KEPT_DEEDS))
+
+    def copy(self) -> Reputation:
+        return Reputation(self.score, self.at, dict(self.counts), self.recent.copy())
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    score: float
+    may_work: bool
+    listed: str
+    """"allowed", "denied" or empty: then the score was earned."""
+    counts: dict[str, int]
+    recent: tuple[Entry, ...]
+    """Newest first."""
+
+
+def drifted(score: float, elapsed_s: float) -> float:
+    """The score after this long without a deed."""
+    return float(NEUTRAL + (score - NEUTRAL) * 0.5 ** (max(0.0, elapsed_s) / HALF_LIFE_S))
+
+
+def after(score: float, deed: Deed) -> float:
+    effect = EFFECTS[deed]
+    return min(1.0, max(0.0, (score + effect.rises * (1.0 - score)) * effect.keeps))
+
+
+def may_work(score: float) -> bool:
+    return score >= WORK_MIN
+
+
+class TrustBook:
+    """Every reputation this node has formed; the least recently touched go first when there are too many."""
+
+    def __init__(self, lists: PeerLists = NO_LISTS, *, nodes_max: int = NODES_MAX) -> None:
+        self.lists = lists
+        self._nodes_max = nodes_max
+        self._known: dict[str, Reputation] = {}
+
+    def __repr__(self) -> str:
+        return f"<TrustBook {len(self._known)} nodes>"
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def restore(self, reputations: Iterable[tuple[str, Reputation]]) -> None:
+        """From an earlier run."""
+        for node_id, reputation in sorted(reputations, key=lambda known: known[1].at):
+            self._put(node_id, reputation)
+
+    def note(self, node_id: str, deed: Deed, now: float, detail: str = "") -> float:
+        """The score after it."""
+        reputation = self._known.pop(node_id, None) or Reputation(at=now)
+        score = after(drifted(reputation.score, now - reputation.at), deed)
+        reputation.score, reputation.at = score, max(now, reputation.at)
+        reputation.counts[deed] = reputation.counts.get(deed, 0) + 1
+        reputation.recent.append(Entry(now, deed, detail[:200], score))
+        self._put(node_id, reputation)
+        return score
+
+    def score(self, node_id: str, now: float) -> float:
+        """0 or 1 for a listed node; else what it has earned."""
+        if node_id in self.lists.deny:
+            return 0.0
+        if node_id in self.lists.allow:
+            return 1.0
+        known = self._known.get(node_id)
+        return NEUTRAL if known is None else drifted(known.score, now - known.at)
+
+    def known(self) -> frozenset[str]:
+        """Of whom there is something to tell."""
+        return frozenset(self._known)
+
+    def reputation(self, node_id: str) -> Reputation | None:
+        return self._known.get(node_id)
+
+    def explain(self, node_id: str, now: float) -> Explanation:
+        known = self._known.get(node_id) or Reputation()
+        listed = "denied" if node_id in self.lists.deny else "allowed" if node_id in self.lists.allow else ""
+        score = self.score(node_id, now)
+        counts = {str(deed): n for deed, n in known.counts.items()}
+        return Explanation(score, may_work(score), listed, counts, tuple(reversed(known.recent)))
+
+    def _put(self, node_id: str, reputation: Reputation) -> None:
+        self._known.pop(node_id, None)
+        self._known[node_id] = reputation
+        if len(self._known) > self._nodes_max:
+            del self._known[next(iter(self._known))]

@@ -1,0 +1,100 @@
+"""The thin driver around a TrustBook: the clock, the disk, and one place for all rooms to note deeds."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import trio
+
+from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
+from swarmllm.swarm.peers.store import PeerStore
+from swarmllm.swarm.peers.trust import NEUTRAL, Deed, Explanation, TrustBook, may_work
+
+log = logging.getLogger(__name__)
+
+_SAVE_EVERY_S = 5.0
+
+
+class Trust:
+    """`clock` is in seconds since the epoch. Without a store nothing outlives the process."""
+
+    def __init__(
+        self,
+        lists: PeerLists = NO_LISTS,
+        store: PeerStore | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._book = TrustBook(lists)
+        self._store = store
+        self._clock = clock
+        self._changed: set[str] = set()
+
+    def note(self, node_id: str, deed: Deed, detail: str = "") -> None:
+        score = self._book.note(node_id, deed, self._clock(), detail)
+        self._changed.add(node_id)
+        if deed not in (Deed.SERVED, Deed.GAVE_BYTES):
+            log.info("node %s: %s; trust is now %.2f", node_id, deed, score)
+
+    def score(self, node_id: str) -> float:
+        return self._book.score(node_id, self._clock())
+
+    def has_merit(self, node_id: str) -> bool:
+        """Whether it is trusted more than a node that was never met."""
+        return self.score(node_id) > NEUTRAL
+
+    def may_work(self, node_id: str) -> bool:
+        """Whether a node may have a part in pipelines and be asked for bytes."""
+        return may_work(self.score(node_id))
+
+    def count(self, node_id: str, deed: Deed) -> int:
+        known = self._book.reputation(node_id)
+        return known.counts.get(deed, 0) if known else 0
+
+    def explain(self, node_id: str) -> Explanation:
+        return self._book.explain(node_id, self._clock())
+
+    def known(self) -> frozenset[str]:
+        return self._book.known()
+
+    async def load(self) -> None:
+        if self._store is not None:
+            self._book.restore(await trio.to_thread.run_sync(self._store.reputations))
+
+    async def run(self, every_s: float = _SAVE_EVERY_S) -> None:
+        """Save now and then, until cancelled, and once more at the end."""
+        try:
+            while True:
+                await trio.sleep(every_s)
+                await self._save()
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._save()
+
+    async def _save(self) -> None:
+        changed, self._changed = self._changed, set()
+        if self._store is None or not changed:
+            return
+        # Copied here, because deeds go on while the thread writes.
+        reputations = {n: r.copy() for n in changed if (r := self._book.reputation(n)) is not None}
+        try:
+            await trio.to_thread.run_sync(self._store.keep_reputations, reputations)
+        except sqlite3.Error as error:
+            log.warning("trust could not be saved: %s", error)
+            self._changed |= changed
+
+
+@asynccontextmanager
+async def open_trust(data_dir: Path, lists: PeerLists = NO_LISTS) -> AsyncIterator[Trust]:
+    """As this node left it, and kept until the context is left."""
+    trust = Trust(lists, await trio.to_thread.run_sync(PeerStore, data_dir))
+    await trust.load()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trust.run)
+        yield trust
+        nursery.cancel_scope.cancel()

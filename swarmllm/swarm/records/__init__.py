@@ -1,0 +1,1 @@
+"""Records: signed envelopes, how they spread, and the registry that is read out of them."""

@@ -1,0 +1,185 @@
+"""Every envelope heard, newest per node: pure state, bounded, with an expiry.
+
+Age travels with a digest: a node that is told of an envelope takes over how long ago its writer was heard,
+instead of starting the clock anew. Without that, two nodes would tell each other of a dead third one for
+ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from swarmllm_proto.envelope import Envelope, Verify, unseal
+
+NODES_MAX = 4096
+"""Envelopes kept: a thousand-node swarm four times over, at most 1 GiB if every record were of the largest
+size."""
+EXPIRY_S = 300.0
+"""Without a sign of life for this long, a node that is not connected is forgotten."""
+
+
+class Digest(msgspec.Struct, frozen=True, array_like=True):
+    """What two nodes compare to learn which envelopes one of them lacks."""
+
+    node_id: Annotated[str, Meta(min_length=1, max_length=128)]
+    started_at_ms: Annotated[int, Meta(ge=0, le=2**53)]
+    sequence: Annotated[int, Meta(ge=0, le=2**53)]
+    age_s: Annotated[float, Meta(ge=0, le=1e9)]
+    """Since the writer was last heard."""
+
+
+Digests = Annotated[tuple[Digest, ...], Meta(max_length=NODES_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    envelope: Envelope
+    sealed: bytes
+    heard_at_s: float
+
+
+Verdict = Literal["new", "known", "refused"]
+
+
+class EnvelopeBook:
+    """`now` is any clock that does not run backwards, in seconds."""
+
+    def __init__(self, node_id: str, verify: Verify, *, nodes_max: int = NODES_MAX) -> None:
+        self._node_id = node_id
+        self._verify = verify
+        self._nodes_max = nodes_max
+        self._entries: dict[str, _Entry] = {}
+        self._records: dict[str, bytes] = {}
+        """Of `_entries` those that are not empty: changed with each, never made anew."""
+
+    def __repr__(self) -> str:
+        return f"<EnvelopeBook {len(self._entries)} nodes>"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def write_own(self, envelope: Envelope, sealed: bytes, now: float) -> None:
+        self._put(_Entry(envelope, sealed, now))
+
+    def take(
+        self,
+        sealed: bytes,
+        now: float,
+        *,
+        connected: Collection[str] = (),
+        ages_s: Mapping[str, float] = MappingProxyType({}),
+    ) -> tuple[Verdict, str]:
+        """(what became of it, whose it is). Raises BadMessage for a forged or malformed one.
+
+        "refused": somebody else writes under this node's own id, or the book is full of connected nodes.
+        """
+        envelope = unseal(sealed, Envelope, self._verify)
+        node_id = envelope.node_id
+        held = self._entries.get(node_id)
+        heard_at_s = now - min(ages_s.get(node_id, 0.0), EXPIRY_S)
+        if held is not None and held.envelope.version >= envelope.version:
+            if held.envelope.version == envelope.version:
+                self._entries[node_id] = replace(held, heard_at_s=max(held.heard_at_s, heard_at_s))
+            return "known", node_id
+        if node_id == self._node_id:
+            return "refused", node_id
+        if held is None and len(self._entries) >= self._nodes_max and not self._make_room(connected):
+            return "refused", node_id
+        self._put(_Entry(envelope, sealed, heard_at_s))
+        return "new", node_id
+
+    def hear(self, node_id: str, version: tuple[int, int], now: float) -> bool:
+        """A sign of life. True when it names an envelope newer than the one held: go and ask for it."""
+        held = self._entries.get(node_id)
+        if held is None:
+            return True
+        if version >= held.envelope.version:
+            self._entries[node_id] = replace(held, heard_at_s=now)
+        return version > held.envelope.version
+
+    def digests(self, now: float) -> tuple[Digest, ...]:
+        return tuple(
+            Digest(
+                node_id,
+                entry.envelope.started_at_ms,
+                entry.envelope.sequence,
+                0.0 if node_id == self._node_id else max(0.0, now - entry.heard_at_s),
+            )
+            for node_id, entry in self._entries.items()
+        )
+
+    def lacking(self, digests: Iterable[Digest], now: float) -> dict[str, float]:
+        """Whose envelopes to ask the sender of these digests for, with the ages to pass to `take`."""
+        wanted: dict[str, float] = {}
+        for digest in digests:
+            if digest.node_id == self._node_id or digest.age_s >= EXPIRY_S:
+                continue
+            held = self._entries.get(digest.node_id)
+            if held is None or held.envelope.version < (digest.started_at_ms, digest.sequence):
+                wanted[digest.node_id] = digest.age_s
+            elif held.envelope.version == (digest.started_at_ms, digest.sequence):
+                heard_at_s = max(held.heard_at_s, now - digest.age_s)
+                self._entries[digest.node_id] = replace(held, heard_at_s=heard_at_s)
+        return wanted
+
+    def sealed(self, node_ids: Iterable[str], size_max_bytes: int) -> list[bytes]:
+        """The envelopes of these nodes as they came, as many as fit."""
+        fitting: list[bytes] = []
+        for node_id in node_ids:
+            if (entry := self._entries.get(node_id)) is None:
+                continue
+            size_max_bytes -= len(entry.sealed)
+            if size_max_bytes < 0:
+                break
+            fitting.append(entry.sealed)
+        return fitting
+
+    def envelope(self, node_id: str) -> Envelope | None:
+        entry = self._entries.get(node_id)
+        return entry.envelope if entry else None
+
+    def node_ids(self) -> list[str]:
+        return list(self._entries)
+
+    def records(self) -> Mapping[str, bytes]:
+        """By node id, without the empty ones: as it is whenever it is looked at."""
+        return MappingProxyType(self._records)
+
+    def expire(self, now: float, connected: Collection[str]) -> list[str]:
+        """Forget who was not heard for EXPIRY_S and is not connected; whom it forgot."""
+        gone = self._silent(lambda entry: now - entry.heard_at_s >= EXPIRY_S, connected)
+        for node_id in gone:
+            self._drop(node_id)
+        return gone
+
+    def _make_room(self, connected: Collection[str]) -> bool:
+        candidates = self._silent(lambda _: True, connected)
+        if not candidates:
+            return False
+        self._drop(min(candidates, key=lambda node_id: self._entries[node_id].heard_at_s))
+        return True
+
+    def _put(self, entry: _Entry) -> None:
+        node_id, record = entry.envelope.node_id, entry.envelope.record
+        self._entries[node_id] = entry
+        if record:
+            self._records[node_id] = record
+        else:
+            self._records.pop(node_id, None)
+
+    def _drop(self, node_id: str) -> None:
+        del self._entries[node_id]
+        self._records.pop(node_id, None)
+
+    def _silent(self, condition: Callable[[_Entry], bool], connected: Collection[str]) -> list[str]:
+        return [
+            node_id
+            for node_id, entry in self._entries.items()
+            if node_id != self._node_id and node_id not in connected and condition(entry)
+        ]

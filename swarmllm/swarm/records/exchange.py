@@ -1,0 +1,103 @@
+"""How two nodes make their record books equal: compare digests, ask for what is lacking.
+
+Runs over the request protocol with kinds of its own. A node joins late, misses gossip or wakes from a sleep:
+one exchange with any peer and it knows what that peer knows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated
+
+import msgspec
+import trio
+from msgspec import Meta
+
+from swarmllm.errors import RemoteError
+from swarmllm.swarm.dispatch import RequestRefused
+from swarmllm.swarm.records.envelope_book import NODES_MAX, Digests, EnvelopeBook
+from swarmllm_proto.envelope import ENVELOPE_MAX
+from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.limits import REQUEST_MAX
+
+log = logging.getLogger(__name__)
+
+KIND_APPLICATION = 0
+KIND_DIGESTS = 1
+KIND_ENVELOPES = 2
+KIND_PEERS = 3
+KIND_DIAL_BACK = 4
+
+_RESPONSE_BYTES = REQUEST_MAX - 64 * 1024
+_PER_ASKING = 256
+
+_NodeId = Annotated[str, Meta(min_length=1, max_length=128)]
+_Asked = Annotated[tuple[_NodeId, ...], Meta(max_length=NODES_MAX)]
+_Envelopes = Annotated[
+    tuple[Annotated[bytes, Meta(max_length=ENVELOPE_MAX)], ...], Meta(max_length=NODES_MAX)
+]
+
+_digests = msgspec.msgpack.Decoder(Digests)
+_asked = msgspec.msgpack.Decoder(_Asked)
+_envelopes = msgspec.msgpack.Decoder(_Envelopes)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+Take = Callable[[bytes, Mapping[str, float]], str]
+"""(sealed envelope, ages in seconds by node id) -> whose it is. Raises BadMessage."""
+Ask = Callable[[str, int, bytes], Awaitable[bytes]]
+"""(node id, kind, body) -> response body. Raises NodeUnreachable, DeadlineExceeded, RemoteError."""
+
+
+class RecordExchange:
+    def __init__(self, book: EnvelopeBook, ask: Ask, take: Take) -> None:
+        self._book = book
+        self._ask = ask
+        self._take = take
+
+    async def synchronise(self, node_id: str) -> None:
+        """Learn everything `node_id` knows. Raises NodeUnreachable, DeadlineExceeded, RemoteError."""
+        answered = await self._ask(node_id, KIND_DIGESTS, b"")
+        try:
+            digests = _digests.decode(answered)
+        except _UNREADABLE:
+            raise RemoteError(f"node {node_id} sent unreadable digests") from None
+        await self.fetch(node_id, self._book.lacking(digests, trio.current_time()))
+
+    async def fetch(self, node_id: str, wanted: dict[str, float]) -> None:
+        """Ask `node_id` for the envelopes of these nodes (with their ages). Raises as `synchronise`."""
+        left = list(wanted)
+        while left:
+            body = msgspec.msgpack.encode(left[:_PER_ASKING])
+            answered = await self._ask(node_id, KIND_ENVELOPES, body)
+            try:
+                envelopes = _envelopes.decode(answered)
+            except _UNREADABLE:
+                raise RemoteError(f"node {node_id} sent unreadable envelopes") from None
+            received = set()
+            for sealed in envelopes:
+                received.add(self._take_one(node_id, sealed, wanted))
+                # Checking and decoding the largest takes a few milliseconds, and there may be hundreds.
+                await trio.lowlevel.checkpoint()
+            if received.isdisjoint(left):
+                return
+            left = [wanted_id for wanted_id in left if wanted_id not in received]
+
+    def answer(self, kind: int, body: bytes) -> bytes:
+        """Raises RequestRefused."""
+        if kind == KIND_DIGESTS:
+            return msgspec.msgpack.encode(self._book.digests(trio.current_time()))
+        if kind == KIND_ENVELOPES:
+            try:
+                asked = _asked.decode(body)
+            except _UNREADABLE:
+                raise RequestRefused("the list of node ids is unreadable") from None
+            return msgspec.msgpack.encode(self._book.sealed(asked, _RESPONSE_BYTES))
+        raise RequestRefused(f"requests of kind {kind} are not known here")
+
+    def _take_one(self, sender: str, sealed: bytes, ages_s: Mapping[str, float]) -> str | None:
+        try:
+            return self._take(sealed, ages_s)
+        except BadMessage as error:
+            log.warning("node %s passed on a bad envelope: %s", sender, error)
+            return None

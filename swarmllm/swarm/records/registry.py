@@ -1,0 +1,220 @@
+"""Who holds which layers of which model: what a node makes of the records it hears.
+
+Pure state. Two things flow in: records (what nodes say about themselves) and the set of connected nodes (what
+this node knows about liveness); everything that comes out is restricted to nodes that are connected now,
+because a record outlives its writer. Which record of a node is the newest is the router's business: the one
+applied last counts.
+
+Everything is indexed by model (see model_index.py) and kept incrementally: a record costs what differs from
+the node's previous one, and an answer costs what is in it. What a model looks like is worked out when
+somebody asks, and again only after something about it has changed.
+
+Trust changes with every deed and with time, and nobody tells the registry. So each read compares the nodes it
+is about with the trust of now; a node whose trust has changed enters or leaves the index then.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from swarmllm.models.layers import LayerRange
+from swarmllm.swarm.records.model_index import Contradiction as Contradiction
+from swarmllm.swarm.records.model_index import Holder as Holder
+from swarmllm.swarm.records.model_index import ModelIndex
+from swarmllm.swarm.records.model_index import SwarmModel as SwarmModel
+from swarmllm.swarm.records.prefix_index import PrefixIndex, PrefixMatch
+from swarmllm_proto.codec import decode_record
+from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.swarm import FileAnnounce, NodeRecord
+
+LISTED_MAX = 256
+"""Models of the swarm in one list. How many there are is for strangers to decide."""
+
+
+def _unheard(contradiction: Contradiction) -> None:
+    """For a registry that tells nobody."""
+
+
+class Registry:
+    def __init__(
+        self,
+        node_id: str,
+        may_work: Callable[[str], bool] = lambda node_id: True,
+        may_share: Callable[[str], bool] = lambda node_id: True,
+        on_contradiction: Callable[[Contradiction], None] = _unheard,
+    ) -> None:
+        """`may_work(node_id)`: whether what that node offers counts (see trust.py); `may_share(node_id)`:
+        whether what it says of kept KV does. `on_contradiction` hears of a node that gives a model of this
+        node another number of layers, once per announcement, which is ignored."""
+        self._node_id = node_id
+        self._may_work = may_work
+        self._may_share = may_share
+        self._prefixes = PrefixIndex()
+        self._records: dict[str, NodeRecord] = {}
+        self._connected: frozenset[str] = frozenset()
+        self._index = ModelIndex(node_id, on_contradiction)
+        self._distrusted: set[str] = set()
+        """Connected nodes with a record that may not work."""
+        self._listed: tuple[object, Sequence[str]] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Registry records={len(self._records)} connected={len(self._connected)}>"
+
+    def apply(self, node_id: str, record: bytes) -> NodeRecord:
+        """Take over what `node_id` says about itself; a bad record leaves its last good one in place.
+
+        Raises swarmllm_proto.errors.ProtocolError, naming the field: undecodable, or another node's.
+        """
+        decoded = decode_record(record)
+        if decoded.node_id != node_id:
+            raise BadMessage("node_id", f"{node_id} may not write the record of {decoded.node_id}")
+        self._records[node_id] = decoded
+        self._prefixes.put(node_id, decoded.prefix_caches)
+        self._place(node_id)
+        return decoded
+
+    def forget(self, node_id: str) -> None:
+        self._records.pop(node_id, None)
+        self._prefixes.forget(node_id)
+        self._place(node_id)
+
+    def set_connected(self, node_ids: Iterable[str]) -> None:
+        before, self._connected = self._connected, frozenset(node_ids)
+        for node_id in before ^ self._connected:
+            self._place(node_id)
+
+    def connected(self) -> frozenset[str]:
+        return self._connected
+
+    @property
+    def version(self) -> int:
+        """Another number after every change of what the nodes that count hold or give."""
+        return self._index.version
+
+    def node(self, node_id: str) -> NodeRecord | None:
+        """The last record heard of a node, connected or not."""
+        return self._records.get(node_id)
+
+    def working_nodes(self) -> dict[str, NodeRecord]:
+        """The records of this node and of those that are connected and may work."""
+        self._settle(self._connected)
+        return {n: self._records[n] for n in self._index.nodes}
+
+    def nodes(self) -> Mapping[str, NodeRecord]:
+        """Every record heard, connected or not."""
+        return self._records
+
+    def holders(self, model_id: str) -> list[Holder]:
+        """Ranges that are ready on connected nodes and this one, ordered by range, then node id."""
+        return sorted(
+            (Holder(layers, node_id) for node_id, held in self.held(model_id).items() for layers in held),
+            key=lambda holder: (holder.layers.start, holder.layers.end, holder.node_id),
+        )
+
+    def held(self, model_id: str) -> Mapping[str, tuple[LayerRange, ...]]:
+        """The same by node, in no particular order; of each node at most
+        `model_index.NODE_RANGES_MAX` ranges."""
+        self._settle_for(model_id)
+        return self._index.held(model_id)
+
+    def model(self, model_id: str) -> SwarmModel | None:
+        """What connected nodes and this one hold or have files of, of one model. The same object until
+        something about it changes.
+
+        The id fixes the number of layers, so nodes can only disagree about it when one lies or errs: this
+        node's own word wins, else the most frequent. Names are free: same rule.
+        """
+        self._settle_for(model_id)
+        return self._index.model(model_id)
+
+    def listed(self, limit: int = LISTED_MAX) -> Sequence[str]:
+        """Ids of models that connected nodes and this one hold or have files of. Where there are more than
+        `limit`, nodes take turns: the first that each names, then the second of each, this node first. So
+        nobody's announcements push out those of others."""
+        self._settle(self._connected)
+        key = (self._index.version, limit)
+        if self._listed is None or self._listed[0] != key:
+            self._listed = key, self._index.fair_choice(limit)
+        return self._listed[1]
+
+    def as_listed(self, model_id: str) -> SwarmModel | None:
+        """`model` without another look at who is trusted: right after `listed`."""
+        return self._index.model(model_id)
+
+    def models(self, limit: int = LISTED_MAX) -> dict[str, SwarmModel]:
+        """All that are listed, at once; by model id."""
+        found = ((model_id, self.as_listed(model_id)) for model_id in self.listed(limit))
+        return {model_id: model for model_id, model in found if model is not None}
+
+    def n_models(self) -> int:
+        """How many there are in all."""
+        self._settle(self._connected)
+        return len(self._index)
+
+    def named(self, name: str, limit: int = LISTED_MAX) -> list[SwarmModel]:
+        """Models of this id or, as some node calls them, of this name; by id, `limit` of them."""
+        self._settle(self._connected)
+        found = sorted(itertools.islice(self._index.called(name), limit))
+        models = (self._index.model(model_id) for model_id in found)
+        return [model for model in models if model is not None]
+
+    def files(self, model_id: str) -> dict[str, FileAnnounce]:
+        """What other connected nodes have files of, of one model: node id -> what it said."""
+        self._settle_for(model_id)
+        return self._index.files(model_id)
+
+    def files_named(self, name_or_id: str, limit: int = LISTED_MAX) -> dict[str, dict[str, FileAnnounce]]:
+        """Model id -> node id -> what that node has of the models of which some other connected node gives
+        files under this name, or whose ids begin like this (from `MIN_ID_PREFIX` characters on)."""
+        self._settle(self._connected)
+        called = itertools.chain(self._index.called(name_or_id), self._index.beginning_with(name_or_id))
+        files: dict[str, dict[str, FileAnnounce]] = {}
+        for model_id in called:
+            found = self._index.files(model_id)
+            if any(each.name == name_or_id for each in found.values()) or (
+                found and model_id.startswith(name_or_id)
+            ):
+                files[model_id] = found
+            if len(files) == limit:
+                break
+        return files
+
+    def holders_of_prefix(self, model_id: str, hashes: Sequence[bytes]) -> PrefixMatch:
+        """The longest beginning of a prompt, whose complete blocks have these hashes, of which other
+        connected nodes that are trusted enough announce the KV, and those nodes."""
+        return self._prefixes.longest(model_id, hashes, self._shares)
+
+    def n_prefixes(self, node_id: str) -> int:
+        """Prompts' beginnings of which that node announces the KV; 0 where its word does not count."""
+        return self._prefixes.count(node_id) if self._shares(node_id) else 0
+
+    def _shares(self, node_id: str) -> bool:
+        return node_id != self._node_id and self._counts(node_id) and self._may_share(node_id)
+
+    def _settle(self, node_ids: Iterable[str]) -> None:
+        """Bring the index in line with the trust of now."""
+        changed = [
+            node_id
+            for node_id in node_ids
+            if node_id in self._records
+            and node_id != self._node_id
+            and (node_id in self._distrusted) == self._may_work(node_id)
+        ]
+        for node_id in changed:
+            self._place(node_id)
+
+    def _settle_for(self, model_id: str) -> None:
+        """For one model: only its announcers can leave it, and only a distrusted node can enter."""
+        self._settle([*self._index.announcers(model_id), *self._distrusted])
+
+    def _place(self, node_id: str) -> None:
+        """What the node says now counts in full or not at all."""
+        record = self._records.get(node_id)
+        counts = record is not None and self._counts(node_id)
+        is_distrusted = record is not None and node_id in self._connected and not counts
+        (self._distrusted.add if is_distrusted else self._distrusted.discard)(node_id)
+        self._index.put(node_id, record if counts else None)
+
+    def _counts(self, node_id: str) -> bool:
+        return node_id == self._node_id or (node_id in self._connected and self._may_work(node_id))

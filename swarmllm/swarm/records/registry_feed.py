@@ -1,0 +1,63 @@
+"""The thin driver that keeps a Registry in step with a Router.
+
+It looks at all records whenever anything changed, rather than at the one the change names: changes may be
+lost when their reader is slow, records never are, and comparing a few thousand identities takes well under a
+millisecond. Between two records that it takes over, others have their turn: one record is at most
+`limits.RECORD_MAX` bytes, how many come at once is not bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.router import Router
+from swarmllm_proto.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+log = logging.getLogger(__name__)
+
+
+async def follow_router(
+    registry: Registry, router: Router, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Run for ever; started once the registry holds everything the router knew at the call."""
+    seen: dict[str, bytes] = {}
+    async with router.changes() as changes:
+        await _catch_up(registry, router, seen)
+        task_status.started()
+        async for _ in changes:
+            await _catch_up(registry, router, seen)
+
+
+async def _catch_up(registry: Registry, router: Router, seen: dict[str, bytes]) -> None:
+    records = dict(router.records())
+    await _take_over_connections(registry, router)
+    for node_id in seen.keys() - records.keys():
+        del seen[node_id]
+        registry.forget(node_id)
+    for node_id in [node_id for node_id, record in records.items() if seen.get(node_id) is not record]:
+        seen[node_id] = records[node_id]
+        _apply(registry, node_id, records[node_id])
+        await trio.lowlevel.checkpoint()
+    await _take_over_connections(registry, router)
+
+
+async def _take_over_connections(registry: Registry, router: Router) -> None:
+    """One node at a time, those that have left first: each takes its announcements along."""
+    known, now = registry.connected(), router.connected()
+    for node_id in (*(known - now), *(now - known)):
+        registry.set_connected(registry.connected() ^ {node_id})
+        await trio.lowlevel.checkpoint()
+
+
+def _apply(registry: Registry, node_id: str, record: bytes) -> None:
+    try:
+        registry.apply(node_id, record)
+    except ProtocolError as error:
+        log.warning("record of node %s refused: %s", node_id, error)

@@ -1,0 +1,224 @@
+"""What this node says to the swarm, and what it hears: envelopes out and in, heartbeats, and the repair of
+what was missed.
+
+The book decides what is new (record_book.py); this drives it: gossip on change, heartbeats after it, rarer
+and rarer, and a fetch where a heartbeat told of an envelope that gossip did not bring.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import trio
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.swarm.change_feed import ChangeFeed
+from swarmllm.swarm.discovery.addresses import CircuitAddress
+from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
+from swarmllm.swarm.records.envelope_book import EnvelopeBook
+from swarmllm.swarm.records.exchange import Ask, RecordExchange
+from swarmllm.swarm.router import Change
+from swarmllm.swarm.verify_once import VerifyOnce
+from swarmllm_proto.envelope import (
+    ADDRESSES_MAX,
+    ENVELOPE_MAX,
+    HEARTBEAT_MAX,
+    Envelope,
+    Heartbeat,
+    Verify,
+    seal,
+    unseal,
+)
+from swarmllm_proto.errors import BadMessage
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 5.0
+"""After this node published something: whoever missed it learns of it so soon."""
+HEARTBEAT_MAX_S = 60.0
+"""While there is nothing new, of which only those need to hear that have no connection with this node."""
+HEARTBEATS_PER_S = 2.0
+"""Of the whole swarm: each node hears all of them, several times."""
+TOPIC_SIZES_BYTES = {MODELS: ENVELOPE_MAX, HEALTH: HEARTBEAT_MAX}
+
+_HOUSEKEEPING_S = 15.0
+_FETCHES_MAX = 8
+_INCARNATION_NAME = "incarnation"
+
+
+class Signer(Protocol):
+    @property
+    def node_id(self) -> str: ...
+
+    def sign(self, content: bytes) -> bytes: ...
+
+
+class RecordSpread:
+    """`heard(envelope)` is called for every new envelope of another node, `forgotten(node_id)` when one
+    expires."""
+
+    def __init__(
+        self,
+        identity: Signer,
+        verify: Verify,
+        started_at_ms: int,
+        nursery: trio.Nursery,
+        feed: ChangeFeed,
+        *,
+        ask: Ask,
+        connected: Callable[[], Collection[str]],
+        heard: Callable[[Envelope], None],
+        forgotten: Callable[[str], None],
+    ) -> None:
+        self._identity = identity
+        self._verify = verify = VerifyOnce(verify)
+        self._nursery = nursery
+        self._feed = feed
+        self._connected = connected
+        self._heard = heard
+        self._forgotten = forgotten
+        self._book = EnvelopeBook(identity.node_id, verify)
+        self._fetching: set[str] = set()
+        self._n_beats = 0
+        self._n_beats_since_news = 0
+        self._news = trio.Event()
+        self._gossip: Gossip | None = None
+        self.own = Envelope(node_id=identity.node_id, started_at_ms=started_at_ms, sequence=0)
+        self.exchange = RecordExchange(self._book, ask, self._take)
+        self.records: Mapping[str, bytes] = self._book.records()
+
+    def begin(self, gossip: Gossip, addresses: tuple[str, ...], data_addresses: tuple[str, ...]) -> None:
+        """From here on others hear of this node."""
+        self._gossip = gossip
+        self.own = msgspec.structs.replace(self.own, addresses=addresses, data_addresses=data_addresses)
+        self._book.write_own(self.own, seal(self.own, self._identity.sign), trio.current_time())
+        self._nursery.start_soon(self._send_heartbeats, gossip)
+        self._nursery.start_soon(self._keep_house)
+
+    async def publish(self, record: bytes) -> None:
+        self.own = msgspec.structs.replace(self.own, sequence=self.own.sequence + 1, record=record)
+        sealed = seal(self.own, self._identity.sign)
+        self._book.write_own(self.own, sealed, trio.current_time())
+        self._n_beats_since_news = 0
+        self._news.set()
+        self._feed.announce(Change("record", self._identity.node_id))
+        if self._gossip is not None:
+            await self._gossip.publish(MODELS, sealed)
+
+    async def reach_through(self, circuits: tuple[str, ...]) -> None:
+        """This node is to be found there too from now on, and through no other relays."""
+        own = [text for text in self.own.addresses if CircuitAddress.parse(text) is None]
+        addresses = (*own[: ADDRESSES_MAX - len(circuits)], *circuits)
+        self.own = msgspec.structs.replace(self.own, addresses=addresses)
+        await self.publish(self.own.record)
+
+    def envelope(self, node_id: str) -> Envelope | None:
+        return self._book.envelope(node_id)
+
+    def validate(self, topic: str, content: bytes) -> bool:
+        """Whether gossip is to be passed on."""
+        try:
+            if topic == MODELS:
+                unseal(content, Envelope, self._verify)
+            else:
+                unseal(content, Heartbeat, self._verify)
+        except BadMessage as error:
+            log.debug("gossip on %s refused: %s", topic, error)
+            return False
+        return True
+
+    def receive(self, topic: str, content: bytes) -> None:
+        """Gossip that passed `validate`."""
+        if topic == MODELS:
+            self._take(content, {})
+            return
+        heartbeat = unseal(content, Heartbeat, self._verify)
+        if heartbeat.node_id != self._identity.node_id and self._book.hear(
+            heartbeat.node_id, heartbeat.version, trio.current_time()
+        ):
+            self._fetch_soon(heartbeat.node_id)
+
+    def _take(self, sealed: bytes, ages_s: Mapping[str, float]) -> str:
+        now = trio.current_time()
+        verdict, node_id = self._book.take(sealed, now, connected=self._connected(), ages_s=ages_s)
+        if verdict == "refused" and node_id == self._identity.node_id:
+            log.error("another node uses this node's identity; was the data folder copied?")
+        if verdict == "new" and (envelope := self._book.envelope(node_id)) is not None:
+            self._heard(envelope)
+            if envelope.record:
+                self._feed.announce(Change("record", node_id))
+        return node_id
+
+    def _fetch_soon(self, node_id: str) -> None:
+        """Get a newer envelope of which a heartbeat told: from its writer, else from whoever is connected."""
+        connected = self._connected()
+        if node_id in self._fetching or len(self._fetching) >= _FETCHES_MAX or not connected:
+            return
+        source = node_id if node_id in connected else random.choice(list(connected))
+        self._fetching.add(node_id)
+
+        async def fetch() -> None:
+            try:
+                await self.exchange.fetch(source, {node_id: 0.0})
+            except SwarmLLMError as error:
+                log.debug("the envelope of %s was not to be had: %s", node_id, error)
+            finally:
+                self._fetching.discard(node_id)
+
+        self._nursery.start_soon(fetch)
+
+    async def _send_heartbeats(self, gossip: Gossip) -> None:
+        while True:
+            self._n_beats += 1
+            heartbeat = Heartbeat(
+                node_id=self._identity.node_id,
+                started_at_ms=self.own.started_at_ms,
+                sequence=self.own.sequence,
+                beat=self._n_beats,
+            )
+            await gossip.publish(HEALTH, seal(heartbeat, self._identity.sign))
+            await self._until_next_beat(trio.current_time())
+            self._n_beats_since_news += 1
+
+    async def _until_next_beat(self, last_at_s: float) -> None:
+        jitter = random.uniform(0.8, 1.2)
+        while True:
+            self._news = trio.Event()
+            interval_s = heartbeat_interval_s(len(self._book), self._n_beats_since_news)
+            with trio.move_on_at(last_at_s + interval_s * jitter):
+                await self._news.wait()
+                continue
+            return
+
+    async def _keep_house(self) -> None:
+        while True:
+            await trio.sleep(_HOUSEKEEPING_S)
+            for node_id in self._book.expire(trio.current_time(), self._connected()):
+                self._forgotten(node_id)
+                self._feed.announce(Change("record", node_id))
+
+
+def heartbeat_interval_s(n_nodes: int, n_beats_since_news: int) -> float:
+    """Doubles from beat to beat until there is news."""
+    quiet_s = HEARTBEAT_S * float(2 ** min(n_beats_since_news, 8))
+    return min(HEARTBEAT_MAX_S, max(quiet_s, n_nodes / HEARTBEATS_PER_S))
+
+
+def next_incarnation(data_dir: Path, now_ms: int) -> int:
+    """When this life begins, in ms: `now_ms`, but later than every life before it even where the clock was
+    set back. Blocking."""
+    path = data_dir / _INCARNATION_NAME
+    try:
+        last_ms = int(path.read_text("ascii"))
+    except (FileNotFoundError, ValueError):
+        last_ms = 0
+    started_at_ms = max(now_ms, last_ms + 1)
+    temporary = path.with_suffix(".new")
+    temporary.write_text(f"{started_at_ms}\n", "ascii")
+    temporary.rename(path)
+    return started_at_ms

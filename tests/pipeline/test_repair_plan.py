@@ -1,0 +1,164 @@
+"""Which stages of a broken pipeline keep what they have, and from where the others get their rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.origin.output import BrokenPromise
+from swarmllm.pipeline.repair.plan import Left, Rebuild, is_anew, mend, rebuilds
+from swarmllm.pipeline.repair.rebuild import Feeding
+from swarmllm.pipeline.route.assembly import Assembly
+from swarmllm.scheduling.constraints import Constraints, Pin
+
+from .test_assembly import ask, held, stages
+
+N_DUE = 10
+WHOLE, LOST, NO_JOURNAL, BEHIND = Left(10, 10), Left(), Left(10, 4), Left(9, 10)
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"),
+    [
+        ([WHOLE, WHOLE, WHOLE], []),
+        ([WHOLE, LOST, WHOLE], [Rebuild(0, 1)]),
+        ([WHOLE, WHOLE, LOST], [Rebuild(1, 2)]),
+        ([LOST, WHOLE, WHOLE], [Rebuild(None, 0)]),
+        # Together: the second is built from what the first gives.
+        ([WHOLE, LOST, LOST, WHOLE], [Rebuild(0, 2)]),
+        ([LOST, WHOLE, LOST], [Rebuild(None, 0), Rebuild(1, 2)]),
+        # Nobody has what went into it: the stage before computes again, and so on.
+        ([WHOLE, NO_JOURNAL, LOST, WHOLE], [Rebuild(0, 2)]),
+        ([NO_JOURNAL, NO_JOURNAL, LOST, WHOLE], [Rebuild(None, 2)]),
+        # A journal without KV is of no use: the stage has to compute anyway.
+        ([WHOLE, BEHIND, LOST], [Rebuild(0, 2)]),
+        ([NO_JOURNAL, WHOLE, NO_JOURNAL], []),
+        ([LOST, LOST, LOST], [Rebuild(None, 2)]),
+        ([NO_JOURNAL, LOST], [Rebuild(None, 1)]),
+    ],
+)
+def test_lost_stages_get_their_rows_from_the_nearest_journal(
+    left: list[Left], expected: list[Rebuild]
+) -> None:
+    assert list(rebuilds(left, N_DUE)) == expected
+
+
+def test_nothing_is_left_where_the_tokens_have_to_go_through_every_stage() -> None:
+    assert is_anew(rebuilds([LOST, LOST], N_DUE), 2)
+    assert is_anew(rebuilds([NO_JOURNAL, LOST], N_DUE), 2)
+    assert not is_anew(rebuilds([LOST, WHOLE], N_DUE), 2)
+    assert not is_anew(rebuilds([WHOLE, LOST], N_DUE), 2)
+    assert not is_anew((), 1)
+
+
+LEFT = st.builds(Left, st.integers(0, 12), st.integers(0, 12))
+
+
+@given(st.lists(LEFT, min_size=1, max_size=8), st.integers(1, 12), st.integers(1, 5))
+def test_whatever_is_left_every_stage_ends_with_its_rows_once_and_keeps_what_is_whole(
+    left: list[Left], n_due: int, chunk_tokens: int
+) -> None:
+    """Played through: what a stage sends must have been computed there, in order, from the first row on."""
+    computed = [list(range(each.n_rows)) for each in left]
+    n_computed = [0] * len(left)
+    feeding = Feeding(rebuilds(left, n_due), n_due, chunk_tokens)
+    while not feeding.is_over:
+        rebuild = feeding.now
+        assert rebuild is not None
+        chunks = [(chunk.position, chunk.n_tokens) for chunk in iter(feeding.next_embedded, None)]
+        for message in feeding.next_replays("r"):
+            assert (message.stage, message.until) == (rebuild.source, rebuild.until)
+            # It has this in its journal, and is not computing it again itself.
+            assert message.position + message.n_tokens <= left[message.stage].n_journal
+            assert n_computed[message.stage] == 0
+            chunks.append((message.position, message.n_tokens))
+        assert chunks
+        assert sum(n for _, n in chunks) <= (rebuild.until - rebuild.first + 2) * chunk_tokens
+        for position, n_tokens in chunks:
+            for stage in range(rebuild.first, rebuild.until + 1):
+                del computed[stage][position:]
+                assert len(computed[stage]) == position
+                computed[stage] += range(position, position + n_tokens)
+                n_computed[stage] += n_tokens
+            feeding.passed(position + n_tokens)
+    assert all(rows[:n_due] == list(range(n_due)) for rows in computed)
+    assert set(n_computed) <= {0, n_due}
+    # Who has a journal and every row computes nothing, unless it is upstream of a gap that reaches further.
+    assert sum(n_computed) <= n_due * (
+        1 + max((i for i, each in enumerate(left) if min(each) < n_due), default=-1)
+    )
+
+
+def test_a_piece_that_was_damaged_leaves_again_and_what_was_never_sent_is_a_broken_promise() -> None:
+    feeding = Feeding([Rebuild(0, 1)], 10, 4)
+    sent = [message.position for message in feeding.next_replays("r")]
+    assert sent == [0, 4]
+    with pytest.raises(BrokenPromise):
+        feeding.passed(9)
+    feeding.passed(4)
+    feeding.window.rewind(4)
+    assert [(each.position, each.n_tokens) for each in feeding.next_replays("r")] == [(4, 4), (8, 2)]
+    feeding.passed(10)
+    assert feeding.is_over
+    assert feeding.next_embedded() is None
+    assert not list(feeding.next_replays("r"))
+
+
+BROKEN = Assembly(stages("a 0:4", "b 4:8", "c 8:12"), (None, "d", None))
+HOLDERS = held(a="0:4", b="4:8", c="8:12", d="4:8", e="4:8")
+
+
+def test_the_standby_takes_the_place_of_a_dead_stage() -> None:
+    question = ask(HOLDERS, connected={"a", "c", "d", "e"})
+    mended = mend(question, BROKEN)
+    assert mended == Assembly(stages("a 0:4", "d 4:8", "c 8:12"), (None, "e", None))
+    # Also where another node would do as well, and comes first by its name.
+    other = mend(question, replace(BROKEN, standbys=(None, "e", None)))
+    assert other == Assembly(stages("a 0:4", "e 4:8", "c 8:12"), (None, "d", None))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"connected": {"c", "e"}},
+        {"connected": {"c", "d", "e"}, "avoid": {"d"}},
+        {"connected": {"c", "d", "e"}, "full": "d"},
+        {"connected": {"c", "d", "e"}, "holders": held(a="0:4", b="4:8", c="8:12", d="0:4", e="4:8")},
+        {
+            "connected": {"c", "d", "e"},
+            "constraints": Constraints(pins=(Pin("guide", LayerRange(4, 8), "e"),)),
+        },
+    ],
+)
+def test_where_the_standby_cannot_another_holder_does(change: dict[str, object]) -> None:
+    mended = mend(ask(**({"holders": HOLDERS} | change)), BROKEN)  # type: ignore[arg-type]
+    assert mended is not None
+    assert mended.stages == stages("a 0:4", "e 4:8", "c 8:12")
+
+
+def test_a_neighbour_that_holds_the_range_too_becomes_a_stage_more() -> None:
+    holders = held(a="0:4", b="4:8", c="4:8 8:12")
+    mended = mend(ask(holders, connected={"c"}), Assembly(BROKEN.stages, (None, "c", None)))
+    assert mended is not None
+    assert mended.stages == stages("a 0:4", "c 4:8", "c 8:12")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"connected": {"c"}},  # nobody holds the middle
+        {"holders": held(a="", b="0:4 4:8 8:12", d="0:4", e="4:12"), "connected": {"d", "e"}},  # none stays
+        {"holders": held(a="0:4 0:12", c="8:12", d="4:8"), "slow": "d"},  # all at home is better now
+    ],
+)
+def test_what_cannot_be_mended_or_is_not_worth_it_is_left(change: dict[str, object]) -> None:
+    assert mend(ask(**({"holders": HOLDERS} | change)), BROKEN) is None  # type: ignore[arg-type]
+
+
+def test_a_route_of_another_cut_mends_nothing() -> None:
+    holders = held(a="0:4", c="8:12", d="4:6", e="6:8")
+    assert mend(ask(holders), BROKEN) is None

@@ -1,0 +1,88 @@
+"""The giving end: what it refuses, and how it keeps to its limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from gguf_parts import write_gguf
+
+from swarmllm.models import Catalogue, CatalogueEntry
+from swarmllm.transfer.settings import TransferSettings
+from swarmllm.transfer.uploads import Uploads
+from swarmllm_proto.limits import PIECE_MAX
+from swarmllm_proto.swarm import FetchPiece
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Catalogue:
+    return Catalogue(tmp_path / "catalogue.sqlite")
+
+
+@pytest.fixture
+def entry(catalogue: Catalogue, tmp_path: Path) -> CatalogueEntry:
+    return catalogue.add(write_gguf(tmp_path / "model.gguf"), "tiny")
+
+
+def tensor_request(entry: CatalogueEntry, name: str, offset: int = 0, size_bytes: int = 32) -> FetchPiece:
+    return FetchPiece(
+        model_id=entry.model_id, part="tensor", tensor=name, offset=offset, size_bytes=size_bytes
+    )
+
+
+async def test_bytes_beyond_a_tensor_are_never_given(catalogue: Catalogue, entry: CatalogueEntry) -> None:
+    uploads = Uploads(catalogue, TransferSettings())
+    (tensor,) = (t for t in entry.manifest.tensors if t.name == "output.weight")
+    data = entry.path.read_bytes()[tensor.offset : tensor.offset + 32]
+    for offset, size_bytes in ((0, 32), (0, PIECE_MAX), (8, 8), (31, 5), (32, 1), (2**63 - 1, 1)):
+        piece = await uploads.answer(tensor_request(entry, "output.weight", offset, size_bytes))
+        assert piece.data == data[offset : offset + size_bytes]
+        assert piece.status == "ok"
+
+
+async def test_what_is_not_known_is_absent(catalogue: Catalogue, entry: CatalogueEntry) -> None:
+    uploads = Uploads(catalogue, TransferSettings())
+    stranger = FetchPiece(model_id="ab" * 32, part="header", size_bytes=10)
+    assert (await uploads.answer(stranger)).status == "absent"
+    assert (await uploads.answer(tensor_request(entry, "blk.9.attn_q.weight"))).status == "absent"
+    assert (await uploads.answer(tensor_request(entry, "../../etc/passwd"))).status == "absent"
+
+
+async def test_a_file_that_has_changed_is_not_given(catalogue: Catalogue, entry: CatalogueEntry) -> None:
+    uploads = Uploads(catalogue, TransferSettings())
+    assert (await uploads.answer(tensor_request(entry, "output.weight"))).status == "ok"
+    entry.path.write_bytes(entry.path.read_bytes() + b"x")
+    assert (await uploads.answer(tensor_request(entry, "output.weight"))).status == "absent"
+    entry.path.unlink()
+    assert (await uploads.answer(tensor_request(entry, "output.weight"))).status == "absent"
+
+
+async def test_who_would_wait_too_long_for_bandwidth_is_put_off(
+    catalogue: Catalogue, entry: CatalogueEntry
+) -> None:
+    uploads = Uploads(catalogue, TransferSettings(upload_bytes_s=1.0, upload_wait_s=10.0))
+    assert (await uploads.answer(tensor_request(entry, "output.weight"))).status == "ok"
+    assert (await uploads.answer(tensor_request(entry, "output.weight"))).status == "busy"
+    assert uploads.n_bytes == 32
+
+
+async def test_bandwidth_is_given_in_turn(catalogue: Catalogue, entry: CatalogueEntry) -> None:
+    uploads = Uploads(catalogue, TransferSettings(upload_bytes_s=320.0))
+    since_s = trio.current_time()
+    for _ in range(4):
+        assert (await uploads.answer(tensor_request(entry, "output.weight"))).status == "ok"
+    assert trio.current_time() - since_s >= 3 * 32 / 320.0
+
+
+async def test_a_long_queue_puts_off_whoever_comes_last(catalogue: Catalogue, entry: CatalogueEntry) -> None:
+    slow = TransferSettings(upload_bytes_s=1.0, upload_wait_s=1000.0, max_waiting_uploads=2)
+    uploads = Uploads(catalogue, slow)
+    assert (await uploads.answer(tensor_request(entry, "output.weight"))).status == "ok"
+    async with trio.open_nursery() as nursery:
+        for _ in range(2):
+            nursery.start_soon(uploads.answer, tensor_request(entry, "output.weight"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert (await uploads.answer(tensor_request(entry, "output.weight"))).status == "busy"
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,1 @@
+"""KV that outlives its request, and the journal of rows that were sent on."""

@@ -1,0 +1,272 @@
+"""Rows that one request computed, given to another: `Prefixes` and what runs decide, segments do it.
+
+Requests get rows from three places: from a request that still runs and began alike (`n` answers to one
+prompt), from cells that an earlier one left, and from host memory, where those went for which the cells had
+become too few. The first two share cells and cost nothing; the third is copied.
+
+Nothing is kept of models with recurrent layers, whose state is that of the last row only. Of models with
+sliding windows the cells hold every row, so any beginning of them is as good as new; bytes hold the window
+only, and go on where they end or not at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from swarmllm_proto.blocks import BLOCK_TOKENS
+from swarmllm_workers.cache.prefixes import Kept, Name, Prefixes, n_common_tokens
+from swarmllm_workers.engine.kv_state import BadState, read_state
+from swarmllm_workers.engine.segment import EngineSettings, Segment
+from swarmllm_workers.schedule.slots import Slots
+
+Segments = tuple[Segment, ...]
+
+
+class PrefixCache:
+    def __init__(self, settings: EngineSettings, slots: Slots) -> None:
+        self._n_ctx = settings.n_ctx
+        self._min_tokens = settings.prefixes.min_tokens
+        self._is_on = settings.prefixes.n_entries > 0
+        self._slots = slots
+        self._index = Prefixes(settings.n_slots, settings.prefixes)
+        self._scratch = settings.n_slots + settings.prefixes.n_cells_entries
+        self._running: dict[str, dict[Segments, Callable[[], Name]]] = {}
+        """Per request, what names the rows that it has or will have in which segments."""
+        self._n_min: dict[str, int] = {}
+        """Requests of whose rows no beginning shorter than this can be used (see `Kept`)."""
+        self._named: dict[str, dict[Segments, Name]] = {}
+        """Requests that are kept under names from outside."""
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __iter__(self) -> Iterator[Kept]:
+        return iter(self._index)
+
+    @property
+    def n_bytes(self) -> int:
+        """Host memory in use."""
+        return self._index.n_bytes
+
+    @property
+    def n_changes(self) -> int:
+        """Entries that came or went, ever."""
+        return self._index.n_changes
+
+    def n_free(self, where: Segments) -> int:
+        """KV rows that every segment has left."""
+        return min(self._n_ctx - segment.n_rows for segment in where)
+
+    def make_room(self, where: Segments, n_rows: int) -> int:
+        """Move kept rows out of their cells, the least wanted first, until `n_rows` are free or none are
+        kept there; what is free then."""
+        while (n_free := self.n_free(where)) < n_rows:
+            kept = self._index.least_wanted(in_cells=True)
+            if kept is None:
+                break
+            self._evict(kept)
+        return n_free
+
+    def follow(self, request_id: str, where: Segments, name: Callable[[], Name]) -> None:
+        """The request runs: others may have its rows."""
+        if self._is_on:
+            self._running.setdefault(request_id, {})[where] = name
+
+    def name(self, request_id: str, where: Segments, name: Name) -> int:
+        """`name` is what the request's rows are, now or once they are computed. Where it has none it gets
+        those that are kept; how many of the named rows it has."""
+        slot = self._slots.take(request_id)
+        n_named = len(name.hashes) * BLOCK_TOKENS
+        n_rows = min(segment.lengths[slot] for segment in where)
+        if not any(segment.lengths[slot] for segment in where):
+            n_rows = self.reuse(request_id, where, name, n_named, any_length=True)
+        self._named.setdefault(request_id, {})[where] = name
+        self.follow(request_id, where, lambda: name)
+        return min(n_rows, n_named)
+
+    def rename(self, request_id: str, new_id: str) -> None:
+        """What is said of a request is true of another one from now on, which has no rows of its own."""
+        if request_id in self._running:
+            self._running[new_id] = self._running.pop(request_id)
+        if request_id in self._named:
+            self._named[new_id] = self._named.pop(request_id)
+        if request_id in self._n_min:
+            self._n_min[new_id] = self._n_min.pop(request_id)
+
+    def end(self, request_id: str, present: Sequence[Segment]) -> None:
+        """The request is over: what was named is kept, where its segments are among those `present`."""
+        self._running.pop(request_id, None)
+        slot = self._slots.get(request_id)
+        for where, name in self._named.pop(request_id, {}).items():
+            if slot is None or not all(segment in present for segment in where):
+                continue
+            n_blocks = min(segment.lengths[slot] for segment in where) // BLOCK_TOKENS
+            self.keep(request_id, where, Name(name.hashes[:n_blocks], scope=name.scope))
+        self._n_min.pop(request_id, None)
+
+    def export(self, where: Segments, name: Name) -> tuple[int, tuple[bytes, ...]] | None:
+        """How many of the blocks are kept, and their rows as bytes, part by part."""
+        if not self._is_on or any(segment.is_recurrent for segment in where):
+            return None
+        found = self._index.find(where, name, len(name.hashes) * BLOCK_TOKENS, time.monotonic())
+        if found is None:
+            return None
+        kept, n_rows = found
+        n_rows = n_rows // BLOCK_TOKENS * BLOCK_TOKENS
+        if kept.sequence is None and n_rows == kept.n_rows:
+            return n_rows // BLOCK_TOKENS, kept.states
+        if kept.sequence is not None:
+            _share(where, kept.sequence, self._scratch, n_rows)
+        elif not self._restore(where, kept, self._scratch, n_rows):
+            return None
+        saved = self._save(where, self._scratch, n_rows)
+        for segment in where:
+            segment.truncate(self._scratch, 0)
+        return None if saved is None else (n_rows // BLOCK_TOKENS, saved[0])
+
+    def take(self, where: Segments, name: Name, states: tuple[bytes, ...]) -> bool:
+        """Keep rows that were computed elsewhere, in host memory. False where they do not fit. Raises
+        BadState for bytes that are not those rows, as far as can be seen."""
+        n_rows = len(name.hashes) * BLOCK_TOKENS
+        if len(states) != len(where):
+            raise BadState(f"{len(states)} parts for {len(where)} segments")
+        read = [read_state(state) for state in states]
+        if not n_rows or any(state.n_rows != n_rows for state in read):
+            raise BadState(f"it is not {n_rows} rows everywhere")
+        if not self._is_on or any(segment.is_recurrent for segment in where):
+            return False
+        if not self._index.fits(sum(map(len, states))):
+            return False
+        now = time.monotonic()
+        if not self._index.is_known(where, name, now):
+            self._free(self._index.replaced_by(where, name))
+            n_min = max(state.n_min for state in read)
+            self._free(self._index.add(Kept(where, name, n_rows, now, None, states, n_min)))
+        return True
+
+    def reuse(
+        self, request_id: str, where: Segments, wanted: Name, n_max: int, *, any_length: bool = False
+    ) -> int:
+        """Give the request, which has no rows yet, at most `n_max` rows that were computed before; how
+        many. `any_length`: the request may have to begin at an earlier one."""
+        if not self._is_on or any(segment.is_recurrent for segment in where):
+            return 0
+        self.expire()
+        slot = self._slots.take(request_id)
+        found = self._index.find(where, wanted, n_max, time.monotonic(), any_length=any_length)
+        source, n_live = self._find_running(request_id, where, wanted, n_max, any_length)
+        if source is not None and (found is None or n_live >= found[1]):
+            self._n_min[request_id] = self._n_min.get(source, 0)
+            source_slot = self._slots.take(source)
+            return _share(where, source_slot, slot, n_live)
+        if found is None:
+            return 0
+        kept, n = found
+        self._n_min[request_id] = kept.n_min
+        if kept.sequence is not None:
+            return _share(where, kept.sequence, slot, n)
+        return n if self._restore(where, kept, slot, n) else 0
+
+    def keep(self, request_id: str, where: Segments, name: Name) -> None:
+        """The request is over: keep what `name` names of its rows."""
+        slot = self._slots.get(request_id)
+        if not self._is_on or slot is None or any(segment.is_recurrent for segment in where):
+            return
+        self.expire()
+        n_rows = len(name.tokens) if name.session else len(name.hashes) * BLOCK_TOKENS
+        now = time.monotonic()
+        if n_rows < self._min_tokens or any(segment.lengths[slot] < n_rows for segment in where):
+            return
+        if self._index.is_known(where, name, now):
+            return
+        self._free(self._index.replaced_by(where, name))
+        while not self._index.has_free_sequence:
+            oldest = self._index.least_wanted(in_cells=True)
+            if oldest is None:
+                return
+            self._evict(oldest)
+        sequence = self._index.take_sequence()
+        _share(where, slot, sequence, n_rows)
+        n_min = self._n_min.get(request_id, 0)
+        self._free(self._index.add(Kept(where, name, n_rows, now, sequence, n_min=n_min)))
+
+    def expire(self) -> None:
+        self._free(self._index.expired(time.monotonic()))
+
+    def next_expiry_s(self) -> float | None:
+        """Seconds until an entry expires, None where there is none."""
+        at = self._index.next_expiry()
+        return None if at is None else max(0.0, at - time.monotonic())
+
+    def clear(self) -> None:
+        self._free(self._index.clear())
+
+    def _find_running(
+        self, request_id: str, where: Segments, wanted: Name, n_max: int, any_length: bool
+    ) -> tuple[str | None, int]:
+        """The running request that shares the most rows, and how many."""
+        best, n_best = None, self._min_tokens - 1
+        for other, names in self._running.items():
+            slot = self._slots.get(other)
+            if other == request_id or slot is None or where not in names:
+                continue
+            name = names[where]()
+            n = max(name.common(wanted), n_common_tokens(name.tokens, wanted.tokens))
+            n = min(n, n_max, *(segment.lengths[slot] for segment in where))
+            n_min = self._n_min.get(other, 0)
+            if n > n_best and n >= n_min and not (any_length and n_min):
+                best, n_best = other, n
+        return best, n_best
+
+    def _evict(self, kept: Kept) -> None:
+        """Out of its cells: into host memory, where that is possible."""
+        sequence = kept.sequence
+        assert sequence is not None
+        saved = self._save(kept.where, sequence, kept.n_rows)  # type: ignore[arg-type]
+        if saved is None:
+            self._free(self._index.drop(kept))
+            return
+        states, n_min = saved
+        dropped = self._index.stow(kept, states, max(n_min, kept.n_min))
+        self._free([Kept(kept.where, kept.name, 0, 0.0, sequence), *dropped])
+
+    def _save(self, where: Segments, sequence: int, n_rows: int) -> tuple[tuple[bytes, ...], int] | None:
+        """The rows as bytes, and the shortest beginning of them that can be used. None where they would
+        exceed the budget or are of a kind that is not understood."""
+        if not self._index.fits(sum(segment.state_size(sequence) for segment in where)):
+            return None
+        states = tuple(segment.save(sequence) for segment in where)
+        try:
+            read = [read_state(state) for state in states]
+        except BadState:
+            return None
+        if any(state.n_rows != n_rows for state in read):
+            return None
+        return states, max(state.n_min for state in read)
+
+    def _restore(self, where: Segments, kept: Kept, slot: int, n: int) -> bool:
+        states = kept.states  # making room may drop the entry
+        if self.make_room(where, kept.n_rows) < kept.n_rows:
+            return False
+        for segment, state in zip(where, states, strict=True):
+            if not segment.restore(slot, state, kept.n_rows):
+                for each in where:
+                    each.truncate(slot, 0)
+                return False
+        for segment in where:
+            segment.truncate(slot, n)
+        return True
+
+    def _free(self, dropped: Iterable[Kept]) -> None:
+        for kept in dropped:
+            if kept.sequence is not None:
+                for segment in kept.where:  # type: ignore[attr-defined]
+                    if not segment.is_closed:
+                        segment.truncate(kept.sequence, 0)
+
+
+def _share(where: Segments, source: int, target: int, n: int) -> int:
+    for segment in where:
+        segment.share(source, target, n)
+    return n

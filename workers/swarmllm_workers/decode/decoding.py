@@ -1,0 +1,98 @@
+"""What the head keeps for one request: sampler, tokens so far, and the text they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from swarmllm_proto.ipc import FinishReason, Sampling, TokenLogprob
+from swarmllm_workers.decode.logprobs import logprobs
+from swarmllm_workers.decode.sampling import Sampler
+from swarmllm_workers.decode.text_stream import TextStream
+from swarmllm_workers.decode.vocabulary import Vocabulary
+from swarmllm_workers.errors import CallError
+
+
+@dataclass(frozen=True)
+class Decoded:
+    index: int
+    token: int
+    text: bytes
+    """UTF-8 that may be shown now."""
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    stopped_by: int | None = None
+    """The index of the stop string that ended it."""
+
+
+class Decoding:
+    """`decode` is idempotent: asked again for an index that it has passed, it forgets what came after and
+    answers the same (unless the logits have changed)."""
+
+    def __init__(self, vocabulary: Vocabulary, sampling: Sampling) -> None:
+        self._vocabulary = vocabulary
+        self.sampling = sampling
+        self._sampler = Sampler(sampling, vocabulary.handle, vocabulary.n_vocab)
+        self._tokens: list[int] = []
+        self._text = TextStream(sampling.stop)
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Generated so far."""
+        return self._tokens
+
+    @property
+    def n_generated(self) -> int:
+        return len(self._tokens)
+
+    def resume(self, generated: Sequence[int]) -> None:
+        """Be where a decoding is that has sampled `generated`, none of which is shown again. Raises CallError
+        bad_message for tokens that it could not have sampled."""
+        n_vocab = self._vocabulary.n_vocab
+        if any(token >= n_vocab for token in generated):
+            raise CallError("bad_message", f"token ids lie in [0, {n_vocab})", "generated")
+        self._sampler.resume(generated)
+        self._tokens = list(generated)
+        for token in generated:
+            self._text.push(self._vocabulary.piece(token))
+
+    def decode(self, logits: np.ndarray, index: int) -> Decoded:
+        """Sample generated token `index` from f32 [n_vocab]. Raises CallError position_gap where tokens
+        before it are unknown, engine where the logits are not finite."""
+        if not 0 <= index <= len(self._tokens):
+            raise CallError(
+                "position_gap",
+                f"token {index} is asked for after {len(self._tokens)} were generated",
+                "n_prompt_tokens",
+            )
+        if index < len(self._tokens):
+            self._rewind(index)
+        token = self._sampler.sample(logits, index, self._tokens)
+        self._tokens.append(token)
+        text = self._text.push(self._vocabulary.piece(token))
+        finish = self._finish_reason(token)
+        if finish is not None:
+            text += self._text.flush()
+            if self._text.is_stopped:
+                finish = "stop"
+        return Decoded(index, token, text, finish, self._logprobs(logits, token), self._text.stopped_by)
+
+    def _logprobs(self, logits: np.ndarray, token: int) -> tuple[TokenLogprob, ...]:
+        if not self.sampling.logprobs:
+            return ()
+        return logprobs(logits, token, self.sampling.top_logprobs, self._vocabulary.full_piece)
+
+    def _finish_reason(self, token: int) -> FinishReason | None:
+        if self._text.is_stopped:
+            return "stop"
+        if token in self._vocabulary.end_tokens and not self.sampling.ignore_eos:
+            return "stop"
+        return "length" if len(self._tokens) >= self.sampling.max_tokens else None
+
+    def _rewind(self, index: int) -> None:
+        del self._tokens[index:]
+        self._text = TextStream(self.sampling.stop)
+        for token in self._tokens:
+            self._text.push(self._vocabulary.piece(token))

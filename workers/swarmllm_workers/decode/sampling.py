@@ -1,0 +1,209 @@
+"""Choose the next token from the head's logits, with libllama's samplers.
+
+Greedy is `argmax`, first of equals, as libllama's greedy sampler. Sampling is a function of (logits, seed,
+index, tokens generated so far) and, with mirostat, of how surprising those were; the random numbers for
+token i come from a generator seeded with (seed, i), so a step that is repeated after a failure, here or on
+another node, draws the same token.
+
+Penalties and DRY count generated tokens only, as OpenAI defines them; the head of a pipeline does not know
+the prompt.
+
+A grammar is asked about the token that was drawn without it, and only if it says no is another one drawn
+among those that it allows: the same distribution for the price of one token in the usual case, as asking
+about the whole vocabulary takes longer than a decode step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from llama_cpp import llama_cpp as lib
+
+from swarmllm_proto.ipc import Sampling
+from swarmllm_workers.decode.grammar import CANDIDATE, Grammar, grammar_of_schema
+from swarmllm_workers.decode.mirostat import Mirostat
+from swarmllm_workers.errors import CallError
+
+PENALTY_WINDOW: Final = 1024
+"""Generated tokens that penalties and DRY look back over."""
+DRY_BREAKERS: Final = (b"\n", b":", b'"', b"*")
+"""libllama's: a repeated sequence does not reach over these."""
+
+_U32: Final = 2**32
+
+
+class Sampler:
+    """One request's sampler. Raises CallError bad_message for what no sampler can do."""
+
+    def __init__(self, sampling: Sampling, vocabulary: Any = None, n_vocab: int = 0) -> None:
+        """`vocabulary`: libllama's; DRY, grammars and biases need it."""
+        if sampling.repeat_penalty <= 0:
+            raise CallError("bad_message", "must be above 0 (1 penalises nothing)", "sampling.repeat_penalty")
+        if any(token >= n_vocab for token, _ in sampling.logit_bias):
+            raise CallError("bad_message", f"token ids lie in [0, {n_vocab})", "sampling.logit_bias")
+        if sampling.grammar and sampling.json_schema:
+            raise CallError(
+                "bad_message", "a grammar and a JSON schema exclude each other", "sampling.grammar"
+            )
+        self._sampling = sampling
+        self._vocabulary = vocabulary
+        self.seed = secrets.randbelow(_U32) if sampling.seed is None else sampling.seed
+        self._looks_back = (
+            sampling.repeat_penalty != 1.0
+            or sampling.presence_penalty != 0.0
+            or sampling.frequency_penalty != 0.0
+            or sampling.dry_multiplier != 0.0
+        )
+        self._is_plain = not self._looks_back and not sampling.logit_bias
+        self._mirostat = (
+            Mirostat(sampling.mirostat, sampling.mirostat_tau, sampling.mirostat_eta)
+            if sampling.mirostat and sampling.temperature > 0
+            else None
+        )
+        self._grammar: Grammar | None = None
+        if sampling.grammar:
+            self._grammar = Grammar(vocabulary, sampling.grammar)
+        elif sampling.json_schema:
+            text = grammar_of_schema(
+                sampling.json_schema,
+                before=sampling.json_before,
+                after=sampling.json_after,
+                n_max=sampling.json_max,
+            )
+            self._grammar = Grammar(vocabulary, text, "sampling.json_schema")
+
+    def resume(self, generated: Sequence[int]) -> None:
+        """Go on after tokens that another process sampled, with the same seed. Mirostat's limit depends on
+        logits that nobody kept and begins anew. Raises CallError bad_message where the grammar forbids one of
+        them."""
+        if self._grammar is not None:
+            self._grammar.follow_untrusted(generated)
+        if self._mirostat is not None:
+            self._mirostat.resume(len(generated))
+
+    def sample(self, logits: np.ndarray, index: int, generated: Sequence[int]) -> int:
+        """A token id for generated token `index`. `logits` f32 [n_vocab]. Raises CallError engine on NaN,
+        bad_message where no token can go on in the grammar."""
+        best = int(logits.argmax())
+        if not np.isfinite(logits[best]):
+            raise CallError("engine", "the logits are not finite: the model or its input is damaged")
+        if self._grammar is None:
+            return self._draw(logits, index, generated, best)
+        self._grammar.follow(generated)
+        token = self._draw(logits, index, generated, best)
+        if self._grammar.allows(token):
+            return token
+        allowed = self._grammar.mask(logits)
+        best = int(allowed.argmax())
+        if not np.isfinite(allowed[best]):
+            raise CallError("bad_message", "no token of this model can go on in the grammar", "sampling")
+        return self._draw(allowed, index, generated, best, again=True)
+
+    def _draw(
+        self, logits: np.ndarray, index: int, generated: Sequence[int], best: int, *, again: bool = False
+    ) -> int:
+        if self._sampling.temperature == 0.0 and self._is_plain:
+            return best
+        # A second draw with the random number that led to a refusal would not be random any more.
+        seed = _mix(self.seed ^ (_U32 - 1 if again else 0), index)
+        chain = self._chain(seed, len(logits))
+        try:
+            for token in generated[-PENALTY_WINDOW:] if self._looks_back else ():
+                lib.llama_sampler_accept(chain, token)
+            candidates, chosen = _apply(chain, logits)
+        finally:
+            lib.llama_sampler_free(chain)
+        if self._mirostat is not None:
+            return self._mirostat.draw(candidates["logit"], index, seed)
+        if chosen < 0:
+            raise CallError("engine", "the sampler selected nothing")
+        return chosen
+
+    def _chain(self, seed: int, n_vocab: int) -> Any:
+        sampling = self._sampling
+        samplers = self._adjusting(n_vocab)
+        if sampling.temperature == 0.0:
+            samplers.append(lib.llama_sampler_init_greedy())
+        elif self._mirostat is not None:
+            samplers.append(lib.llama_sampler_init_temp(sampling.temperature))
+        else:
+            if sampling.top_k > 0:
+                samplers.append(lib.llama_sampler_init_top_k(sampling.top_k))
+            if sampling.typical_p < 1.0:
+                samplers.append(lib.llama_sampler_init_typical(sampling.typical_p, 1))
+            if sampling.top_p < 1.0:
+                samplers.append(lib.llama_sampler_init_top_p(sampling.top_p, 1))
+            if sampling.min_p > 0.0:
+                samplers.append(lib.llama_sampler_init_min_p(sampling.min_p, 1))
+            if sampling.xtc_probability > 0.0:
+                samplers.append(
+                    lib.llama_sampler_init_xtc(
+                        sampling.xtc_probability, sampling.xtc_threshold, 1, _mix(seed, 0)
+                    )
+                )
+            samplers.append(lib.llama_sampler_init_temp(sampling.temperature))
+            samplers.append(lib.llama_sampler_init_dist(seed))
+        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        for sampler in samplers:
+            lib.llama_sampler_chain_add(chain, sampler)
+        return chain
+
+    def _adjusting(self, n_vocab: int) -> list[Any]:
+        """What changes logits before anything is cut off: biases, penalties, DRY."""
+        sampling = self._sampling
+        samplers = []
+        if sampling.logit_bias:
+            biases = (lib.llama_logit_bias * len(sampling.logit_bias))(*sampling.logit_bias)
+            samplers.append(lib.llama_sampler_init_logit_bias(n_vocab, len(biases), biases))
+        if sampling.repeat_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty:
+            samplers.append(
+                lib.llama_sampler_init_penalties(
+                    n_vocab,
+                    PENALTY_WINDOW,
+                    sampling.repeat_penalty,
+                    sampling.frequency_penalty,
+                    sampling.presence_penalty,
+                )
+            )
+        if sampling.dry_multiplier:
+            breakers = (ctypes.c_char_p * len(DRY_BREAKERS))(*DRY_BREAKERS)
+            samplers.append(
+                lib.llama_sampler_init_dry(
+                    self._vocabulary,
+                    sampling.dry_multiplier,
+                    sampling.dry_base,
+                    sampling.dry_allowed_length,
+                    PENALTY_WINDOW,
+                    breakers,
+                    len(breakers),
+                )
+            )
+        return samplers
+
+
+def _apply(chain: Any, logits: np.ndarray) -> tuple[np.ndarray, int]:
+    """All candidates as the chain leaves them, and the token that it chose, -1 where it does not choose."""
+    candidates = np.empty(len(logits), CANDIDATE)
+    candidates["id"] = np.arange(len(logits), dtype=np.int32)
+    candidates["logit"] = logits
+    candidates["p"] = 0.0
+    array = lib.llama_token_data_array(
+        data=candidates.ctypes.data_as(lib.llama_token_data_p),
+        size=len(candidates),
+        selected=-1,
+        sorted=False,
+    )
+    lib.llama_sampler_apply(chain, ctypes.byref(array))
+    return candidates, int(array.data[array.selected].id) if 0 <= array.selected < array.size else -1
+
+
+def _mix(seed: int, index: int) -> int:
+    """Distinct, well spread 32-bit seeds for the steps of a request (splitmix64)."""
+    z = (seed * 0x1_0000_0001 + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return (z ^ (z >> 31)) % _U32

@@ -1,0 +1,168 @@
+"""Render a conversation with the model's chat template, which is Jinja from a file that we do not trust.
+
+The sandbox forbids attributes and calls that reach the interpreter; beyond it a template is bounded in
+output, in time (an interval timer interrupts endless loops) and in memory (a limit on the address space
+while it runs), and operators that build huge values from small ones are checked. What gets past all that
+costs this worker only.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from swarmllm_proto.ipc import Effort
+from swarmllm_proto.reasoning_markers import THOUGHT_TAGS
+from swarmllm_workers.decode.bounded_call import bounded
+from swarmllm_workers.errors import CallError
+
+OUTPUT_MAX: Final = 16 * 2**20
+"""Characters of a rendered conversation: as much as a request of the API may hold, and again for markup."""
+RENDER_S: Final = 5.0
+SEQUENCE_MAX: Final = 2**20
+
+CHATML: Final = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>' + '\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+"""For models without a template."""
+
+
+class _Refused(Exception):
+    """The template called raise_exception, or went past a bound."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            for sequence, factor in ((left, right), (right, left)):
+                is_repeated = isinstance(sequence, (str, list, tuple)) and isinstance(factor, int)
+                if is_repeated and len(sequence) * factor > SEQUENCE_MAX:
+                    raise _Refused("a sequence is repeated too often")
+        elif operator == "**" and not (abs(left) < 2**32 and abs(right) < 64):
+            raise _Refused("a power is too large")
+        elif operator == "%" and isinstance(left, str):
+            raise _Refused("the % operator on text is not supported")
+        return super().call_binop(context, operator, left, right)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _Refused(str(message))
+
+
+def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None, **_ignored: object) -> str:
+    """Jinja's own filter escapes for HTML, which models have not seen in training."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
+
+
+class ChatTemplate:
+    """Compiled once. Raises CallError bad_template where the source does not compile."""
+
+    def __init__(self, source: str, *, bos_text: str, eos_text: str) -> None:
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _tojson
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        self._tokens = {"bos_token": bos_text, "eos_token": eos_text}
+        try:
+            with bounded(RENDER_S):
+                tree = environment.parse(source or CHATML)
+                self._names = {each.name for each in tree.find_all(jinja2.nodes.Name)}
+                self._thinks = any(end in source for end in THOUGHT_TAGS.values())
+                self._template = environment.from_string(tree)
+        except (
+            jinja2.TemplateError,
+            _Refused,
+            RecursionError,
+            MemoryError,
+            SyntaxError,
+            ValueError,
+        ) as error:
+            raise CallError(
+                "bad_template", f"the chat template does not compile: {_reason(error)}"
+            ) from error
+
+    def render(
+        self,
+        messages: list[dict[str, object]],
+        tools: list[dict[str, object]] | None,
+        effort: Effort | None = None,
+    ) -> str:
+        """The prompt, up to where the assistant is to speak. Raises CallError bad_template, also for an
+        `effort` that the template has no word for."""
+        thinking = self._thinking(effort)
+        parts: list[str] = []
+        n_characters = 0
+        try:
+            with bounded(RENDER_S):
+                for part in self._template.generate(
+                    messages=[_with_parsed_arguments(message) for message in messages],
+                    tools=tools or None,
+                    add_generation_prompt=True,
+                    **thinking,
+                    **self._tokens,
+                ):
+                    n_characters += len(part)
+                    if n_characters > OUTPUT_MAX:
+                        raise _Refused(f"the result is longer than {OUTPUT_MAX} characters")
+                    parts.append(part)
+        except CallError:
+            raise
+        except Exception as error:  # a template can raise whatever Python can
+            raise CallError(
+                "bad_template", f"the chat template failed: {_reason(error)}", "messages"
+            ) from error
+        return "".join(parts)
+
+    def _thinking(self, effort: Effort | None) -> dict[str, object]:
+        """Names by which templates know it: a level (gpt-oss), or only whether (Qwen, DeepSeek, Granite).
+        Of models that always think (DeepSeek R1) they only know where a thought ends."""
+        if effort is None:
+            return {}
+        known: dict[str, object] = {
+            "reasoning_effort": effort,
+            "enable_thinking": effort != "none",
+            "thinking": effort != "none",
+        }
+        read = {name: value for name, value in known.items() if name in self._names}
+        if not read and effort != "none" and not self._thinks:
+            raise CallError(
+                "bad_template",
+                "this model's chat template cannot say how much to think; leave it out",
+                "reasoning_effort",
+            )
+        return read
+
+
+def _with_parsed_arguments(message: dict[str, object]) -> dict[str, object]:
+    """OpenAI sends a tool call's arguments as JSON text; templates expect the object and print it as JSON."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    parsed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"])
+            except ValueError:
+                arguments = function["arguments"]
+            call = {**call, "function": {**function, "arguments": arguments}}
+        parsed.append(call)
+    return {**message, "tool_calls": parsed}
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error) or type(error).__name__)[:300]

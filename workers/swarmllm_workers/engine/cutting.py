@@ -1,0 +1,79 @@
+"""Where one model may be cut, and which segments a range of its layers becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from swarmllm_proto.architectures import ARCHITECTURES, generic
+from swarmllm_proto.cut_rules import cut_rule
+from swarmllm_workers.engine.gguf_file import GgufFile
+from swarmllm_workers.engine.ranges import Range
+from swarmllm_workers.engine.segment import EngineSettings
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.speculation.layer_skipping import plan
+
+
+class Cuts:
+    def __init__(self, source: GgufFile, name: str, n_layers: int, settings: EngineSettings) -> None:
+        architecture = source.text("general.architecture")
+        self._name = name
+        self._n_layers = n_layers
+        self.skip_ratio = 0.0
+        self.rule = cut_rule(architecture, n_layers, source.number, source.numbers, settings.checked_unit)
+        self.architecture = ARCHITECTURES.get(architecture)
+        """None where nothing is known; then the model runs whole."""
+        if self.architecture is None and self.rule.cut_alignment:
+            self.architecture = generic(architecture)
+        self.skipped: frozenset[Range] = frozenset()
+        """Segments of the whole model that guesses leave out (`swift.py`)."""
+
+    @property
+    def is_fed_tokens(self) -> bool:
+        return self.architecture is not None and self.architecture.feeds_tokens
+
+    def leave_out(self, skip_ratio: float) -> None:
+        """From now on the whole model is in pieces, so that guesses can leave out this share of its layers;
+        0: in one."""
+        self.skip_ratio = skip_ratio
+        self.skipped = frozenset()
+
+    def check(self, start: int, end: int) -> None:
+        """Raises CallError cannot_cut."""
+        if not 0 <= start < end <= self._n_layers:
+            field = "start" if start >= min(end, self._n_layers) else "end"
+            raise CallError(
+                "cannot_cut", f"layers {start}:{end} of a model of {self._n_layers} layers", field
+            )
+        if (start, end) == (0, self._n_layers):
+            return
+        alignment = self.rule.cut_alignment
+        if alignment == 0:
+            raise CallError("cannot_cut", f"{self._name} runs whole only: {self.rule.whole_reason}", "start")
+        for field, boundary in (("start", start), ("end", end)):
+            if boundary % alignment and boundary != self._n_layers:
+                raise CallError(
+                    "cannot_cut", f"{self._name} can be cut at multiples of {alignment} only", field
+                )
+
+    def pieces(self, ranges: Iterable[Range]) -> list[Range]:
+        """The ranges, those in several pieces that no single segment may hold."""
+        if self.architecture is None or self.rule.cut_alignment == 0:
+            return list(ranges)
+        return [
+            piece
+            for start, end in ranges
+            for piece in (
+                self._whole_pieces()
+                if (start, end) == (0, self._n_layers)
+                else self.architecture.pieces(start, end, self.rule.cut_alignment)
+            )
+        ]
+
+    def _whole_pieces(self) -> Sequence[Range]:
+        alignment = self.rule.cut_alignment
+        pieces, skipped = plan(self._n_layers, alignment, self.skip_ratio)
+        assert self.architecture is not None
+        if any(self.architecture.pieces(*piece, alignment) != (piece,) for piece in pieces):
+            return ((0, self._n_layers),)
+        self.skipped = skipped
+        return pieces

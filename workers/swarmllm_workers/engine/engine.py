@@ -1,0 +1,390 @@
+"""One model and the layer ranges of it that this worker holds.
+
+What is *held* is a set of ranges, what runs is a set of segments that covers them. Usually they are the
+same; they differ after a request asks for a part of a held range: libllama cannot run part of a loaded
+model, so the segment is cut at the request's boundaries. While other requests have rows in it the old one
+stays until the last of them has left ("retired"), so nobody's KV is lost.
+
+The whole model as one range is the original file; everything else goes through segment files. Each segment
+has its own KV, and a slot is the same sequence number in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from swarmllm_proto.blocks import root_hash
+from swarmllm_workers.cache.journal import Journals
+from swarmllm_workers.cache.prefix_cache import PrefixCache
+from swarmllm_workers.cache.prefixes import token_name
+from swarmllm_workers.decode.template import ChatTemplate
+from swarmllm_workers.decode.vocabulary import Vocabulary
+from swarmllm_workers.engine.cutting import Cuts
+from swarmllm_workers.engine.embedding import Embedding
+from swarmllm_workers.engine.gguf_file import GgufFile
+from swarmllm_workers.engine.libllama import Model
+from swarmllm_workers.engine.memory import ALLOWED, Memory, available_bytes, predict, refuse_what_does_not_fit
+from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
+from swarmllm_workers.engine.ranges import Range, join, merge, subtract
+from swarmllm_workers.engine.segment import EngineSettings, Segment, Span
+from swarmllm_workers.engine.segment_file import n_layers_of, refuse_split
+from swarmllm_workers.engine.segment_maker import LoadProgress, SegmentMaker
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.schedule.held_requests import HeldRequests
+from swarmllm_workers.schedule.segment_route import Route, find_path
+from swarmllm_workers.schedule.slots import Slots
+
+
+class Engine:
+    """Everything a worker can do with its model, without messages. Raises CallError and nothing else."""
+
+    def __init__(
+        self, path: Path, cache_dir: Path, settings: EngineSettings, *, owns_path: bool = False
+    ) -> None:
+        """`owns_path`: the file is nobody else's, its layers may move to segment files."""
+        self.source = GgufFile(path)
+        refuse_split(self.source)
+        self.settings = settings
+        self.architecture_name = self.source.text("general.architecture")
+        self.name = self.source.text("general.name", path.stem)
+        self.n_layers = n_layers_of(self.source)
+        self.cuts = Cuts(self.source, self.name, self.n_layers, settings)
+        self.rule, self.architecture = self.cuts.rule, self.cuts.architecture
+        refuse_impossible_rotation(self.source)
+        refuse_what_aborts(path)
+        self._vocabulary_model = Model(path, vocab_only=True)
+        self.context_length = self.source.integer(f"{self.architecture_name}.context_length", 0)
+        self.vocabulary = Vocabulary(self._vocabulary_model, self.source)
+        self.embedding = Embedding(self.source)
+        self.n_embd, self.n_vocab = self.embedding.n_embd, self.embedding.n_vocab
+        self.template_source = self.source.text("tokenizer.chat_template")
+        self._template: ChatTemplate | None = None
+        self.cache_dir = cache_dir
+        self._maker = SegmentMaker(
+            self.source, self.n_layers, self.cuts, settings, cache_dir, owns_path=owns_path
+        )
+        self.slots = Slots(settings.n_slots)
+        self.prefixes = PrefixCache(settings, self.slots)
+        self.journals = Journals(settings.journal_max_bytes)
+        self.held = HeldRequests(self.release)
+        self._root = root_hash(settings.model_id, 0, self.n_layers)
+        self._held: list[Range] = []
+        self._segments: list[Segment] = []
+        self._retired: list[Segment] = []
+        self._routes: dict[str, dict[Range, Route]] = {}
+        """Where each request's rows are: a request keeps to its segments, retired or not."""
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        return tuple(self._held)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(self._segments)
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(segment.weights_bytes for segment in (*self._segments, *self._retired))
+
+    def template(self) -> ChatTemplate:
+        if self._template is None:
+            self._template = ChatTemplate(
+                self.template_source, bos_text=self.vocabulary.bos_text, eos_text=self.vocabulary.eos_text
+            )
+        return self._template
+
+    def load(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
+        """Hold [start, end) too. Raises CallError cannot_cut, bad_model, out_of_memory; holds what it held
+        then."""
+        self.cuts.check(start, end)
+        missing = subtract([(start, end)], self._held)
+        self._refuse_what_does_not_fit(missing)
+        self._segments += self._maker.open_all(missing, progress)
+        self._held = merge([*self._held, *missing])
+        self._settle()
+
+    def rearrange(self, skip_ratio: float, progress: LoadProgress | None = None) -> None:
+        """Have the whole model, which is held, in one piece (0) or so that guesses can leave out this share
+        of its layers. Rows of running requests stay where they are until those are over. Raises CallError
+        where there is no room for that; then all is as before, loaded again at its next use."""
+        self.prefixes.clear()
+        whole, before, old = [(0, self.n_layers)], self.cuts.skip_ratio, self._segments
+        is_idle = not any(segment.n_rows for segment in old)
+        if is_idle:
+            self._close(old)
+        self.cuts.leave_out(skip_ratio)
+        try:
+            if not is_idle:
+                self._refuse_what_does_not_fit(whole)
+            self._segments = self._maker.open_all(whole, progress)
+        except CallError:
+            self.cuts.leave_out(before)
+            raise
+        if not is_idle:
+            self._retired += old
+        self._settle()
+
+    def _refuse_what_does_not_fit(self, missing: list[Range]) -> None:
+        self._refuse_pieces_that_do_not_fit(self.cuts.pieces(missing))
+
+    def _refuse_pieces_that_do_not_fit(
+        self, pieces: Sequence[Range], leaving: Sequence[Segment] = ()
+    ) -> None:
+        """Raises CallError out_of_memory. `leaving`: segments that are closed before these are opened."""
+        needed = predict(self.source, self.n_layers, pieces, self.settings)
+        going = self._memory_of(leaving)
+        # Mapped weights are page cache, which counts as available while they are mapped.
+        given_back = going.total_bytes - (going.weights_bytes if self.settings.use_mmap else 0)
+        what = f"layers {join(merge(pieces))} of {self.name}"
+        refuse_what_does_not_fit(needed, what, available_bytes() + given_back)
+        if self.settings.max_bytes:
+            needed += self.memory
+            refuse_what_does_not_fit(needed, what, self.settings.max_bytes + going.total_bytes, ALLOWED)
+
+    @property
+    def memory(self) -> Memory:
+        """What the segments take, as predicted."""
+        return self._memory_of([*self._segments, *self._retired])
+
+    def _memory_of(self, segments: Sequence[Segment]) -> Memory:
+        pieces = [(segment.start, segment.end) for segment in segments]
+        return predict(self.source, self.n_layers, pieces, self.settings)
+
+    def unload(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
+        """Hold [start, end) no longer. Rows of running requests in affected segments are lost. What remains
+        of a segment is cut anew; the rest of it stays held when that fails and is loaded at its next
+        use. `progress`: bytes given back and read anew."""
+        if not any(s < end and start < e for s, e in self._held):
+            raise CallError("not_loaded", f"layers {start}:{end} are not held", "start")
+        self.prefixes.clear()
+        remaining = subtract(self._held, [(start, end)])
+        for piece in remaining:
+            self.cuts.check(*piece)
+        affected = [s for s in (*self._segments, *self._retired) if s.start < end and start < s.end]
+        pieces = subtract([(s.start, s.end) for s in affected if s in self._segments], [(start, end)])
+        done_bytes = sum(segment.weights_bytes for segment in affected)
+        again = self.cuts.pieces(pieces)
+        total_bytes = done_bytes + predict(self.source, self.n_layers, again, self.settings).weights_bytes
+        tell = progress or (lambda done, total: None)
+        self._close(affected)
+        self._held = remaining
+        tell(done_bytes, total_bytes)
+        for piece in again:
+            segment = self._maker.open(*piece)
+            self._segments.append(segment)
+            done_bytes += segment.weights_bytes
+            tell(min(done_bytes, total_bytes), total_bytes)
+        self._settle()
+
+    def whole_file(self) -> Path:
+        """The GGUF with everything in it. Nothing may be loaded."""
+        return self._maker.whole_file()
+
+    def route(self, request_id: str, start: int, end: int) -> Route:
+        """The request's segments for exactly [start, end), cut where necessary. Raises CallError not_loaded,
+        cannot_cut, and what loading raises."""
+        known = self._routes.get(request_id, {}).get((start, end))
+        if known is not None and not known.is_closed:
+            return known
+        route = self._new_route(start, end)
+        self._routes.setdefault(request_id, {})[start, end] = route
+        return route
+
+    def _new_route(self, start: int, end: int) -> Route:
+        self.cuts.check(start, end)
+        missing = subtract([(start, end)], self._held)
+        if missing:
+            held = ", ".join(f"{s}:{e}" for s, e in self._held) or "nothing"
+            raise CallError("not_loaded", f"layers {join(missing)} are not loaded (held: {held})", "start")
+        path = find_path(self._segments, start, end)
+        if path is None:
+            self._fill()
+            self._cut_at(start, end)
+            path = find_path(self._segments, start, end)
+        if path is None:
+            raise CallError("engine", f"no segments cover {start}:{end}")
+        return Route(start, end, tuple(path))
+
+    def segments_for(self, start: int, end: int) -> tuple[Segment, ...]:
+        """Those that run [start, end), cut where necessary. Raises as `route` does."""
+        return self._new_route(start, end).segments
+
+    def take_slot(self, request_id: str) -> int:
+        return self.slots.take(request_id)
+
+    def make_room(self, route: Route, n_rows: int) -> int:
+        """Let kept and held rows go until `n_rows` are free or there are none; what is free then."""
+        while (n_free := self.prefixes.make_room(route.segments, n_rows)) < n_rows and self.held.let_go():
+            pass
+        return n_free
+
+    def reuse(self, request_id: str, route: Route, tokens: np.ndarray, session: str = "") -> int:
+        """Rows that the request, which has none yet, gets from others with the same beginning. At least one
+        token is left to be run: its logits are wanted."""
+        n_max = len(tokens) - 1
+        return self.prefixes.reuse(
+            request_id, route.segments, token_name(self._root, tokens[:n_max], session), n_max
+        )
+
+    def keep(self, request_id: str, tokens: np.ndarray, session: str = "") -> None:
+        """The request is over: keep the rows of `tokens`, which are all that it has, for others. Not in
+        segments that are about to go."""
+        route = self._routes.get(request_id, {}).get((0, self.n_layers))
+        if route is not None and all(segment in self._segments for segment in route.segments):
+            self.prefixes.keep(request_id, route.segments, token_name(self._root, tokens, session))
+
+    def full(self, route: Route, n_more: int) -> CallError:
+        """What a request is told for which there are not enough KV rows now. (One that could never have
+        enough is refused before it begins.)"""
+        n_rows = max(segment.n_rows for segment in route.segments) + n_more
+        return CallError(
+            "no_room",
+            f"{n_rows} rows in a context of {self.settings.n_ctx} (n_ctx), most of them other requests'",
+        )
+
+    def rewind(self, route: Route, span: Span) -> None:
+        """Forget the slot's rows from the span's position on. Raises CallError position_gap, also where
+        the model's state cannot be rolled back, or not_loaded."""
+        self._check_open(route)
+        for segment in route.segments:
+            segment.check_position(span)
+        for segment in route.segments:
+            segment.truncate(span.slot, span.position)
+
+    def expire(self) -> float | None:
+        """Free what has been kept long enough; seconds until more of it has, None where nothing is kept."""
+        self.prefixes.expire()
+        self.held.expire()
+        times_s = (self.prefixes.next_expiry_s(), self.held.next_expiry_s())
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
+
+    def rename(self, request_id: str, new_id: str, n_rows: int) -> None:
+        """What is held of a request is another one's, which has nothing yet: `n_rows` rows at most."""
+        self.held.discard(request_id)
+        self.slots.rename(request_id, new_id)
+        self.prefixes.rename(request_id, new_id)
+        self.journals.rename(request_id, new_id)
+        self._routes[new_id] = self._routes.pop(request_id, {})
+        try:
+            self.empty(new_id, n_rows)
+        except CallError:
+            self.empty(new_id)
+
+    def n_rows(self, request_id: str, start: int, end: int) -> int:
+        """Rows that the request has in [start, end), where it has run there."""
+        slot, route = self.slots.get(request_id), self._routes.get(request_id, {}).get((start, end))
+        if slot is None or route is None or route.is_closed:
+            return 0
+        return min(segment.lengths[slot] for segment in route.segments)
+
+    def release(self, request_id: str) -> None:
+        """Free the request's slot and its rows in every segment."""
+        self.held.discard(request_id)
+        self.journals.forget(request_id)
+        self.prefixes.end(request_id, self._segments)
+        self.empty(request_id)
+        self._routes.pop(request_id, None)
+        self.slots.release(request_id)
+        self._close([segment for segment in self._retired if segment.n_rows == 0])
+
+    def empty(self, request_id: str, length: int = 0) -> None:
+        """Free the request's rows from `length` on in every segment; it keeps its slot and its segments."""
+        slot = self.slots.get(request_id)
+        if slot is not None:
+            for segment in (*self._segments, *self._retired):
+                segment.truncate(slot, length)
+
+    def release_if_empty(self, request_id: str) -> None:
+        """Free the slot of a request that has no rows anywhere: one whose first forward was refused."""
+        slot = self.slots.get(request_id)
+        if slot is None or not any(segment.lengths[slot] for segment in (*self._segments, *self._retired)):
+            self.release(request_id)
+
+    def check(self, route: Route, spans: Sequence[Span]) -> None:
+        """Raises CallError position_gap, context_full, or not_loaded where the route has been unloaded."""
+        self._check_open(route)
+        for segment in route.segments:
+            segment.check(spans)
+
+    def _check_open(self, route: Route) -> None:
+        if route.is_closed:
+            raise CallError(
+                "not_loaded", f"layers {route.start}:{route.end} were unloaded while the request ran", "start"
+            )
+
+    def run(self, route: Route, spans: Sequence[Span]) -> list[np.ndarray]:
+        """Run spans through a route: `Segment.run` of its segments one after the other, after `check` of
+        all."""
+        self.check(route, spans)
+        first, *others = route.segments
+        results = first.run([_with(span, self.prepare(first, span.data)) for span in spans])
+        for segment in others:
+            results = segment.run([_with(*each) for each in zip(spans, results, strict=True)])
+        return results
+
+    def prepare(self, first: Segment, data: np.ndarray) -> np.ndarray:
+        """Token ids stay token ids for the original file and become rows for a segment file."""
+        if data.ndim == 1:
+            if first.is_whole:
+                return data
+            data = self.embedding.rows(data)
+        elif first.start == 0 and (self.rule.cut_alignment == 0 or not first.takes_rows):
+            # Some of these would read several positions per row, some abort.
+            reason = self.rule.whole_reason or "whole, its inputs are wider than a row"
+            raise CallError("bad_tensor", f"{self.name} takes token ids only: {reason}", "payload")
+        if first.start == 0 and self.architecture is not None and self.architecture.scales_tokens_only:
+            data = data * np.sqrt(np.float32(self.n_embd))
+        return data
+
+    def _fill(self) -> None:
+        """Load what is held and has lost its segment, for want of room at the time."""
+        gaps = subtract(self._held, [(segment.start, segment.end) for segment in self._segments])
+        if gaps:
+            self._refuse_what_does_not_fit(gaps)
+            self._segments += self._maker.open_all(gaps)
+
+    def _cut_at(self, start: int, end: int) -> None:
+        """Replace segments that reach over `start` or `end` by their parts. Raises CallError out_of_memory,
+        having changed nothing, where the parts do not fit beside what stays."""
+        cut = [s for s in self._segments if s.start < start < s.end or s.start < end < s.end]
+        staying = [segment for segment in self._segments if segment not in cut]
+        missing: list[Range] = []
+        for segment in cut:
+            inside = [boundary for boundary in (start, end) if segment.start < boundary < segment.end]
+            for piece in self.cuts.pieces(pairwise([segment.start, *inside, segment.end])):
+                if find_path(staying, *piece) is None and piece not in missing:
+                    missing.append(piece)
+        idle = [segment for segment in cut if not segment.n_rows]
+        self._refuse_pieces_that_do_not_fit(missing, idle)
+        self.prefixes.clear()
+        self._retired += [segment for segment in cut if segment.n_rows]
+        self._segments = staying
+        for segment in idle:
+            segment.close()
+        for piece in missing:
+            self._segments.append(self._maker.open(*piece))
+        self._settle()
+
+    def _settle(self) -> None:
+        retired = [segment for segment in self._retired if segment.is_whole]
+        self._maker.settle([*self._segments, *retired])
+
+    def _close(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            segment.close()
+        self._segments = [s for s in self._segments if not s.is_closed]
+        self._retired = [s for s in self._retired if not s.is_closed]
+        if any(segment.is_whole for segment in segments) and self._segments:
+            self._settle()
+
+    def close(self) -> None:
+        self._close([*self._segments, *self._retired])
+        self._vocabulary_model.close()
+
+
+def _with(span: Span, data: np.ndarray) -> Span:
+    return Span(span.slot, span.position, data, span.want)

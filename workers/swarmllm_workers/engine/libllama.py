@@ -1,0 +1,363 @@
+"""Models and contexts of libllama, through its C interface (which only the tap and the probe touch beside
+this file). What enters here has been validated by the caller.
+
+libllama answers bad input with `abort()` in places, so nothing from outside reaches it unchecked: shapes,
+token ids, positions and free cells are looked at before each call, and the one exception that remains (a
+native crash) costs this process alone.
+
+Context settings that decide the last bit of a logit are by default those of `llama_cpp.Llama`: f16 KV, no
+flash attention. Sliding-window caches are always full-size (so that any position can be truncated).
+`kv_unified` lets one request use all cells instead of a fixed share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import llama_cpp
+import numpy as np
+from llama_cpp import llama_cpp as lib
+
+from swarmllm_proto.ipc import FlashAttention, KvType
+from swarmllm_workers.engine import huge_pages, row_attention, small_batches
+from swarmllm_workers.errors import CallError, Interrupted
+
+log = logging.getLogger(__name__)
+
+N_BATCH: Final = 512
+"""Rows of one `llama_decode`; longer forwards are run in parts."""
+WATCHED_ROWS_MIN: Final = 16
+WATCHED_FROM_S: Final = 0.1
+"""A batch of so many rows that is expected to take so long may be left before its end. To be asked costs a
+microsecond for each operation of the graph."""
+
+_LEVELS: Final = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
+"""libllama warns of every dummy vocabulary; its warnings are our news."""
+
+_LOAD_MODES: Final = {
+    (True, False): lib.LLAMA_LOAD_MODE_MMAP,
+    (True, True): lib.LLAMA_LOAD_MODE_MMAP_MLOCK,
+    (False, False): lib.LLAMA_LOAD_MODE_NONE,
+    (False, True): lib.LLAMA_LOAD_MODE_MLOCK,
+}
+_FLASH_ATTENTION: Final = {
+    "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
+    "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+}
+_KV_TYPES: Final = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0}
+
+_recent_complaints: deque[str] = deque(maxlen=8)
+
+
+def _on_log(level: int, text: bytes, _user_data: int | None) -> None:
+    line = text.decode("utf-8", "replace").strip()
+    if level == 4:
+        _recent_complaints.append(line)
+    if line:
+        log.log(_LEVELS.get(level, logging.DEBUG), "%s", line)
+
+
+_log_callback = lib.llama_log_callback(_on_log)
+lib.llama_log_set(_log_callback, ctypes.c_void_p())
+lib.llama_backend_init()
+small_batches.connect()
+
+
+def engine_version() -> str:
+    return f"llama-cpp-python {llama_cpp.__version__}"
+
+
+def _complaint(what: str) -> CallError:
+    said = "; ".join(_recent_complaints) or "libllama gave no reason"
+    kind = "out_of_memory" if "alloc" in said or "memory" in said else "bad_model"
+    return CallError(kind, f"{what}: {said[:600]}")  # type: ignore[arg-type]
+
+
+class Model:
+    """A loaded GGUF: the original, a segment file, or (`vocab_only`) nothing but its vocabulary.
+
+    Raises CallError bad_model or out_of_memory with libllama's own words.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        use_mmap: bool = True,
+        use_mlock: bool = False,
+        n_gpu_layers: int = 0,
+        vocab_only: bool = False,
+        on_progress: Callable[[float], None] | None = None,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
+        """`numbers`: metadata that counts instead of the file's."""
+        params = lib.llama_model_default_params()
+        params.load_mode = _LOAD_MODES[use_mmap, use_mlock]
+        params.n_gpu_layers = n_gpu_layers
+        params.vocab_only = vocab_only
+        params.load_mtp = False
+        if on_progress is not None:
+
+            def progressed(fraction: float, _user_data: int | None) -> bool:
+                on_progress(fraction)
+                return True
+
+            params.progress_callback = lib.llama_progress_callback(progressed)
+        if numbers:
+            params.kv_overrides = _overrides(numbers)
+        _recent_complaints.clear()
+        if use_mmap and not vocab_only:
+            huge_pages.read_in(path)
+        handle = lib.llama_model_load_from_file(os.fsencode(path), params)
+        if handle is None:
+            raise _complaint(f"{path.name} cannot be loaded")
+        self.handle = handle
+        self.vocabulary = lib.llama_model_get_vocab(handle)
+        self.n_embd = int(lib.llama_model_n_embd(handle))
+        self.n_embd_input = int(lib.llama_model_n_embd_inp(handle))
+        self.n_vocab = int(lib.llama_vocab_n_tokens(self.vocabulary))
+        self.n_layers = int(lib.llama_model_n_layer(handle))
+        self.context_length = int(lib.llama_model_n_ctx_train(handle))
+        self.has_encoder = bool(lib.llama_model_has_encoder(handle))
+        self.has_decoder = bool(lib.llama_model_has_decoder(handle))
+        self.n_window = int(lib.llama_model_n_swa(handle))
+        self.is_hybrid = bool(lib.llama_model_is_hybrid(handle))
+        self.is_recurrent = self.is_hybrid or bool(lib.llama_model_is_recurrent(handle))
+        self.size_bytes = int(lib.llama_model_size(handle))
+
+    @property
+    def n_heads(self) -> int:
+        """Of the first layer. Not for a model of which only the vocabulary is loaded: libllama aborts."""
+        return int(lib.llama_model_n_head(self.handle))
+
+    def number(self, key: str) -> int | None:
+        """A whole number of the metadata, None where it is missing or something else."""
+        buffer = ctypes.create_string_buffer(24)
+        size = lib.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
+        return int(buffer.value) if size > 0 and buffer.value.isdigit() else None
+
+    def close(self) -> None:
+        if self.handle is not None:
+            lib.llama_model_free(self.handle)
+            self.handle = None
+
+
+def _abort_callback(is_unwanted: Callable[[], bool] | None) -> Any:
+    if is_unwanted is None:
+        return None
+
+    def asked(_user_data: int | None) -> bool:
+        return is_unwanted()
+
+    return lib.ggml_abort_callback(asked)
+
+
+def _overrides(numbers: Mapping[str, int]) -> Any:
+    """A list that ends with an empty key."""
+    overrides = (lib.llama_model_kv_override * (len(numbers) + 1))()
+    for override, (key, number) in zip(overrides, numbers.items(), strict=False):
+        override.tag = lib.LLAMA_KV_OVERRIDE_TYPE_INT
+        override.key = key.encode()
+        override.value.val_i64 = number
+    return overrides
+
+
+@dataclass(frozen=True)
+class ContextSettings:
+    n_ctx: int
+    n_slots: int
+    n_threads: int
+    kv_type: KvType = "f16"
+    flash_attention: FlashAttention = "off"
+    n_outputs_max: int = N_BATCH
+    eval_callback: Any = None
+    """A `ggml_backend_sched_eval_callback` and the pointer it is called with; both must outlive the
+    context."""
+    eval_user_data: int | None = None
+    is_unwanted: Callable[[], bool] | None = None
+    """Asked while a long batch runs: whether to leave it. Must not raise."""
+
+
+class Context:
+    """KV cells, compute buffers and one reusable batch for a model."""
+
+    def __init__(self, model: Model, settings: ContextSettings) -> None:
+        params = lib.llama_context_default_params()
+        params.n_ctx = settings.n_ctx
+        params.n_batch = params.n_ubatch = N_BATCH
+        params.n_seq_max = settings.n_slots
+        params.n_outputs_max = settings.n_outputs_max
+        params.n_threads = params.n_threads_batch = settings.n_threads
+        params.flash_attn_type = _FLASH_ATTENTION[
+            row_attention.chosen(settings.flash_attention, settings.kv_type)
+        ]
+        params.type_k = params.type_v = _KV_TYPES[settings.kv_type]
+        params.kv_unified = True
+        params.swa_full = True
+        params.no_perf = True
+        params.offload_kqv = True
+        # Rows are wanted, not what a model that was made for embeddings makes of them all.
+        params.pooling_type = lib.LLAMA_POOLING_TYPE_NONE
+        if settings.eval_callback is not None:
+            params.cb_eval = settings.eval_callback
+            params.cb_eval_user_data = settings.eval_user_data
+        self._keep = settings
+        self._gives_normed = False
+        _recent_complaints.clear()
+        handle = lib.llama_init_from_model(model.handle, params)
+        if handle is None:
+            raise _complaint("no context can be made")
+        self.handle = handle
+        self._memory = lib.llama_get_memory(handle)
+        if self._memory is None:
+            self.close()
+            raise CallError("bad_model", "the model keeps no state between tokens: it generates nothing")
+        self.n_vocab = model.n_vocab
+        self._n_embd = model.n_embd
+        self._embd = np.zeros((N_BATCH, model.n_embd), np.float32)
+        self._tokens = np.zeros(N_BATCH, np.int32)
+        self._positions = np.zeros(N_BATCH, np.int32)
+        self._n_sequences = np.ones(N_BATCH, np.int32)
+        self._sequences = np.zeros(N_BATCH, np.int32)
+        self._outputs = np.zeros(N_BATCH, np.int8)
+        first = self._sequences.ctypes.data
+        self._sequence_pointers = np.arange(first, first + 4 * N_BATCH, 4, dtype=np.uint64)
+        self._is_unwanted = _abort_callback(settings.is_unwanted)
+        self._row_s = math.inf
+        """What a row took in the latest batch of many."""
+        self._row_batch = self._batch(rows=True)
+        self._token_batch = self._batch(rows=False)
+
+    def _batch(self, *, rows: bool) -> Any:
+        batch = lib.llama_batch()
+        if rows:
+            batch.embd = self._embd.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        else:
+            batch.token = self._tokens.ctypes.data_as(ctypes.POINTER(lib.llama_token))
+        batch.pos = self._positions.ctypes.data_as(ctypes.POINTER(lib.llama_pos))
+        batch.n_seq_id = self._n_sequences.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        batch.seq_id = self._sequence_pointers.ctypes.data_as(
+            ctypes.POINTER(ctypes.POINTER(lib.llama_seq_id))
+        )
+        batch.logits = self._outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+        return batch
+
+    def decode(
+        self,
+        data: np.ndarray,
+        positions: np.ndarray | int,
+        sequences: np.ndarray | int,
+        outputs: np.ndarray | bool,
+        *,
+        normed: bool = False,
+    ) -> None:
+        """One `llama_decode` of n <= N_BATCH rows.
+
+        `data`: f32 [n, n_embd], or i32 [n] token ids. `outputs`: which rows the head computes (tap: all of
+        them), at most `n_outputs_max`: libllama aborts. `normed`: `normed` has something to give afterwards.
+        Raises CallError context_full where no cells are free, engine for anything else; Interrupted where
+        it turned out to be unwanted.
+        """
+        n = len(data)
+        if data.ndim == 2:
+            self._embd[:n] = data
+            batch = self._row_batch
+        else:
+            self._tokens[:n] = data
+            batch = self._token_batch
+        if n == 1 and isinstance(positions, int):
+            # A lone decode step: what is done below, with less code of numpy.
+            self._positions[0], self._sequences[0], self._outputs[0] = positions, sequences, outputs
+        else:
+            self._positions[:n] = positions
+            self._sequences[:n] = sequences
+            self._outputs[:n] = outputs
+        batch.n_tokens = n
+        if normed != self._gives_normed:
+            lib.llama_set_embeddings(self.handle, normed)
+            self._gives_normed = normed
+        if n >= WATCHED_ROWS_MIN and self._is_unwanted is not None:
+            status = self._decode_watched(batch, n, self._is_unwanted)
+        else:
+            status = lib.llama_decode(self.handle, batch)
+        if status == 0:
+            lib.llama_synchronize(self.handle)
+        elif status == 2:
+            raise Interrupted
+        elif status == 1:
+            raise CallError("context_full", f"no KV cells are free for {n} more rows")
+        else:
+            raise CallError("engine", f"llama_decode failed with status {status}")
+
+    def _decode_watched(self, batch: Any, n: int, is_unwanted: Any) -> int:
+        is_long = n * self._row_s >= WATCHED_FROM_S
+        if is_long:
+            lib.llama_set_abort_callback(self.handle, is_unwanted, None)
+        started = time.perf_counter()
+        status = int(lib.llama_decode(self.handle, batch))
+        if is_long:
+            lib.llama_set_abort_callback(self.handle, lib.ggml_abort_callback(), None)
+        if status == 0:
+            self._row_s = (time.perf_counter() - started) / n
+        return status
+
+    def logits(self, row: int) -> np.ndarray:
+        """f32 [n_vocab] of a row that was marked as output: a view that the next decode overwrites."""
+        pointer = lib.llama_get_logits_ith(self.handle, row)
+        if not pointer:
+            raise CallError("engine", f"row {row} has no logits")
+        return np.ctypeslib.as_array(pointer, (self.n_vocab,))
+
+    def normed(self, row: int) -> np.ndarray:
+        """f32 [n_embd]: the state after the final norm of a row that was marked as output. A view that the
+        next decode overwrites."""
+        pointer = lib.llama_get_embeddings_ith(self.handle, row)
+        if not pointer:
+            raise CallError("engine", f"row {row} has no state after the final norm")
+        return np.ctypeslib.as_array(pointer, (self._n_embd,))
+
+    def logits_of_rows(self, first: int, n: int) -> np.ndarray:
+        """f32 [n, n_vocab] of rows that follow each other and were all marked as outputs; as `logits`."""
+        pointer = lib.llama_get_logits_ith(self.handle, first)
+        if not pointer:
+            raise CallError("engine", f"row {first} has no logits")
+        return np.ctypeslib.as_array(pointer, (n, self.n_vocab))
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """Give `target`, which must be empty, the first `length` rows of `source`: the same cells."""
+        lib.llama_memory_seq_cp(self._memory, source, target, 0, length)
+
+    def state_size(self, sequence: int) -> int:
+        return int(lib.llama_state_seq_get_size(self.handle, sequence))
+
+    def save(self, sequence: int) -> bytes:
+        """The sequence's rows, in libllama's own format."""
+        buffer = ctypes.create_string_buffer(self.state_size(sequence))
+        pointer = ctypes.cast(buffer, ctypes.POINTER(ctypes.c_uint8))
+        n = lib.llama_state_seq_get_data(self.handle, pointer, len(buffer), sequence)
+        return buffer.raw[:n]
+
+    def restore(self, sequence: int, state: bytes) -> bool:
+        """False where libllama refuses: too few cells, or not of this model and these settings."""
+        array = np.frombuffer(state, np.uint8)
+        pointer = array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        return bool(lib.llama_state_seq_set_data(self.handle, pointer, len(state), sequence) == len(state))
+
+    def truncate(self, sequence: int, length: int) -> bool:
+        """Forget positions >= length. False where the model cannot forget a part (recurrent state)."""
+        return bool(lib.llama_memory_seq_rm(self._memory, sequence, length, -1))
+
+    def close(self) -> None:
+        if self.handle is not None:
+            lib.llama_free(self.handle)
+            self.handle = None

@@ -1,0 +1,176 @@
+"""How much memory layers will take, from the header alone, and how much there is.
+
+Weights are the tensors' bytes. Keys and values follow from the heads and the context. Work space is what
+libllama reserves for the largest graph, 512 rows: without flash attention mostly the attention scores of one
+layer, which no header states; the factors here are those of libllama's own figures (`compute buffer size` in
+its log) for models of 12 to 24 layers, rounded up.
+
+Mapped weights count in full: they are read for every token, and a model that does not fit crawls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from swarmllm_workers.engine import row_attention
+from swarmllm_workers.engine.gguf_file import ARRAY, STRING, GgufFile
+from swarmllm_workers.engine.libllama import N_BATCH
+from swarmllm_workers.engine.ranges import Range
+from swarmllm_workers.engine.segment import EngineSettings
+from swarmllm_workers.errors import CallError
+
+_F32: Final = 4
+_VALUE_BYTES: Final = {"f16": 2.0, "q8_0": 34 / 32}
+_NO_LIMIT: Final = 2**60
+"""What a control group without a limit says, or more."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    work_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.work_bytes
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(
+            self.weights_bytes + other.weights_bytes,
+            self.kv_bytes + other.kv_bytes,
+            self.work_bytes + other.work_bytes,
+        )
+
+
+def predict(source: GgufFile, n_layers: int, pieces: Iterable[Range], settings: EngineSettings) -> Memory:
+    """Of segments of these ranges, each with a KV cache and work space of its own."""
+    total = Memory()
+    for start, end in pieces:
+        has_head = end == n_layers
+        kv_bytes = sum(_kv_bytes(source, layer, settings) for layer in range(start, end))
+        weights_bytes = _weights_bytes(source, start, end, has_head=has_head)
+        total += Memory(weights_bytes, kv_bytes, _work_bytes(source, settings, has_head=has_head))
+    return total
+
+
+def _weights_bytes(source: GgufFile, start: int, end: int, *, has_head: bool) -> int:
+    size = 0
+    is_tied = "output.weight" not in source.tensors
+    for tensor in source.tensors.values():
+        if tensor.name.startswith("blk."):
+            needed = start <= int(tensor.name.split(".")[1]) < end
+        elif tensor.name == "token_embd.weight":
+            needed = has_head and (is_tied or start == 0)
+        else:
+            needed = has_head or tensor.name != "output.weight"
+        size += tensor.size_bytes if needed else 0
+    return size
+
+
+def _kv_bytes(source: GgufFile, layer: int, settings: EngineSettings) -> int:
+    n_embd = _number(source, "embedding_length")
+    n_heads = _number(source, "attention.head_count", layer)
+    n_kv_heads = _number(source, "attention.head_count_kv", layer, n_heads)
+    head_size = n_embd // n_heads if n_heads else 0
+    row = _number(source, "attention.key_length", layer, head_size)
+    row += _number(source, "attention.value_length", layer, head_size)
+    cells = int(settings.n_ctx * n_kv_heads * row * _VALUE_BYTES[settings.kv_type])
+    inner = _number(source, "ssm.inner_size", layer)
+    state = _number(source, "ssm.state_size", layer) + _number(source, "ssm.conv_kernel", layer)
+    return cells + settings.n_slots * inner * state * _F32
+
+
+def _work_bytes(source: GgufFile, settings: EngineSettings, *, has_head: bool) -> int:
+    n_layers = _number(source, "block_count")
+    n_heads = max((_number(source, "attention.head_count", layer) for layer in range(n_layers)), default=0)
+    n_masks = 2 if _number(source, "attention.sliding_window") else 1
+    n_scores = n_masks if _is_fused(settings, source) else n_heads + 2 * n_masks
+    n_ff = max((_number(source, "feed_forward_length", layer) for layer in range(n_layers)), default=0)
+    n_ff = max(n_ff, _number(source, "expert_feed_forward_length") * _number(source, "expert_used_count"))
+    width = 2 * n_ff + 4 * _number(source, "embedding_length")
+    n_outputs = settings.n_slots + settings.prefixes.n_cells_entries if has_head else 0
+    n_vocab = source.tensors["token_embd.weight"].shape[-1] if "token_embd.weight" in source.tensors else 0
+    return int(N_BATCH * _F32 * (n_scores * settings.n_ctx + width)) + n_outputs * n_vocab * _F32
+
+
+def _is_fused(settings: EngineSettings, source: GgufFile) -> bool:
+    """On a GPU "auto" may turn out to be plain, and is predicted as that; libllama has no fused attention for
+    Grok."""
+    attention = row_attention.chosen(settings.flash_attention, settings.kv_type)
+    if attention == "auto":
+        return not settings.n_gpu_layers and source.text("general.architecture") != "grok"
+    return attention == "on"
+
+
+def _number(source: GgufFile, key: str, layer: int = 0, default: int = 0) -> int:
+    """Of the architecture's metadata, a layer's own where there is one for each."""
+    value = source.values.get(f"{source.text('general.architecture')}.{key}")
+    if value is None or value.type == STRING:
+        return default
+    if value.type != ARRAY:
+        return max(int(value.scalar()), 0)
+    numbers = value.numbers()
+    return max(int(numbers[layer]), 0) if layer < len(numbers) else default
+
+
+AVAILABLE: Final = "are available"
+ALLOWED: Final = "are allowed (resources.max_model_gib)"
+
+
+def refuse_what_does_not_fit(needed: Memory, what: str, limit_bytes: int, whose: str = AVAILABLE) -> None:
+    """Raises CallError out_of_memory."""
+    if needed.total_bytes > limit_bytes:
+        raise CallError(
+            "out_of_memory",
+            f"{what} would take {_gib(needed.total_bytes)} (weights {_gib(needed.weights_bytes)}, keys and "
+            f"values {_gib(needed.kv_bytes)}, work space {_gib(needed.work_bytes)}), and {_gib(limit_bytes)} "
+            f"{whose}: load fewer layers, or lower n_ctx",
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """What the machine can still give, or this process's control group (versions 1 and 2), page cache that
+    can go included; a huge number where nobody says. `root`: of the file system."""
+    found = [_NO_LIMIT]
+    for line in _lines(root / "proc/meminfo"):
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            found.append(int(rest.split()[0]) * 1024)
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            base = root / "sys/fs/cgroup"
+            found += _room_in(base, group, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            found += _room_in(base, group, *names)
+    return max(min(found), 0)
+
+
+def _room_in(base: Path, group: str, limit: str, usage: str, cache: str) -> list[int]:
+    """Of the group and of those it is in. In a container the group's path is that outside, and the files lie
+    at the base."""
+    folder = base / group.lstrip("/")
+    rooms = []
+    for each in (folder, *(parent for parent in folder.parents if base in (parent, *parent.parents))):
+        limits, usages = _lines(each / limit), _lines(each / usage)
+        if limits and usages and limits[0].isdigit() and int(limits[0]) < _NO_LIMIT:
+            caches = [line.split()[1] for line in _lines(each / "memory.stat") if line.split()[0] == cache]
+            rooms.append(int(limits[0]) - int(usages[0]) + int(caches[0] if caches else 0))
+    return rooms
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,375 @@
+"""A layer range in memory, ready to run: libllama's model and context over a segment file (or the whole
+GGUF).
+
+A segment runs *spans*: each is a run of rows of one slot from one position on. Spans of several slots go
+through one `llama_decode`, and libllama keeps their sequences apart; that is the place where batching
+happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from swarmllm_proto.architectures import Architecture
+from swarmllm_proto.ipc import FlashAttention, KvType
+from swarmllm_workers.cache.prefixes import PrefixSettings
+from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
+from swarmllm_workers.engine.small_batches import ROWS_MAX
+from swarmllm_workers.engine.tap import Rescaling, Tap
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.schedule.cells import Cells
+
+Want: TypeAlias = Literal["hidden", "none", "logits", "rows", "normed"]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    n_ctx: int = 4096
+    """KV cells of each segment, shared by all slots."""
+    n_slots: int = 8
+    n_threads: int = 1
+    use_mmap: bool = True
+    use_mlock: bool = False
+    max_bytes: int = 0
+    """What the held layers may take by prediction; 0: what the machine has left."""
+    kv_type: KvType = "f16"
+    flash_attention: FlashAttention = "off"
+    n_gpu_layers: int = 0
+    model_id: str = "0" * 64
+    prefixes: PrefixSettings = field(default_factory=PrefixSettings)
+    """How much is kept of requests that are over."""
+    journal_max_bytes: int = 2**28
+    """Host memory for rows that running requests have sent on."""
+    native_tap: bool = True
+    checked_unit: int = 0
+    """Of a model whose architecture is not in the table: as many layers a self-check found exact; 0: none."""
+    is_unwanted: Callable[[], bool] | None = None
+    """Asked while a long batch runs: whether to leave it."""
+
+
+class Span(NamedTuple):
+    """Rows of one slot at positions [position, position + n)."""
+
+    slot: int
+    position: int
+    data: np.ndarray
+    """Hidden states f32 [n, n_embd], or, for a segment that begins at layer 0, token ids i32 [n]."""
+    want: Want
+    """Of the head segment: logits of the last row, or ("rows") of all, the states of all rows after the final
+    norm, or nothing. Every other segment gives hidden states."""
+
+
+class Segment:
+    """Layers [start, end). Closing it gives all of its memory back to the system."""
+
+    def __init__(
+        self,
+        path: Path,
+        start: int,
+        end: int,
+        *,
+        n_layers: int,
+        architecture: Architecture | None,
+        settings: EngineSettings,
+        on_progress: Callable[[float], None] | None = None,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
+        """`numbers`: metadata that counts instead of the file's."""
+        self.start, self.end = start, end
+        self.is_whole = start == 0 and end == n_layers
+        self.has_head = end == n_layers
+        self.is_closed = False
+        self._n_layers = n_layers
+        self._settings = settings
+        self._feeds_tokens = architecture is not None and architecture.feeds_tokens
+        self._model = Model(
+            path,
+            use_mmap=settings.use_mmap,
+            use_mlock=settings.use_mlock,
+            n_gpu_layers=settings.n_gpu_layers,
+            on_progress=on_progress,
+            numbers=numbers,
+        )
+        self.weights_bytes = self._model.size_bytes
+        self.is_recurrent = self._model.is_recurrent
+        n_kept = settings.prefixes.n_cells_entries
+        # Beyond the slots: one for each entry, and one in which an entry is cut to size.
+        n_sequences = settings.n_slots + (0 if self.is_recurrent or not n_kept else n_kept + 1)
+        self.n_outputs_max = max(n_sequences, ROWS_MAX) if self.has_head else N_BATCH
+        """Rows of one batch of which the head, or the tap, gives something."""
+        self._cells = Cells(n_sequences)
+        self.lengths = self._cells.lengths
+        """Rows that each slot, and each sequence of kept rows, has in this segment's KV."""
+        try:
+            if self._model.n_layers != end - start:
+                raise CallError(
+                    "bad_model", f"{path.name} has {self._model.n_layers} layers, not {end - start}"
+                )
+            if self._model.has_encoder or not self._model.has_decoder:
+                raise CallError("bad_model", f"{path.name} is an encoder: it generates nothing")
+            self._tap = self._make_tap(architecture)
+            self._context = Context(
+                self._model,
+                ContextSettings(
+                    n_ctx=settings.n_ctx,
+                    n_slots=n_sequences,
+                    n_threads=settings.n_threads,
+                    kv_type=settings.kv_type,
+                    flash_attention=settings.flash_attention,
+                    n_outputs_max=self.n_outputs_max,
+                    eval_callback=self._tap.callback if self._tap else None,
+                    eval_user_data=self._tap.user_data if self._tap else None,
+                    is_unwanted=settings.is_unwanted,
+                ),
+            )
+        except CallError:
+            self._model.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.start}:{self.end} rows={self.n_rows}>"
+
+    def _make_tap(self, architecture: Architecture | None) -> Tap | None:
+        if architecture is None:
+            return None
+        output = "" if self.has_head else f"{architecture.tap}-{self.end - self.start - 1}"
+        overwritten = architecture.input_tensor if self.start > 0 or architecture.feeds_tokens else ""
+        rescaling = self._make_rescaling(architecture)
+        if not output and not overwritten and rescaling is None:
+            return None
+        return Tap(
+            output_name=output,
+            input_name=overwritten,
+            n_embd=self._model.n_embd,
+            n_rows_max=N_BATCH,
+            native=self._settings.native_tap,
+            rescaling=rescaling,
+        )
+
+    def _make_rescaling(self, architecture: Architecture) -> Rescaling | None:
+        if self.is_whole or self._n_layers not in architecture.scaled_by_width_n_layers:
+            return None
+        width = self._model.n_embd // self._model.n_heads
+        head_size = self._model.number(f"{architecture.name}.attention.key_length") or width
+        wrong, right = (float(np.float32(1) / np.sqrt(np.float32(size))) for size in (head_size, width))
+        return Rescaling(wrong, right, self.end - self.start)
+
+    @property
+    def n_window(self) -> int:
+        """Rows that the layers with a window see; 0: there are none."""
+        return self._model.n_window
+
+    @property
+    def takes_rows(self) -> bool:
+        """False for a whole model whose inputs are wider than its hidden states (pictures go in beside)."""
+        return self._model.n_embd_input == self._model.n_embd
+
+    @property
+    def n_rows(self) -> int:
+        """Cells in use; what several sequences share counts once."""
+        return self._cells.n_used
+
+    def n_alone(self, slot: int) -> int:
+        """Cells that become free when the slot is emptied."""
+        return self._cells.n_alone(slot)
+
+    def check(self, spans: Sequence[Span]) -> None:
+        """Whether these spans can run. Raises CallError position_gap or context_full; changes nothing."""
+        n_after = self.n_rows
+        for span in spans:
+            self.check_position(span)
+            n_after += span.position + len(span.data) - self.lengths[span.slot]
+        if n_after > self._settings.n_ctx:
+            raise CallError(
+                "context_full",
+                f"{n_after} rows in a context of {self._settings.n_ctx} (n_ctx), shared by all requests",
+            )
+
+    def check_position(self, span: Span) -> None:
+        """Raises CallError position_gap, also where a recurrent state would have to be rolled back."""
+        length = self.lengths[span.slot]
+        if self._model.is_recurrent and 0 < span.position < length:
+            raise CallError(
+                "position_gap",
+                f"layers {self.start}:{self.end} have {length} rows and a state that cannot be rolled "
+                f"back to {span.position}: begin again at position 0",
+                "position",
+            )
+        if span.position > length:
+            raise CallError(
+                "position_gap",
+                f"position {span.position} follows {length} known rows in layers {self.start}:{self.end}",
+                "position",
+            )
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget the slot's rows at positions >= length. Raises CallError position_gap where the model
+        cannot."""
+        if self.lengths[slot] <= length:
+            return
+        if not self._context.truncate(slot, length):
+            self._context.truncate(slot, 0)
+            self._cells.truncate(slot, 0)
+            raise CallError(
+                "position_gap", "this model's state cannot be rolled back: start the request anew", "position"
+            )
+        self._cells.truncate(slot, length)
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """Give the empty sequence `target` the first `length` rows of `source`. Not for recurrent models."""
+        self._context.share(source, target, length)
+        self._cells.share(source, target, length)
+
+    def state_size(self, sequence: int) -> int:
+        """Bytes that `save` would give."""
+        return self._context.state_size(sequence)
+
+    def save(self, sequence: int) -> bytes:
+        return self._context.save(sequence)
+
+    def restore(self, sequence: int, state: bytes, n_rows: int) -> bool:
+        """Fill an empty sequence with the `n_rows` rows that `save` of this segment gave. False, and empty
+        still, where libllama will not have them."""
+        if not self._context.restore(sequence, state):
+            self._context.truncate(sequence, 0)
+            return False
+        self._cells.append(sequence, n_rows)
+        return True
+
+    def run(self, spans: Sequence[Span]) -> list[np.ndarray]:
+        """As `_run`, in as few graphs as the model's state allows."""
+        if not self._model.is_recurrent or len(spans) == 1:
+            return self._run(spans)
+        results: dict[int, np.ndarray] = {}
+        for group in self._groups(spans):
+            for i, result in zip(group, self._run([spans[i] for i in group]), strict=True):
+                results[i] = result.copy()
+        return [results[i] for i in range(len(spans))]
+
+    def _groups(self, spans: Sequence[Span]) -> list[list[int]]:
+        """Which spans may share a graph of a recurrent model: those of one length, and without attention
+        only those of neighbouring slots. libllama would distribute others over several graphs in an order
+        of its own, and the tap sees one."""
+        groups: list[list[int]] = []
+        for i in sorted(range(len(spans)), key=lambda i: (len(spans[i].data), spans[i].slot)):
+            last = spans[groups[-1][-1]] if groups else None
+            if (
+                last is not None
+                and len(last.data) == len(spans[i].data)
+                and (self._model.is_hybrid or last.slot + 1 == spans[i].slot)
+            ):
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+        return groups
+
+    def _run(self, spans: Sequence[Span]) -> list[np.ndarray]:
+        """One result per span: hidden states f32 [n, n_embd] of every row, or from the head logits, f32
+        [n_vocab] of the last row or [n, n_vocab] of all, f32 [n, n_embd] states after the final norm, or
+        nothing. Views that the next run overwrites. A span that wants normed states is alone and has at most
+        `n_outputs_max` rows.
+
+        All spans together have at most N_BATCH rows and have passed `check`; slots are truncated to their
+        position. Raises CallError position_gap, context_full, engine; Interrupted.
+        """
+        rows = _Rows.of(spans)
+        normed = self.has_head and spans[0].want == "normed"
+        outputs: bool | np.ndarray = normed or not self.has_head
+        if self.has_head and not normed:
+            outputs = _outputs(spans, rows)
+        for span in spans:
+            self.truncate(span.slot, span.position)
+        fed = rows.data
+        if self._tap is not None:
+            self._tap.arm(rows.data)
+            if self._feeds_tokens and fed.ndim == 2:
+                fed = np.zeros(rows.n, np.int32)
+        try:
+            self._context.decode(fed, rows.positions, rows.slots, outputs, normed=normed)
+            hidden = self._tap.take(rows.n) if self._tap is not None else None
+        except CallError:
+            for span in spans:  # some of the rows may be in the KV: none of them counts
+                if not self._context.truncate(span.slot, span.position):
+                    self._context.truncate(span.slot, 0)
+                    self._cells.truncate(span.slot, 0)
+            raise
+        for span in spans:
+            self._cells.append(span.slot, len(span.data))
+        if normed:
+            return [np.stack([self._context.normed(row) for row in range(rows.n)])]
+        if self.has_head:
+            return [self._logits(span, last) for span, last in zip(spans, rows.lasts, strict=True)]
+        assert hidden is not None
+        return [hidden] if len(spans) == 1 else np.split(hidden, [last + 1 for last in rows.lasts[:-1]])
+
+    def can_step(self, slot: int, position: int) -> bool:
+        """Whether `step` is for such a row: one that nothing has to be checked or forgotten for."""
+        return (
+            self.lengths[slot] == position
+            and self._cells.n_used < self._settings.n_ctx
+            and not self._model.is_recurrent
+        )
+
+    def step(self, slot: int, position: int, row: np.ndarray, want: Want) -> np.ndarray:
+        """`run` of one span of one row. Raises CallError engine, context_full."""
+        return self._run((Span(slot, position, row, want),))[0]
+
+    def _logits(self, span: Span, last: int) -> np.ndarray:
+        if span.want == "rows":
+            n = len(span.data)
+            return self._context.logits_of_rows(last - n + 1, n)
+        return self._context.logits(last) if span.want == "logits" else _NOTHING
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._context.close()
+        self._model.close()
+
+
+_NOTHING: Final = np.empty(0, np.float32)
+
+
+def _outputs(spans: Sequence[Span], rows: _Rows) -> np.ndarray | bool:
+    """Of which rows the head gives logits."""
+    if rows.n == 1:
+        return spans[0].want in ("logits", "rows")
+    outputs = np.zeros(rows.n, np.int8)
+    for span, last in zip(spans, rows.lasts, strict=True):
+        first = last - len(span.data) + 1 if span.want == "rows" else last
+        outputs[first : last + 1] = span.want in ("logits", "rows")
+    return outputs
+
+
+class _Rows(NamedTuple):
+    """The rows of all spans, one after the other."""
+
+    data: np.ndarray
+    positions: np.ndarray | int
+    slots: np.ndarray | int
+    lasts: list[int]
+    """Index of each span's last row."""
+    n: int
+
+    @staticmethod
+    def of(spans: Sequence[Span]) -> _Rows:
+        if len(spans) == 1:
+            (span,) = spans
+            n = len(span.data)
+            # A lone decode step: a call of numpy takes a microsecond, and ten when it comes from memory.
+            if n == 1:
+                return _Rows(span.data, span.position, span.slot, [0], 1)
+            return _Rows(span.data, np.arange(span.position, span.position + n), span.slot, [n - 1], n)
+        counts = [len(span.data) for span in spans]
+        ranges = [np.arange(s.position, s.position + n) for s, n in zip(spans, counts, strict=True)]
+        return _Rows(
+            np.concatenate([span.data for span in spans]),
+            np.concatenate(ranges),
+            np.repeat([span.slot for span in spans], counts),
+            (np.cumsum(counts) - 1).tolist(),
+            sum(counts),
+        )

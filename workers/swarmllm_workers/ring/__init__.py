@@ -1,0 +1,1 @@
+"""Decode jobs that pass from worker to worker by links."""

@@ -1,0 +1,385 @@
+"""The ring of a request as its workers turn it: decode jobs that pass from stage to stage by links.
+
+The daemons assemble a pipeline, run its prompt, and give every worker a *seat* per stage. From then on a
+decode job need not pass through them: it comes by a link, is computed, and leaves by a link; the last stage's
+token goes straight back to the first. A seat says from whom jobs may come and to whom they go; everything
+else that arrives by a link is handed to the daemon, which knows more.
+
+Links are a short cut and never needed. Where there is none, or no more, the daemon is asked to send the job
+on its own connection. A link that breaks may have swallowed what was sent last, so each seat keeps that and
+has it sent again the other way, marked; whoever had got it before recognises it by its position and drops it.
+Before that, it closes the link it came by: what is still in there would be late.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from swarmllm_proto import ipc
+from swarmllm_proto.codec import NO_DIGEST, decode_job, encode_job_frame
+from swarmllm_proto.errors import DamagedJob, ProtocolError
+from swarmllm_proto.frames import Frame, encode_frame
+from swarmllm_proto.ipc import StageTiming
+from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
+from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
+from swarmllm_proto.tensors import tensor_bytes
+from swarmllm_workers.decode.decoding import Decoded
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.ring.link import LinkClosed, ReceivingLink, SendingLink
+
+log = logging.getLogger(__name__)
+
+TURNED_INTERVAL_S: Final = 1.0
+LINKS_MAX: Final = 512
+"""Of both directions: twice as many as the neighbours that a node looks for."""
+SEATS_MAX: Final = 1024
+
+Send = Callable[..., None]
+Take = Callable[["Seat", LayerForward, memoryview, float, bool], None]
+"""Run a job that came by a link: (seat, message, payload, when it came, whether nothing else has come with
+it). Raises CallError."""
+Watch = Callable[[int, int], None]
+"""(descriptor, events of `select.poll`; 0: no more)"""
+
+
+@dataclass(slots=True)
+class Seat:
+    message: ipc.TakeSeat
+    expected: int = 0
+    """The position after the newest job that was taken."""
+    unsure: tuple[tuple[JobMessage, bytes | memoryview], ...] = ()
+    """What left last by the link, and may be in it still."""
+    n_turned: int = 0
+    """Jobs since the daemon was last told."""
+    compute_s: float = 0.0
+    """Computing them."""
+    is_running: bool = False
+    """A job that came by a link is here."""
+    is_told_running: bool = False
+    """What the daemon believes."""
+    told_at: float = 0.0
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.n_turned) or self.is_running is not self.is_told_running
+
+    def takes(self, sender: str, job: LayerForward) -> bool:
+        """Whether this is a decode job that `sender` has to send here."""
+        step = "layer" if self.message.stage else "embed"
+        return (
+            sender == self.message.before
+            and job.step == step
+            and job.prefill_left == 0
+            and job.position >= self.message.n_prompt_tokens
+            and len(job.timings) <= job.stage
+        )
+
+
+class Ring:
+    def __init__(self, send: Send, take: Take, watch: Watch) -> None:
+        self._send = send
+        self._take = take
+        self._watch = watch
+        self._seats: dict[tuple[str, int], Seat] = {}
+        self._sending: dict[str, SendingLink] = {}
+        self._receiving: dict[str, ReceivingLink] = {}
+        self._peers: dict[int, str] = {}
+        """Whose link a descriptor is."""
+        self.has_spare_core = False
+        """Whether the daemons can work while all compute threads do."""
+
+    def take_link(self, message: ipc.TakeLink, secret: memoryview, connection: socket.socket) -> None:
+        try:
+            if len(self._peers) >= LINKS_MAX:
+                raise CallError("bad_message", f"{LINKS_MAX} links are open already", "peer")
+            if message.direction == "sending":
+                sending = SendingLink(connection, secret)
+                self._lose_sending(message.peer, "replaced", is_news=False)
+                self._sending[message.peer] = sending
+            else:
+                receiving = ReceivingLink(connection, secret)
+                self._close_receiving(message.peer)
+                self._receiving[message.peer] = receiving
+        except CallError:
+            connection.close()
+            raise
+        self._peers[connection.fileno()] = message.peer
+        self._watch(connection.fileno(), select.POLLIN)
+
+    def close_links(self, peer: str) -> None:
+        self._close_receiving(peer)
+        self._lose_sending(peer, "closed here", is_news=False)
+
+    def take_seat(self, message: ipc.TakeSeat) -> None:
+        if len(self._seats) >= SEATS_MAX:
+            raise CallError("bad_message", f"{SEATS_MAX} seats are taken already", "request_id")
+        self._seats[message.request_id, message.stage] = Seat(message)
+
+    def leave(self, request_id: str) -> None:
+        """The request is over here."""
+        for key in [key for key in self._seats if key[0] == request_id]:
+            seat = self._seats.pop(key)
+            if seat.n_turned:
+                seat.is_running, seat.told_at = False, 0.0
+                self._tell_turned(seat, time.monotonic())
+
+    def seat_of(self, message: ipc.Forward) -> Seat | None:
+        """The seat for a job that the daemon brings."""
+        if message.seat is None:
+            return None
+        seat = self._seats.get((message.request_id, message.seat))
+        if seat is None or (seat.message.start, seat.message.end) != (message.start, message.end):
+            return None
+        if message.resent:
+            self._close_receiving(seat.message.before)
+        return seat
+
+    def turn(self, seat: Seat, compute_s: float) -> None:
+        """A job that came by a link has been run: tell the daemon now and then."""
+        seat.n_turned += 1
+        seat.compute_s += compute_s
+        seat.is_running = False
+        self._tell_turned(seat, time.monotonic())
+
+    def tell_news(self) -> int | None:
+        """Tell the daemon what is due; milliseconds until something will be."""
+        now = time.monotonic()
+        waits_s = [self._tell_turned(seat, now) for seat in self._seats.values() if seat.has_news]
+        left_s = [wait_s for wait_s in waits_s if wait_s > 0]
+        return int(min(left_s) * 1000) + 1 if left_s else None
+
+    def _tell_turned(self, seat: Seat, now: float) -> float:
+        """Seconds until it may be told; 0: it has been, now."""
+        wait_s = seat.told_at + TURNED_INTERVAL_S - now
+        if wait_s > 0:
+            return wait_s
+        seat.told_at = now
+        its = seat.message
+        self._send(
+            ipc.Turned(
+                request_id=its.request_id,
+                stage=its.stage,
+                n_jobs=seat.n_turned,
+                compute_s=seat.compute_s,
+                running=seat.is_running,
+            )
+        )
+        seat.n_turned, seat.compute_s, seat.is_told_running = 0, 0.0, seat.is_running
+        return 0.0
+
+    def pass_hidden(
+        self,
+        seat: Seat,
+        position: int,
+        hidden: np.ndarray,
+        timings: tuple[StageTiming, ...],
+        *,
+        may_relay: bool,
+    ) -> bool:
+        """Send f32 [n, n_embd] on to the next stage. False: there is no link, and it `may_relay` not
+        either."""
+        payload = tensor_bytes(hidden)
+        return self.pass_rows(seat, position, len(hidden), payload, timings, may_relay=may_relay)
+
+    def pass_rows(
+        self,
+        seat: Seat,
+        position: int,
+        n_rows: int,
+        payload: bytes,
+        timings: tuple[StageTiming, ...],
+        *,
+        may_relay: bool,
+    ) -> bool:
+        """`pass_hidden` of rows that are encoded."""
+        message = LayerForward(
+            request_id=seat.message.request_id,
+            step="layer",
+            stage=seat.message.stage + 1,
+            position=position,
+            n_tokens=n_rows,
+            timings=timings,
+            digest=NO_DIGEST,
+        )
+        return self._pass_on(seat, ((message, payload),), may_relay)
+
+    def pass_token(
+        self,
+        seat: Seat,
+        position: int,
+        decoded: Decoded,
+        timings: tuple[StageTiming, ...],
+        *,
+        may_relay: bool,
+    ) -> bool:
+        """Send a token to the first stage, where it stands at `position`, unless it is the last one.
+
+        An origin that runs the first stage is told by the same link, which wakes the fewest processes,
+        unless a core is spare: then its daemon hears of the token from this one's, and the first worker
+        computes at once. Others are told only if this `may_relay`. False: nothing has been sent and nobody
+        told.
+        """
+        its = seat.message
+        told = StreamingToken(
+            request_id=its.request_id,
+            index=decoded.index,
+            token=decoded.token,
+            finish_reason=decoded.finish_reason,
+            timings=timings,
+            logprobs=decoded.logprobs,
+            stopped_by=decoded.stopped_by,
+        )
+        job = LayerForward(
+            request_id=its.request_id,
+            step="embed",
+            stage=0,
+            position=position,
+            n_tokens=1,
+            token=decoded.token,
+            digest=NO_DIGEST,
+        )
+        jobs: tuple[tuple[JobMessage, bytes], ...] = ((job, b""),) if decoded.finish_reason is None else ()
+        if its.origin == its.after and not (may_relay and self.has_spare_core):
+            return self._pass_on(seat, ((told, decoded.text), *jobs), may_relay)
+        is_on = bool(jobs) and self._pass_on(seat, jobs, may_relay)
+        if may_relay:
+            # After the job: the ring waits for one, a reader for the other.
+            self._relay(its.request_id, its.origin, told, decoded.text)
+        return is_on
+
+    def on_event(self, descriptor: int, events: int, *, is_last: bool = False) -> None:
+        """Something happened on a link's socket. `is_last`: nothing else has happened that is not dealt
+        with."""
+        peer = self._peers.get(descriptor)
+        if peer is None:
+            return
+        sending = self._sending.get(peer)
+        if sending is not None and sending.connection.fileno() == descriptor:
+            try:
+                if events & select.POLLOUT:
+                    sending.flush()
+                if events & ~select.POLLOUT:
+                    sending.read_end()
+                self._watch_sending(sending)
+            except LinkClosed as closed:
+                self._lose_sending(peer, str(closed))
+            return
+        link = self._receiving[peer]
+        try:
+            n_left = len(frames := link.receive())
+            for frame in frames:
+                n_left -= 1
+                self._arrive(peer, frame, is_last and not n_left)
+        except LinkClosed as closed:
+            self._close_receiving(peer)
+            self._send(ipc.LinkLost(peer=peer, direction="receiving", reason=str(closed)))
+
+    def close(self) -> None:
+        for sending in self._sending.values():
+            sending.connection.close()
+        for receiving in self._receiving.values():
+            receiving.connection.close()
+
+    def _arrive(self, peer: str, frame: Frame, is_last: bool) -> None:
+        came_at = time.perf_counter()
+        try:
+            job = decode_job(frame.header, frame.payload)
+        except DamagedJob:
+            self._hand_up(peer, frame)
+            return
+        except ProtocolError as error:
+            raise LinkClosed(f"broke the protocol ({error})") from None
+        seat = self._seats.get((job.request_id, job.stage)) if isinstance(job, LayerForward) else None
+        if seat is None or not isinstance(job, LayerForward) or not seat.takes(peer, job):
+            self._hand_up(peer, frame)
+            return
+        seat.expected = job.position + job.n_tokens
+        seat.is_running = True
+        self._tell_turned(seat, time.monotonic())
+        try:
+            self._take(seat, job, frame.payload, came_at, is_last)
+        except CallError as error:
+            seat.is_running = False
+            self._send(
+                ipc.Error(
+                    kind=error.kind, message=error.message, field=error.field, request_id=job.request_id
+                )
+            )
+
+    def _hand_up(self, peer: str, frame: Frame) -> None:
+        self._send(ipc.Arrived(sender=peer), _frame(frame.header, frame.payload))
+
+    def _pass_on(self, seat: Seat, jobs: tuple[tuple[JobMessage, bytes], ...], may_relay: bool) -> bool:
+        after = seat.message.after
+        link = self._sending.get(after)
+        if link is not None:
+            seat.unsure = jobs
+            try:
+                link.send_bytes(_frames(jobs))
+                self._watch_sending(link)
+            except LinkClosed as closed:
+                self._lose_sending(after, str(closed))
+            return True
+        seat.unsure = ()
+        if may_relay:
+            for message, payload in jobs:
+                self._relay(seat.message.request_id, after, message, payload)
+        return may_relay
+
+    def _relay(
+        self, request_id: str, receiver: str, message: JobMessage, payload: bytes | memoryview
+    ) -> None:
+        self._send(ipc.Relay(request_id=request_id, receiver=receiver), encode_job_frame(message, payload))
+
+    def _watch_sending(self, link: SendingLink) -> None:
+        if link.has_unsent is not link.is_waiting:
+            link.is_waiting = link.has_unsent
+            events = select.POLLIN | (select.POLLOUT if link.is_waiting else 0)
+            self._watch(link.connection.fileno(), events)
+
+    def _lose_sending(self, peer: str, reason: str, *, is_news: bool = True) -> None:
+        link = self._sending.pop(peer, None)
+        if link is None:
+            return
+        self._forget(link.connection)
+        for seat in self._seats.values():
+            if seat.message.after == peer:
+                self._send_again(seat)
+        if is_news:
+            self._send(ipc.LinkLost(peer=peer, direction="sending", reason=reason))
+
+    def _send_again(self, seat: Seat) -> None:
+        unsure, seat.unsure = seat.unsure, ()
+        for message, payload in unsure:
+            if isinstance(message, LayerForward):
+                message = msgspec.structs.replace(message, resent=True)
+            self._relay(seat.message.request_id, seat.message.after, message, payload)
+
+    def _close_receiving(self, peer: str) -> None:
+        link = self._receiving.pop(peer, None)
+        if link is not None:
+            self._forget(link.connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._watch(connection.fileno(), 0)
+        self._peers.pop(connection.fileno(), None)
+        connection.close()
+
+
+def _frame(header: bytes, payload: bytes | memoryview) -> Iterable[bytes | memoryview]:
+    return encode_frame(header, payload, header_max=SWARM_HEADER_MAX, payload_max=SWARM_PAYLOAD_MAX)
+
+
+def _frames(jobs: tuple[tuple[JobMessage, bytes | memoryview], ...]) -> bytes:
+    if len(jobs) == 1:
+        return encode_job_frame(*jobs[0])
+    return b"".join([encode_job_frame(*job) for job in jobs])

@@ -1,0 +1,1 @@
+"""Which rows of which requests run next, in which batch and which KV sequence."""

@@ -1,0 +1,115 @@
+"""A decode job that came by a link and has the worker to itself is run at once.
+
+Most jobs of a pipeline are such, and the next stage waits for each of them. A step has read every weight
+before the next one begins, so the caches hold nothing of the code between them: each function on the way
+costs microseconds, most of which it takes to come from memory. Here are as few of them as will do. Whatever
+is out of the ordinary (other rows than one, a position that is not the next one, no room, a first token) is
+left to the works, which know all cases and say what is wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from struct import Struct
+from typing import Any, Final
+
+import numpy as np
+
+from swarmllm_proto.ipc import StageTiming
+from swarmllm_proto.swarm import LayerForward
+from swarmllm_workers.decode.decoding import Decoding
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.interposing import find_library
+from swarmllm_workers.ring.seats import Ring, Seat
+
+_HEAD: Final = Struct("<4I")
+_F32: Final = np.dtype("<f4")
+
+
+class LoneSteps:
+    def __init__(
+        self, engine: Engine, decodings: dict[str, Decoding], ring: Ring, *, native: bool = True
+    ) -> None:
+        """`native`: by `lone_row.c`, where it was built."""
+        self._engine = engine
+        self._decodings = decodings
+        self._ring = ring
+        self._head = _HEAD.pack(2, 1, engine.n_embd, 0)
+        """Of one row of f32 as it is sent."""
+        self._n_bytes = len(self._head) + 4 * engine.n_embd
+        self._fed = np.empty((1, engine.n_embd), np.float32)
+        self._fed_address = self._fed.ctypes.data
+        self._take_row: Any = _taker() if native else None
+
+    def run(self, seat: Seat, job: LayerForward, payload: memoryview, since: float) -> bool:
+        """False: it is an ordinary piece of work, and nothing has been done. Raises CallError engine,
+        context_full. `since`: when the job came, by `time.perf_counter`."""
+        its, engine, position = seat.message, self._engine, job.position
+        slot = engine.slots.get(its.request_id)
+        row = self._row(job, payload)
+        if row is None or slot is None or (row.ndim == 1) is not (its.start == 0):
+            return False
+        decoding = None
+        if its.sampling is not None:
+            decoding = self._decodings.get(its.request_id)
+            if decoding is None or decoding.sampling != its.sampling:
+                return False
+        route = engine.route(its.request_id, its.start, its.end)
+        for segment in route.segments:
+            if not segment.can_step(slot, position):
+                return False
+        started = time.perf_counter()
+        row = engine.prepare(route.segments[0], row)
+        for segment in route.segments:
+            row = segment.step(slot, position, row, "hidden" if decoding is None else "logits")
+        if decoding is None:
+            compute_s = time.perf_counter() - started
+            timing = StageTiming(its.stage, compute_s, time.perf_counter() - since)
+            sent = b"".join((self._head, row.data))
+            self._ring.pass_rows(seat, position, 1, sent, (*job.timings, timing), may_relay=True)
+            # After the send: nobody waits for this.
+            engine.journals.append(its.request_id, its.end, position, sent, len(self._head))
+        else:
+            decoded = decoding.decode(row, position + 1 - its.n_prompt_tokens)
+            compute_s = time.perf_counter() - started
+            timing = StageTiming(its.stage, compute_s, time.perf_counter() - since)
+            self._ring.pass_token(seat, position + 1, decoded, (*job.timings, timing), may_relay=True)
+        self._ring.turn(seat, compute_s)
+        return True
+
+    def _row(self, job: LayerForward, payload: memoryview) -> np.ndarray | None:
+        """i32 [1] or finite f32 [1, n_embd]; None for everything else, also a token that there is not."""
+        if job.n_tokens != 1:
+            return None
+        if job.step == "embed":
+            return np.array((job.token,), np.int32) if job.token < self._engine.n_vocab else None
+        if len(payload) != self._n_bytes:
+            return None
+        whole, n_head, n_embd = payload.obj, len(self._head), self._engine.n_embd
+        if self._take_row is not None and isinstance(whole, bytes):
+            offset = len(whole) - len(payload)
+            is_row = self._take_row(whole, offset, self._head, n_head, self._fed_address, n_embd)
+            return self._fed if is_row else None
+        row = np.ndarray((1, n_embd), _F32, payload, n_head)
+        return (
+            row if payload[:n_head] == self._head and math.isfinite(np.add.reduce(row, axis=None)) else None
+        )
+
+
+def _taker() -> Any:
+    library = find_library("lone_row")
+    if library is None:
+        return None
+    function = ctypes.CDLL(str(library)).swarmllm_take_row
+    function.restype = ctypes.c_bool
+    function.argtypes = (
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+    )
+    return function

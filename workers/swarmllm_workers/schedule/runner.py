@@ -1,0 +1,282 @@
+"""Run the works: ask each what it could run, let the planner put batches together, hand the results back.
+
+Of the works of one request only the oldest runs: its Forwards are in order. Whatever goes wrong with one
+work is that work's error; a batch that fails as a whole is run again one work at a time, so that only the
+guilty pay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.libllama import WATCHED_ROWS_MIN
+from swarmllm_workers.engine.segment import Span
+from swarmllm_workers.errors import Interrupted
+from swarmllm_workers.schedule.planner import Batch, Demand, Planner
+from swarmllm_workers.schedule.segment_route import Route
+from swarmllm_workers.schedule.work import Work
+from swarmllm_workers.server.read_ahead import ReadAhead
+
+OnError = Callable[[Work, Exception], None]
+ROOM_PATIENCE_S: Final = 10.0
+"""How long a work waits for cells that other requests hold, of which none is sure to end."""
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A work whose turn may come in this round."""
+
+    work: Work
+    route: Route
+    demand: Demand
+
+
+class Runner:
+    def __init__(
+        self, engine: Engine, planner: Planner, on_error: OnError, read_ahead: ReadAhead | None = None
+    ) -> None:
+        self._engine = engine
+        self._read_ahead = read_ahead
+        self._planner = planner
+        self._on_error = on_error
+        self._works: dict[int, Work] = {}
+        self._n_works = 0
+        self._starved_since: dict[int, float] = {}
+        """Works that have found no room."""
+        self.is_starved = False
+        """There are works, and for none was there room in the last round."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._works)
+
+    def add(self, work: Work) -> None:
+        self._n_works += 1
+        self._works[self._n_works] = work
+
+    def of_request(self, request_id: str) -> list[Work]:
+        """Oldest first."""
+        return [work for work in self._works.values() if work.request_id == request_id]
+
+    def step(self) -> None:
+        """One round: every work that can has its turn, in as few batches as possible."""
+        self.is_starved = bool(self._starved_since)
+        if (
+            len(self._works) == 1
+            and not self.is_starved
+            and self._step_alone(next(iter(self._works.values())))
+        ):
+            self.sweep()
+            return
+        ready = self._ready()
+        demands = [each.demand for each in ready.values()]
+        for batch in self._planner.schedule(demands):
+            self._run(batch, ready)
+        self.sweep()
+
+    def _step_alone(self, work: Work) -> bool:
+        """The round of a decode step that nobody shares and for which there is room, without a plan: most
+        rounds, and in a pipeline the next node waits for it. False: a plan is needed."""
+        if work.is_finished:
+            return False
+        try:
+            route = work.route()
+            if not self._has_slot(work):
+                return False
+            work.begin()
+            n_free = self._engine.prefixes.n_free(route.segments)
+            work.look_ahead(n_free)
+            n_rows = work.n_waiting
+            if not work.is_decode or n_rows > n_free:
+                return False
+            span = work.next_span(n_rows)
+            self._engine.rewind(route, span)
+        except Exception as error:
+            self._fail(work, error)
+            return True
+        self._decode(route, [(work, span)])
+        return True
+
+    def sweep(self) -> None:
+        """Drop works that are over."""
+        for key in [key for key, work in self._works.items() if work.is_finished]:
+            del self._works[key]
+            self._starved_since.pop(key, None)
+            self._planner.forget(key)
+
+    def _ready(self) -> dict[int, _Ready]:
+        ready: dict[int, _Ready] = {}
+        requests: set[str] = set()
+        for key, work in self._works.items():
+            if work.request_id in requests or work.is_finished:
+                continue
+            requests.add(work.request_id)
+            try:
+                route = work.route()
+                if not self._has_slot(work):
+                    continue
+                work.begin()
+                # Others' rows fill a batch with certainties: guesses are for who is alone.
+                is_alone = len(self._works) == 1
+                work.look_ahead(self._engine.prefixes.n_free(route.segments) if is_alone else 1)
+            except Exception as error:
+                self._fail(work, error)
+                continue
+            ready[key] = _Ready(work, route, self._demand(key, work, route))
+        return ready
+
+    def _has_slot(self, work: Work) -> bool:
+        """False where a work that can wait has to: all slots are taken, one of them by a Generate, which
+        ends by itself. Raises CallError no_slot."""
+        slots = self._engine.slots
+        if slots.is_full and slots.get(work.request_id) is None:
+            self._engine.held.let_go()
+        if work.can_restart and slots.is_full and slots.get(work.request_id) is None:
+            holders = (other for other in self._works.values() if other.can_restart)
+            if any(slots.get(other.request_id) is not None for other in holders):
+                return False
+        slots.take(work.request_id)
+        return True
+
+    def _demand(self, key: int, work: Work, route: Route) -> Demand:
+        slot = self._engine.slots.take(work.request_id)
+        return Demand(
+            key,
+            _lane(key, work, route),
+            work.n_waiting,
+            work.is_decode,
+            n_cells=_n_cells(route, slot),
+            can_restart=work.can_restart,
+            can_wait=self._can_wait(key),
+        )
+
+    def _can_wait(self, key: int) -> bool:
+        since_s = self._starved_since.get(key)
+        return since_s is None or time.monotonic() - since_s < ROOM_PATIENCE_S
+
+    def _run(self, batch: Batch, ready: dict[int, _Ready]) -> None:
+        spans: dict[int, Span] = {}
+        for share in batch.shares:
+            work, route = ready[share.key].work, ready[share.key].route
+            if work.is_finished:
+                continue
+            try:
+                span = work.next_span(share.n_rows)
+                self._engine.rewind(route, span)
+            except Exception as error:
+                self._fail(work, error)
+            else:
+                spans[share.key] = span
+        self._planner.postprocess(batch)
+        batch = Batch(batch.lane, tuple(share for share in batch.shares if share.key in spans))
+        if not batch.shares:
+            return
+        route = ready[batch.shares[0].key].route
+        keys = {share.key for share in batch.shares}
+        n_rows = sum(ready[key].work.n_waiting for key in keys if ready[key].demand.n_cells == 0)
+        n_free = self._engine.make_room(route, max(batch.n_rows, n_rows))
+        if batch.n_rows > n_free or any(each.demand.n_cells == 0 for each in ready.values()):
+            batch = self._fit(batch, ready, n_free)
+        for key in keys - {share.key for share in batch.shares}:
+            self._starved_since.setdefault(key, time.monotonic())
+        if batch.shares:
+            self._decode(route, [(ready[share.key].work, spans[share.key]) for share in batch.shares])
+
+    def _fit(self, batch: Batch, ready: dict[int, _Ready], n_free: int) -> Batch:
+        demands = [
+            self._demand(key, each.work, each.route)
+            for key, each in ready.items()
+            if not each.work.is_finished and not each.route.is_closed
+        ]
+        fit = self._planner.preempt(batch, demands, n_free)
+        for key in fit.restarted:
+            self._engine.empty(ready[key].work.request_id)
+            ready[key].work.restart()
+        for key in fit.refused:
+            self._fail(ready[key].work, self._engine.full(ready[key].route, ready[key].work.n_waiting))
+        return fit.batch
+
+    def _decode(self, route: Route, chosen: Sequence[tuple[Work, Span]]) -> None:
+        self.is_starved = False
+        n_decodes = sum(work.is_decode for work, _ in chosen)
+        started = time.perf_counter()
+        try:
+            results = self._engine_run(route, chosen)
+        except Interrupted:
+            self._leave(route, chosen)
+            return
+        except Exception as error:
+            if len(chosen) == 1:
+                self._fail(chosen[0][0], error)
+                return
+            for each in chosen:
+                self._decode(route, [each])
+            return
+        compute_s = time.perf_counter() - started
+        self._planner.ran(n_decodes, len(chosen) - n_decodes, compute_s)
+        if self._starved_since:
+            self._starved_since = {
+                key: since_s
+                for key, since_s in self._starved_since.items()
+                if self._works.get(key) not in [work for work, _ in chosen]
+            }
+        for (work, _), result in zip(chosen, results, strict=True):
+            self._accept(work, result, compute_s)
+
+    def _engine_run(self, route: Route, chosen: Sequence[tuple[Work, Span]]) -> list[np.ndarray]:
+        spans = [span for _, span in chosen]
+        if self._read_ahead is None or sum(len(span.data) for span in spans) < WATCHED_ROWS_MIN:
+            return self._engine.run(route, spans)
+        self._read_ahead.begin(work.request_id for work, _ in chosen)
+        try:
+            return self._engine.run(route, spans)
+        finally:
+            self._read_ahead.end()
+
+    def _leave(self, route: Route, chosen: Sequence[tuple[Work, Span]]) -> None:
+        """All of these are about to be cancelled. A state that cannot be rolled back is of no use to
+        them."""
+        if not any(segment.is_recurrent for segment in route.segments):
+            return
+        for work, _ in chosen:
+            self._engine.empty(work.request_id)
+            if work.can_restart:
+                work.restart()
+
+    def _accept(self, work: Work, result: np.ndarray, compute_s: float) -> None:
+        try:
+            work.accept(result, compute_s)
+        except Exception as error:
+            self._fail(work, error)
+
+    def _fail(self, work: Work, error: Exception) -> None:
+        work.is_finished = True
+        if work.can_restart:
+            self._engine.release(work.request_id)
+        else:
+            self._engine.release_if_empty(work.request_id)
+        self._on_error(work, error)
+
+
+def _n_cells(route: Route, slot: int) -> int:
+    """Cells that become free when the slot is emptied; at least 1 where it has rows at all."""
+    if not min(segment.lengths[slot] for segment in route.segments):
+        return 0
+    return max(1, min(segment.n_alone(slot) for segment in route.segments))
+
+
+def _lane(key: int, work: Work, route: Route) -> Hashable:
+    """Who may share a batch: works in the same segments that feed them the same kind of rows.
+
+    Left out are works that want to be alone, and models with recurrent state: libllama splits such a batch by
+    sequence, and the tap reads one piece only.
+    """
+    if work.wants_alone or any(segment.is_recurrent for segment in route.segments):
+        return key
+    return tuple(id(segment) for segment in route.segments), work.has_tokens

@@ -1,0 +1,1 @@
+"""The worker's loop and what each of the daemon's messages does."""

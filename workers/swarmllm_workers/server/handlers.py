@@ -1,0 +1,399 @@
+"""What each message of the daemon does. All it carries is validated here, before the engine sees it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from swarmllm_proto import ipc
+from swarmllm_proto.errors import BadMessage, BadTensor
+from swarmllm_proto.swarm import LayerForward
+from swarmllm_proto.tensors import decode_tensor, encode_tensor
+from swarmllm_workers.cache.prefix_manifest import PrefixManifest
+from swarmllm_workers.decode.decoding import Decoding
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.ring.ring_work import RingWork
+from swarmllm_workers.ring.seats import TURNED_INTERVAL_S, Ring, Seat, Watch
+from swarmllm_workers.schedule.lone_steps import LoneSteps
+from swarmllm_workers.schedule.planner import CAPACITY, Planner
+from swarmllm_workers.schedule.runner import Runner
+from swarmllm_workers.schedule.work import ForwardWork, GenerateWork, Send, Work
+from swarmllm_workers.server.ending_handlers import EndingHandlers
+from swarmllm_workers.server.load_handlers import LoadHandlers
+from swarmllm_workers.server.open_options import engine_settings, speculation_settings
+from swarmllm_workers.server.prefix_handlers import PrefixHandlers
+from swarmllm_workers.server.read_ahead import ReadAhead
+from swarmllm_workers.speculation.speculation import Speculation
+
+log = logging.getLogger(__name__)
+
+EMBED_ROWS_MAX: Final = 65536
+SLEEP_MAX_MS: Final = 2**30
+STARVED_MS: Final = 5
+
+
+class Handlers:
+    """The worker between two messages: its engine, if a model is open, and the work in progress."""
+
+    def __init__(
+        self,
+        send: Send,
+        watch: Watch,
+        take_descriptor: Callable[[], int | None],
+        read_ahead: ReadAhead | None = None,
+    ) -> None:
+        """`watch`: for links; `take_descriptor`: what came along with the message that is handled."""
+        self._send = send
+        self._read_ahead = read_ahead
+        self._take_descriptor = take_descriptor
+        self.ring = Ring(send, self._forward_by_link, watch)
+        self._arrived_at = 0.0
+        self._engine: Engine | None = None
+        self._manifest: PrefixManifest | None = None
+        self._runner: Runner | None = None
+        self._lone_steps: LoneSteps | None = None
+        self._speculation: Speculation | None = None
+        self._decodings: dict[str, Decoding] = {}
+        self._has_stepped = False
+        """Nothing but lone steps has happened since `pause_ms` looked at everything."""
+        self._looked_at_s = self._looks_away_s = 0.0
+        self.is_finished = False
+        self._handlers: dict[type, Callable[[Any, memoryview], None]] = {
+            ipc.Open: self._open,
+            ipc.Tokenize: self._tokenize,
+            ipc.ApplyTemplate: self._apply_template,
+            ipc.Detokenize: self._detokenize,
+            ipc.Embed: self._embed,
+            ipc.Forward: self._forward,
+            ipc.TakeLink: self._take_link,
+            ipc.CloseLinks: self._close_links,
+            ipc.TakeSeat: self._take_seat,
+            ipc.Generate: self._generate,
+            ipc.Shutdown: self._shutdown,
+            **PrefixHandlers(self._opened, send).by_type,
+            **EndingHandlers(lambda: self._engine, send, self._works_of, self._stop).by_type,
+            **LoadHandlers(self._opened, lambda: self._speculation, send, self._finish).by_type,
+        }
+
+    @property
+    def has_work(self) -> bool:
+        return self._runner is not None and self._runner.has_work
+
+    def handle(self, message: Any, payload: memoryview) -> None:
+        self._arrived_at = time.perf_counter()
+        self._has_stepped = False
+        try:
+            self._handlers[type(message)](message, payload)
+        except Exception as error:
+            self._answer_error(message.id, getattr(message, "request_id", ""), error)
+
+    def pause_ms(self) -> int | None:
+        """How long the worker may sleep: without work until kept KV expires, or the daemon is due some news
+        of a ring (what has expired is dropped, what is due is told); not at all with work, and a moment where
+        all of that waits for room."""
+        if self._runner is not None and self._runner.has_work:
+            self._tell_prefixes()
+            self._has_stepped = False
+            return STARVED_MS if self._runner.is_starved else 0
+        if self._engine is None:
+            return None
+        now_s = time.monotonic()
+        if self._has_stepped and now_s < self._looked_at_s + self._looks_away_s:
+            # Between two decode jobs nothing else happens, and to find that out takes as long as a hop.
+            return int((self._looked_at_s + self._looks_away_s - now_s) * 1000) + 1
+        self._has_stepped = False
+        until_s = self._engine.expire()
+        self._tell_prefixes()
+        sleeps_ms = [SLEEP_MAX_MS if until_s is None else min(int(until_s * 1000) + 1, SLEEP_MAX_MS)]
+        if (news_ms := self.ring.tell_news()) is not None:
+            sleeps_ms.append(news_ms)
+        self._looked_at_s, self._looks_away_s = now_s, min(min(sleeps_ms) / 1000, TURNED_INTERVAL_S)
+        return min(sleeps_ms)
+
+    def _tell_prefixes(self) -> None:
+        if self._manifest is not None and self._engine is not None:
+            self._manifest.tell(self._engine.prefixes)
+
+    def step(self) -> None:
+        """One round of the works in progress."""
+        if self._runner is not None and self._speculation is not None:
+            self._runner.step()
+            self._speculation.settle(is_idle=not self._runner.has_work)
+
+    def _answer_work(self, work: Work, error: Exception) -> None:
+        self._answer_error(work.call_id, work.request_id, error)
+
+    def _answer_error(self, call_id: int, request_id: str, error: Exception) -> None:
+        if isinstance(error, CallError):
+            self._send(
+                ipc.Error(
+                    id=call_id,
+                    kind=error.kind,
+                    message=error.message,
+                    field=error.field,
+                    request_id=request_id,
+                )
+            )
+        elif isinstance(error, MemoryError):
+            self._send(
+                ipc.Error(id=call_id, kind="out_of_memory", message="out of memory", request_id=request_id)
+            )
+        else:
+            log.exception("call %d failed", call_id)
+            text = f"{type(error).__name__}: {error}"[:300]
+            self._send(ipc.Error(id=call_id, kind="engine", message=text, request_id=request_id))
+
+    def _running(self) -> Runner:
+        self._opened()
+        assert self._runner is not None
+        return self._runner
+
+    def _opened(self) -> Engine:
+        if self._engine is None:
+            raise CallError("bad_message", "no model is open: Open comes first", "type")
+        return self._engine
+
+    def _open(self, message: ipc.Open, _payload: memoryview) -> None:
+        if self._engine is not None:
+            raise CallError("bad_message", "a model is open already", "type")
+        engine = Engine(
+            Path(message.path),
+            Path(message.cache_dir),
+            engine_settings(message, self._read_ahead),
+            owns_path=message.owns_path,
+        )
+        self._engine = engine
+        self._manifest = PrefixManifest(self._send) if message.tell_prefixes else None
+        self.ring.has_spare_core = engine.settings.n_threads < len(os.sched_getaffinity(0))
+        self._speculation = Speculation(engine, speculation_settings(message))
+        self._lone_steps = LoneSteps(engine, self._decodings, self.ring)
+        planner = Planner(
+            chunk=min(message.prefill_chunk_tokens, CAPACITY - 1), batching=message.continuous_batching
+        )
+        self._runner = Runner(engine, planner, self._answer_work, self._read_ahead)
+        self._send(
+            ipc.Opened(
+                id=message.id,
+                architecture=engine.architecture_name,
+                name=engine.name,
+                n_layers=engine.n_layers,
+                n_embd=engine.n_embd,
+                n_vocab=engine.n_vocab,
+                context_length=engine.context_length,
+                cut_alignment=engine.rule.cut_alignment,
+                whole_reason=engine.rule.whole_reason,
+                eos_tokens=tuple(sorted(engine.vocabulary.end_tokens)),
+                has_chat_template=bool(engine.template_source),
+            )
+        )
+
+    def _tokenize(self, message: ipc.Tokenize, _payload: memoryview) -> None:
+        engine = self._opened()
+        if (message.text is None) == (message.messages is None):
+            raise CallError("bad_message", "either text or messages, not both", "text")
+        if message.messages is not None:
+            text = engine.template().render(message.messages, message.tools, message.effort)
+            tokens = engine.vocabulary.tokenize(text, is_rendered=True)
+        else:
+            tokens = engine.vocabulary.tokenize(message.text or "", is_rendered=False)
+        self._send(ipc.Tokens(id=message.id), encode_tensor(tokens))
+
+    def _apply_template(self, message: ipc.ApplyTemplate, _payload: memoryview) -> None:
+        text = self._opened().template().render(message.messages, message.tools, message.effort)
+        # A template may take a character apart; what is left of it cannot be sent.
+        self._send(ipc.Text(id=message.id), [text.encode(errors="replace")])
+
+    def _detokenize(self, message: ipc.Detokenize, payload: memoryview) -> None:
+        vocabulary = self._opened().vocabulary
+        pieces = [vocabulary.full_piece(token) for token in self._tokens(payload).tolist()]
+        self._send(ipc.Text(id=message.id), [b"".join(pieces)])
+
+    def _embed(self, message: ipc.Embed, payload: memoryview) -> None:
+        engine = self._opened()
+        tokens = self._tokens(payload)
+        if len(tokens) > EMBED_ROWS_MAX:
+            raise CallError("bad_tensor", f"{len(tokens)} tokens, at most {EMBED_ROWS_MAX}", "payload")
+        self._send(ipc.LayerResult(id=message.id), encode_tensor(engine.embedding.rows(tokens)))
+
+    def _forward(self, message: ipc.Forward, payload: memoryview) -> None:
+        data = self._tensor(payload)
+        self._check_forward(message, data)
+        seat = self.ring.seat_of(message)
+        if seat is None:
+            work = ForwardWork(message, data, self._opened(), self._decodings, self._send)
+        elif message.resent and message.position < seat.expected:
+            self._send(ipc.Done(id=message.id))
+            return
+        else:
+            seat.expected = message.position + len(data)
+            since = self._arrived_at - message.waited_s
+            work = RingWork(
+                message, data, self._opened(), self._decodings, self._send, self.ring, seat, since
+            )
+        self._running().add(work)
+
+    def _forward_by_link(
+        self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_alone: bool
+    ) -> None:
+        if is_alone and not self.has_work and self._lone_steps is not None:
+            try:
+                if self._lone_steps.run(seat, job, payload, came_at):
+                    self._has_stepped = True
+                    return
+            except Exception as error:
+                self._opened().release_if_empty(job.request_id)
+                self._answer_error(0, job.request_id, error)
+                return
+        engine, its = self._opened(), seat.message
+        message = ipc.Forward(
+            id=0,
+            request_id=its.request_id,
+            start=its.start,
+            end=its.end,
+            position=job.position,
+            want="hidden" if its.sampling is None else "token",
+            sampling=its.sampling,
+            n_prompt_tokens=its.n_prompt_tokens,
+            timings=job.timings,
+        )
+        data = np.array([job.token], np.int32) if job.step == "embed" else self._tensor(payload)
+        self._check_forward(message, data)
+        if len(data) != job.n_tokens:
+            raise CallError("bad_tensor", f"{len(data)} rows where {job.n_tokens} are due", "n_tokens")
+        self._running().add(
+            RingWork(
+                message, data, engine, self._decodings, self._send, self.ring, seat, came_at, by_link=True
+            )
+        )
+
+    def _check_forward(self, message: ipc.Forward, data: np.ndarray) -> None:
+        """That it is f32 [n, n_embd] or i32 [n], n at least 1, and fit for the message. Raises CallError."""
+        engine = self._opened()
+        if data.dtype == np.int32:
+            if message.start != 0:
+                raise CallError(
+                    "bad_tensor", "token ids enter at layer 0, hidden states everywhere else", "payload"
+                )
+            self._check_tokens(data)
+        else:
+            self._check_hidden(data, engine.n_embd)
+        if len(data) == 0:
+            raise CallError("bad_tensor", "at least one row is needed", "payload")
+        if message.position + len(data) > engine.settings.n_ctx:
+            raise CallError(
+                "context_full",
+                f"position {message.position} and {len(data)} rows exceed the context of "
+                f"{engine.settings.n_ctx} (n_ctx)",
+                "position",
+            )
+        if message.want == "hidden" and message.end >= engine.n_layers:
+            raise CallError("bad_message", "the last layer leads to the head, which gives tokens", "want")
+        if message.want in ("token", "normed") and message.end != engine.n_layers:
+            raise CallError(
+                "bad_message",
+                f"only the range that ends at {engine.n_layers} gives tokens and normed states",
+                "want",
+            )
+        if message.want == "token" and message.position + len(data) < message.n_prompt_tokens:
+            raise CallError(
+                "bad_message", "a token is wanted before the end of the prompt", "n_prompt_tokens"
+            )
+
+    def _take_link(self, message: ipc.TakeLink, payload: memoryview) -> None:
+        descriptor = self._take_descriptor()
+        if descriptor is None:
+            raise CallError("bad_message", "no socket came with it", "type")
+        self.ring.take_link(message, payload, socket.socket(fileno=descriptor))
+        self._send(ipc.Done(id=message.id))
+
+    def _close_links(self, message: ipc.CloseLinks, _payload: memoryview) -> None:
+        self.ring.close_links(message.peer)
+        self._send(ipc.Done(id=message.id))
+
+    def _take_seat(self, message: ipc.TakeSeat, _payload: memoryview) -> None:
+        if message.end > self._opened().n_layers:
+            raise CallError("bad_message", f"the model has {self._opened().n_layers} layers", "end")
+        if (message.sampling is not None) != (message.end == self._opened().n_layers):
+            raise CallError("bad_message", "the last stage samples, and no other", "sampling")
+        self.ring.take_seat(message)
+        self._send(ipc.Done(id=message.id))
+
+    def _generate(self, message: ipc.Generate, payload: memoryview) -> None:
+        engine = self._opened()
+        tokens = self._tokens(payload)
+        if len(tokens) == 0:
+            raise CallError("bad_tensor", "the prompt has no tokens", "payload")
+        if message.n_generated >= len(tokens):
+            raise CallError(
+                "bad_message", f"{message.n_generated} generated tokens of {len(tokens)}", "n_generated"
+            )
+        if self._running().of_request(message.request_id):
+            raise CallError("bad_message", f"request {message.request_id} is running", "request_id")
+        engine.release(message.request_id)
+        self._running().add(GenerateWork(message, tokens, engine, self._send, self._speculation))
+
+    def _works_of(self, request_id: str) -> list[Work]:
+        return self._runner.of_request(request_id) if self._runner is not None else []
+
+    def _stop(self, request_id: str) -> None:
+        """Nothing of it runs, comes by links or is sampled any more; its rows stay."""
+        for work in self._works_of(request_id):
+            try:
+                work.cancel()
+            except CallError as error:
+                self._answer_work(work, error)
+        if self._runner is not None:
+            self._runner.sweep()
+        self._decodings.pop(request_id, None)
+        self.ring.leave(request_id)
+
+    def _shutdown(self, message: ipc.Shutdown, _payload: memoryview) -> None:
+        self._finish(message.id)
+
+    def _finish(self, call_id: int) -> None:
+        self._send(ipc.Bye(id=call_id))
+        self.is_finished = True
+
+    def _tensor(self, payload: memoryview) -> np.ndarray:
+        try:
+            return decode_tensor(payload, field="payload")
+        except BadTensor as error:
+            raise CallError("bad_tensor", error.reason, error.field) from None
+        except BadMessage as error:
+            raise CallError("bad_message", error.reason, error.field) from None
+
+    def _tokens(self, payload: memoryview) -> np.ndarray:
+        """i32 [n], every id inside the vocabulary."""
+        tokens = self._tensor(payload)
+        self._check_tokens(tokens)
+        return tokens
+
+    def _check_tokens(self, tokens: np.ndarray) -> None:
+        if tokens.dtype != np.int32 or tokens.ndim != 1:
+            raise CallError("bad_tensor", "token ids are i32 [n]", "payload")
+        self._opened().embedding.check(tokens)
+
+    def _check_hidden(self, data: np.ndarray, n_embd: int) -> None:
+        if data.dtype != np.float32 or data.ndim != 2:
+            raise CallError("bad_tensor", f"hidden states are f32 [n, {n_embd}]", "payload")
+        if data.shape[1] != n_embd:
+            raise CallError("bad_tensor", f"rows are {data.shape[1]} wide, the model {n_embd}", "payload")
+        # Where the sum is finite, all of them are, and one call takes less time than two.
+        if not math.isfinite(np.add.reduce(data, axis=None)) and not np.isfinite(data).all():
+            raise CallError("bad_tensor", "hidden states hold NaN or infinity", "payload")
+
+    def close(self) -> None:
+        self.ring.close()
+        if self._speculation is not None:
+            self._speculation.close()
+        if self._engine is not None:
+            self._engine.close()

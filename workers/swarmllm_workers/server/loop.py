@@ -1,0 +1,186 @@
+"""The worker's loop: one thread, the daemon's socket, and the links of the ring.
+
+While there is work the socket is looked at between two steps and never waited for; without work the loop
+sleeps in `poll`. Output is buffered and written as the socket takes it, so a daemon that reads slowly
+delays nobody's decode step; beyond a bound on that buffer the steps wait, and no further message is read.
+The end of the stream ends the worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+from collections import deque
+from struct import Struct
+from typing import Any, Final
+
+import msgspec
+
+from swarmllm_proto import ipc
+from swarmllm_proto.codec import decode_daemon_message, encode_ipc
+from swarmllm_proto.errors import BadMessage, ProtocolError
+from swarmllm_proto.frames import Frame, FrameDecoder
+from swarmllm_workers import __version__
+from swarmllm_workers.engine.libllama import engine_version
+from swarmllm_workers.server.handlers import Handlers
+from swarmllm_workers.server.outgoing import Outgoing
+from swarmllm_workers.server.read_ahead import ReadAhead
+
+log = logging.getLogger(__name__)
+
+RECEIVE_SIZE: Final = 256 * 1024
+READS_PER_STEP: Final = 64
+"""Bounds how long arriving data (16 MiB) can hold up the requests that run."""
+UNWRITTEN_MAX: Final = 32 * 2**20
+"""Bytes in the output buffer above which no further step is made and no further message is read."""
+
+_DESCRIPTOR: Final = Struct("i")
+_ANCILLARY_SIZE: Final = socket.CMSG_SPACE(4 * _DESCRIPTOR.size)
+
+
+class _Call(msgspec.Struct):
+    id: ipc.CallId = 0
+
+
+def _call_id(frame: Frame) -> int:
+    """The id of a message that is wrong elsewhere, so that its caller learns of it; 0 where even that is
+    unreadable."""
+    try:
+        return msgspec.json.decode(frame.header, type=_Call).id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+
+
+class Server:
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._connection = connection
+        self._decoder = FrameDecoder()
+        self._outgoing = Outgoing(connection)
+        self._poll = select.poll()
+        self._descriptors: deque[int] = deque()
+        self._read_ahead = ReadAhead(self._receive, self._decoder)
+        self._handlers = Handlers(self.send, self._watch, self._take_descriptor, self._read_ahead)
+        self._pid = pid
+
+    def send(self, message: Any, payload: Any = b"") -> None:
+        """Queue a message and write what the socket takes now. Payloads are copied only if they have to
+        wait."""
+        self._outgoing.send(encode_ipc(message, payload))
+
+    def serve(self) -> None:
+        """Until Shutdown, the last Unload, or the end of the stream."""
+        self._connection.setblocking(False)
+        self.send(ipc.Ready(pid=self._pid, version=__version__, engine=engine_version()))
+        poll, own, watched = self._poll, self._connection.fileno(), 0
+        try:
+            while not self._handlers.is_finished:
+                is_stuck = self._is_stuck
+                wanted = (0 if is_stuck else select.POLLIN) | (
+                    select.POLLOUT if self._outgoing.n_bytes else 0
+                )
+                if wanted != watched:
+                    poll.register(own, wanted)
+                    watched = wanted
+                happened = poll.poll(None if is_stuck else self._handlers.pause_ms())
+                n_left = len(happened)
+                for descriptor, events in happened:
+                    n_left -= 1
+                    if descriptor != own:
+                        self._handlers.ring.on_event(descriptor, events, is_last=not n_left and not is_stuck)
+                        continue
+                    if events & select.POLLOUT:
+                        self._outgoing.write()
+                    if events & ~select.POLLOUT and not self._read():
+                        return
+                if self._handlers.has_work and not self._is_stuck:
+                    self._handlers.step()
+                    self._handle_ahead()
+            self._connection.setblocking(True)
+            self._connection.settimeout(1.0)
+            self._outgoing.write()
+        except (BrokenPipeError, ConnectionResetError):
+            log.info("the daemon has gone")
+        except ProtocolError as error:
+            log.warning("the stream is broken: %s", error)
+            self._send_fatal(error)
+        finally:
+            self._handlers.close()
+            while self._descriptors:
+                os.close(self._descriptors.popleft())
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._outgoing.n_bytes > UNWRITTEN_MAX
+
+    def _watch(self, descriptor: int, events: int) -> None:
+        """Tell the ring of `events` on a link's socket; 0: no more."""
+        if events:
+            self._poll.register(descriptor, events)
+        else:
+            self._poll.unregister(descriptor)
+
+    def _take_descriptor(self) -> int | None:
+        """What came with the message that is being handled."""
+        return self._descriptors.popleft() if self._descriptors else None
+
+    def _receive(self) -> bytes:
+        """Some bytes, and into `_descriptors` what came with them. Raises BlockingIOError."""
+        data, ancillary, _, _ = self._connection.recvmsg(
+            RECEIVE_SIZE, _ANCILLARY_SIZE, socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                whole = len(content) - len(content) % _DESCRIPTOR.size
+                self._descriptors += (each for (each,) in _DESCRIPTOR.iter_unpack(content[:whole]))
+        return data
+
+    def _read(self) -> bool:
+        """Take what has arrived, so that all of it can share the next step. False at the end of the
+        stream."""
+        for _ in range(READS_PER_STEP):
+            try:
+                data = self._receive()
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            for frame in self._decoder.feed(data):
+                self._handle(frame)
+                if self._handlers.is_finished:
+                    return True
+            self._close_leftovers()
+            if self._is_stuck:
+                return True
+        return True
+
+    def _handle_ahead(self) -> None:
+        """What came during the step."""
+        for frame in self._read_ahead.take():
+            if not self._handlers.is_finished:
+                self._handle(frame)
+        self._close_leftovers()
+
+    def _close_leftovers(self) -> None:
+        """Close what came with messages that were refused or wanted none, so that it is not taken for what
+        comes with the next message. A message that has not arrived whole may still want its own."""
+        while self._descriptors and not self._decoder.inside_frame:
+            os.close(self._descriptors.popleft())
+
+    def _handle(self, frame: Frame) -> None:
+        try:
+            message = decode_daemon_message(frame)
+        except BadMessage as error:
+            self.send(
+                ipc.Error(id=_call_id(frame), kind="bad_message", message=error.reason, field=error.field)
+            )
+        else:
+            self._handlers.handle(message, frame.payload)
+
+    def _send_fatal(self, error: ProtocolError) -> None:
+        try:
+            self._connection.settimeout(1.0)
+            self.send(ipc.Error(kind="bad_message", message=error.reason, field=error.field, fatal=True))
+        except OSError:
+            log.info("the daemon has gone")

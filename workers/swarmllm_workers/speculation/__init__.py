@@ -1,0 +1,1 @@
+"""Guessing several tokens and checking them in one batch."""

@@ -1,0 +1,167 @@
+"""Does guessing pay? Measured while requests run: a pure core, seconds come in as arguments.
+
+A step that checks k guesses gives one token more than were right, and takes what making and checking them
+takes. What steps take is a matter of the machine: running means per number of guesses, handed on from request
+to request, the first of them measured before the first guess counts. How often guesses are right is a matter
+of the text: counted per kind of guess with the latest weighing most, and half forgotten between two requests.
+From both follows how many guesses, if any, give the most tokens per second.
+
+What is known well enough to pay is done. Whatever else is tried comes out of an account: a small part of the
+time of all steps, and what guesses have saved. So a text without anything to guess is slower by that part at
+most, whatever the text, the model and the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+LEARNING: Final = 0.2
+"""Weight of the newest step's duration."""
+OUTLIER: Final = 3.0
+"""A step that took so many times what was expected was held up by something else, and counts as this."""
+MEMORY: Final = 0.94
+"""Of what a guess weighs in how often guesses are right, what is left after the next one."""
+HOPE: Final = 0.6
+"""Of guesses of a kind that has not been tried, the part that is right; it weighs as much as HOPE_WEIGHT
+guesses."""
+HOPES: Final = {"ngram-2": 0.3, "ngram-3": 0.45, "ngram-again": 0.95, "model": 0.7}
+HOPE_WEIGHT: Final = 2.0
+SURE: Final = 4.5
+"""Guesses of a kind, hope among them, after which what is known of them is more than that."""
+GUESS_COST: Final = 0.3
+"""Of a further guess, in steps without guesses, before one was measured."""
+GAIN_MIN: Final = 1.05
+"""Below that a difference is noise."""
+ALLOWED: Final = 0.005
+"""Of all steps, for trying what may not pay."""
+START_STEPS: Final = 2.0
+"""What may be lost on trying before that, in steps."""
+SAVED_STEPS_MAX: Final = 4.0
+"""Of what guesses have saved, what may be spent on trying, in steps."""
+N_TRIED: Final = 1
+"""Guesses where none are expected to pay."""
+N_MAX: Final = 16
+"""Guesses per step that are thought about."""
+N_ASKED: Final = 64
+"""Questions that are answered from one estimate: it takes as long as a tenth of a small model's step."""
+
+
+@dataclass
+class _Record:
+    """Of one kind of guess."""
+
+    n_right: float
+    n_tried: float = HOPE_WEIGHT
+    gains: list[float] = field(default_factory=list)
+    """Tokens/s with 1, 2 ... guesses, in those without; an estimate that is made anew now and then."""
+    n_asked: int = 0
+    """Of that estimate."""
+
+    @property
+    def rate(self) -> float:
+        """The part that is right, given that those before it were."""
+        return self.n_right / self.n_tried
+
+    def saw(self, is_right: bool) -> None:
+        self.n_right = self.n_right * MEMORY + is_right
+        self.n_tried = self.n_tried * MEMORY + 1.0
+
+    def halved(self) -> _Record:
+        part = max(0.5, HOPE_WEIGHT / self.n_tried)
+        return _Record(self.n_right * part, self.n_tried * part)
+
+
+@dataclass
+class CostGate:
+    """Of one request. Kinds of guesses whose names begin alike, up to a dash, cost the same. Costs are in
+    steps as one without guesses takes at the time, so that other programs on the machine change little."""
+
+    plain_s: float = 0.0
+    """Of a step without guesses; 0: there was none yet."""
+    spare_steps: float = START_STEPS
+    """May be lost on trying."""
+    _costs: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Steps that one with so many guesses takes."""
+    _records: dict[str, _Record] = field(default_factory=dict)
+
+    def successor(self) -> CostGate:
+        """For the next request."""
+        records = {kind: record.halved() for kind, record in self._records.items()}
+        return type(self)(
+            plain_s=self.plain_s, spare_steps=self.spare_steps, _costs=self._costs, _records=records
+        )
+
+    def measured(self, kind: str, plain_s: float, n_guessed: int, seconds: float) -> None:
+        """What a step takes without guesses and with some, found out beside any request."""
+        self.plain_s = plain_s
+        self._costs_of(kind)[n_guessed] = seconds / plain_s
+
+    def n_worth(self, kind: str, n_max: int, n_left: int = 1, start_s: float = 0.0) -> int:
+        """How many guesses of a kind to make and check in the next step, at most `n_max`. `n_left`: tokens
+        that may still come; `start_s`: what the first guess takes beside, once for all of those."""
+        if not self.plain_s or n_max < 1:
+            return 0  # a step without guesses comes first: it is what the others are compared with
+        record = self._record(kind)
+        if not record.gains or record.n_asked >= N_ASKED:
+            record.gains, record.n_asked = self._gains(kind, record.rate), 0
+        record.n_asked += 1
+        gains = record.gains[:n_max]
+        gain = max(gains)
+        n_best, pays, start_steps = gains.index(gain) + 1, gain >= GAIN_MIN, start_s / self.plain_s
+        if pays and record.n_tried >= SURE and (1.0 - 1.0 / gain) * n_left >= start_steps:
+            return n_best
+        if self.spare_steps <= start_steps:
+            return 0
+        for n in (n_best, N_TRIED) if pays else (N_TRIED,):
+            if self._cost(kind, n) - 1.0 + start_steps <= self.spare_steps:
+                return n
+        return 0
+
+    def judged(self, kind: str, n_guessed: int, n_right: int, seconds: float, start_s: float = 0.0) -> None:
+        """A step with so many guesses took so long, beside `start_s`, and the first `n_right` were right."""
+        if not n_guessed:
+            self.plain_s = _mean(self.plain_s, seconds) if self.plain_s else seconds
+            self._spare(ALLOWED)
+            return
+        costs, expected, cost = self._costs_of(kind), self._cost(kind, n_guessed), seconds / self.plain_s
+        costs[n_guessed] = _mean(expected, cost) if costs else cost
+        record = self._record(kind)
+        for i in range(min(n_right + 1, n_guessed)):
+            record.saw(i < n_right)
+        record.gains = []
+        self._spare(n_right + 1 + ALLOWED - costs[n_guessed] - start_s / self.plain_s)
+
+    def _spare(self, n_steps: float) -> None:
+        self.spare_steps = min(self.spare_steps + n_steps, SAVED_STEPS_MAX)
+
+    def _record(self, kind: str) -> _Record:
+        return self._records.setdefault(kind, _Record(HOPES.get(kind, HOPE) * HOPE_WEIGHT))
+
+    def _costs_of(self, kind: str) -> dict[int, float]:
+        return self._costs.setdefault(kind.partition("-")[0], {})
+
+    def _gains(self, kind: str, rate: float) -> list[float]:
+        gains, n_tokens = [], 1.0
+        for n in range(1, N_MAX + 1):
+            n_tokens += rate**n
+            gains.append(n_tokens / self._cost(kind, n))
+        return gains
+
+    def _cost(self, kind: str, n: int) -> float:
+        """Measured, or estimated from its neighbours; never more than with more guesses."""
+        known = {0: 1.0, **self._costs_of(kind)}
+        most = min((cost for i, cost in known.items() if i >= n), default=float("inf"))
+        below = max(i for i in known if i <= n)
+        above = min((i for i in known if i > n), default=0)
+        if above:
+            slope = (known[above] - known[below]) / (above - below)
+        elif below:
+            slope = max(known[below] - 1.0, 0.0) / below
+        else:
+            slope = GUESS_COST
+        return min(known[below] + (n - below) * slope, most)
+
+
+def _mean(old: float, new: float) -> float:
+    return old + LEARNING * (min(new, OUTLIER * old) - old)
