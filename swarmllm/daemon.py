@@ -46,6 +46,7 @@ from swarmllm.reloading import reload_on_sighup
 from swarmllm.scheduling.constraints import Constraints, Pin
 from swarmllm.scheduling.observation import Observations
 from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
+from swarmllm.supervision import Supervision, supervise, supervise_started
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.peer_lists import PeerLists
 from swarmllm.swarm.peers.trust import Deed
@@ -104,20 +105,21 @@ async def run_daemon(
     allow_many_open_files()
     manager = ServiceManager(os.environ)
     try:
-        async with trio.open_nursery() as nursery:
-            await nursery.start(_stop_on_signal, nursery.cancel_scope)
-            async with open_daemon(config, reread, manager) as whereabouts:
-                # What lives as long as the daemon need not be looked through between two tokens.
-                gc.collect()
-                gc.freeze()
-                on_serving(whereabouts)
-                task_status.started(whereabouts)
-                manager.tell(READY=1, STATUS=whereabouts.api_url)
-                try:
-                    await manager.feed_watchdog()
-                    await trio.sleep_forever()
-                finally:
-                    manager.tell(STOPPING=1)
+        with Supervision().active():
+            async with trio.open_nursery() as nursery:
+                await supervise_started(nursery, "stop on signal", _stop_on_signal, nursery.cancel_scope)
+                async with open_daemon(config, reread, manager) as whereabouts:
+                    # What lives as long as the daemon need not be looked through between two tokens.
+                    gc.collect()
+                    gc.freeze()
+                    on_serving(whereabouts)
+                    task_status.started(whereabouts)
+                    manager.tell(READY=1, STATUS=whereabouts.api_url)
+                    supervise(nursery, "systemd watchdog", manager.feed_watchdog)
+                    try:
+                        await trio.sleep_forever()
+                    finally:
+                        manager.tell(STOPPING=1)
     except BaseExceptionGroup as group:
         raise _only_cause(group) from group
 
@@ -139,7 +141,9 @@ async def open_daemon(
     ):
         if reread is not None:
             manager = manager or ServiceManager({})
-            await nursery.start(reload_on_sighup, config, reread, apply, manager)
+            await supervise_started(
+                nursery, "reload on SIGHUP", reload_on_sighup, config, reread, apply, manager
+            )
         # From here on, because imports at the start are slow steps that delay nobody.
         with watchdog.watching():
             yield whereabouts
@@ -166,7 +170,7 @@ async def _open_rooms(
             lambda node_id: trust.score(node_id) >= trust_min,
             lambda found: trust.note(found.node_id, Deed.BROKE_PROTOCOL, str(found)),
         )
-        await nursery.start(follow_router, registry, router)
+        await supervise_started(nursery, "registry", follow_router, registry, router)
         observations = Observations()
         remembered = await trio.to_thread.run_sync(open_remembered_loads, data_dir)
         travel = ModelTransfer(
@@ -180,7 +184,7 @@ async def _open_rooms(
             seeker=router.wide_area,
         )
         gathering = SharedDigests(data_dir / DOWNLOADS, router, travel, may_believe=trust.may_work)
-        await nursery.start(gathering.run)
+        await supervise_started(nursery, "digest gathering", gathering.run)
         links = StageLinks(router.node_id, router, pool.ring) if config.network.direct_links else None
         pipelines = Pipelines(
             router,
@@ -196,7 +200,7 @@ async def _open_rooms(
             note=trust.note,
         )
         pool.on_notice = pipelines.on_notice
-        await nursery.start(pipelines.run)
+        await supervise_started(nursery, "pipelines", pipelines.run)
         node = Node(
             config,
             router=router,
@@ -211,8 +215,9 @@ async def _open_rooms(
             remembered=remembered,
             watchdog=watchdog,
         )
-        await nursery.start(node.run)
-        nursery.start_soon(node.measure, data_dir / MACHINE_FILE)
+        await supervise_started(nursery, "downloads", node.downloads.run)
+        await supervise_started(nursery, "announcer", node.run)
+        supervise(nursery, "speed probe", node.measure, data_dir / MACHINE_FILE)
 
         def apply(changed: Config) -> None:
             logging.getLogger("swarmllm").setLevel(changed.node.log_level.upper())
@@ -231,9 +236,9 @@ async def _open_rooms(
             await trio.to_thread.run_sync(write_whereabouts, file, whereabouts)
             try:
                 log.info("node %s (%s) serves %s", node.nickname, node.node_id, api_url)
-                nursery.start_soon(node.start)
-                nursery.start_soon(node.keep_trying)
-                nursery.start_soon(node.placing.run)
+                supervise(nursery, "first loads", node.start)
+                supervise(nursery, "repeated loads", node.keep_trying)
+                supervise(nursery, "placement", node.placing.run)
                 yield whereabouts, apply
             finally:
                 log.info("stopping")

@@ -43,6 +43,7 @@ LAYERS = (
     "swarmllm.keys",
     "swarmllm.sd_notify",
     "swarmllm.loop_watchdog",
+    "swarmllm.supervision",
     "swarmllm.memory_info",
     "swarmllm.private_files",
     "swarmllm.log_filter",
@@ -66,6 +67,8 @@ PURE = (
     "swarmllm.pipeline.job",
     "swarmllm.pipeline.repair.plan",
     "swarmllm.pipeline.processor",
+    "swarmllm.supervision.policy",
+    "swarmllm.supervision.table",
 )
 IMPURE_IMPORTS = (
     *(

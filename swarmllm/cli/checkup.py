@@ -196,6 +196,17 @@ def check_daemon(stats: dict[str, Any]) -> Iterator[Finding]:
                 f"a worker was started {worker['n_starts']} times; its last end: {worker['last_end'] or '-'}",
                 "see its log; out of memory is the usual reason",
             )
+    for task in stats.get("tasks_failed", ()):
+        state = {"waiting": "is started again soon", "given up": "was given up"}.get(
+            task["state"], "runs again"
+        )
+        yield Finding(
+            "tasks",
+            "problem" if task["is_down"] else "warning",
+            f"task {task['name']} failed {task['n_failures']} times and {state}; the last error: "
+            f"{task['last_error']}; while it is down: {task['meanwhile']}",
+            "see the daemon's log for the trace, and report it",
+        )
     loop = stats.get("loop") or {}
     if loop.get("latest_slow_step"):
         yield Finding(

@@ -58,6 +58,12 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
     ]
     if placed:
         yield from lines("placing", placed)
+    failed = [
+        f"{task['name']}: {task['state']}, failed {task['n_failures']} times; {task['last_error']}"
+        for task in stats.get("tasks_failed", ())
+    ]
+    if failed:
+        yield from lines("tasks", failed)
     yield "requests", f"{requests['active']} of {requests['max']} running, {requests['queued']} waiting"
     yield (
         "",

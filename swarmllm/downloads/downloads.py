@@ -42,6 +42,7 @@ from swarmllm.errors import Conflict, ModelNotFound, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.models.catalogue import check_name, normalise_name
 from swarmllm.models.disk import allocated_bytes
+from swarmllm.supervision import spawn
 from swarmllm.transfer import ModelTransfer
 
 if TYPE_CHECKING:
@@ -113,6 +114,11 @@ class Download:
             self._history.append((now_s, done_bytes))
         while now_s - self._history[0][0] > RATE_WINDOW_S:
             self._history.popleft()
+
+    def has_failed(self, error: Exception) -> None:
+        """By what nobody expected."""
+        self.state, self.error = "failed", f"internal error ({type(error).__name__}); see the node's log"
+        self.ended.set()
 
     def view(self) -> DownloadView:
         rate = 0.0
@@ -215,7 +221,7 @@ class Downloads:
         self._downloads[download.id] = download
         for old in [each for each in self._downloads.values() if each.state in ENDED][:-REMEMBERED]:
             del self._downloads[old.id]
-        self._nursery.start_soon(self._carry, download, settings)
+        spawn(self._nursery, "download", self._carry, download, settings, failed=download.has_failed)
         return download
 
     async def _carry(self, download: Download, settings: DownloadSettings) -> None:
@@ -239,7 +245,7 @@ class Downloads:
             download.state, download.error = "failed", f"an error of this node's own ({_named(error)})"
             log.exception("fetching %s failed", download.source.text)
         finally:
-            if download.state not in ENDED:
+            if download.state not in ENDED and download.scope.cancel_called:
                 download.state = "cancelled"
             download.ended.set()
 

@@ -22,6 +22,7 @@ from swarmllm.downloads.known_files import KnownFiles
 from swarmllm.downloads.unidentified_model import NOTES, UnidentifiedModel, read_waiting
 from swarmllm.errors import Conflict, ModelNotFound, RemoteError, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange
+from swarmllm.supervision import spawn
 from swarmllm.swarm.router import Router
 from swarmllm.transfer import ModelTransfer
 from swarmllm_proto.codec import decode_response, encode_request
@@ -107,7 +108,7 @@ class SharedDigests:
                 async for change in changes:
                     if change.kind == "connected":
                         for model in list(self._waiting.values()):
-                            nursery.start_soon(self._ask_one, model, change.node_id)
+                            spawn(nursery, "model", self._ask_one, model, change.node_id)
             finally:
                 self._nursery = None
 
@@ -143,7 +144,7 @@ class SharedDigests:
             if model.is_about(question):
                 is_heard = bool(question.known) and self._may_believe(sender)
                 if is_heard and model.hear(sender, question.known) and self._nursery is not None:
-                    self._nursery.start_soon(self._keep, model)
+                    spawn(self._nursery, "model", self._keep, model)
                 return Digests(status="part", known=model.own_runs())
         if not self._travel.gives:
             return _UNKNOWN

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from swarmllm.node.views import PeerView, Readiness
     from swarmllm.pipeline.origin.generation import Generation
     from swarmllm.pipeline.statistics import PipelineStatistics
+    from swarmllm.supervision import Supervision
     from swarmllm.swarm.router import DhtStatistics
     from swarmllm.workerpool import WorkerStatistics
 
@@ -204,6 +205,22 @@ SLOW_STEPS = Definition(
     "Steps of the event loop that took more than 0.25 s; the log names the task and the line.",
 )
 
+TASK_FAILURES = Definition(
+    "swarmllm_task_failures_total",
+    "counter",
+    "Failures of a long-lived task of the daemon (docs/supervision.md); one that never failed is left out.",
+    ("task",),
+)
+TASKS_DOWN = Definition(
+    "swarmllm_tasks_down", "gauge", "Long-lived tasks that wait for their restart or were given up."
+)
+SCOPE_FAILURES = Definition(
+    "swarmllm_scope_failures_total",
+    "counter",
+    "Unexpected exceptions that ended a request, a peer, a connection ... (docs/supervision.md).",
+    ("scope",),
+)
+
 DEFINITIONS = tuple(value for value in list(vars().values()) if isinstance(value, Definition))
 
 
@@ -213,6 +230,7 @@ class Observed(Protocol):
     started_at: float
     admission: Admission
     watchdog: LoopWatchdog
+    supervision: Supervision
 
     def readiness(self) -> Readiness: ...
     def peers(self) -> tuple[PeerView, ...]: ...
@@ -305,6 +323,10 @@ class _NodeState(Collector):
             (SLOW_STEPS, node.watchdog.n_slow),
         ):
             yield _family(definition, [((), value)])
+        tasks = node.supervision.statuses()
+        yield _family(TASK_FAILURES, [((t.name,), t.n_failures) for t in tasks if t.n_failures])
+        yield _family(TASKS_DOWN, [((), sum(task.is_down for task in tasks))])
+        yield _family(SCOPE_FAILURES, [((s,), n) for s, n in node.supervision.scope_failures().items()])
         if (dht := node.dht_statistics()) is not None:
             yield _family(DHT_NODES, [((), dht.n_nodes)])
             yield _family(DHT_RECORDS, [((), dht.n_records)])

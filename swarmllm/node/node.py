@@ -22,7 +22,7 @@ import trio
 from swarmllm.config import Config
 from swarmllm.downloads import Downloads, SharedDigests
 from swarmllm.downloads.settings import from_environment
-from swarmllm.errors import ModelNotFound, NodeUnreachable, SwarmLLMError
+from swarmllm.errors import ConfigError, ModelNotFound, NodeUnreachable, SwarmLLMError
 from swarmllm.loop_watchdog import LoopWatchdog
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, needed_tensors
 from swarmllm.node.admission import Admission
@@ -46,6 +46,7 @@ from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.tiers import LOCAL, Caller, tier_caps
+from swarmllm.supervision import current as current_supervision
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import DhtStatistics, Reachability, Router
@@ -95,6 +96,7 @@ class Node:
         )
         self.config = config
         self.watchdog = watchdog or LoopWatchdog()
+        self.supervision = current_supervision()
         self._router = router
         self._registry = registry
         self._pool = pool
@@ -202,10 +204,10 @@ class Node:
     async def start(self) -> None:
         """Load what the configuration names, then what was loaded by hand when the daemon ended.
 
-        Raises SwarmLLMError for an entry of the configuration that cannot be meant (no such model, layers it
+        Raises ConfigError for an entry of the configuration that cannot be meant (no such model, layers it
         does not have); any other load that fails is logged and leaves the node running, not ready.
         """
-        wanted = [await self._patiently(partial(self._wanted, text)) for text in self.config.model.load]
+        wanted = [await self._configured(text) for text in self.config.model.load]
         failures: list[str] = []
         for entry, layers in wanted:
             try:
@@ -251,9 +253,7 @@ class Node:
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the swarm informed of holdings, load and speed; started once it knows this node."""
-        async with trio.open_nursery() as nursery:
-            await nursery.start(self.downloads.run)
-            await self._announcer.run(task_status=task_status)
+        await self._announcer.run(task_status=task_status)
 
     async def measure(self, file: Path) -> None:
         """Learn how fast this machine is, from `file` or by a probe of a second."""
@@ -297,6 +297,12 @@ class Node:
                 if trio.current_time() >= until_s:
                     raise
             await trio.sleep(LOOK_AGAIN_S)
+
+    async def _configured(self, text: str) -> tuple[CatalogueEntry, LayerRange]:
+        try:
+            return await self._patiently(partial(self._wanted, text))
+        except SwarmLLMError as error:
+            raise ConfigError(f"model.load {text}: {error.message}", field="model.load") from error
 
     async def _wanted(self, text: str) -> tuple[CatalogueEntry, LayerRange]:
         name, colon, layers = text.partition(":")

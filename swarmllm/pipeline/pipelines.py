@@ -48,6 +48,7 @@ from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
+from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.peers.trust import Note, unnoted
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
@@ -136,7 +137,7 @@ class Pipelines:
         """Serve until cancelled; started once assignments and jobs are accepted."""
         async with trio.open_nursery() as nursery, self._router.changes() as changes:
             self._nursery = nursery
-            nursery.start_soon(self._links.run)
+            supervise(nursery, "links", self._links.run)
             self._attempts.tell_with(nursery)
             self._router.serve(self.on_request, self.on_message)
             task_status.started()
@@ -371,7 +372,7 @@ class Pipelines:
     def _start_session(self, session: Session) -> None:
         if self._nursery is None:
             raise SwarmLLMError("the node is stopping")
-        self._nursery.start_soon(self._run_session, session)
+        spawn(self._nursery, "request", self._run_session, session, failed=session.has_failed)
 
     async def _run_session(self, session: Session) -> None:
         await session.run()

@@ -12,10 +12,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import Any
 
 import trio
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
+from swarmllm.supervision import spawn, supervise, supervise_started
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.bulk import NoBulkWay
 from swarmllm.swarm.data.data_plane import DataPlane, open_listeners
@@ -40,7 +42,6 @@ from swarmllm.swarm.libp2p.exception_groups import unwrapped
 from swarmllm.swarm.libp2p.gossip import Gossip, run_gossip
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
 from swarmllm.swarm.libp2p.requests import RequestProtocol
-from swarmllm.swarm.libp2p.supervisor import Supervisor
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity, load_or_create_identity, verify
 from swarmllm.swarm.membership.network_key import NetworkFile
@@ -108,7 +109,6 @@ class Libp2pRouter:
             host, nursery, self._feed, dialler, self._requests, self._greet, gater.standing
         )
         self.host = host
-        self.supervisor: Supervisor | None = None
         self.plane = DataPlane(
             identity,
             gater,
@@ -239,13 +239,14 @@ class Libp2pRouter:
             addresses=tuple(str(Address(ip, self.host.port)) for ip in ips),
             data_addresses=tuple(str(Address(ip, self.plane.port)) for ip in ips),
         )
-        self._nursery.start_soon(self._to_self.carry)
+        supervise(self._nursery, "messages to self", self._to_self.carry)
         self.finding.begin(bootstrap, self._liveness.dial)
         self.finding.remembered(self._memory.known)
-        self._nursery.start_soon(self._memory.run, self._where_peers_are)
-        self._nursery.start_soon(self._checks.run)
-        self._nursery.start_soon(self._keep_members_only)
-        self._nursery.start_soon(self.wide_area.run)
+        supervise(self._nursery, "peer memory", self._memory.run, self._where_peers_are)
+        supervise(self._nursery, "reachability checks", self._checks.run)
+        supervise(self._nursery, "membership checks", self._keep_members_only)
+        supervise(self._nursery, "DHT", self.wide_area.dht.run)
+        supervise(self._nursery, "relay reservations", self.wide_area.relaying.run)
 
     async def stop(self) -> None:
         """Leave: tell the neighbours, and take nothing more to keepalive."""
@@ -271,7 +272,7 @@ class Libp2pRouter:
     async def _greet(self, node_id: str) -> None:
         await self.spread.exchange.synchronise(node_id)
         self.wide_area.dht.met(node_id)
-        self._nursery.start_soon(self._peer_exchange.learn_from, node_id)
+        spawn(self._nursery, "peer", self._peer_exchange.learn_from, node_id)
 
     def _where_peers_are(self) -> list[tuple[str, tuple[str, ...]]]:
         envelopes = [self.spread.envelope(node_id) for node_id in self._liveness.connected_since_s]
@@ -374,24 +375,20 @@ async def _running_router(
                 network.network_id, router.spread.validate, router.spread.receive, TOPIC_SIZES_BYTES
             )
 
-            @asynccontextmanager
-            async def running_libp2p() -> AsyncIterator[None]:
+            async def one_life(*, task_status: Any) -> None:
                 port = host.port or settings.libp2p_port
                 async with run_libp2p(host, settings.listen_host, port, ips), run_gossip(gossip, host):
-                    yield
+                    task_status.started()
+                    await trio.sleep_forever()
 
-            router.supervisor = Supervisor(running_libp2p)
-            await nursery.start(router.supervisor.run)
+            # A new host on the same port, with the same key, is up in well under a second. Peers wait ten
+            # seconds for a neighbour that libp2p has lost (see liveness); data connections go on.
+            await supervise_started(nursery, "libp2p", one_life)
             router.begin(gossip, listeners, ips, bootstrap)
             if settings.mdns and not is_loopback(settings.listen_host):
-                nursery.start_soon(
-                    run_mdns,
-                    identity.node_id,
-                    network.network_id,
-                    ips,
-                    host.port,
-                    router.finding.found_by_mdns,
-                )
+                found = router.finding.found_by_mdns
+                where = (identity.node_id, network.network_id, ips, host.port)
+                supervise(nursery, "mDNS", run_mdns, *where, found)
             try:
                 yield router
             finally:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from swarmllm.errors import Conflict
 from swarmllm.models.layers import LayerRange
-from swarmllm.workerpool.background import Background
+from swarmllm.supervision import Outcome
 from swarmllm.workerpool.calls import OnProgress
 from swarmllm.workerpool.hosted import HostedModel
 from swarmllm.workerpool.settings import (
@@ -32,7 +32,7 @@ class HoldingCalls(ABC):
     def _host(self, model: ModelFile) -> HostedModel: ...
 
     @abstractmethod
-    def _background(self, work: Callable[[], Awaitable[T]]) -> Background[T]: ...
+    def _background(self, work: Callable[[], Awaitable[T]]) -> Outcome[T]: ...
 
     async def load(
         self,

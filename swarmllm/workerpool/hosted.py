@@ -15,7 +15,7 @@ import trio
 
 from swarmllm.errors import Conflict, WorkerDied
 from swarmllm.models.layers import LayerRange, subtract
-from swarmllm.workerpool.background import Background
+from swarmllm.supervision import Outcome, detach, spawn
 from swarmllm.workerpool.calls import OnProgress
 from swarmllm.workerpool.settings import (
     AS_CONFIGURED,
@@ -57,7 +57,7 @@ class HostedModel:
         self._on_notice = on_notice
         self._worker: Worker | None = None
         self._opened_as: tuple[ModelFile, WorkerSettings] | None = None
-        self._starting: Background[Worker] | None = None
+        self._starting: Outcome[Worker] | None = None
         self._changing = trio.Lock()
 
     def __repr__(self) -> str:
@@ -85,9 +85,11 @@ class HostedModel:
         worker = self.worker
         if worker is not None:
             return worker
-        if self._starting is None or self._starting.finished:
+        if self._starting is None or self._starting.is_over:
             # Everybody who comes while it starts waits for this one attempt, and shares its failure.
-            self._starting = Background(self._nursery, self._start)
+            self._starting = detach(
+                self._nursery, "worker", self._start, closed=WorkerDied("the worker pool was closed")
+            )
         return await self._starting.wait()
 
     async def worker_for(self, request_id: str, position: int) -> Worker:
@@ -122,7 +124,7 @@ class HostedModel:
         """Settings last as long as layers are held; a worker without layers is replaced by one that has
         them."""
         if self._starting is not None:
-            await self._starting.finish()
+            await self._starting.over()
         chosen = options.applied_to(self.settings if self.wanted else self._configured)
         if self.wanted and chosen != self.settings:
             name = next(
@@ -145,7 +147,7 @@ class HostedModel:
         """Drop `layers`, or all. The process leaves with its last range, and its memory with it."""
         async with self._changing:
             if self._starting is not None:
-                await self._starting.finish()
+                await self._starting.over()
             dropped = self.wanted if layers is None else (layers,)
             if not any(layers.overlaps(held) for layers in dropped for held in self.wanted):
                 raise Conflict(f"layers {layers if layers else '(any)'} are not loaded here", field="layers")
@@ -191,7 +193,7 @@ class HostedModel:
             stop_timeout_s=settings.stop_timeout_s,
             on_notice=self._on_notice,
         )
-        self._nursery.start_soon(self._run, worker)
+        spawn(self._nursery, "worker", self._run, worker)
         try:
             await worker.ready()
             self._opened_as = self.model, settings

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from swarmllm.errors import SwarmLLMError, WorkerError
+from swarmllm.errors import SwarmLLMError, WorkerDied, WorkerError
 from swarmllm.models.layers import LayerRange
-from swarmllm.workerpool.background import Background
+from swarmllm.supervision import Outcome, detach, supervise
 from swarmllm.workerpool.calls import TokenStream
 from swarmllm.workerpool.cut_check import CutCheckCalls
 from swarmllm.workerpool.forward_result import ForwardResult, Hidden, checked_tensor, forward_result
@@ -104,7 +104,7 @@ class WorkerPool(HoldingCalls, PrefixCalls, CutCheckCalls, ResumeCalls):
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                nursery.start_soon(self._stop_idle_workers)
+                supervise(nursery, "idle workers", self._stop_idle_workers)
                 try:
                     yield self
                 finally:
@@ -320,10 +320,10 @@ class WorkerPool(HoldingCalls, PrefixCalls, CutCheckCalls, ResumeCalls):
         elif self.on_notice is not None:
             self.on_notice(model_id, message, payload)
 
-    def _background(self, work: Callable[[], Awaitable[T]]) -> Background[T]:
+    def _background(self, work: Callable[[], Awaitable[T]]) -> Outcome[T]:
         if self._nursery is None:
             raise WorkerError("the worker pool is not running")
-        return Background(self._nursery, work)
+        return detach(self._nursery, "worker", work, closed=WorkerDied("the worker pool was closed"))
 
     async def _cancel(self, worker: Worker, request_id: str) -> None:
         if not worker.alive or self._nursery is None:
@@ -333,7 +333,7 @@ class WorkerPool(HoldingCalls, PrefixCalls, CutCheckCalls, ResumeCalls):
             message = CancelRequest(id=worker.new_id(), request_id=request_id)
             await worker.call(message, Done, timeout_s=self._settings.call_timeout_s)
 
-        cancelling = Background(self._nursery, work)
+        cancelling = detach(self._nursery, "worker", work)
         deadline = trio.current_time() + self._settings.cancel_timeout_s
         with trio.CancelScope(deadline=deadline, shield=True):
             try:

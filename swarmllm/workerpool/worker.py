@@ -142,6 +142,9 @@ class Worker:
                 nursery.start_soon(self._until_exit)
                 await self._ending.wait()
                 nursery.cancel_scope.cancel()
+        except Exception as error:
+            self.kill(f"could not be talked to ({type(error).__name__})")
+            raise
         finally:
             with trio.CancelScope(shield=True):
                 if not self._ending.is_set():

@@ -18,6 +18,12 @@ from swarmllm.cli.main import main
 from swarmllm.config import ApiTable, Config, NetworkTable
 
 GIB = checkup.GIB
+TASK = {
+    "name": "placement",
+    "n_failures": 2,
+    "last_error": "ValueError: x",
+    "meanwhile": "the layers stay as they are",
+}
 NOBODY = "http://127.0.0.1:9"
 STATS: dict[str, Any] = {
     "version": "0.1.0",
@@ -150,6 +156,9 @@ def test_a_bootstrap_node_that_does_not_answer_is_a_problem(listening: int) -> N
         ({"dht": {"mode": "on", "n_nodes": 0}}, [("reachability", "warning")]),
         ({"dht": {"mode": "on", "n_nodes": 1}}, []),
         ({"dht": {"mode": "off", "n_nodes": 0}}, []),
+        ({"tasks_failed": [TASK | {"state": "running", "is_down": False}]}, [("tasks", "warning")]),
+        ({"tasks_failed": [TASK | {"state": "waiting", "is_down": True}]}, [("tasks", "problem")]),
+        ({"tasks_failed": [TASK | {"state": "given up", "is_down": True}]}, [("tasks", "problem")]),
         ({"loop": {"slow_steps": 2, "latest_slow_step": "a step of x"}}, [("event loop", "warning")]),
         ({"workers": [{"n_starts": 3, "last_end": "killed by signal 9"}]}, [("daemon", "warning")]),
         (

@@ -44,7 +44,7 @@ def test_before_the_first_token_other_failures_are_final(error: SwarmLLMError) -
 
 
 def test_lateness_before_the_first_token_is_retried_once_and_known_as_such() -> None:
-    recovery = Recovery(60.0)
+    recovery = RetryPolicy(60.0)
     assert not recovery.is_late
     assert recovery.failed(DeadlineExceeded("late"), 120.0) == 120.0
     assert recovery.is_late

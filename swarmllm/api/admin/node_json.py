@@ -43,6 +43,12 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         "pid": os.getpid(),
         "uptime_s": round(time.time() - node.started_at, 3),
         "tasks": trio.lowlevel.current_statistics().tasks_living,
+        "tasks_failed": [
+            dataclasses.asdict(task) | {"is_down": task.is_down}
+            for task in node.supervision.statuses()
+            if task.n_failures
+        ],
+        "scope_failures": {s: n for s, n in node.supervision.scope_failures().items() if n},
         "loop": {
             "longest_step_s": round(node.watchdog.longest_s, 4),
             "slow_steps": node.watchdog.n_slow,

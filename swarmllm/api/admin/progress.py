@@ -57,10 +57,16 @@ class Work(Generic[T]):
             with self._scope:
                 self.result = await self._task(report)
         except Exception as error:
-            self.error = as_swarmllm_error(error)
+            self.has_failed(error)
         finally:
             self._finished = True
             self._news.set()
+
+    def has_failed(self, error: Exception) -> None:
+        """The reader gets the error."""
+        self.error = as_swarmllm_error(error)
+        self._finished = True
+        self._news.set()
 
     @property
     def is_running(self) -> bool:

@@ -9,12 +9,12 @@ from quart import Response, g, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
+from swarmllm.api.admin.dashboard_page import dashboard
 from swarmllm.api.admin.downloads import downloads
 from swarmllm.api.admin.endpoints import admin
 from swarmllm.api.admin.events import PULSE, Pulse, events
 from swarmllm.api.admin.progress import Works
 from swarmllm.api.anthropic.messages import anthropic
-from swarmllm.api.dashboard import dashboard
 from swarmllm.api.http.auth import Authenticator
 from swarmllm.api.http.context import NODE, WORKS
 from swarmllm.api.http.cross_origin import Origins, check_admin_type, check_host, check_upgrade

@@ -14,6 +14,8 @@ from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable
 from quart import request
 from quart_trio.asgi import TrioASGIHTTPConnection
 
+from swarmllm.supervision import spawn
+
 FEEDS = "swarmllm.feeds"
 
 
@@ -23,6 +25,8 @@ class Owned(Protocol):
     async def run(self) -> None: ...
 
     def stop(self) -> None: ...
+
+    def has_failed(self, error: Exception) -> None: ...
 
 
 OwnedTask = TypeVar("OwnedTask", bound=Owned)
@@ -35,7 +39,7 @@ class Feeds:
 
     def start(self, feed: Owned) -> None:
         self._feeds.append(feed)
-        self._nursery.start_soon(feed.run)
+        spawn(self._nursery, "request", feed.run, failed=feed.has_failed)
 
     def stop(self) -> None:
         for feed in self._feeds:

@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -26,6 +27,13 @@ from swarmllm.config import Config
 from swarmllm.errors import ConfigError
 from swarmllm.keys import KeyFile, KeyRing
 from swarmllm.node import Node
+from swarmllm.supervision import supervise_started
+
+if TYPE_CHECKING:
+    pass
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +53,17 @@ async def open_api(
     _bound_what_waits(listener, limits)
     host, port = listener.getsockname()[:2]
     server = HttpServer(create_app(node, config, ring), limits, tls=tls, key_of=partial(_key_id, ring))
+
+    async def one_life(*, task_status: TaskStatus[None]) -> None:
+        # A socket of its own, which the server closes. While the task is down, clients wait at the other.
+        await server.serve(listener.dup(), task_status=task_status)
+
     async with trio.open_nursery() as nursery:
-        await nursery.start(server.serve, listener)
         try:
+            await supervise_started(nursery, "HTTP", one_life)
             yield f"{'http' if tls is None else 'https'}://{_reachable(host)}:{port}"
         finally:
+            listener.close()
             server.stop()
 
 

@@ -81,7 +81,7 @@ class Feed:
                     # Not after closing: the reader need not wait for other nodes to tidy up.
                     self._finish()
         except Exception as error:
-            self._fail(error)
+            self.has_failed(error)
 
     @property
     def has_pieces(self) -> bool:
@@ -124,7 +124,8 @@ class Feed:
         self.started.set()
         self._news.unpark_all()
 
-    def _fail(self, error: Exception) -> None:
+    def has_failed(self, error: Exception) -> None:
+        """The reader gets the error, if it has not got the end yet."""
         failure = as_swarmllm_error(error)
         if not self.finished:
             self.error = failure

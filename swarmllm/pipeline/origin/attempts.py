@@ -32,6 +32,7 @@ from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.supervision import spawn
 from swarmllm.swarm.peers.trust import Note
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
@@ -75,7 +76,7 @@ class Attempts:
 
     def tell_with(self, nursery: trio.Nursery) -> None:
         """Failures are told to the swarm from here on, by tasks of `nursery`."""
-        self._start_soon = nursery.start_soon
+        self._start_soon = partial(spawn, nursery, "request")
 
     def open(
         self, context: RequestContext, assignment: PipelineAssignment, tokens: Tensor, failed: set[str]

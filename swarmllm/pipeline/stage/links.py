@@ -17,6 +17,7 @@ import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.stage.walker import RequestContext
+from swarmllm.supervision import spawn
 from swarmllm.swarm.router import LinkEnd, LinkMaker
 from swarmllm.workerpool.ring import RingCalls
 
@@ -84,7 +85,7 @@ class StageLinks(NoStageLinks):
 
     def _spawn(self, work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         if self._nursery is not None:
-            self._nursery.start_soon(work, *arguments)
+            spawn(self._nursery, "link", work, *arguments)
 
     def join(self, context: RequestContext) -> None:
         """This node takes part in a request."""

@@ -28,14 +28,7 @@ from swarmllm.pipeline.reports import BAD_ROWS, damage_report, report_of
 from swarmllm.pipeline.session_queue import SessionQueue
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.remote_stage import generate_for_origin, read_prompt
-from swarmllm.pipeline.stage.session_queue import (
-    GivenPrompt,
-    Item,
-    NotFinite,
-    Relay,
-    Report,
-    read_job,
-)
+from swarmllm.pipeline.stage.session_queue import GivenPrompt, Item, NotFinite, Relay, Report, read_job
 from swarmllm.pipeline.stage.walker import OriginSide, RequestContext, Walker
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import Router
@@ -269,6 +262,14 @@ class Session:
             self.done.set()
         if self._is_held:
             await self._stay()
+
+    def has_failed(self, error: Exception) -> None:
+        """`run` raised what it should not have."""
+        if self._origin_side is not None:
+            self._origin_side.fail(SwarmLLMError(f"internal error ({type(error).__name__})"))
+        if not self.done.is_set():
+            self._on_end(self)
+            self.done.set()
 
     async def _stay(self) -> None:
         """What the request has here waits for another one, or for its time to be over."""

@@ -27,7 +27,8 @@ from struct import Struct
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
+from swarmllm.supervision import Outcome, spawn
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.stream_fallback import StreamWire
 from swarmllm.swarm.dispatch import RequestRefused
@@ -53,16 +54,7 @@ class NoBulkWay(NodeUnreachable):
     """The peer takes no bulk connection of any kind: ask in another way."""
 
 
-class _Question:
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.answer: bytes | memoryview = b""
-        self.failure: SwarmLLMError | None = None
-
-    def finish(self, answer: bytes | memoryview = b"", failure: SwarmLLMError | None = None) -> None:
-        if not self.done.is_set():
-            self.answer, self.failure = answer, failure
-            self.done.set()
+_Question = Outcome[bytes | memoryview]
 
 
 @dataclass
@@ -118,17 +110,17 @@ class Bulk:
             return
         node_id = connection.node_id
         if kind == BulkKind.ANSWER:
-            question.finish(payload)
+            question.succeed(payload)
         elif kind == BulkKind.REFUSED:
             reason = bytes(payload).decode("utf-8", "replace")
-            question.finish(failure=RemoteError(f"node {node_id}: {reason}"))
+            question.fail(RemoteError(f"node {node_id}: {reason}"))
         elif kind == BulkKind.BUSY:
-            question.finish(failure=RemoteError(f"node {node_id}: it is busy"))
+            question.fail(RemoteError(f"node {node_id}: it is busy"))
 
     def lost(self, connection: Connection) -> None:
         """It has ended."""
         for question in self._questions.pop(connection, {}).values():
-            question.finish(failure=NodeUnreachable(f"node {connection.node_id} was lost while it was asked"))
+            question.fail(NodeUnreachable(f"node {connection.node_id} was lost while it was asked"))
         self._n_answering.pop(connection, None)
         peer = self._peers.get(connection.node_id)
         if peer is not None and peer.connection is connection:
@@ -136,20 +128,17 @@ class Bulk:
 
     async def _fetch(self, node_id: str, body: bytes) -> bytes | memoryview:
         connection = await self._connection(node_id)
-        number, question = next(self._numbers), _Question()
+        number, question = next(self._numbers), Outcome[bytes | memoryview]()
         questions = self._questions.setdefault(connection, {})
         questions[number] = question
         try:
             await connection.send(_HEADER.pack(BulkKind.ASK, number), body)
-            await question.done.wait()
+            return await question.wait()
         finally:
             questions.pop(number, None)
             if not questions and self._questions.get(connection) is questions:
                 del self._questions[connection]
             self._end_if_replaced(connection)
-        if question.failure is not None:
-            raise question.failure
-        return question.answer
 
     async def _connection(self, node_id: str) -> Connection:
         peer = self._peers.setdefault(node_id, _Peer())
@@ -159,7 +148,7 @@ class Bulk:
                 self._keep_one(node_id, peer)
             elif peer.connection.wire_kind != "direct" and self._may_look(peer):
                 peer.is_looking = True
-                self._nursery.start_soon(self._look_for_better, node_id, peer, peer.connection)
+                spawn(self._nursery, "connection", self._look_for_better, node_id, peer, peer.connection)
             connection = peer.connection
         if isinstance(connection.wire, StreamWire) and connection.wire.relay_room() < _RELAY_ROOM_MIN:
             raise NodeUnreachable(f"the relay to node {node_id} carries no more transfers")
@@ -233,7 +222,15 @@ class Bulk:
         self._n_answering[connection] = n_answering + 1
         if (peer := self._peers.get(connection.node_id)) is not None:
             self._keep_one(connection.node_id, peer)
-        self._nursery.start_soon(self._handle, connection, number, body)
+        spawn(
+            self._nursery,
+            "connection",
+            self._handle,
+            connection,
+            number,
+            body,
+            failed=lambda _: connection.end("an error here"),
+        )
 
     async def _handle(self, connection: Connection, number: int, body: bytes) -> None:
         try:

@@ -26,12 +26,14 @@ from typing import Literal
 import trio
 
 from swarmllm.errors import ConfigError, NodeUnreachable
+from swarmllm.supervision import contained, spawn, supervise
 from swarmllm.swarm.data.bulk import Bulk
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.links import ask_for_link, give_link
 from swarmllm.swarm.data.neighbour import Neighbour
-from swarmllm.swarm.data.noise_wire import HANDSHAKE_S, HandshakeFailed, NoiseWire, shake_hands
-from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL, PROTOCOL, StreamWire
+from swarmllm.swarm.data.noise_wire import HandshakeFailed, NoiseWire, shake_hands
+from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL, PROTOCOL
+from swarmllm.swarm.data.stream_opening import StreamOpening
 from swarmllm.swarm.data.transfer_pacing import TransferPacing
 from swarmllm.swarm.data.upgrade import Upgrades
 from swarmllm.swarm.data.wire import Wire
@@ -98,6 +100,7 @@ class DataPlane:
         self._gater = gater
         self._host = host
         self._nursery = nursery
+        self._streams = StreamOpening(host, nursery)
         self.addresses_of = addresses
         self._deliver = deliver
         self._lost = lost
@@ -118,16 +121,24 @@ class DataPlane:
         self._half_open: dict[trio.SocketStream, None] = {}
         """The oldest first."""
         self.port = 0
+        self._listen_host = ""
         self.on_link: LinkHandler | None = None
         """Takes what peers open; without it links are refused."""
 
     def serve(self, listeners: Sequence[trio.SocketListener]) -> None:
         """Take connections from now on."""
-        self.port = listeners[0].socket.getsockname()[1]
-        self._nursery.start_soon(trio.serve_listeners, self._accept, listeners)
+        self._listen_host, self.port = listeners[0].socket.getsockname()[:2]
+        supervise(self._nursery, "data port", self._serve_port, list(listeners))
         for protocol in (PROTOCOL, BULK_PROTOCOL):
             self._host.serve(protocol, self._accept_stream)
-        self._nursery.start_soon(self.upgrades.run)
+        supervise(self._nursery, "connection upgrades", self.upgrades.run)
+
+    async def _serve_port(self, listeners: list[trio.SocketListener]) -> None:
+        if not listeners:
+            # An earlier life has closed them.
+            listeners += await open_listeners(self._listen_host, self.port)
+        life, listeners[:] = list(listeners), []
+        await trio.serve_listeners(self._accept, life)
 
     async def send(self, node_id: str, header: bytes, payload: bytes | memoryview) -> None:
         """Raises NodeUnreachable."""
@@ -251,23 +262,8 @@ class DataPlane:
         return None
 
     async def _open_stream(self, node_id: str, protocol: str = PROTOCOL) -> Connection:
-        # In a task of its own: half an opening cancelled would break the libp2p connection.
-        opened: list[Stream] = []
-        done = trio.Event()
-
-        async def open_it() -> None:
-            try:
-                opened.append(await self._host.open_stream(node_id, protocol))
-            except NodeUnreachable as error:
-                log.debug("no stream to %s: %s", node_id, error)
-            done.set()
-
-        self._nursery.start_soon(open_it)
-        with trio.move_on_after(HANDSHAKE_S):
-            await done.wait()
-        if not opened:
-            raise NodeUnreachable(f"node {node_id} cannot be reached on the data plane")
-        return self._start(node_id, self._wire(opened[0]), dialled=True, bulk=protocol == BULK_PROTOCOL)
+        wire = await self._streams.open(node_id, protocol)
+        return self._start(node_id, wire, dialled=True, bulk=protocol == BULK_PROTOCOL)
 
     async def _open_bulk_stream(self, node_id: str, old: Connection | None) -> Connection | None:
         """One that goes a better way than `old`, where there is an old one."""
@@ -287,20 +283,15 @@ class DataPlane:
         except NodeUnreachable:
             return None
 
-    def _wire(self, stream: Stream) -> StreamWire:
-        kind: Literal["relay", "libp2p"] = "relay" if self._host.is_relayed(stream) else "libp2p"
-        return StreamWire(stream, self._resetter(stream), kind, partial(self._host.relay_room, stream))
-
-    def _resetter(self, stream: Stream) -> Callable[[], None]:
-        async def reset() -> None:
-            with trio.move_on_after(HANDSHAKE_S):
-                await stream.reset()
-
-        return lambda: self._nursery.start_soon(reset)
-
     def _start(self, node_id: str, wire: Wire, *, dialled: bool, bulk: bool = False) -> Connection:
         connection = self._connection(node_id, wire, dialled=dialled, bulk=bulk)
-        self._nursery.start_soon(self._run, connection)
+        spawn(
+            self._nursery,
+            "connection",
+            self._run,
+            connection,
+            failed=lambda error: self._has_ended(connection, error),
+        )
         return connection
 
     def _connection(self, node_id: str, wire: Wire, *, dialled: bool, bulk: bool = False) -> Connection:
@@ -312,13 +303,20 @@ class DataPlane:
 
     async def _run(self, connection: Connection) -> None:
         log.debug("%r begins", connection)
-        await connection.run()
+        with contained("connection", "its reader", lambda _: connection.end("an error here; see its log")):
+            await connection.run()
+        self._has_ended(connection)
+
+    def _has_ended(self, connection: Connection, error: Exception | None = None) -> None:
+        connection.end("an error here; see its log")  # Where it has not said yet how it ended.
         log.info("%r", connection)
         self.bulk.lost(connection)
         if connection.broke_protocol:
             self._note(connection.node_id, Deed.BROKE_PROTOCOL, connection.ending)
         if connection.link_asked:
-            self._nursery.start_soon(self._become_link, connection)
+            spawn(
+                self._nursery, "link", self._become_link, connection, failed=lambda _: connection.wire.abort()
+            )
         neighbour = self._neighbours.get(connection.node_id)
         if neighbour is None or connection not in neighbour.connections:
             return
@@ -339,6 +337,10 @@ class DataPlane:
             wire.abort()
 
     async def _accept(self, stream: trio.SocketStream) -> None:
+        with contained("connection", "its handshake"):
+            await self._take_in(stream)
+
+    async def _take_in(self, stream: trio.SocketStream) -> None:
         if len(self._half_open) >= HANDSHAKES_MAX:
             # Whoever says nothing must not keep others out.
             del self._half_open[oldest := next(iter(self._half_open))]
@@ -360,7 +362,7 @@ class DataPlane:
         if not self._may_come(sender):
             await stream.reset()
             return
-        await self._run(self._connection(sender, self._wire(stream), dialled=False))
+        await self._run(self._connection(sender, self._streams.wire(stream), dialled=False))
 
     def _may_come(self, node_id: str) -> bool:
         n_of_each = {n: len(each.connections) for n, each in self._neighbours.items()}

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 import trio
 
 from swarmllm.errors import DeadlineExceeded, InvalidRequest, NodeUnreachable
+from swarmllm.supervision import detach, supervise
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import Address, NodeAddress
 from swarmllm.swarm.discovery.dialler import ADDRESSES_PER_NODE, Dial, Dialler
@@ -51,8 +52,8 @@ class AddressSources:
 
     def begin(self, bootstrap: Iterable[NodeAddress], dial: Dial) -> None:
         for where in bootstrap:
-            self._nursery.start_soon(self._keep_resolving, where)
-        self._nursery.start_soon(self._dialler.run, dial, self._host.connected)
+            supervise(self._nursery, "bootstrap resolver", self._keep_resolving, where)
+        supervise(self._nursery, "dialler", self._dialler.run, dial, self._host.connected)
 
     def found_by_mdns(self, node_id: str, addresses: list[Address]) -> None:
         self._suggest(node_id, addresses)
@@ -107,12 +108,9 @@ class AddressSources:
         if node_id == self._host.node_id:
             return node_id
         async with feed.subscribe() as changes:
-            dialling = _Dialling()
-            self._nursery.start_soon(self._dial_for_caller, node_id, where, dialling)
+            dialling = detach(self._nursery, "question", self._dial_for_caller, node_id, where)
             with trio.move_on_after(timeout_s):
-                await dialling.over.wait()
-                if dialling.failure is not None:
-                    raise dialling.failure
+                await dialling.wait()
                 while node_id not in connected():
                     await anext(changes)
                 return node_id
@@ -141,14 +139,8 @@ class AddressSources:
                 log.warning("the bootstrap address %s does not resolve", where.host)
             await trio.sleep(_RESOLVE_AGAIN_S if addresses else _RESOLVE_RETRY_S)
 
-    async def _dial_for_caller(
-        self, node_id: str, where: Callable[[], Awaitable[list[Address]]], dialling: _Dialling
-    ) -> None:
-        try:
-            await self._host.dial(node_id, await where())
-        except NodeUnreachable as error:
-            dialling.failure = error
-        dialling.over.set()
+    async def _dial_for_caller(self, node_id: str, where: Callable[[], Awaitable[list[Address]]]) -> None:
+        await self._host.dial(node_id, await where())
 
 
 def usable(texts: Iterable[str]) -> list[Address]:

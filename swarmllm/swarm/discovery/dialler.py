@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import trio
 
 from swarmllm.errors import NodeUnreachable
+from swarmllm.supervision import spawn
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.peers.connection_limits import Standing, stranger
 
@@ -164,7 +165,7 @@ class Dialler:
                 self._news = trio.Event()
                 ready, next_s = self.due(trio.current_time(), connected())
                 for node_id, addresses in ready:
-                    nursery.start_soon(self._try, dial, node_id, addresses)
+                    spawn(nursery, "peer", self._try, dial, node_id, addresses)
                 # Asked again now and then in any case: a connection may end without a word to anybody.
                 with trio.move_on_at(min(next_s, trio.current_time() + BACKOFF_MAX_S)):
                     await self._news.wait()

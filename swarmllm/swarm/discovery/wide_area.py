@@ -90,12 +90,6 @@ class WideArea:
         self._in_vain_at_s[name_or_id] = trio.current_time()
         return False
 
-    async def run(self) -> None:
-        """Until cancelled."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.dht.run)
-            nursery.start_soon(self.relaying.run)
-
     def statistics(self) -> DhtStatistics:
         return self.dht.statistics()
 

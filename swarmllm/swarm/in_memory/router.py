@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import trio
 
 from swarmllm.errors import NodeUnreachable, RemoteError
+from swarmllm.supervision import Outcome
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.dispatch import (
     RequestRefused,
@@ -22,7 +23,6 @@ from swarmllm.swarm.dispatch import (
     check_request,
     deliver,
 )
-from swarmllm.swarm.exchange import Exchange
 from swarmllm.swarm.in_memory.link import Line, LinkQuality, MemoryLink
 from swarmllm.swarm.router import Change, MessageHandler, PeerInfo, RequestHandler
 
@@ -64,7 +64,7 @@ class InMemoryRouter:
         self._feed = ChangeFeed()
         self._connected_since: dict[str, float] = {}
         self._links: dict[str, MemoryLink] = {}
-        self._exchanges: dict[str, set[Exchange]] = {}
+        self._exchanges: dict[str, set[Outcome[bytes]]] = {}
         self._scopes: set[trio.CancelScope] = set()
         self._alive = True
         self._on_request: RequestHandler | None = None
@@ -117,12 +117,12 @@ class InMemoryRouter:
     async def request(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
         check_request(body)
         target = self if node_id == self._node_id else self._network.router(self._require(node_id))
-        exchange = Exchange()
+        exchange: Outcome[bytes] = Outcome()
         waiting = self._exchanges.setdefault(node_id, set())
         waiting.add(exchange)
         try:
             target.start(target._answer, self, bytes(body), exchange)
-            return await exchange.response(node_id, timeout_s)
+            return await exchange.within(timeout_s, f"node {node_id} did not answer")
         finally:
             waiting.discard(exchange)
 
@@ -155,7 +155,7 @@ class InMemoryRouter:
         if link := self._links.pop(node_id, None):
             link.close()
         for exchange in self._exchanges.pop(node_id, set()):
-            exchange.finish(failure=NodeUnreachable(f"node {node_id} was lost while it was asked"))
+            exchange.fail(NodeUnreachable(f"node {node_id} was lost while it was asked"))
         if self._connected_since.pop(node_id, None) is not None:
             self._feed.announce(Change("disconnected", node_id))
 
@@ -213,19 +213,19 @@ class InMemoryRouter:
     async def _deliver(self, sender: str, header: bytes, payload: memoryview) -> None:
         await deliver(self._on_message, sender, header, payload)
 
-    async def _answer(self, caller: InMemoryRouter, body: bytes, exchange: Exchange) -> None:
+    async def _answer(self, caller: InMemoryRouter, body: bytes, exchange: Outcome[bytes]) -> None:
         await self._network.pass_way(caller.node_id, self._node_id)
-        if exchange.done.is_set():
+        if exchange.is_over:
             return
         try:
             response = await answer(self._on_request, caller.node_id, body)
         except RequestRefused as refusal:
             failure = RemoteError(f"node {self._node_id}: {refusal}")
             await self._network.pass_way(self._node_id, caller.node_id)
-            exchange.finish(failure=failure)
+            exchange.fail(failure)
         else:
             await self._network.pass_way(self._node_id, caller.node_id)
-            exchange.finish(response=bytes(response))
+            exchange.succeed(bytes(response))
 
     async def _run_while_alive(self, task: Callable[..., Awaitable[None]], args: tuple[Any, ...]) -> None:
         if not self._alive:

@@ -20,6 +20,7 @@ from typing import Any
 import libp2p.stream_muxer.yamux.yamux as yamux
 import trio
 
+from swarmllm.supervision import spawn
 from swarmllm.swarm.data.keepalive import CHECK_S, LAST_LOOK_S, Keepalive
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class Libp2pHearts:
             # One that waits for a peer that does not read is enough.
             if muxer not in self._beating:
                 self._beating.add(muxer)
-                self._nursery.start_soon(self._ping, muxer)
+                spawn(self._nursery, "peer", self._ping, muxer)
 
     async def _ping(self, muxer: Any) -> None:
         # In a task of its own: half a message cancelled would break the connection.

@@ -23,8 +23,8 @@ from struct import Struct
 import trio
 
 from swarmllm.errors import NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.supervision import Outcome, spawn
 from swarmllm.swarm.dispatch import RequestRefused
-from swarmllm.swarm.exchange import Exchange
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES
 from swarmllm_proto.limits import REQUEST_MAX
@@ -51,7 +51,7 @@ Answer = Callable[[str, int, bytes], Awaitable[bytes]]
 """(sender, kind, body) -> response body; raises RequestRefused."""
 
 
-class _Exchange(Exchange):
+class _Exchange(Outcome[bytes]):
     def __init__(self) -> None:
         super().__init__()
         self.reading = trio.CancelScope()
@@ -74,9 +74,19 @@ class RequestProtocol:
         exchange = _Exchange()
         under_way = self._exchanges.setdefault(node_id, set())
         under_way.add(exchange)
-        self._nursery.start_soon(self._run, node_id, kind, body, timeout_s, exchange)
+        spawn(
+            self._nursery,
+            "question",
+            self._run,
+            node_id,
+            kind,
+            body,
+            timeout_s,
+            exchange,
+            failed=exchange.fail,
+        )
         try:
-            return await exchange.response(node_id, timeout_s)
+            return await exchange.within(timeout_s, f"node {node_id} did not answer")
         finally:
             under_way.discard(exchange)
             if not under_way and self._exchanges.get(node_id) is under_way:
@@ -86,7 +96,7 @@ class RequestProtocol:
     def lose(self, node_id: str) -> None:
         """The node is gone: whoever waits for it need not wait longer."""
         for exchange in self._exchanges.pop(node_id, set()):
-            exchange.finish(failure=NodeUnreachable(f"node {node_id} was lost while it was asked"))
+            exchange.fail(NodeUnreachable(f"node {node_id} was lost while it was asked"))
         self._outgoing.pop(node_id, None)
 
     async def _run(self, node_id: str, kind: int, body: bytes, timeout_s: float, exchange: _Exchange) -> None:
@@ -97,12 +107,10 @@ class RequestProtocol:
                     if not exchange.reading.cancel_called:
                         await self._converse(node_id, kind, body, exchange)
             except SwarmLLMError as error:
-                exchange.finish(failure=error)
+                exchange.fail(error)
             except Exception as error:
-                exchange.finish(
-                    failure=NodeUnreachable(
-                        f"node {node_id} was lost while it was asked: {type(error).__name__}"
-                    )
+                exchange.fail(
+                    NodeUnreachable(f"node {node_id} was lost while it was asked: {type(error).__name__}")
                 )
         if stuck.cancelled_caught:
             log.warning("a request to node %s is stuck; closing the connection", node_id)
@@ -121,10 +129,10 @@ class RequestProtocol:
                 status, response = await _read(stream)
                 complete = True
                 if status == _OK:
-                    exchange.finish(response=response)
+                    exchange.succeed(response)
                 else:
                     reason = response.decode("utf-8", "replace") if status == _REFUSED else "it is busy"
-                    exchange.finish(failure=RemoteError(f"node {node_id}: {reason}"))
+                    exchange.fail(RemoteError(f"node {node_id}: {reason}"))
         finally:
             await _end(stream, complete)
 

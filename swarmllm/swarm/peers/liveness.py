@@ -16,10 +16,12 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import trio
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError
+from swarmllm.supervision import spawn
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.discovery.addresses import Address
@@ -110,7 +112,7 @@ class Liveness:
         if self._plane is not None:
             self._plane.close(node_id, how)
         self._dialler.lost(node_id, trio.current_time(), on_purpose=how in ("goodbye", GAVE_WAY))
-        self._nursery.start_soon(self._host.close_hard, node_id)
+        spawn(self._nursery, "peer", self._host.close_hard, node_id)
 
     def _count(self, node_id: str) -> None:
         self.connected_since_s[node_id] = trio.current_time()
@@ -130,10 +132,16 @@ class Liveness:
             return
         if node_id not in self._thinning and self._host.surplus(node_id):
             self._thinning.add(node_id)
-            self._nursery.start_soon(self._thin_out, node_id)
+            spawn(self._nursery, "peer", self._thin_out, node_id, failed=partial(self._has_failed, node_id))
         if node_id not in self._greeting and node_id != self._host.node_id:
             self._greeting[node_id] = trio.Event()
-            self._nursery.start_soon(self._greet, node_id)
+            spawn(
+                self._nursery,
+                "peer",
+                self._greet,
+                node_id,
+                failed=partial(self._has_failed, node_id),
+            )
 
     def _make_room(self) -> str:
         """The node that had to give way for the connection that has just been made; empty: none."""
@@ -167,10 +175,26 @@ class Liveness:
             if is_new:
                 self._count(node_id)
         finally:
-            self._greeting.pop(node_id).set()
+            self._greeted(node_id)
         if is_new:
-            self._nursery.start_soon(self._watch, node_id)
+            spawn(
+                self._nursery,
+                "peer",
+                self._watch,
+                node_id,
+                failed=partial(self._has_failed, node_id),
+            )
             await self._reach_early(node_id)
+
+    def _greeted(self, node_id: str) -> None:
+        if (greeting := self._greeting.pop(node_id, None)) is not None:
+            greeting.set()
+
+    def _has_failed(self, node_id: str, error: Exception) -> None:
+        """By an error in this file: the peer's connections end, and it is dialled anew."""
+        self._greeted(node_id)
+        self._thinning.discard(node_id)
+        self.drop(node_id, "an error here")
 
     async def _answers_as_a_node(self, node_id: str) -> bool:
         waits_s, n_unanswered = list(_GREET_RETRY_S), 0
@@ -195,7 +219,7 @@ class Liveness:
     async def _greet_in_turn(self, node_id: str) -> None:
         await self._greetings.acquire()
         over = trio.Event()
-        self._nursery.start_soon(self._hold_turn, over)
+        spawn(self._nursery, "peer", self._hold_turn, over)
         try:
             await self._exchange_records(node_id)
         finally:
@@ -239,7 +263,7 @@ class Liveness:
             if is_greeted_anew or not self._host.is_connected(node_id):
                 return
             self._count(node_id)
-            self._nursery.start_soon(self._reach_early, node_id)
+            spawn(self._nursery, "peer", self._reach_early, node_id)
             since_s = self.connected_since_s[node_id]
 
     def _libp2p_disconnected(self, node_id: str) -> None:
@@ -249,7 +273,13 @@ class Liveness:
             return
         if self._plane is not None and self._plane.has_connection(node_id):
             self._dialler.lost(node_id, trio.current_time(), on_purpose=False)
-            self._nursery.start_soon(self._await_libp2p, node_id)
+            spawn(
+                self._nursery,
+                "peer",
+                self._await_libp2p,
+                node_id,
+                failed=partial(self._has_failed, node_id),
+            )
         else:
             self.drop(node_id, "libp2p lost it")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import trio
 
+from swarmllm.supervision import supervise
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.peers.store import PeerStore
 from swarmllm.swarm.peers.trust import NEUTRAL, Deed, Explanation, TrustBook, may_work
@@ -95,6 +96,6 @@ async def open_trust(data_dir: Path, lists: PeerLists = NO_LISTS) -> AsyncIterat
     trust = Trust(lists, await trio.to_thread.run_sync(PeerStore, data_dir))
     await trust.load()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(trust.run)
+        supervise(nursery, "trust", trust.run)
         yield trust
         nursery.cancel_scope.cancel()

@@ -17,6 +17,7 @@ import msgspec
 import trio
 
 from swarmllm.errors import SwarmLLMError
+from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import CircuitAddress
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
@@ -97,8 +98,8 @@ class RecordSpread:
         self._gossip = gossip
         self.own = msgspec.structs.replace(self.own, addresses=addresses, data_addresses=data_addresses)
         self._book.write_own(self.own, seal(self.own, self._identity.sign), trio.current_time())
-        self._nursery.start_soon(self._send_heartbeats, gossip)
-        self._nursery.start_soon(self._keep_house)
+        supervise(self._nursery, "heartbeats", self._send_heartbeats, gossip)
+        supervise(self._nursery, "record expiry", self._keep_house)
 
     async def publish(self, record: bytes) -> None:
         self.own = msgspec.structs.replace(self.own, sequence=self.own.sequence + 1, record=record)
@@ -170,7 +171,7 @@ class RecordSpread:
             finally:
                 self._fetching.discard(node_id)
 
-        self._nursery.start_soon(fetch)
+        spawn(self._nursery, "peer", fetch)
 
     async def _send_heartbeats(self, gossip: Gossip) -> None:
         while True:

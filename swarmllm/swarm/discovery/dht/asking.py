@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import trio
 
-from swarmllm.errors import NodeUnreachable
+from swarmllm.errors import NodeUnreachable, SwarmLLMError
+from swarmllm.supervision import Outcome, spawn
 from swarmllm.swarm.discovery.dht.messages import MESSAGE_MAX_BYTES, Contact, Message, decode, encode
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
@@ -25,13 +26,6 @@ ASK_S = 5.0
 UNDER_WAY_MAX = 16
 _STUCK_S = 10.0
 _END_S = 2.0
-
-
-class _Exchange:
-    def __init__(self) -> None:
-        self.over = trio.Event()
-        self.answer: Message | None = None
-        self.failure = "no answer in time"
 
 
 class Asking:
@@ -56,31 +50,53 @@ class Asking:
 
     async def ask(self, contact: Contact, question: Message) -> Message:
         """Raises NodeUnreachable, whatever went wrong."""
-        exchange = await self._run(contact, question, expects_answer=True)
-        if exchange.answer is None:
-            raise NodeUnreachable(f"node {contact.node_id} in the DHT: {exchange.failure}")
-        return exchange.answer
+        try:
+            return await self._run(contact, question, expects_answer=True)
+        except SwarmLLMError as error:
+            raise NodeUnreachable(f"node {contact.node_id} in the DHT: {error.message}") from None
 
     async def tell(self, contact: Contact, statement: Message) -> bool:
         """What has no answer. Whether it was sent."""
-        return (await self._run(contact, statement, expects_answer=False)).answer is not None
+        try:
+            await self._run(contact, statement, expects_answer=False)
+        except SwarmLLMError:
+            return False
+        return True
 
-    async def _run(self, contact: Contact, message: Message, *, expects_answer: bool) -> _Exchange:
-        exchange = _Exchange()
+    async def _run(self, contact: Contact, message: Message, *, expects_answer: bool) -> Message:
         if not self._lets_in(contact.node_id):
-            exchange.failure = "it is not let in"
-            return exchange
+            raise NodeUnreachable("it is not let in")
         with trio.move_on_after(ASK_S):
             async with self._turns:
-                self._nursery.start_soon(self._converse, contact, message, expects_answer, exchange)
-                await exchange.over.wait()
-        return exchange
+                exchange: Outcome[Message] = Outcome()
+                spawn(
+                    self._nursery,
+                    "question",
+                    self._converse,
+                    contact,
+                    message,
+                    expects_answer,
+                    exchange,
+                    failed=exchange.fail,
+                )
+                return await exchange.wait()
+        raise NodeUnreachable("no answer in time")
 
     async def _converse(
-        self, contact: Contact, message: Message, expects_answer: bool, exchange: _Exchange
+        self, contact: Contact, message: Message, expects_answer: bool, exchange: Outcome[Message]
     ) -> None:
+        """What it comes to is told at once; of a stranger when the connection may have been let go."""
         stream: Stream | None = None
+        answer: Message | None = None
+        failure = "no answer in time"
         is_stranger = not self._host.is_connected(contact.node_id)
+
+        def settle() -> None:
+            if answer is not None:
+                exchange.succeed(answer)
+            else:
+                exchange.fail(NodeUnreachable(failure))
+
         with trio.move_on_after(_STUCK_S) as stuck:
             try:
                 if is_stranger:
@@ -90,25 +106,25 @@ class Asking:
                 )
                 if expects_answer:
                     with trio.fail_after(ASK_S):
-                        exchange.answer = decode(await read_framed(stream, MESSAGE_MAX_BYTES))
+                        answer = decode(await read_framed(stream, MESSAGE_MAX_BYTES))
                 else:
-                    exchange.answer = message
+                    answer = message
             except (NodeUnreachable, ProtocolError) as error:
-                exchange.failure = str(error)
+                failure = str(error)
             except Exception as error:  # libp2p's, of many kinds
-                exchange.failure = type(error).__name__
+                failure = type(error).__name__
             finally:
                 if not is_stranger:
-                    exchange.over.set()
+                    settle()
         if stuck.cancelled_caught:
             log.info("a question in the DHT to node %s is stuck; closing the connection", contact.node_id)
             await self._host.close_hard(contact.node_id)
         elif stream is not None:
             with trio.move_on_after(_END_S):
                 try:
-                    await (stream.close() if exchange.answer is not None else stream.reset())
+                    await (stream.close() if answer is not None else stream.reset())
                 except Exception as error:
                     log.debug("ending a stream of the DHT: %s", type(error).__name__)
         if is_stranger and len(self._host.connected()) > self._peers_max:
             self._let_go(contact.node_id)
-        exchange.over.set()
+        settle()

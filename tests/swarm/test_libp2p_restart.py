@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import trio
 
-from swarmllm.errors import ConfigError
-from swarmllm.swarm.libp2p.supervisor import Supervisor
+from swarmllm.supervision import current
 from swarmllm.swarm.libp2p_router import Libp2pRouter
 
 from .conftest import DEADLINE_S, until
@@ -35,6 +31,7 @@ async def test_messages_pass_and_nobody_is_lost_while_libp2p_starts_again(tmp_pa
     payloads = [bytes([number % 256]) * 1000 for number in range(3000)]
     async with two_nodes(tmp_path) as (a, b):
         await exchange(a, b, [b"before"])
+        n_before = current().status("libp2p").n_restarts
         crashed, addresses = a.host.libp2p_host, a.addresses
         async with a.changes() as changes, trio.open_nursery() as nursery:
             nursery.start_soon(exchange, a, b, payloads)
@@ -43,8 +40,7 @@ async def test_messages_pass_and_nobody_is_lost_while_libp2p_starts_again(tmp_pa
                 # Attributes of the host, which has no event for them.
                 while a.host.libp2p_host in (None, crashed) or not a.host.is_connected(b.node_id):  # noqa: ASYNC110
                     await trio.sleep(0.02)
-        assert a.supervisor is not None
-        assert a.supervisor.n_restarts == 1
+        assert current().status("libp2p").n_restarts == n_before + 1
         assert a.addresses == addresses
         assert a.connected() == {b.node_id}
         assert b.connected() == {a.node_id}
@@ -65,35 +61,3 @@ async def test_messages_pass_and_nobody_is_lost_while_libp2p_starts_again(tmp_pa
         # Gossip has come back too.
         await a.publish(b"news")
         await until(b, lambda: b.records().get(a.node_id) == b"news")
-
-
-async def test_what_fails_at_once_is_tried_ever_more_rarely(autojump_clock: trio.abc.Clock) -> None:
-    begun_s: list[float] = []
-
-    @asynccontextmanager
-    async def failing() -> AsyncIterator[None]:
-        begun_s.append(trio.current_time())
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_fail)
-            yield
-
-    async def _fail() -> None:
-        raise Crash
-
-    with trio.move_on_after(600):
-        async with trio.open_nursery() as nursery:
-            await nursery.start(Supervisor(failing).run)
-    pauses = [later - earlier for earlier, later in itertools.pairwise(begun_s)]
-    assert pauses[0] < 1
-    assert pauses == sorted(pauses)
-    assert 10 < len(begun_s) < 60
-
-
-async def test_what_keeps_it_from_starting_is_raised() -> None:
-    @asynccontextmanager
-    async def running() -> AsyncIterator[None]:
-        raise ConfigError("port taken", field="libp2p_port")
-        yield
-
-    with pytest.raises(ConfigError), trio.fail_after(DEADLINE_S):
-        await Supervisor(running).run()

@@ -1,0 +1,150 @@
+"""Names every long-lived task of the daemon, and every scope that short-lived tasks belong to.
+
+docs/supervision.md is drawn from this table by `reference()`; a test compares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Policy = Literal["essential", "restart", "give up"]
+
+
+@dataclass(frozen=True, slots=True)
+class LongLived:
+    """A task that lives as long as the daemon. `meanwhile`: what does not happen while it is down."""
+
+    name: str
+    policy: Policy
+    does: str
+    meanwhile: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a short-lived task belongs to. `ends`: what an unexpected exception ends, and nothing else."""
+
+    name: str
+    ends: str
+
+
+TASKS: Final = (
+    LongLived(
+        "stop on signal",
+        "essential",
+        "waits for SIGINT and SIGTERM",
+        "the node could only be killed",
+    ),
+    LongLived(
+        "systemd watchdog",
+        "essential",
+        "tells systemd that the event loop runs",
+        "systemd would kill the node",
+    ),
+    LongLived(
+        "reload on SIGHUP",
+        "restart",
+        "reads the configuration again",
+        "a changed file counts after a restart",
+    ),
+    LongLived("libp2p", "restart", "runs libp2p and gossip", "no new connections, no gossip; streams go on"),
+    LongLived(
+        "data port", "restart", "accepts data connections", "peers reach this node over libp2p streams only"
+    ),
+    LongLived("connection upgrades", "restart", "looks for direct connections", "streams stay on relays"),
+    LongLived("messages to self", "restart", "delivers messages of this node to itself", "local stages wait"),
+    LongLived("heartbeats", "restart", "tells the version of this node's record", "missed news stays missed"),
+    LongLived("record expiry", "restart", "forgets records of absent nodes", "records of absent nodes stay"),
+    LongLived("dialler", "restart", "dials known nodes", "no connections from this side"),
+    LongLived(
+        "bootstrap resolver", "restart", "resolves bootstrap addresses", "the last known addresses count"
+    ),
+    LongLived("mDNS", "restart", "finds nodes on the local network", "nodes are found by other ways"),
+    LongLived("peer memory", "restart", "saves the addresses of peers", "a restart knows fewer peers"),
+    LongLived("reachability checks", "restart", "asks peers to dial back", "the last known result is shown"),
+    LongLived(
+        "membership checks",
+        "restart",
+        "drops peers that are no longer let in",
+        "revoked members stay connected",
+    ),
+    LongLived("DHT", "restart", "keeps the routing table and announcements fresh", "announcements expire"),
+    LongLived("relay reservations", "restart", "reserves places at relays", "reservations expire"),
+    LongLived("trust", "restart", "saves what is known of peers' conduct", "a restart forgets the newest"),
+    LongLived("registry", "restart", "applies records to the registry", "routes use older records"),
+    LongLived(
+        "pipelines",
+        "restart",
+        "accepts assignments and jobs, follows connections",
+        "requests that use this node fail; other nodes take over",
+    ),
+    LongLived("links", "restart", "opens and closes links between workers", "jobs go by way of the daemons"),
+    LongLived("idle workers", "restart", "stops workers that nobody uses", "idle workers keep their memory"),
+    LongLived(
+        "announcer", "restart", "publishes what this node holds and its load", "others see an older record"
+    ),
+    LongLived("speed probe", "give up", "measures this machine's speed once", "an estimate is used"),
+    LongLived("downloads", "restart", "carries downloads", "downloads that ran have failed"),
+    LongLived("digest gathering", "restart", "asks for digests of partly fetched models", "such models wait"),
+    LongLived(
+        "first loads",
+        "give up",
+        "loads the configured and remembered models",
+        "`swarmllm models load` loads them by hand",
+    ),
+    LongLived("repeated loads", "restart", "tries again what could not be loaded", "such models wait"),
+    LongLived("placement", "restart", "loads and drops layers by plan", "the layers stay as they are"),
+    LongLived("HTTP", "restart", "serves the API on its port", "clients wait or are refused"),
+)
+
+SCOPES: Final = (
+    Scope("request", "the request, with an error to its client"),
+    Scope("question", "the question to a peer, with an error to the code that asked"),
+    Scope("peer", "the connections with that peer"),
+    Scope("connection", "the connection"),
+    Scope("download", "the download; it shows the error"),
+    Scope("model", "the questions about one partly fetched model"),
+    Scope("worker", "the worker process; the next request starts another"),
+    Scope("link", "the link between two workers; jobs go by way of the daemons"),
+)
+
+BY_NAME: Final = {task.name: task for task in TASKS}
+SCOPE_NAMES: Final = frozenset(scope.name for scope in SCOPES)
+
+
+def reference() -> str:
+    """docs/supervision.md."""
+    lines = [
+        "# Supervision",
+        "",
+        "Generated from the tables in `swarmllm/supervision/table.py` by its `reference()`; a test compares.",
+        "",
+        "## Long-lived tasks",
+        "",
+        "Every task that lives as long as the daemon is started with `supervise` and has one of three",
+        "policies:",
+        "",
+        "- *essential*: the daemon ends, with a sentence that names the task and the error.",
+        "- *restart*: the task is started again after 0.2 s. The pause doubles with each failure, up to",
+        "  30 s, and starts over after a minute without one. The log has the error, `swarmllm status` and",
+        "  `swarmllm doctor` show the task, `swarmllm_task_failures_total` counts.",
+        "- *give up*: the error is logged once, and `swarmllm status` and `swarmllm doctor` show it. A wrong",
+        "  setting (a model in `model.load` that does not exist) ends the daemon all the same.",
+        "",
+        "| task | policy | what it does | what happens while it is down |",
+        "|---|---|---|---|",
+        *(f"| {task.name} | {task.policy} | {task.does} | {task.meanwhile} |" for task in TASKS),
+        "",
+        "## Short-lived tasks",
+        "",
+        "A task that belongs to a request, a peer, a connection or a download is started with `spawn`. An",
+        "exception that its code does not expect ends what the task belongs to, and nothing else. The log",
+        "has it once a minute per cause, and `swarmllm_scope_failures_total` counts.",
+        "",
+        "| scope | what an unexpected exception ends |",
+        "|---|---|",
+        *(f"| {scope.name} | {scope.ends} |" for scope in SCOPES),
+        "",
+    ]
+    return "\n".join(lines)
