@@ -56,7 +56,7 @@ LAYERS = (
 """Top to bottom: a module imports from its own entry and from those below it."""
 
 PURE = (
-    "swarmllm.api.http_limits",
+    "swarmllm.api.http.limits",
     "swarmllm.scheduling",
     "swarmllm.log_limit",
     "swarmllm.transfer.fetch_plan",

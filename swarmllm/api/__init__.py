@@ -9,6 +9,6 @@ refuses strangers.
 from __future__ import annotations
 
 from swarmllm.api.http.app import create_app
-from swarmllm.api.http.server import open_api
+from swarmllm.api.http.endpoint import open_api
 
 __all__ = ["create_app", "open_api"]

@@ -17,8 +17,8 @@ import trio
 from deadlines import PATIENCE_S
 
 from swarmllm.api.http.app import create_app
-from swarmllm.api.http.server import open_api
-from swarmllm.api.http_limits import HttpLimits
+from swarmllm.api.http.endpoint import open_api
+from swarmllm.api.http.limits import HttpLimits
 from swarmllm.config import ApiTable, Config, InferenceTable
 from swarmllm.downloads import SharedDigests
 from swarmllm.errors import Conflict, SwarmLLMError

@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 from deadlines import PATIENCE_S
 
 from swarmllm.api.http import auth
-from swarmllm.api.http.server import open_api
+from swarmllm.api.http.endpoint import open_api
 from swarmllm.cli.client import Client
 from swarmllm.cli.errors import DaemonUnreachable
 from swarmllm.config import ApiTable

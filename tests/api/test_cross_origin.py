@@ -13,9 +13,9 @@ from api_fakes import serve_node
 from deadlines import PATIENCE_S
 
 from swarmllm.api.http.cross_origin import Origins, check_host, is_loopback
+from swarmllm.api.http.endpoint import bind
 from swarmllm.api.http.errors import Forbidden
-from swarmllm.api.http.server import bind
-from swarmllm.api.http_limits import HttpLimits
+from swarmllm.api.http.limits import HttpLimits
 from swarmllm.config import ApiTable, Config
 from swarmllm.errors import ConfigError
 from swarmllm.models import LayerRange

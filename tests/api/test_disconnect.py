@@ -14,7 +14,7 @@ import trio.testing
 from api_fakes import Script, Stand, serve_node
 from deadlines import PATIENCE_S
 
-from swarmllm.api.http_limits import HttpLimits
+from swarmllm.api.http.limits import HttpLimits
 
 pytestmark = pytest.mark.slow
 

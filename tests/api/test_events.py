@@ -20,8 +20,8 @@ from deadlines import PATIENCE_S
 from swarmllm.api.admin import events
 from swarmllm.api.admin.events import Pulse
 from swarmllm.api.http import app
-from swarmllm.api.http.server import open_api
-from swarmllm.api.http_limits import HttpLimits
+from swarmllm.api.http.endpoint import open_api
+from swarmllm.api.http.limits import HttpLimits
 from swarmllm.errors import NodeUnreachable
 from swarmllm.keys import KeyFile
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.api.http_limits import (
+from swarmllm.api.http.limits import (
     ByteBudget,
     HttpLimits,
     Place,

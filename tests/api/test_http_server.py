@@ -21,11 +21,13 @@ from api_fakes import Script, Stand, serve_node
 from deadlines import PATIENCE_S
 from http_attacks import ATTACKS, CHAT, H2_KILL, JSON, Attack, head
 
-from swarmllm.api import http_connection, http_exchange, http_wire
 from swarmllm.api.http import app as app_module
+from swarmllm.api.http import connection as http_connection
+from swarmllm.api.http import exchange as http_exchange
+from swarmllm.api.http import wire as http_wire
+from swarmllm.api.http.limits import HttpLimits
 from swarmllm.api.http.request_tasks import RequestTasks
-from swarmllm.api.http_limits import HttpLimits
-from swarmllm.api.http_server import HttpServer
+from swarmllm.api.http.server import HttpServer
 from swarmllm.api.openai import chat
 from swarmllm.config import ApiTable, Config
 from swarmllm.log_filter import LogLimitFilter

@@ -10,7 +10,7 @@ import trio.testing
 from api_fakes import Stand, open_node, serve_node
 
 from swarmllm.api.admin.node_json import HOLDERS_SHOWN, PEER_MODELS_SHOWN, RANGES_SHOWN
-from swarmllm.api.sliced_json import SLICE_BYTES, encoded
+from swarmllm.api.http.sliced_json import SLICE_BYTES, encoded
 from swarmllm.swarm.in_memory.router import InMemoryRouter
 from swarmllm.swarm.records.registry import LISTED_MAX
 from swarmllm_proto.codec import encode_record

@@ -27,7 +27,7 @@ from swarmllm.swarm.records.spread import (
     RecordSpread,
     heartbeat_interval_s,
 )
-from swarmllm.swarm.verify_once import VerifyOnce
+from swarmllm.swarm.records.verify_once import VerifyOnce
 from swarmllm_proto.envelope import ENVELOPE_MAX, Envelope, Heartbeat, seal, unseal
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.limits import RECORD_MAX

@@ -30,9 +30,9 @@ from swarmllm.api.admin.node_json import (
     worker_json,
 )
 from swarmllm.api.admin.progress import Works
+from swarmllm.api.http.sliced_json import encoded
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.output.response import EVENT_STREAM
-from swarmllm.api.sliced_json import encoded
 from swarmllm.errors import Overloaded
 from swarmllm.memory_info import memory_bytes, resident_bytes
 from swarmllm.node import Node, PeerView

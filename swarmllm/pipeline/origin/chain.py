@@ -30,8 +30,8 @@ from swarmllm.pipeline.origin.output import (
 from swarmllm.pipeline.origin.prefix_names import PrefixNames
 from swarmllm.pipeline.repair.plan import Left, is_anew, rebuilds
 from swarmllm.pipeline.repair.rebuild import Feeding
-from swarmllm.pipeline.reports import BAD_ROWS, reported_error
 from swarmllm.pipeline.stage.compute import SampledToken
+from swarmllm.pipeline.stage.failure_reports import BAD_ROWS, reported_error
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.stage.walker import OriginMessage, RequestContext
 from swarmllm_proto.blocks import BLOCK_TOKENS

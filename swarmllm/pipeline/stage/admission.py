@@ -20,10 +20,10 @@ from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.prefix_negotiation import PATIENCE_S, give_names
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.shares import FIRST_JOB_S, Place, Shares
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.occupancy import Held, held_here
 from swarmllm.pipeline.stage.session import Session
+from swarmllm.pipeline.stage.shares import FIRST_JOB_S, Place, Shares
 from swarmllm.pipeline.stage.walker import OriginSide, RequestContext
 from swarmllm.scheduling.route import composes
 from swarmllm.swarm.peers.trust import Note, unnoted

@@ -24,11 +24,18 @@ from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, Swar
 from swarmllm.pipeline.job import Job
 from swarmllm.pipeline.origin.prefix_negotiation import give_names, last_names
 from swarmllm.pipeline.repair.probing import MOVED_BYTES
-from swarmllm.pipeline.reports import BAD_ROWS, damage_report, report_of
-from swarmllm.pipeline.session_queue import SessionQueue
+from swarmllm.pipeline.stage.arrivals import (
+    GivenPrompt,
+    Item,
+    NotFinite,
+    Relay,
+    Report,
+    read_job,
+)
 from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.stage.failure_reports import BAD_ROWS, damage_report, report_of
 from swarmllm.pipeline.stage.remote_stage import generate_for_origin, read_prompt
-from swarmllm.pipeline.stage.session_queue import GivenPrompt, Item, NotFinite, Relay, Report, read_job
+from swarmllm.pipeline.stage.session_queue import SessionQueue
 from swarmllm.pipeline.stage.walker import OriginSide, RequestContext, Walker
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import Router

@@ -1,80 +1,44 @@
-"""What waits in a session's queue, and how a message from another node gets there: as a job, or not at all,
-with the field that is wrong."""
+"""The queue of one request's session: bounded for what other nodes send, apart from what this node puts in.
+
+A sender that overruns its part breaks the protocol. What this node's own worker and the origin's side put in
+is limited by the tokens asked for, comes in bursts when the processor is busy, and is nobody's fault.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final
 
-import numpy as np
+import trio
 
-from swarmllm.pipeline.job import ComputeStep, Job
-from swarmllm.pipeline.stage.walker import RequestContext
-from swarmllm_proto.errors import BadTensor
-from swarmllm_proto.swarm import LayerForward, PipelineError, ReplayRows
-from swarmllm_proto.tensors import Tensor, decode_tensor
+from swarmllm.pipeline.stage.arrivals import Item
 
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """To be sent to the origin by the session's own task."""
-
-    error: PipelineError
-    ends: bool
+SPARE_JOBS: Final = 8
+"""Room beyond the window: repeats and credits."""
+OWN_MAX: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Relay:
-    """What this node's worker wants sent."""
+class SessionQueue:
+    def __init__(self, n_stages: int) -> None:
+        self._foreign_max = 2 * (n_stages + 1) + SPARE_JOBS
+        self._n_foreign = 0
+        self._entrance, self._exit = trio.open_memory_channel[tuple[Item, bool]](OWN_MAX + self._foreign_max)
 
-    receiver: str
-    header: bytes
-    payload: bytes | memoryview
+    def put(self, item: Item, *, is_foreign: bool) -> bool:
+        """False: there is no room for it."""
+        if is_foreign and self._n_foreign >= self._foreign_max:
+            return False
+        try:
+            self._entrance.send_nowait((item, is_foreign))
+        except trio.WouldBlock:
+            return False
+        self._n_foreign += is_foreign
+        return True
 
+    async def get(self) -> Item:
+        item, is_foreign = await self._exit.receive()
+        self._n_foreign -= is_foreign
+        return item
 
-@dataclass(frozen=True, slots=True)
-class GivenPrompt:
-    """To be answered by this node's worker alone."""
-
-    tokens: Tensor
-
-
-Item: TypeAlias = Job | Report | Relay | GivenPrompt | ReplayRows
-
-
-class NotFinite(BadTensor):
-    """No layer computes this from what is finite: it came broken."""
-
-
-def read_job(context: RequestContext, message: LayerForward, payload: memoryview, now_s: float) -> Job:
-    """Raises BadTensor."""
-    job = Job(
-        step=ComputeStep.EMBED if message.step == "embed" else ComputeStep.LAYER,
-        stage=message.stage,
-        position=message.position,
-        n_tokens=message.n_tokens,
-        prefill_left=message.prefill_left,
-        timings=message.timings,
-        since_s=now_s,
-        resent=message.resent,
-        until=message.until,
-    )
-    if message.until is not None and (message.until < message.stage or not message.prefill_left):
-        raise BadTensor("until", "rows that end before the last stage are no token's, and get there")
-    if message.step == "embed":
-        if message.n_tokens != 1 or message.prefill_left:
-            raise BadTensor("n_tokens", "a token is embedded alone")
-        job.token = message.token
-        return job
-    if len(message.timings) > message.stage:
-        raise BadTensor("timings", "more stages than the job has passed")
-    tensor = decode_tensor(payload)
-    due = (message.n_tokens, context.n_embd)
-    if tensor.dtype != np.float32 or tensor.shape != due:
-        raise BadTensor("tensor.shape", f"{tensor.dtype}{tensor.shape} where float32{due} is due")
-    if not message.n_tokens:
-        raise BadTensor("n_tokens", "no rows")
-    if not np.isfinite(tensor).all():
-        raise NotFinite("tensor", "numbers that are not finite")
-    job.tensor = tensor
-    return job
+    @property
+    def is_empty(self) -> bool:
+        return not self._exit.statistics().current_buffer_used

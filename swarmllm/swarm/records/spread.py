@@ -23,8 +23,8 @@ from swarmllm.swarm.discovery.addresses import CircuitAddress
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
 from swarmllm.swarm.records.envelope_book import EnvelopeBook
 from swarmllm.swarm.records.exchange import Ask, RecordExchange
+from swarmllm.swarm.records.verify_once import VerifyOnce
 from swarmllm.swarm.router import Change
-from swarmllm.swarm.verify_once import VerifyOnce
 from swarmllm_proto.envelope import (
     ADDRESSES_MAX,
     ENVELOPE_MAX,

@@ -16,9 +16,9 @@ import h11
 import msgspec
 import trio
 
-from swarmllm.api.http_exchange import Application, Exchange, Headers, Refused
-from swarmllm.api.http_limits import CHUNK_BYTES, ByteBudget, HttpLimits, Place, Places
-from swarmllm.api.http_wire import ClientGone, Wire
+from swarmllm.api.http.exchange import Application, Exchange, Headers, Refused
+from swarmllm.api.http.limits import CHUNK_BYTES, ByteBudget, HttpLimits, Place, Places
+from swarmllm.api.http.wire import ClientGone, Wire
 
 
 @dataclass(frozen=True)

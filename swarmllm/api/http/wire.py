@@ -7,7 +7,7 @@ import struct
 
 import trio
 
-from swarmllm.api.http_limits import CHUNK_BYTES, HttpLimits
+from swarmllm.api.http.limits import CHUNK_BYTES, HttpLimits
 
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 

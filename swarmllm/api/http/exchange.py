@@ -16,8 +16,8 @@ from urllib.parse import unquote
 import h11
 import trio
 
-from swarmllm.api.http_limits import CHUNK_BYTES, ByteBudget, HttpLimits
-from swarmllm.api.http_wire import ClientGone, Wire
+from swarmllm.api.http.limits import CHUNK_BYTES, ByteBudget, HttpLimits
+from swarmllm.api.http.wire import ClientGone, Wire
 
 Headers = list[tuple[bytes, bytes]]
 Event = dict[str, Any]

@@ -1,0 +1,90 @@
+"""What nodes earn with their part in requests: from the origin, and from the neighbour they send to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import trio
+from deadlines import PATIENCE_S
+from trio.testing import wait_all_tasks_blocked
+
+from bench.arithmetic import N_EMBD, FakePool, uncut
+from swarmllm.errors import NoPipeline, RemoteError, WorkerError
+from swarmllm.pipeline import Prompt
+from swarmllm.swarm.peers.trust import Deed
+from swarmllm_proto.codec import decode_job, encode_job
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import LayerForward
+from swarmllm_proto.tensors import tensor_bytes
+
+from .fakes import Swarm, open_swarm
+
+PROMPT = "who may be trusted?"
+
+
+async def ask(swarm: Swarm) -> str:
+    with trio.fail_after(PATIENCE_S):
+        async with swarm["a"].pipelines.generate(
+            Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=6)
+        ) as generation:
+            return "".join([piece.text async for piece in generation])
+
+
+def deeds(swarm: Swarm, here: str, there: str) -> dict[str, int]:
+    return dict(swarm[here].trust.explain(there).counts)
+
+
+async def test_whoever_took_part_in_an_answer_has_served() -> None:
+    async with open_swarm({"a": FakePool("0:4"), "b": FakePool("4:8"), "c": FakePool("8:12")}) as swarm:
+        assert await ask(swarm) == await uncut(PROMPT, 6)
+        assert deeds(swarm, "a", "b") == deeds(swarm, "a", "c") == {"served": 1}
+        assert swarm["a"].trust.explain("a").counts == {}
+
+
+async def test_the_node_that_failed_is_held_to_it_and_nobody_else() -> None:
+    pools = {"a": FakePool("0:4"), "b": FakePool("4:8"), "c": FakePool("8:12")}
+    async with open_swarm(pools) as swarm:
+
+        async def fail(*arguments: object, **named: object) -> None:
+            raise WorkerError("out of order")
+
+        pools["c"].forward = fail  # type: ignore[method-assign, assignment]
+        with pytest.raises(RemoteError):
+            await ask(swarm)
+        assert set(deeds(swarm, "a", "c")) == {"failed"}
+        assert deeds(swarm, "a", "b") == {}
+
+
+async def test_numbers_that_are_not_finite_are_laid_to_their_sender() -> None:
+    async with open_swarm({"a": FakePool("0:6"), "b": FakePool("6:12")}) as swarm:
+        router, send = swarm["a"].router, swarm["a"].router.send
+
+        async def poison(node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+            message = decode_job(header, payload)
+            if isinstance(message, LayerForward) and payload:
+                rows = np.full((message.n_tokens, N_EMBD), np.nan, np.float32)
+                header, payload = encode_job(message, tensor_bytes(rows))
+            await send(node_id, header, payload)
+
+        router.send = poison  # type: ignore[method-assign]
+        with pytest.raises(RemoteError, match="not finite"):
+            await ask(swarm)
+        assert deeds(swarm, "b", "a")["bad numbers"] >= 1
+
+
+async def test_nonsense_and_damage_are_noted() -> None:
+    async with open_swarm({"a": FakePool("0:6"), "b": FakePool("6:12")}) as swarm:
+        await swarm["a"].router.send("b", b"\xc1 no message at all", b"")
+        message = LayerForward(request_id="x", step="layer", stage=1, position=0, n_tokens=1)
+        header, _ = encode_job(message, b"row")
+        await swarm["a"].router.send("b", header, b"row, damaged")
+        await wait_all_tasks_blocked(0.01)
+        assert deeds(swarm, "b", "a") == {"broke protocol": 1, "damaged": 1}
+
+
+async def test_a_distrusted_node_gets_no_work() -> None:
+    async with open_swarm({"a": FakePool("0:6"), "b": FakePool("6:12")}) as swarm:
+        assert await ask(swarm) == await uncut(PROMPT, 6)
+        swarm["a"].trust.note("b", Deed.WRONG_BYTES)
+        with pytest.raises(NoPipeline):
+            await ask(swarm)
