@@ -128,7 +128,8 @@ CLI_NEVER_AT_IMPORT = (
     "swarmllm.daemon",
     "swarmllm.swarm",
 )
-MAX_LINES = 400
+MAX_LINES = 500
+"""A bound against heaps; 400 lines are a reason to look whether a file holds one subject."""
 
 
 @dataclass(frozen=True)
