@@ -31,13 +31,19 @@ from swarmllm.api import open_api
 from swarmllm.config import Config
 from swarmllm.downloads import SharedDigests
 from swarmllm.errors import ConfigError, InvalidRequest, SwarmLLMError
-from swarmllm.guide import GUIDE_PATH
 from swarmllm.keys import KeyFile
 from swarmllm.log_filter import LogLimitFilter
 from swarmllm.loop_watchdog import LoopWatchdog
-from swarmllm.models import Catalogue, Store
+from swarmllm.models import Catalogue
 from swarmllm.node import Node
-from swarmllm.node.node import DOWNLOADS
+from swarmllm.node.data_dir import (
+    DOWNLOADS,
+    SEGMENTS,
+    open_catalogue,
+    open_store,
+    prepare_data_dir,
+    when_free,
+)
 from swarmllm.node.remembered_loads import open_remembered_loads
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
@@ -64,8 +70,6 @@ log = logging.getLogger(__name__)
 
 DAEMON_FILE = "daemon.json"
 MACHINE_FILE = "machine.json"
-SEGMENTS = "segments"
-GUIDE_NAME = "guide"
 OPEN_FILES = 65_536
 
 
@@ -130,7 +134,7 @@ async def open_daemon(
 ) -> AsyncIterator[DaemonInfo]:
     """A running daemon; leaving the block stops it. Raises ConfigError where folder or ports are taken."""
     data_dir = await trio.to_thread.run_sync(prepare_data_dir, config.data_dir)
-    catalogue = await trio.to_thread.run_sync(open_catalogue, data_dir)
+    catalogue = await when_free(open_catalogue, data_dir)
     settings = swarm_settings(config, data_dir)
     watchdog = LoopWatchdog()
     async with (
@@ -176,7 +180,7 @@ async def _open_rooms(
         travel = ModelTransfer(
             router,
             registry,
-            await trio.to_thread.run_sync(open_store, config, data_dir, catalogue),
+            await when_free(open_store, data_dir, catalogue, config.store.quota_gib),
             travel_settings(config),
             in_use=lambda: {*pool.models(), *(load.model_id for load in remembered.all())},
             on_change=lambda: node.holdings_changed(),
@@ -244,34 +248,6 @@ async def _open_rooms(
                 log.info("stopping")
                 file.unlink(missing_ok=True)
         nursery.cancel_scope.cancel()
-
-
-def prepare_data_dir(data_dir: Path) -> Path:
-    """Make it, for this user only. Raises ConfigError."""
-    try:
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"Cannot use the data folder {data_dir}: {error.strerror}", field="node.data_dir"
-        ) from None
-    return data_dir
-
-
-def open_catalogue(data_dir: Path) -> Catalogue:
-    """The models of this node; the bundled guide is always among them."""
-    catalogue = Catalogue(data_dir / "catalogue.sqlite")
-    catalogue.ensure(GUIDE_PATH, GUIDE_NAME)
-    return catalogue
-
-
-def open_store(config: Config, data_dir: Path, catalogue: Catalogue) -> Store:
-    """The models that come from other nodes. Only with the data folder locked: it removes what an earlier
-    run left half done."""
-    quota_bytes = int(config.store.quota_gib * 2**30)
-    store = Store(catalogue, data_dir / "models", quota_bytes, data_dir / DOWNLOADS, data_dir / SEGMENTS)
-    if n_strays := store.sweep():
-        log.info("%d files and folders of no model removed from %s", n_strays, data_dir)
-    return store
 
 
 def travel_settings(config: Config) -> TransferSettings:

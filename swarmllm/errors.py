@@ -76,6 +76,14 @@ class StoreFull(SwarmLLMError):
     code = "store_full"
 
 
+class StoreLocked(SwarmLLMError):
+    """Another process holds one of this node's databases. Nothing is lost; the same call works later."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    code = "store_locked"
+
+
 class NoPipeline(SwarmLLMError):
     """No set of connected holders covers every layer of the model."""
 

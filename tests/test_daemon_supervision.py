@@ -4,22 +4,16 @@ ends."""
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import trio
-from daemon_process import toml
 from deadlines import PATIENCE_S
+from running_daemon import config_of, daemon
 
 import swarmllm.daemon
-from swarmllm.config import Config
-from swarmllm.config_sources import load_config
-from swarmllm.daemon import DaemonInfo, open_daemon, run_daemon
-from swarmllm.sd_notify import ServiceManager
+from swarmllm.daemon import DaemonInfo, run_daemon
 from swarmllm.supervision import SCOPES, TASKS, EssentialTaskFailed, Supervision
 from swarmllm.swarm import libp2p_router
 
@@ -32,51 +26,6 @@ AT_START = {"mDNS", "speed probe", "first loads", "repeated loads", "placement"}
 
 class Defect(Exception):
     pass
-
-
-class Daemon:
-    def __init__(self, supervision: Supervision, where: DaemonInfo, http: httpx.AsyncClient) -> None:
-        self.supervision = supervision
-        self.where = where
-        self.http = http
-
-    async def chat(self, *, stream: bool = False) -> httpx.Response:
-        messages = [{"role": "user", "content": "hello"}]
-        body = {"model": "guide", "messages": messages, "max_tokens": 4, "stream": stream}
-        return await self.http.post("/v1/chat/completions", json=body)
-
-    async def answers(self) -> None:
-        """Asked until it does: what failed may be on its way back."""
-        with trio.fail_after(PATIENCE_S):
-            while (await self.chat()).status_code != 200:  # noqa: ASYNC110
-                await trio.sleep(0.05)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        with trio.fail_after(PATIENCE_S):
-            while not condition():  # noqa: ASYNC110
-                await trio.sleep(0.02)
-
-
-def config_of(
-    folder: Path, name: str, load: list[str], bootstrap: list[str] | None = None, **tables: dict[str, Any]
-) -> Config:
-    file = folder / f"{name}.toml"
-    file.write_text(toml(name, folder / name, load, bootstrap or [], tables))
-    return load_config(file)
-
-
-@asynccontextmanager
-async def daemon(
-    config: Config, prepare: Callable[[Supervision], None] = lambda supervision: None
-) -> AsyncIterator[Daemon]:
-    with Supervision().active() as supervision:
-        prepare(supervision)
-        running = open_daemon(config, lambda: config, ServiceManager({}))
-        async with (
-            running as where,
-            httpx.AsyncClient(base_url=where.api_url, trust_env=False, timeout=PATIENCE_S) as http,
-        ):
-            yield Daemon(supervision, where, http)
 
 
 async def test_the_daemon_answers_after_the_failure_of_every_task_that_runs(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ LAYERS = (
     "swarmllm.loop_watchdog",
     "swarmllm.supervision",
     "swarmllm.memory_info",
+    "swarmllm.database",
     "swarmllm.private_files",
     "swarmllm.log_filter",
     "swarmllm.log_limit",

@@ -18,12 +18,13 @@ import re
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
+from swarmllm.database import open_database
 from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, StoreFull
 from swarmllm.models.hashing import FileState, Progress, hash_model
 from swarmllm.models.manifest import Manifest, TensorEntry
@@ -264,7 +265,7 @@ class Catalogue:
     @contextmanager
     def database(self) -> Iterator[sqlite3.Connection]:
         try:
-            with closing(sqlite3.connect(self._path, timeout=10.0)) as database, database:
+            with open_database(self._path) as database:
                 yield database
         except sqlite3.DatabaseError as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:

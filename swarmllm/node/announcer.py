@@ -6,6 +6,7 @@ holdings are compared at once when somebody says that they changed, load and spe
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from swarmllm import __version__
+from swarmllm.errors import StoreLocked
 from swarmllm.models import Catalogue, LayerRange
 from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import float_among, is_news, is_news_of_work
@@ -29,6 +31,8 @@ from swarmllm_proto.swarm import FileAnnounce, NodeCapability, NodeRecord, Prefi
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
+
+log = logging.getLogger(__name__)
 
 SOFTWARE = f"swarmllm/{__version__}"
 SPEAK_S = 1.0
@@ -74,7 +78,7 @@ class Announcer:
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the swarm informed; started once it knows this node."""
-        await self.publish()
+        await self._publish_when_possible()
         task_status.started()
         look_s = 0.0
         while True:
@@ -88,7 +92,17 @@ class Announcer:
             self._observations.coordinate = float_among(
                 self._router.node_id, self._observations.coordinate, self._router.peers(), self._registry
             )
-            await self.publish()
+            await self._publish_when_possible()
+
+    async def _publish_when_possible(self) -> None:
+        while True:
+            try:
+                await self.publish()
+            except StoreLocked as error:
+                log.warning("the swarm is told later what is held here: %s", error.message)
+                await trio.sleep(SPEAK_S)
+            else:
+                return
 
     async def measure(self, file: Path) -> None:
         """Learn how fast this machine is, from `file` or by a probe of a second."""

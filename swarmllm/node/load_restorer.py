@@ -15,7 +15,7 @@ from functools import partial
 
 import trio
 
-from swarmllm.errors import BadModel, ModelNotFound, NodeUnreachable, SwarmLLMError
+from swarmllm.errors import BadModel, ModelNotFound, NodeUnreachable, StoreLocked, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange, subtract
 from swarmllm.node.remembered_loads import RememberedLoad, RememberedLoads
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerPool
@@ -115,5 +115,5 @@ class LoadRestorer:
         if self._failures.get(load.model_id) != error.message:
             log.error("loading %s again failed: %s", load, error.message)
         self._failures[load.model_id] = error.message
-        if isinstance(error, BadModel | NodeUnreachable):
+        if isinstance(error, BadModel | NodeUnreachable | StoreLocked):
             self._may_pass.add(load.model_id)

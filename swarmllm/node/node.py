@@ -22,13 +22,14 @@ import trio
 from swarmllm.config import Config
 from swarmllm.downloads import Downloads, SharedDigests
 from swarmllm.downloads.settings import from_environment
-from swarmllm.errors import ConfigError, ModelNotFound, NodeUnreachable, SwarmLLMError
+from swarmllm.errors import ConfigError, ModelNotFound, NodeUnreachable, StoreLocked, SwarmLLMError
 from swarmllm.loop_watchdog import LoopWatchdog
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, needed_tensors
 from swarmllm.node.admission import Admission
 from swarmllm.node.announcer import Announcer
 from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import describe
+from swarmllm.node.data_dir import DOWNLOADS
 from swarmllm.node.embeddings import Embeddings
 from swarmllm.node.load_restorer import LoadRestorer
 from swarmllm.node.metrics import Metrics
@@ -60,8 +61,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("swarmllm.node")
 
-DOWNLOADS = "downloads"
-"""In the data folder: what is on its way from the web."""
 MAX_TOKENS = 2**20
 JOINING_S = 30.0
 """How long after the start a model that others have is waited for."""
@@ -293,6 +292,8 @@ class Node:
         while True:
             try:
                 return await act()
+            except StoreLocked as error:
+                log.warning("waiting: %s", error.message)
             except (ModelNotFound, NodeUnreachable):
                 if trio.current_time() >= until_s:
                     raise

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import trio
 
+from swarmllm.errors import StoreLocked
 from swarmllm.swarm.peers.store import PeerStore
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,11 @@ class KnownPeers:
         self._store = store
         self._network_id = network_id
         self._clock = clock
-        self.known = store.peers(network_id, clock() - REMEMBERED_S)
+        self.known: list[tuple[str, tuple[str, ...]]] = []
+        try:
+            self.known = store.peers(network_id, clock() - REMEMBERED_S)
+        except StoreLocked as error:
+            log.warning("the nodes of earlier runs are not known this time: %s", error.message)
 
     async def run(self, connected: Connected) -> None:
         """Save now and then, until cancelled, and once more at the end."""
@@ -52,7 +57,7 @@ class KnownPeers:
             return
         try:
             await trio.to_thread.run_sync(self._store.keep_peers, self._network_id, peers, self._clock())
-        except sqlite3.Error as error:
+        except (sqlite3.Error, StoreLocked) as error:
             log.warning("peers could not be remembered: %s", error)
 
 

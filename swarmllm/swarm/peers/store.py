@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from swarmllm.database import open_database
+from swarmllm.errors import StoreLocked
 from swarmllm.swarm.peers.trust import KEPT_DEEDS, NODES_MAX, Deed, Entry, Reputation
 
 log = logging.getLogger(__name__)
@@ -41,14 +43,13 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class PeerStore:
-    """Every method blocks."""
+    """Every method blocks, and raises StoreLocked while another process holds the file."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / FILE_NAME
-        try:
-            self._prepare()
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-            self._begin_anew(error)
+        self._is_prepared = False
+        with suppress(StoreLocked):  # Prepared before the first use, then.
+            self._prepare_or_begin_anew()
 
     def reputations(self) -> list[tuple[str, Reputation]]:
         found = []
@@ -74,7 +75,7 @@ class PeerStore:
             )
             for node_id, reputation in reputations.items()
         ]
-        with self._open() as database, database:
+        with self._open() as database:
             database.executemany("INSERT OR REPLACE INTO trust VALUES (?, ?, ?, ?, ?)", rows)
             self._bound(database, "trust", "at")
 
@@ -99,7 +100,7 @@ class PeerStore:
         rows = [
             (network_id, node_id, " ".join(list(where)[:ADDRESSES_PER_NODE]), now) for node_id, where in peers
         ]
-        with self._open() as database, database:
+        with self._open() as database:
             database.executemany("INSERT OR REPLACE INTO peers VALUES (?, ?, ?, ?)", rows)
             self._bound(database, "peers", "seen_at")
 
@@ -122,10 +123,21 @@ class PeerStore:
         self._path.replace(self._path.with_suffix(".damaged"))
         self._prepare()
 
+    def _prepare_or_begin_anew(self) -> None:
+        try:
+            self._prepare()
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            self._begin_anew(error)
+
     def _prepare(self) -> None:
-        with self._open() as database, database:
+        with open_database(self._path) as database:
             database.executescript(_SCHEMA)
         self._path.chmod(0o600)
+        self._is_prepared = True
 
-    def _open(self) -> closing[sqlite3.Connection]:
-        return closing(sqlite3.connect(self._path, timeout=10.0))
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        if not self._is_prepared:
+            self._prepare_or_begin_anew()
+        with open_database(self._path) as database:
+            yield database

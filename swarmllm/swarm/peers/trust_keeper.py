@@ -11,6 +11,7 @@ from pathlib import Path
 
 import trio
 
+from swarmllm.errors import StoreLocked
 from swarmllm.supervision import supervise
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.peers.store import PeerStore
@@ -35,6 +36,7 @@ class Trust:
         self._store = store
         self._clock = clock
         self._changed: set[str] = set()
+        self._is_loaded = store is None
 
     def note(self, node_id: str, deed: Deed, detail: str = "") -> None:
         score = self._book.note(node_id, deed, self._clock(), detail)
@@ -64,28 +66,42 @@ class Trust:
         return self._book.known()
 
     async def load(self) -> None:
-        if self._store is not None:
-            self._book.restore(await trio.to_thread.run_sync(self._store.reputations))
+        """While another process holds the file, nothing is known; `save` loads it later, before it writes."""
+        if self._store is None or self._is_loaded:
+            return
+        try:
+            known = await trio.to_thread.run_sync(self._store.reputations)
+        except StoreLocked as error:
+            log.warning("trust is loaded later: %s", error.message)
+            return
+        # Of what was noted meanwhile the worse counts.
+        self._book.restore(
+            (node_id, stored)
+            for node_id, stored in known
+            if (noted := self._book.reputation(node_id)) is None or stored.score < noted.score
+        )
+        self._is_loaded = True
 
     async def run(self, every_s: float = _SAVE_EVERY_S) -> None:
         """Save now and then, until cancelled, and once more at the end."""
         try:
             while True:
                 await trio.sleep(every_s)
-                await self._save()
+                await self.save()
         finally:
             with trio.CancelScope(shield=True):
-                await self._save()
+                await self.save()
 
-    async def _save(self) -> None:
-        changed, self._changed = self._changed, set()
-        if self._store is None or not changed:
+    async def save(self) -> None:
+        await self.load()
+        if self._store is None or not self._is_loaded or not self._changed:
             return
+        changed, self._changed = self._changed, set()
         # Copied here, because deeds go on while the thread writes.
         reputations = {n: r.copy() for n in changed if (r := self._book.reputation(n)) is not None}
         try:
             await trio.to_thread.run_sync(self._store.keep_reputations, reputations)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, StoreLocked) as error:
             log.warning("trust could not be saved: %s", error)
             self._changed |= changed
 

@@ -1,0 +1,59 @@
+"""Opens the data folder: the folder itself, the catalogue in it, the store of models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+
+from swarmllm.errors import ConfigError, StoreLocked
+from swarmllm.guide import GUIDE_PATH
+from swarmllm.models import Catalogue, Store
+
+log = logging.getLogger(__name__)
+
+DOWNLOADS = "downloads"
+"""In the data folder: what is on its way from the web."""
+SEGMENTS = "segments"
+GUIDE_NAME = "guide"
+T = TypeVar("T")
+
+
+async def when_free(open_it: Callable[..., T], *args: object) -> T:
+    """What `open_it(*args)` gives, in a thread; waits while another process holds the database."""
+    while True:
+        try:
+            return await trio.to_thread.run_sync(open_it, *args)
+        except StoreLocked as error:
+            log.warning("the start waits: %s", error.message)
+
+
+def prepare_data_dir(data_dir: Path) -> Path:
+    """Make it, for this user only. Raises ConfigError."""
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot use the data folder {data_dir}: {error.strerror}", field="node.data_dir"
+        ) from None
+    return data_dir
+
+
+def open_catalogue(data_dir: Path) -> Catalogue:
+    """The models of this node; the bundled guide is always among them."""
+    catalogue = Catalogue(data_dir / "catalogue.sqlite")
+    catalogue.ensure(GUIDE_PATH, GUIDE_NAME)
+    return catalogue
+
+
+def open_store(data_dir: Path, catalogue: Catalogue, quota_gib: float) -> Store:
+    """The models that come from other nodes. Only with the data folder locked: it removes what an earlier
+    run left half done."""
+    quota_bytes = int(quota_gib * 2**30)
+    store = Store(catalogue, data_dir / "models", quota_bytes, data_dir / DOWNLOADS, data_dir / SEGMENTS)
+    if n_strays := store.sweep():
+        log.info("%d files and folders of no model removed from %s", n_strays, data_dir)
+    return store
