@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from swarmllm.models.layers import LayerRange
 from swarmllm_proto.ipc import FinishReason, Token
-from swarmllm_proto.swarm import Stage, StageTiming
+from swarmllm_proto.swarm import LayerForward, Stage, StageTiming
 from swarmllm_proto.tensors import Tensor
 
 
@@ -47,6 +48,8 @@ class Job:
     tensor: Tensor | None = None
     """f32 [n_tokens, n_embd], or i32 [n_tokens] where the first stage's worker embeds; None until EMBED."""
     timings: tuple[StageTiming, ...] = ()
+    sender: str = ""
+    """The node that it came from; empty: it began here."""
     since_s: float = 0.0
     """When the present stage got it (the node's own clock)."""
     sampled: Token | None = None
@@ -93,13 +96,17 @@ class RequestView:
     def is_here(self, stage: int) -> bool:
         return self.stages[stage].node_id == self.node_id
 
+    def senders(self, message: LayerForward) -> tuple[str, ...]:
+        """Who may send it."""
+        if message.step == "embed":
+            return (self.stages[-1].node_id, self.origin) if message.stage == 0 else ()
+        return (self.origin,) if message.stage == 0 else (self.stages[message.stage - 1].node_id,)
+
     def hands_to(self, node_id: str, receiver: str) -> bool:
-        """Whether rows go from one node to the other in this request."""
-        sends = [self.origin, *(stage.node_id for stage in self.stages)]
-        return any(
-            sender == node_id and stage.node_id == receiver
-            for sender, stage in zip(sends, self.stages, strict=False)
-        )
+        """Whether jobs go from one node to the other in this request."""
+        ring = [self.stages[-1].node_id, *(stage.node_id for stage in self.stages)]
+        ways = {*pairwise(ring), (self.origin, ring[1])}
+        return (node_id, receiver) in ways
 
     def layers(self, stage: int) -> LayerRange:
         return LayerRange(self.stages[stage].start, self.stages[stage].end)

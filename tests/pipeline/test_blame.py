@@ -4,7 +4,9 @@ know, the next route does without all who may have done it, as far as there are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import trio
@@ -14,6 +16,7 @@ from trio.testing import MockClock
 from bench.arithmetic import N_EMBD, FakePool, uncut
 from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.repair.rebuild import left_of
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_job, decode_request, encode_job, encode_response
@@ -101,6 +104,8 @@ async def test_without_another_holder_bad_rows_cost_the_honest_stage_nothing() -
         swarm.kill("liar")
         await swarm.start("m", FakePool("4:8"))
         with trio.fail_after(PATIENCE_S):
+            while "m" not in swarm["a"].registry.nodes():
+                await trio.lowlevel.checkpoint()
             assert await ask(swarm) == await uncut(PROMPT, 6)
 
 
@@ -210,6 +215,91 @@ async def test_a_token_that_the_model_does_not_have_is_the_last_stages_fault() -
         with trio.fail_after(PATIENCE_S):
             assert await ask(swarm) == await uncut(PROMPT, 6)
         assert swarm["a"].trust.score("liar") < NEUTRAL
+
+
+async def test_a_stage_that_does_not_end_at_the_last_token_asked_for_costs_nobody_else_anything() -> None:
+    pools = {"a": FakePool("0:4"), "liar": FakePool("4:12"), "m": FakePool("4:12")}
+    async with open_swarm(pools) as swarm:
+        router, send = swarm["liar"].router, swarm["liar"].router.send
+
+        async def no_end(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+            message = decode_job(header, payload)
+            if isinstance(message, StreamingToken) and message.finish_reason is not None:
+                for more in (0, 1):
+                    told = StreamingToken(
+                        request_id=message.request_id, index=message.index + more, token=message.token
+                    )
+                    await send(receiver, *encode_job(told, payload))
+                return
+            await send(receiver, header, payload)
+
+        router.send = no_end  # type: ignore[method-assign]
+        await prefer(swarm, "liar", "m")
+        for _ in range(3):
+            with trio.fail_after(PATIENCE_S):
+                assert await ask(swarm) == await uncut(PROMPT, 6)
+        assert swarm["a"].trust.score("m") >= NEUTRAL
+
+
+async def test_a_report_of_the_last_stage_about_the_ring_is_no_breach() -> None:
+    """The last stage hands the token to the first one."""
+    stages = (Stage(node_id="b", start=0, end=4), Stage(node_id="c", start=4, end=12))
+    view = RequestView(node_id="a", origin="a", stages=stages, prompt_here=True)
+    assert view.hands_to("a", "b")
+    assert view.hands_to("b", "c")
+    assert view.hands_to("c", "b")
+    assert not view.hands_to("a", "c")
+    assert not view.hands_to("b", "b")
+
+
+@pytest.mark.parametrize("skip", ["a position", "to numbers that are none"])
+async def test_rows_that_lead_nowhere_cost_no_honest_stage_its_trust(skip: str) -> None:
+    pools = {"a": FakePool("0:4"), "liar": FakePool("4:6"), "m": FakePool("4:6"), "h": FakePool("6:9")}
+    pools["last"] = FakePool("9:12")
+
+    def twist(message: LayerForward, payload: bytes) -> tuple[bytes, bytes | memoryview]:
+        if skip == "a position":
+            moved = msgspec.structs.replace(message, position=message.position + 3)
+            return encode_job(moved, payload)
+        return encode_job(message, tensor_bytes(np.full((message.n_tokens, N_EMBD), 1e30, np.float32)))
+
+    async with open_swarm(pools) as swarm:
+        run = pools["h"]._run
+
+        def overflow(slot: Any, layers: Any, position: int, rows: Any) -> Any:
+            hidden = run(slot, layers, position, np.minimum(rows, 1e6))
+            return hidden if rows.max() < 1e20 else np.full_like(hidden, np.inf)
+
+        pools["h"]._run = overflow  # type: ignore[method-assign]
+        change_rows(swarm, "liar", twist)
+        await prefer(swarm, "liar", "m")
+        for _ in range(3):
+            with trio.fail_after(PATIENCE_S):
+                assert await ask(swarm) == await uncut(PROMPT, 6)
+        for here in ("a", "h", "last", "m"):
+            for there in ("h", "last", "m"):
+                assert swarm[here].trust.score(there) >= NEUTRAL, (here, there)
+
+
+@pytest.mark.parametrize("n_copies", [3, 60])
+async def test_a_stage_that_is_sent_too_much_at_once_keeps_its_trust(n_copies: int) -> None:
+    pools = {"a": FakePool("0:4"), "liar": FakePool("4:6"), "m": FakePool("4:6"), "h": FakePool("6:9")}
+    pools["last"] = FakePool("9:12")
+    async with open_swarm(pools) as swarm:
+        router, send = swarm["liar"].router, swarm["liar"].router.send
+
+        async def again_and_again(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+            for _ in range(n_copies):
+                await send(receiver, header, payload)
+
+        router.send = again_and_again  # type: ignore[method-assign]
+        await prefer(swarm, "liar", "m")
+        for _ in range(3):
+            with trio.fail_after(PATIENCE_S):
+                assert await ask(swarm)
+        for here in ("a", "h", "last", "m"):
+            for there in ("h", "last", "m"):
+                assert swarm[here].trust.score(there) >= NEUTRAL, (here, there)
 
 
 def test_what_a_node_says_of_stages_that_are_not_its_own_does_not_count() -> None:

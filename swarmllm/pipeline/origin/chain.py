@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import trio
 
@@ -26,12 +27,18 @@ from swarmllm.pipeline.origin.output import (
     PromptWindow,
     TokenLog,
     require_stop_string,
+    require_token,
 )
 from swarmllm.pipeline.origin.prefix_names import PrefixNames
 from swarmllm.pipeline.repair.plan import Left, is_anew, rebuilds
 from swarmllm.pipeline.repair.rebuild import Feeding
 from swarmllm.pipeline.stage.compute import SampledToken
-from swarmllm.pipeline.stage.failure_reports import BAD_ROWS, reported_error
+from swarmllm.pipeline.stage.failure_reports import (
+    BAD_ROWS,
+    NOT_THE_REPORTERS_FAULT,
+    UNUSABLE_ROWS,
+    reported_error,
+)
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.stage.walker import OriginMessage, RequestContext
 from swarmllm_proto.blocks import BLOCK_TOKENS
@@ -40,9 +47,6 @@ from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
 
-MAX_PIECE_BYTES = 64 * 1024
-"""Of text that comes with one token. A stop string may hold text back, but not for long: it has 256
-characters."""
 MAX_REPEATS = 3
 """Damaged jobs that one request survives; more means that something is broken, not unlucky."""
 
@@ -274,10 +278,7 @@ class Chain:
             )
 
     def _token(self, message: StreamingToken, payload: bytes | memoryview) -> None:
-        if len(payload) > MAX_PIECE_BYTES:
-            raise BrokenPromise(f"a token of {len(payload)} bytes")
-        if message.token >= self.context.n_vocab:
-            raise BrokenPromise(f"token {message.token} of a vocabulary of {self.context.n_vocab}")
+        require_token(message.token, self.context.n_vocab, len(payload))
         require_stop_string(message, len(self.context.sampling.stop))
         self._early.put(message.index, (message, bytes(payload)), len(payload), self._tokens.n_received)
         while not self._finished and (early := self._early.take(self._tokens.n_received)) is not None:
@@ -285,6 +286,9 @@ class Chain:
 
     def _next_token(self, message: StreamingToken, payload: bytes) -> None:
         self._tokens.receive(message.index, message.token)
+        if self._tokens.is_full and message.finish_reason is None:
+            # Nobody is to go on from here, whatever the last stage says.
+            message = msgspec.structs.replace(message, finish_reason="length")
         self._generated.append(message.token)
         self._latest_s = self._heard_s = trio.current_time()
         if message.index == self._n_resumed:
@@ -329,12 +333,14 @@ class Chain:
         if message.damaged:
             self._repeat(sender, message.position)
             return
-        if message.kind == BAD_ROWS and message.node_id != self.context.view.node_id:
+        here = self.context.view.node_id
+        is_of_rows = message.kind in (BAD_ROWS, UNUSABLE_ROWS)
+        if is_of_rows and not self.context.view.hands_to(message.node_id, sender):
+            raise BrokenPromise(f"it gets no rows from {self._name(message.node_id)}")
+        if message.kind == BAD_ROWS and message.node_id != here:
             # One of the two lies, and which cannot be seen from here.
-            if not self.context.view.hands_to(message.node_id, sender):
-                raise BrokenPromise(f"it gets no rows from {self._name(message.node_id)}")
             self.doubted = frozenset({sender, message.node_id})
-        elif message.kind != NodeUnreachable.code:
+        elif message.kind not in NOT_THE_REPORTERS_FAULT:
             self.blame(sender)
         self.fail(reported_error(message, self._name(sender)))
 

@@ -24,6 +24,9 @@ EARLY_TOKENS_MAX: Final = 256
 passes them on, but no daemon is so far behind."""
 EARLY_BYTES_MAX: Final = 2**20
 """Of their texts."""
+MAX_PIECE_BYTES: Final = 64 * 1024
+"""Of text that comes with one token. A stop string may hold text back, but not for long: it has 256
+characters."""
 Item = TypeVar("Item")
 
 
@@ -142,6 +145,11 @@ class TokenLog:
         self.last_token = token
         return True
 
+    @property
+    def is_full(self) -> bool:
+        """As many as were asked for."""
+        return self.n_received >= self.max_tokens
+
     def position(self) -> int:
         """Where the newest token stands."""
         return self.n_prompt_tokens + self.n_received - 1
@@ -156,6 +164,14 @@ class TokenLog:
             self.awaited = True
             return False
         raise BrokenPromise(f"no job is under way at {position}")
+
+
+def require_token(token: int, n_vocab: int, n_bytes: int) -> None:
+    """Raises BrokenPromise for one that the model does not have, or that comes with too much text."""
+    if token >= n_vocab:
+        raise BrokenPromise(f"token {token} of a vocabulary of {n_vocab}")
+    if n_bytes > MAX_PIECE_BYTES:
+        raise BrokenPromise(f"a token of {n_bytes} bytes")
 
 
 def require_stop_string(token: SampledToken, n_stop: int) -> None:

@@ -6,7 +6,7 @@ unloaded its layers a moment ago, has done nothing wrong.
 
 from __future__ import annotations
 
-from swarmllm.errors import NodeBusy, NodeUnreachable
+from swarmllm.errors import ContextFull, NodeBusy, NodeUnreachable
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.swarm.peers.trust import Deed, Note
@@ -21,6 +21,6 @@ def judge(chain: Chain, note: Note, suspects: Suspects) -> None:
             for node_id in chain.node_ids - {here}:
                 note(node_id, Deed.SERVED)
                 suspects.served(node_id)
-    elif chain.culprit not in (None, here) and not isinstance(failure, NodeBusy):
+    elif chain.culprit not in (None, here) and not isinstance(failure, NodeBusy | ContextFull):
         lost = isinstance(failure, NodeUnreachable)
         note(chain.culprit, Deed.LOST if lost else Deed.FAILED, type(failure).__name__)

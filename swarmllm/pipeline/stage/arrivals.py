@@ -46,9 +46,12 @@ class NotFinite(BadTensor):
     """No layer computes this from what is finite: it came broken."""
 
 
-def read_job(context: RequestContext, message: LayerForward, payload: memoryview, now_s: float) -> Job:
+def read_job(
+    context: RequestContext, sender: str, message: LayerForward, payload: memoryview, now_s: float
+) -> Job:
     """Raises BadTensor."""
     job = Job(
+        sender=sender,
         step=ComputeStep.EMBED if message.step == "embed" else ComputeStep.LAYER,
         stage=message.stage,
         position=message.position,

@@ -17,6 +17,11 @@ from swarmllm_proto.swarm import PipelineError
 
 BAD_ROWS: Final = "bad_rows"
 """The node that the report names sent rows that no layer computes from what is finite."""
+UNUSABLE_ROWS: Final = "unusable_rows"
+"""The node that the report names sent rows that look sound, but rows before them are missing, or what layers
+make of them is no number. It may have got them so itself."""
+NOT_THE_REPORTERS_FAULT: Final = frozenset({NodeUnreachable.code, DeadlineExceeded.code, UNUSABLE_ROWS})
+"""It waited for somebody else, or got what it cannot go on with."""
 MESSAGE_MAX: Final = 2000
 
 

@@ -24,19 +24,12 @@ from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, Swar
 from swarmllm.pipeline.job import Job
 from swarmllm.pipeline.origin.prefix_negotiation import give_names, last_names
 from swarmllm.pipeline.repair.probing import MOVED_BYTES
-from swarmllm.pipeline.stage.arrivals import (
-    GivenPrompt,
-    Item,
-    NotFinite,
-    Relay,
-    Report,
-    read_job,
-)
+from swarmllm.pipeline.stage.arrivals import GivenPrompt, Item, NotFinite, Relay, Report, read_job
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.pipeline.stage.failure_reports import BAD_ROWS, damage_report, report_of
+from swarmllm.pipeline.stage.failure_reports import BAD_ROWS, UNUSABLE_ROWS, damage_report, report_of
 from swarmllm.pipeline.stage.remote_stage import generate_for_origin, read_prompt
 from swarmllm.pipeline.stage.session_queue import SessionQueue
-from swarmllm.pipeline.stage.walker import OriginSide, RequestContext, Walker
+from swarmllm.pipeline.stage.walker import FAULTS_OF_ROWS, OriginSide, RequestContext, Walker
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
@@ -97,7 +90,8 @@ class Session:
         self._expected = [0] * len(self.view.stages)
         self._damaged_at: int | None = None
         self._may_have_gaps = False
-        self._overrun = False
+        self._overrun_by: str | None = None
+        """Who sent more at once than the window allows."""
         self.has_begun = False
         """Another node has sent something of it."""
         self._heard_at_s = float("-inf")
@@ -158,13 +152,13 @@ class Session:
             or not self.view.is_here(message.stage)
         ):
             return False
-        self._put(message, is_foreign=True)
+        self._put(message, sender)
         return True
 
     def arrive(self, sender: str, message: LayerForward, payload: memoryview) -> bool:
         """A job from another node. False: the sender had no business sending it, and it is ignored."""
         stage = message.stage
-        if stage > self.view.last or not self.view.is_here(stage) or sender not in self._senders(message):
+        if stage > self.view.last or not self.view.is_here(stage) or sender not in self.view.senders(message):
             return False
         # Chunks only: what comes by links is not counted here, and tokens come one at a time.
         is_chunk = message.step == "layer" and message.position < self.context.n_given_tokens
@@ -174,16 +168,16 @@ class Session:
             # A chunk sent before the origin knew of the damage; it comes again.
             return True
         try:
-            job = read_job(self.context, message, payload, trio.current_time())
+            job = read_job(self.context, sender, message, payload, trio.current_time())
         except BadTensor as error:
             deed = Deed.BAD_NUMBERS if isinstance(error, NotFinite) else Deed.BROKE_PROTOCOL
             self._note(sender, deed, str(error))
-            self._refuse_rows(sender, error)
+            self._refuse_rows(sender, BAD_ROWS, str(error))
             return True
         if self._damaged_at is not None and message.position <= self._damaged_at:
             self._damaged_at = None
         self._expected[stage] = message.position + message.n_tokens
-        self._put(job, is_foreign=True)
+        self._put(job, sender)
         return True
 
     def arrive_prompt(self, sender: str, message: RemoteGenerateRequest, payload: memoryview) -> bool:
@@ -191,7 +185,7 @@ class Session:
         if sender != self.view.origin or self.view.last > 0 or self.context.wants != "tokens":
             return False
         try:
-            self._put(GivenPrompt(read_prompt(self.context, message, payload)), is_foreign=True)
+            self._put(GivenPrompt(read_prompt(self.context, message, payload)), sender)
         except BadTensor as error:
             self._note(sender, Deed.BROKE_PROTOCOL, str(error))
             self.report(WorkerError(f"prompt refused: {error}", kind="bad_tensor"))
@@ -206,7 +200,7 @@ class Session:
         self._damaged_at = position
         self._may_have_gaps = True
         damage = damage_report(self.context.request_id, self.view.node_id, position)
-        self._put(Report(damage, ends=False), is_foreign=True)
+        self._put(Report(damage, ends=False), sender)
         return True
 
     def turned(self, n_jobs: int, *, running: bool) -> None:
@@ -231,15 +225,15 @@ class Session:
             self._wants_hold = True
             self.report(NodeUnreachable(f"node {node_id} disconnected"))
 
-    def _refuse_rows(self, sender: str, error: BadTensor) -> None:
+    def _refuse_rows(self, sender: str, kind: str, text: str) -> None:
         """The request cannot go on here because of who sent them."""
-        if self._origin_side is not None:
-            self._origin_side.blame(sender)
-            self._origin_side.fail(RemoteError(f"node {sender} sent a job that is refused: {error}"))
-            self.stop()
+        if self._origin_side is None:
+            told = report_of(self.context.request_id, sender, kind, f"job refused: {text}")
+            self._put(Report(told, ends=True))
             return
-        report = report_of(self.context.request_id, sender, BAD_ROWS, f"job refused: {error}")
-        self._put(Report(report, ends=True))
+        if kind == BAD_ROWS:
+            self._origin_side.blame(sender)
+        self.report(RemoteError(f"node {sender} sent a job that is refused: {text}"))
 
     def report(self, error: SwarmLLMError) -> None:
         """The request cannot go on here: tell the origin, then end."""
@@ -256,10 +250,9 @@ class Session:
                 await self._work()
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(CLEANUP_TIMEOUT_S):
-                if self._overrun:
-                    await self._tell_failure(
-                        WorkerError("more jobs at once than the window allows", kind="bad_message")
-                    )
+                if self._overrun_by is not None:
+                    error = RemoteError("more jobs at once than the window allows")
+                    await self._tell_failure(error, self._overrun_by)
                 try:
                     await self._clean_up()
                 except Exception:
@@ -326,6 +319,9 @@ class Session:
                 )
                 return
             except SwarmLLMError as error:
+                if isinstance(item, Job) and item.sender and getattr(error, "kind", "") in FAULTS_OF_ROWS:
+                    self._refuse_rows(item.sender, UNUSABLE_ROWS, error.message)
+                    continue
                 self._wants_hold = self._wants_hold or isinstance(error, NodeUnreachable)
                 await self._tell_failure(error)
                 return
@@ -342,14 +338,18 @@ class Session:
     def _count_job(self) -> None:
         self.n_jobs += 1
 
-    async def _tell_failure(self, error: SwarmLLMError) -> None:
+    async def _tell_failure(self, error: SwarmLLMError, sender: str = "") -> None:
+        """`sender`: because of what came from there."""
         log.info("request %s failed here: %s", self.context.request_id, error)
         if self._origin_side is not None:
             self._origin_side.fail(error)
             return
+        message = self._as_message(error)
+        if sender not in ("", self.view.node_id):
+            message = report_of(self.context.request_id, sender, UNUSABLE_ROWS, error.message)
         with trio.move_on_after(CLEANUP_TIMEOUT_S):
             try:
-                await self._walker.tell_origin(self._as_message(error))
+                await self._walker.tell_origin(message)
             except SwarmLLMError as unreachable:
                 log.info("its origin cannot be told: %s", unreachable)
 
@@ -389,17 +389,12 @@ class Session:
         except SwarmLLMError as error:
             log.info("slot of request %s not freed: %s", self.context.request_id, error)
 
-    def _put(self, item: Item, *, is_foreign: bool = False) -> None:
-        self.has_begun |= is_foreign
-        if not self._queue.put(item, is_foreign=is_foreign):
-            self._overrun = True
+    def _put(self, item: Item, sender: str = "") -> None:
+        """`sender`: another node, where it is from one."""
+        self.has_begun |= bool(sender)
+        if not self._queue.put(item, is_foreign=bool(sender)):
+            self._overrun_by = sender or self.view.node_id
             self.stop()
-
-    def _senders(self, message: LayerForward) -> tuple[str, ...]:
-        stages, origin = self.view.stages, self.view.origin
-        if message.step == "embed":
-            return (stages[-1].node_id, origin) if message.stage == 0 else ()
-        return (origin,) if message.stage == 0 else (stages[message.stage - 1].node_id,)
 
     def _as_message(self, error: SwarmLLMError) -> PipelineError:
         return report_of(self.context.request_id, self.view.node_id, error.code, error.message)

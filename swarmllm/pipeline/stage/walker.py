@@ -52,6 +52,9 @@ from swarmllm_proto.swarm import (
 )
 from swarmllm_proto.tensors import Tensor, encode_tensor
 
+NOT_FINITE = "not_finite"
+FAULTS_OF_ROWS = ("position_gap", NOT_FINITE)
+"""Kinds of WorkerError that are no fault of the worker where the rows came from another node."""
 OriginMessage = StreamingToken | PrefillProgress | PipelineError
 
 
@@ -231,6 +234,9 @@ class Walker:
         self._has_sampled |= samples
         self._passed_on, job.resent = result.onward, False
         job.tensor, job.sampled, job.piece = result.tensor, result.token, result.piece
+        if job.tensor is not None and not np.isfinite(job.tensor).all():
+            # Finite rows can be so large that no layer makes numbers of them: not to be passed on.
+            raise WorkerError("what the layers make of these rows is no number", kind=NOT_FINITE)
         if job.until == stage:
             job.tensor = None  # The stages after it have had it.
         now_s = trio.current_time()
