@@ -98,7 +98,8 @@ def is_complete(
         return False
     # Ranges of one node that meet are one stage: who has too many ranges may still have few enough stages.
     return (
-        fewest[n_layers] <= MAX_STAGES or choose_route(n_layers, cut_alignment, holders, origin) is not None
+        fewest[n_layers] <= MAX_STAGES
+        or choose_route(n_layers, cut_alignment, holders, origin, max_stages=MAX_STAGES) is not None
     )
 
 

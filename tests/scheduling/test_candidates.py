@@ -10,7 +10,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.candidates import PAIRS_MAX, candidates, n_pairs
 from swarmllm.scheduling.cheapest import SEARCHED_MAX, _Search, cheapest_route, part_cost_s, route_cost_s
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
-from swarmllm.scheduling.route import RouteStage
+from swarmllm.scheduling.route import RouteStage, choose_route, is_complete
 
 N_LAYERS = 100
 
@@ -85,3 +85,33 @@ def test_another_node_in_a_stage_changes_the_cost_by_its_part(n_stages: int) -> 
             part_s = part_cost_s(route, index, name, known)
             part_s -= part_cost_s(route, index, route[index].node_id, known)
             assert part_s == pytest.approx(route_cost_s(other, known) - route_cost_s(route, known))
+
+
+def test_a_search_ends_with_the_best_ring_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes bounds useless: the node that closes a ring well is another one for each first node."""
+    firsts, lasts = ([f"{end}{i}" for i in range(8)] for end in "fl")
+    far = {(a, b): 1.0 for a in firsts for b in lasts if a[1:] != b[1:]}
+    near = {(a, b): 0.9 for a in firsts for b in lasts if a[1:] == b[1:]}
+    speeds = {name: NodeSpeed(1e-3, 1e-3) for name in ["me", *firsts, *lasts]}
+    known = Circumstances("me", Workload(8, 8), speeds, {}, far | near)
+    segments = sorted([(0, 1, name) for name in firsts] + [(1, 2, name) for name in lasts])
+    search = _Search(2, segments, known)
+    assert search.cheapest() is not None
+    unbounded = search.n_searched
+    monkeypatch.setattr("swarmllm.scheduling.cheapest.SEARCHED_MAX", 0)
+    search = _Search(2, segments, known)
+    assert search.cheapest() is not None
+    assert search.n_searched == 1 <= unbounded
+
+
+@pytest.mark.parametrize(("names", "expected"), [("aaa", True), ("aab", True), ("abc", False)])
+def test_a_model_is_complete_only_where_a_route_has_few_enough_stages(
+    names: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarmllm.scheduling.route.MAX_STAGES", 2)
+    held: dict[str, list[LayerRange]] = {}
+    for start, name in enumerate(names):
+        held.setdefault(name, []).append(LayerRange(start, start + 1))
+    found = choose_route(3, 1, held, "me", max_stages=2) is not None
+    assert (is_complete(3, 1, held, "me"), found) == (expected, expected)
+    assert not is_complete(4, 1, held, "me")

@@ -277,3 +277,34 @@ def test_who_contradicts_what_a_model_id_fixes_is_ignored_and_blamed(own_first: 
 
 def _guide(n_layers: int) -> ShardAnnounce:
     return ShardAnnounce(model_id=IDS[0], name="guide", n_layers=n_layers, ranges=((0, 8),))
+
+
+def test_other_ranges_and_another_order_are_news() -> None:
+    registry = Registry(ME)
+    registry.set_connected({"a", "b"})
+    for node_id in ("a", "b"):
+        registry.apply(node_id, encode_record(NodeRecord(node_id=node_id, models=(a_model(1), a_model(2)))))
+    assert set(registry.held(f"{1:064x}")["a"]) == {LayerRange(0, 8)}
+    registry.apply("a", encode_record(NodeRecord(node_id="a", models=(a_model(1, (0, 2)), a_model(2)))))
+    assert set(registry.held(f"{1:064x}")["a"]) == {LayerRange(0, 2)}
+    assert registry.listed(1) == [f"{1:064x}"]
+    registry.apply("a", encode_record(NodeRecord(node_id="a", models=(a_model(2), a_model(1, (0, 2))))))
+    assert registry.listed(1) == [f"{2:064x}"]
+
+
+def test_who_is_trusted_again_counts_at_the_next_read_of_its_model() -> None:
+    distrusted = {"a"}
+    registry = Registry(ME, lambda node_id: node_id not in distrusted)
+    registry.set_connected({"a"})
+    registry.apply("a", encode_record(NodeRecord(node_id="a", models=(a_model(1),))))
+    assert registry.model(f"{1:064x}") is None
+    distrusted.clear()
+    assert registry.held(f"{1:064x}").keys() == {"a"}
+
+
+def test_this_nodes_models_are_listed_first() -> None:
+    registry = Registry(ME)
+    own = tuple(a_model(each) for each in range(5))
+    registry.apply(ME, encode_record(NodeRecord(node_id=ME, models=own)))
+    flood(registry, 32)
+    assert set(registry.listed(5)) == {each.model_id for each in own}
