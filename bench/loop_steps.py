@@ -37,9 +37,9 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
 from bench.figures import machine
-from swarmllm.api.server import open_api
+from swarmllm.api.http.endpoint import open_api
 from swarmllm.config import ApiTable, Config, InferenceTable
-from swarmllm.downloads import Gathering
+from swarmllm.downloads import SharedDigests
 from swarmllm.errors import NodeUnreachable
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import Catalogue, Store
@@ -47,13 +47,13 @@ from swarmllm.node import Node
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.gossip import MODELS
-from swarmllm.swarm.identity import Identity, verify
-from swarmllm.swarm.record_spread import RecordSpread
-from swarmllm.swarm.registry import Registry
-from swarmllm.swarm.registry_feed import follow_router
+from swarmllm.swarm.libp2p.gossip import MODELS
+from swarmllm.swarm.membership.identity import Identity, verify
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.swarm.records.spread import RecordSpread
 from swarmllm.swarm.router import Change, PeerInfo
-from swarmllm.travel import Travel, TravelSettings
+from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import WorkerPool
 from swarmllm.workerpool.settings import WorkerSettings
 from swarmllm_proto.codec import encode_record
@@ -345,11 +345,11 @@ async def open_bench_node(folder: Path) -> AsyncIterator[tuple[Node, HeardRouter
             router = HeardRouter(identity(1), nursery)
             registry = Registry(router.node_id)
             await nursery.start(follow_router, registry, router)
-            travel = Travel(
+            travel = ModelTransfer(
                 router,
                 registry,
                 Store(catalogue, folder / "models"),
-                TravelSettings(),
+                TransferSettings(),
                 in_use=pool.models,
                 on_change=lambda: node.holdings_changed(),
             )
@@ -364,7 +364,9 @@ async def open_bench_node(folder: Path) -> AsyncIterator[tuple[Node, HeardRouter
                 catalogue=catalogue,
                 pipelines=pipelines,
                 travel=travel,
-                gathering=Gathering(folder / "downloads", router, travel, may_believe=lambda node_id: True),
+                gathering=SharedDigests(
+                    folder / "downloads", router, travel, may_believe=lambda node_id: True
+                ),
             )
             await nursery.start(node.run)
             await node.start()

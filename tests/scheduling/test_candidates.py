@@ -93,7 +93,7 @@ def test_a_search_ends_with_the_best_ring_so_far(monkeypatch: pytest.MonkeyPatch
     far = {(a, b): 1.0 for a in firsts for b in lasts if a[1:] != b[1:]}
     near = {(a, b): 0.9 for a in firsts for b in lasts if a[1:] == b[1:]}
     speeds = {name: NodeSpeed(1e-3, 1e-3) for name in ["me", *firsts, *lasts]}
-    known = Circumstances("me", Workload(8, 8), speeds, {}, far | near)
+    known = RouteInputs("me", Workload(8, 8), speeds, {}, far | near)
     segments = sorted([(0, 1, name) for name in firsts] + [(1, 2, name) for name in lasts])
     search = _Search(2, segments, known)
     assert search.cheapest() is not None
