@@ -21,6 +21,7 @@ from swarmllm.node.admission import Admission
 from swarmllm.node.requests import UserRequests
 from swarmllm.pipeline.origin.prompt import token_ids
 from swarmllm.pipeline.pipelines import Pipelines
+from swarmllm.scheduling.tiers import LOCAL, Caller
 from swarmllm.workerpool import ModelFile, WorkerPool
 from swarmllm_proto.swarm import Stage
 
@@ -63,6 +64,7 @@ class Embeddings:
         pooling: Pooling,
         *,
         n_dimensions: int | None = None,
+        caller: Caller = LOCAL,
     ) -> Embedded:
         """Texts, or the token ids of texts. `n_dimensions`: as many the vectors are to have.
 
@@ -76,7 +78,7 @@ class Embeddings:
                 f"{entry.name} has {n_embd} dimensions, and no fewer that mean anything.", field="dimensions"
             )
         with self._requests.under_way(entry.name) as request:
-            async with self._admission.turn() as queue_s:
+            async with self._admission.turn(caller) as queue_s:
                 request.has_turn()
                 return await self._all(entry, texts, pooling, queue_s)
 

@@ -116,21 +116,34 @@ class TurnQueue:
             for tickets in keys.values()
         )
 
-    def has_room(self, tier: Tier) -> bool:
-        """Whether one more request of this tier may run."""
+    def has_room(self, caller: Caller) -> bool:
+        """Whether one more request of this caller may run.
+
+        A key that has a turn leaves the last turn of each tier to others: however long its requests run, and
+        whether or not it reads the answers, another key need not wait for them.
+        """
+        is_last_left = bool(caller.key_id) and self._has_turn(caller)
         n_below = 0
         for each in TIERS:
             n_below += len(self._running[each])
-            if TIERS.index(each) >= TIERS.index(tier) and n_below >= self.caps[each]:
+            cap = self.caps[each]
+            if TIERS.index(each) >= TIERS.index(caller.tier) and n_below >= cap - (is_last_left and cap > 1):
                 return False
         return True
+
+    def _has_turn(self, caller: Caller) -> bool:
+        running = self._running[caller.tier]
+        return any(ticket.caller.key_id == caller.key_id for ticket in running)
 
     def _start(self) -> tuple[Ticket, ...]:
         started: list[Ticket] = []
         for tier in reversed(TIERS):
             keys = self._waiting[tier]
-            while keys and self.has_room(tier):
-                key_id, tickets = next(iter(keys.items()))
+            while True:
+                key_id = next((k for k, each in keys.items() if self.has_room(each[0].caller)), None)
+                if key_id is None:
+                    break
+                tickets = keys[key_id]
                 ticket = tickets.popleft()
                 keys.move_to_end(key_id)
                 if not tickets:

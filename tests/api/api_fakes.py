@@ -26,6 +26,7 @@ from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store, merge, subtract
 from swarmllm.node import Node
 from swarmllm.node.remembered_loads import open_remembered_loads
+from swarmllm.pipeline.origin.embedding_rows import Rows
 from swarmllm.pipeline.origin.generation import GeneratedText, Guesses, StageReport, Timings
 from swarmllm.pipeline.origin.prompt import Prompt
 from swarmllm.pipeline.route.route_planner import RequestSize
@@ -126,6 +127,10 @@ class FakePipelines:
             raise
         finally:
             call.ended.set()
+
+    async def rows(self, tokens: Any, entry: CatalogueEntry) -> Rows:
+        await trio.lowlevel.checkpoint()
+        return Rows(np.ones((len(tokens), entry.manifest.n_embd), np.float32), ())
 
     def statistics(self) -> PipelineStatistics:
         return PipelineStatistics(generations=len(self.calls))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 import trio
@@ -90,8 +91,8 @@ async def test_no_turn_is_lost_to_random_cancellations(autojump_clock: object) -
     assert (admission.n_active, admission.n_queued) == (0, 0)
 
 
-async def hold(admission: Admission) -> None:
-    async with admission.turn():
+async def hold(admission: Admission, caller: Caller = LOCAL) -> None:
+    async with admission.turn(caller):
         await trio.sleep_forever()
 
 
@@ -147,8 +148,8 @@ async def test_tiers_have_their_shares_and_the_higher_goes_first(autojump_clock:
                 nursery.start_soon(request, tier)
         await trio.testing.wait_all_tasks_blocked()
         active = {tier: admission.n_active_of(tier) for tier in TIERS}
-    assert sum(active.values()) == 16
-    assert active["bronze"] <= 2
+    # Each tier has one key here, and a key that has a turn leaves the last one to others.
+    assert active == {"bronze": 1, "silver": 2, "gold": 4, "platinum": 8}
     assert len(order) == 80
     # As long as anybody higher waited, nobody lower began.
     assert order[-2:] == ["bronze", "bronze"]
@@ -189,3 +190,32 @@ async def test_who_is_refused_is_told_when_the_others_will_have_had_their_turns(
                 pass
         assert refusal.value.retry_after_s == pytest.approx(12)
         nursery.cancel_scope.cancel()
+
+
+async def test_a_key_leaves_the_last_turn_to_others_however_long_its_requests_run(
+    autojump_clock: object,
+) -> None:
+    """Sixteen requests that never end cost another key no 429."""
+    admission = admission_of(8, 64, 30.0)
+    endless = Caller("endless")
+    async with trio.open_nursery() as nursery:
+        for _ in range(16):
+            nursery.start_soon(partial(hold, admission, endless))
+        await trio.testing.wait_all_tasks_blocked()
+        assert (admission.n_active, admission.n_queued) == (7, 9)
+        for key_id in ("other", "third"):
+            async with admission.turn(Caller(key_id)) as waited_s:
+                assert waited_s == 0
+                assert admission.n_active == 8
+        nursery.cancel_scope.cancel()
+
+
+async def test_where_nobody_has_a_key_all_turns_are_taken(autojump_clock: object) -> None:
+    admission = admission_of(2, 2, 30.0)
+    async with admission.turn(), admission.turn():
+        assert admission.n_active == 2
+    async with admission.turn(Caller("a")), admission.turn(Caller("b")):
+        assert admission.n_active == 2
+    single = admission_of(1, 2, 30.0)
+    async with single.turn(Caller("a")):
+        assert single.n_active == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import trio
-from api_fakes import Stand, open_node
+from api_fakes import Stand, open_node, serve_node
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -206,3 +206,17 @@ async def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> Non
             with pytest.raises(ConfigError, match=key):
                 async with open_api(stand.node, config):
                     pass
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/embeddings", "input"), ("/api/embed", "input")])
+async def test_embeddings_count_for_the_key_that_asks(tmp_path: Path, path: str, field: str) -> None:
+    keys = KeyFile(tmp_path)
+    _, secret = keys.create("limited", rate_limit=1)
+    async with (
+        serve_node(tmp_path) as stand,
+        open_api(stand.node, stand.config, keys) as url,
+        client(url) as http,
+    ):
+        body = {"model": "guide", field: "hi"}
+        statuses = [(await http.post(path, json=body, headers=bearer(secret))).status_code for _ in range(2)]
+    assert statuses == [200, 429]

@@ -236,3 +236,20 @@ async def test_with_keys_it_takes_one_that_may_administer(tmp_path: Path) -> Non
         foreign = await stand.http.get("/api/events", headers={"Origin": "https://elsewhere.example"})
     assert statuses == [401, 403, 200]
     assert foreign.status_code == 403
+
+
+async def test_one_key_takes_no_more_than_its_share_of_the_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "MAX_READERS_OF_KEY", 1)
+    keys = KeyFile(tmp_path)
+    _, greedy = keys.create("greedy", is_admin=True)
+    _, other = keys.create("other", is_admin=True)
+    async with (
+        serve_node(tmp_path) as stand,
+        open_api(stand.node, stand.config, keys) as url,
+        reading(stand, f"Authorization: Bearer {greedy}", url=url) as first,
+        reading(stand, f"Authorization: Bearer {greedy}", url=url) as second,
+        reading(stand, f"Authorization: Bearer {other}", url=url) as third,
+    ):
+        assert [reader.status for reader in (first, second, third)] == [200, 429, 200]

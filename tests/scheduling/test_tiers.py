@@ -54,7 +54,10 @@ def test_no_cap_is_exceeded_and_no_wake_up_lost(
             below = [ticket for ticket in running if ticket.caller.tier in TIERS[: n + 1]]
             assert len(below) <= queue.caps[tier]
             # A lost wake-up: somebody waits although there is room.
-            assert not (queue.n_waiting(tier) and queue.has_room(tier))
+            assert not any(queue.has_room(ticket.caller) for ticket in waiting if ticket.caller.tier == tier)
+            # A key that has a turn leaves the last one of each tier.
+            keys = {ticket.caller.key_id for ticket in below}
+            assert len(below) < queue.caps[tier] or queue.caps[tier] == 1 or len(keys) > 1
 
     for act, tier, number in script:
         if act == "submit":

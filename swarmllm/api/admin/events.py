@@ -4,8 +4,7 @@ The state of the node is cut into sections (`node`, `peers`, `models`, `requests
 `downloads`, `work`). A reader gets each
 of them once, whole, and again when it has changed. Whole sections instead of differences, because then a
 reader that is slow simply misses what was in between: nothing is queued for anybody, what a reader costs is
-one reference per section, and one that stops reading is dropped by the socket (TCP_USER_TIMEOUT) like every
-other client that stalls.
+one reference per section, and one that stops reading is cut off like every other client that stalls.
 
 The sections are made at most once per INTERVAL_S however many look on, and not at all while nobody does.
 """
@@ -13,6 +12,7 @@ The sections are made at most once per INTERVAL_S however many look on, and not 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import cast
 
@@ -30,6 +30,8 @@ from swarmllm.api.admin.node_json import (
     worker_json,
 )
 from swarmllm.api.admin.progress import Works
+from swarmllm.api.http.context import current_caller
+from swarmllm.api.http.request_tasks import own_feed
 from swarmllm.api.http.sliced_json import encoded
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.output.response import EVENT_STREAM
@@ -40,6 +42,7 @@ from swarmllm.node import Node, PeerView
 INTERVAL_S = 0.5
 SIGN_OF_LIFE_S = 10.0
 MAX_READERS = 32
+MAX_READERS_OF_KEY = 16
 PULSE = "swarmllm.pulse"
 
 events = Blueprint("events", __name__)
@@ -48,8 +51,7 @@ events = Blueprint("events", __name__)
 @events.get("/api/events")
 async def stream() -> Response:
     pulse = cast(Pulse, current_app.extensions[PULSE])
-    if pulse.n_readers >= MAX_READERS:
-        raise Overloaded(f"{pulse.n_readers} clients read /api/events already.")
+    own_feed(pulse.seat(current_caller().key_id))
     response = Response(_events(pulse), content_type=EVENT_STREAM)
     response.timeout = None
     response.headers["Cache-Control"] = "no-cache"
@@ -60,36 +62,67 @@ async def stream() -> Response:
 async def _events(pulse: Pulse) -> AsyncIterator[bytes]:
     seen: dict[str, bytes] = {}
     last_s = trio.current_time()
-    pulse.n_readers += 1
-    try:
-        while True:
-            sections = await pulse.sections()
-            news = [
-                b"event: %s\ndata: %s\n\n" % (name.encode(), data)
-                for name, data in sections.items()
-                if seen.get(name) != data
-            ]
-            seen = dict(sections)
-            now_s = trio.current_time()
-            if news or now_s - last_s >= SIGN_OF_LIFE_S:
-                last_s = now_s
-                yield b"".join(news) or b": alive\n\n"
-            await trio.sleep(INTERVAL_S)
-    finally:
-        pulse.n_readers -= 1
+    while True:
+        sections = await pulse.sections()
+        news = [
+            b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+            for name, data in sections.items()
+            if seen.get(name) != data
+        ]
+        seen = dict(sections)
+        now_s = trio.current_time()
+        if news or now_s - last_s >= SIGN_OF_LIFE_S:
+            last_s = now_s
+            yield b"".join(news) or b": alive\n\n"
+        await trio.sleep(INTERVAL_S)
+
+
+class Seat:
+    """One reader's place, held from before its answer begins until its request ends."""
+
+    def __init__(self, readers: Counter[str], key_id: str) -> None:
+        self._readers = readers
+        self._key_id = key_id
+        self._scope = trio.CancelScope()
+        readers[key_id] += 1
+
+    async def run(self) -> None:
+        try:
+            with self._scope:
+                await trio.sleep_forever()
+        finally:
+            self._readers[self._key_id] -= 1
+
+    def stop(self) -> None:
+        self._scope.cancel()
+
+    def has_failed(self, error: Exception) -> None:
+        """Nobody waits for this task."""
 
 
 class Pulse:
     """The sections of one node, shared by all who read them."""
 
     def __init__(self, node: Node, works: Works) -> None:
-        self.n_readers = 0
+        self._readers: Counter[str] = Counter()
         self._node = node
         self._works = works
         self._sections: Mapping[str, bytes] = {}
         self._made_s = float("-inf")
         self._making = trio.Lock()
         self._n_tokens = 0
+
+    @property
+    def n_readers(self) -> int:
+        return self._readers.total()
+
+    def seat(self, key_id: str) -> Seat:
+        """Raises Overloaded where all are taken, or one key has half of them."""
+        if self.n_readers >= MAX_READERS:
+            raise Overloaded(f"{self.n_readers} clients read /api/events already.")
+        if key_id and self._readers[key_id] >= MAX_READERS_OF_KEY:
+            raise Overloaded(f"{self._readers[key_id]} clients with this key read /api/events already.")
+        return Seat(self._readers, key_id)
 
     async def sections(self) -> Mapping[str, bytes]:
         """Name -> JSON; what it was a moment ago at the oldest."""

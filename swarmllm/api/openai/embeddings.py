@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Meta
 from quart import Blueprint, Response
 
-from swarmllm.api.http.context import current_node
+from swarmllm.api.http.context import current_caller, current_node
 from swarmllm.api.http.errors import read_body
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.schema import Body, Json, ModelName, Text
@@ -38,7 +38,11 @@ async def embed() -> Response:
     body = await read_body(EmbeddingRequest)
     node = current_node()
     embedded = await node.embeddings.embed(
-        body.model, texts_of(body.input, "input"), body.pooling or "mean", n_dimensions=body.dimensions
+        body.model,
+        texts_of(body.input, "input"),
+        body.pooling or "mean",
+        n_dimensions=body.dimensions,
+        caller=current_caller(),
     )
     listed = [
         {"object": "embedding", "index": i, "embedding": _encoded(vector, body.encoding_format)}
