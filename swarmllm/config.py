@@ -218,6 +218,11 @@ class ResourcesTable:
     max_model_gib: Annotated[float, Meta(ge=0, le=2**20)] = _setting(
         0.0, "GiB that the layers of one model may take, KV and work space too; 0: what the machine has left."
     )
+    strangers_mib: Annotated[int, Meta(ge=64, le=2**20)] = _setting(
+        1120,
+        "MiB that other nodes may make this one keep of requests, messages and jobs; the largest message"
+        " is a fifth of it.",
+    )
     use_mlock: bool = _setting(False, "Keep the weights in memory, never paged out; needs `ulimit -l`.")
     n_gpu_layers: Annotated[int, Meta(ge=0, le=65535)] = _setting(
         0, "Layers of each segment put on the GPU; needs a llama-cpp-python built for it."

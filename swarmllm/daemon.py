@@ -139,7 +139,7 @@ async def open_daemon(
     watchdog = LoopWatchdog()
     async with (
         open_trust(data_dir, settings.lists) as trust,
-        open_libp2p_router(settings, trust.note, trust.has_merit) as router,
+        open_libp2p_router(settings, trust.note, trust.has_merit, trust.may_connect) as router,
         _open_rooms(config, data_dir, catalogue, router, trust, watchdog) as (whereabouts, apply),
         trio.open_nursery() as nursery,
     ):
@@ -200,6 +200,7 @@ async def _open_rooms(
             give_piece=travel.answer,
             tell_digests=gathering.answer,
             links=links,
+            budget=router.budget,
             observations=observations,
             note=trust.note,
         )
@@ -310,6 +311,7 @@ def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
         relay=network.relay,
         relay_service=network.relay_service,
         hole_punching=network.hole_punching,
+        strangers_mib=config.resources.strangers_mib,
         lists=PeerLists.of(network.allow, network.deny, only_allowed=network.only_allowed),
     )
 

@@ -98,6 +98,16 @@ class FrameDecoder:
         """Whether part of a frame has arrived and its end has not."""
         return self._part != _HEADER_LENGTH or self._n_received > 0
 
+    @property
+    def payload_size(self) -> int:
+        """Bytes of the payload in progress; 0 where none is."""
+        return self._part_size if self._part == _PAYLOAD else 0
+
+    @property
+    def payload_received(self) -> int:
+        """How many of them have come."""
+        return self._n_received if self._part == _PAYLOAD else 0
+
     def feed(self, data: Buffer) -> list[Frame]:
         """The frames that `data` completes; it may be reused afterwards. Raises FrameTooLarge."""
         if self._failure is not None:

@@ -21,6 +21,7 @@ from swarmllm.downloads.digest_book import runs_of
 from swarmllm.downloads.known_files import KnownFiles
 from swarmllm.downloads.unidentified_model import NOTES, UnidentifiedModel, read_waiting
 from swarmllm.errors import Conflict, ModelNotFound, RemoteError, SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.supervision import spawn
 from swarmllm.swarm.router import Router
@@ -209,7 +210,7 @@ class SharedDigests:
             if answer.status == "part":
                 await self._request(node_id, model.question(model.own_runs()))
         except (SwarmLLMError, ProtocolError) as error:
-            log.debug("asking %s about %s: %s", node_id, model.name, error)
+            provoked_by(log, node_id).debug("asking %s about %s: %s", node_id, model.name, error)
             return
         # What it told by itself meanwhile is newer than its answer.
         is_newest = model.book.heard.get(node_id) is before

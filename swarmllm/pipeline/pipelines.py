@@ -49,11 +49,12 @@ from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.supervision import spawn, supervise
+from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import Note, unnoted
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.codec import decode_request, encode_response
+from swarmllm_proto.codec import encode_response
 from swarmllm_proto.file_digests import Digests, FetchDigests
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import (
@@ -88,6 +89,7 @@ class Pipelines:
         observations: Observations | None = None,
         note: Note = unnoted,
         links: StageLinks | None = None,
+        budget: ByteBudget | None = None,
     ) -> None:
         """`give_piece` answers requests for bytes of models, `tell_digests` those about a file of which
         nodes have parts (with the asking node); without them nothing is given. Without `links` every job goes
@@ -106,7 +108,9 @@ class Pipelines:
         self._counts = PipelineStatistics()
         self._swarm_changed = trio.lowlevel.ParkingLot()
         self._suspects = Suspects()
-        self._sessions = Sessions(pool, router, catalogue, settings, self._start_session, note)
+        self._sessions = Sessions(
+            pool, router, catalogue, settings, self._start_session, note, budget or ByteBudget()
+        )
         self._here = LocalLoad(pool, self._sessions, settings)
         self._attempts = Attempts(
             router, registry, pool, self._sessions, settings, self._counts, note, self._suspects
@@ -242,7 +246,7 @@ class Pipelines:
     # What other nodes want.
 
     async def on_request(self, sender: str, body: bytes) -> bytes:
-        request = decode_request(body)
+        request = self._inbox.read_request(sender, body)
         if isinstance(request, FetchPiece):
             absent = Piece(status="absent")
             return encode_response(await self._give_piece(request) if self._give_piece else absent)
@@ -261,7 +265,6 @@ class Pipelines:
         return encode_response(await self._sessions.acknowledge(sender, request))
 
     async def on_message(self, sender: str, header: bytes, payload: memoryview) -> None:
-        """Hands everything on; never waits for work."""
         self._inbox.take(sender, header, payload)
 
     # What this node's clients want.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 
 from swarmllm.errors import SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.router import MessageHandler, RequestHandler
 from swarmllm_proto.limits import RECORD_MAX, REQUEST_MAX, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 
@@ -45,6 +46,10 @@ class RequestRefused(Exception):
     """Why a request has no response, in words that may travel."""
 
 
+class UnreadableRequest(RequestRefused):
+    """It is not what the protocol allows, so it counts against its sender."""
+
+
 async def answer(handler: RequestHandler | None, sender: str, body: bytes) -> bytes:
     """The handler's response. Raises RequestRefused whatever goes wrong in it."""
     if handler is None:
@@ -54,7 +59,7 @@ async def answer(handler: RequestHandler | None, sender: str, body: bytes) -> by
     except SwarmLLMError as error:
         raise RequestRefused(error.message[:REASON_MAX]) from error
     except Exception as error:
-        log.exception("request from %s failed", sender)
+        provoked_by(log, sender).exception("request from %s failed", sender)
         raise RequestRefused(f"the handler failed with {type(error).__name__}") from error
     if len(response) > REQUEST_MAX:
         raise RequestRefused(f"the response has {len(response)} bytes, more than {REQUEST_MAX}")
@@ -64,9 +69,9 @@ async def answer(handler: RequestHandler | None, sender: str, body: bytes) -> by
 async def deliver(handler: MessageHandler | None, sender: str, header: bytes, payload: memoryview) -> None:
     """Run the handler for one message; nothing it raises gets out, cancellation apart."""
     if handler is None:
-        log.debug("message from %s dropped: nothing serves messages yet", sender)
+        provoked_by(log, sender).debug("message from %s dropped: nothing serves messages yet", sender)
         return
     try:
         await handler(sender, header, payload)
     except Exception:
-        log.exception("message from %s failed", sender)
+        provoked_by(log, sender).exception("message from %s failed", sender)

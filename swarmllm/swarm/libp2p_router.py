@@ -18,9 +18,11 @@ import trio
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.supervision import spawn, supervise, supervise_started
+from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.bulk import NoBulkWay
-from swarmllm.swarm.data.data_plane import DataPlane, open_listeners
+from swarmllm.swarm.data.data_plane import DataPlane
+from swarmllm.swarm.data.neighbour import peer_info
 from swarmllm.swarm.data_dir_lock import locked_data_dir
 from swarmllm.swarm.discovery.address_sources import AddressSources, usable
 from swarmllm.swarm.discovery.addresses import Address, NodeAddress, announced_ips, is_loopback
@@ -41,6 +43,7 @@ from swarmllm.swarm.in_memory.link import LinkQuality, MemoryLink
 from swarmllm.swarm.libp2p.exception_groups import unwrapped
 from swarmllm.swarm.libp2p.gossip import Gossip, run_gossip
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
+from swarmllm.swarm.libp2p.listen_port import open_listeners
 from swarmllm.swarm.libp2p.requests import RequestProtocol
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity, load_or_create_identity, verify
@@ -68,7 +71,6 @@ log = logging.getLogger(__name__)
 _GOODBYE_S = 1.0
 _EXCHANGE_S = 10.0
 _MEMBERSHIP_CHECK_S = 2.0
-_TURN_TRIES, _TURN_AGAIN_S = 8, 1.0
 
 
 class Libp2pRouter:
@@ -85,6 +87,7 @@ class Libp2pRouter:
         settings: SwarmSettings,
         note: Note = unnoted,
     ) -> None:
+        self.budget = ByteBudget.of_mib(settings.strangers_mib)
         self._identity = identity
         self._gater = gater
         self._nursery = nursery
@@ -93,7 +96,7 @@ class Libp2pRouter:
         self._on_message: MessageHandler | None = None
         dialler = Dialler(identity.node_id, random.Random(), settings.max_peers, gater.standing)
         self.finding = AddressSources(host, nursery, dialler, gater.lets_in)
-        self._requests = RequestProtocol(host, nursery, self._answer)
+        self._requests = RequestProtocol(host, nursery, self._answer, budget=self.budget, note=note)
         self.spread = RecordSpread(
             identity,
             verify,
@@ -119,6 +122,7 @@ class Libp2pRouter:
             lost=self._liveness.drop,
             answer=self._answer_application,
             note=note,
+            budget=self.budget,
         )
         self._dial_backs = DialBacks(identity, gater, self.spread.envelope, host.remote_ip)
         self._checks = ReachabilityChecks(
@@ -140,7 +144,7 @@ class Libp2pRouter:
             meet=partial(self.finding.meet, self._feed, self.connected),
             connected=self.connected,
             let_go=lambda node_id: self._liveness.drop(node_id, "goodbye"),
-            on_direct=self._turn_to_direct,
+            on_direct=self.plane.turn_to_direct,
         )
         self._memory = memory
         self._to_self = MemoryLink(identity.node_id, self._deliver, LinkQuality())
@@ -175,7 +179,11 @@ class Libp2pRouter:
         return frozenset(self._liveness.connected_since_s)
 
     def peers(self) -> tuple[PeerInfo, ...]:
-        return tuple(self._peer(node_id) for node_id in sorted(self._liveness.connected_since_s))
+        since_s = self._liveness.connected_since_s
+        return tuple(
+            peer_info(node_id, self.spread.envelope(node_id), self.plane.status(node_id), since_s[node_id])
+            for node_id in sorted(since_s)
+        )
 
     def changes(self) -> AbstractAsyncContextManager[AsyncIterator[Change]]:
         return self._feed.subscribe()
@@ -262,13 +270,6 @@ class Libp2pRouter:
         envelope = self.spread.envelope(node_id)
         return usable(envelope.data_addresses) if envelope else []
 
-    async def _turn_to_direct(self, node_id: str) -> None:
-        for _ in range(_TURN_TRIES):
-            # The first data connection may still be on its way, through the relay.
-            if await self.plane.upgrades.upgrade(node_id) or self.plane.status(node_id).kind == "libp2p":
-                return
-            await trio.sleep(_TURN_AGAIN_S)
-
     async def _greet(self, node_id: str) -> None:
         await self.spread.exchange.synchronise(node_id)
         self.wide_area.dht.met(node_id)
@@ -315,36 +316,29 @@ class Libp2pRouter:
             for node_id in self._gater.outdated({*self.host.connected(), *self.connected()}):
                 self._liveness.drop(node_id, "no longer let in")
 
-    def _peer(self, node_id: str) -> PeerInfo:
-        link = self.plane.status(node_id)
-        envelope = self.spread.envelope(node_id)
-        return PeerInfo(
-            node_id=node_id,
-            addresses=envelope.addresses if envelope else (),
-            rtt_s=link.rtt_s,
-            bytes_per_s=link.bytes_per_s,
-            data_plane=link.kind,
-            bytes_sent=link.n_bytes_sent,
-            bytes_received=link.n_bytes_received,
-            connected_since=self._liveness.connected_since_s[node_id],
-        )
-
 
 def open_libp2p_router(
-    settings: SwarmSettings, note: Note = unnoted, has_merit: Callable[[str], bool] = lambda node_id: False
+    settings: SwarmSettings,
+    note: Note = unnoted,
+    has_merit: Callable[[str], bool] = lambda node_id: False,
+    may_connect: Callable[[str], bool] = lambda node_id: True,
 ) -> AbstractAsyncContextManager[Libp2pRouter]:
-    """Join the swarm until the context is left; leaving says goodbye. `has_merit(node_id)`: see trust_keeper.
+    """Join the swarm until the context is left; leaving says goodbye. `has_merit` and `may_connect`: see
+    trust_keeper.
 
     Raises ConfigError (folder in use, unreadable identity, port taken) and InvalidRequest (an address in the
     settings). What is raised inside the context comes out as it is, unless something else fails at the same
     time.
     """
-    return unwrapped(_running_router(settings, note, has_merit))
+    return unwrapped(_running_router(settings, note, has_merit, may_connect))
 
 
 @asynccontextmanager
 async def _running_router(
-    settings: SwarmSettings, note: Note, has_merit: Callable[[str], bool]
+    settings: SwarmSettings,
+    note: Note,
+    has_merit: Callable[[str], bool],
+    may_connect: Callable[[str], bool],
 ) -> AsyncIterator[Libp2pRouter]:
     bootstrap = [NodeAddress.parse(text, field="bootstrap") for text in settings.bootstrap]
     ips = await trio.to_thread.run_sync(announced_ips, settings.listen_host, settings.announce)
@@ -359,7 +353,12 @@ async def _running_router(
         memory = await trio.to_thread.run_sync(open_peer_memory, settings.data_dir, network.network_id)
         named = {*settings.lists.allow, *(where.node_id for where in bootstrap)}
         standings = Standings(named, {node_id for node_id, _ in memory.known}, has_merit)
-        gater = ConnectionGater(network, settings.lists.lets_in, file=network_file, standing=standings)
+        gater = ConnectionGater(
+            network,
+            lambda node_id: settings.lists.lets_in(node_id) and may_connect(node_id),
+            file=network_file,
+            standing=standings,
+        )
         listeners = await open_listeners(settings.listen_host, settings.data_port)
         async with AsyncExitStack() as stack:
             for listener in listeners:
@@ -371,9 +370,8 @@ async def _running_router(
             stack.callback(nursery.cancel_scope.cancel)
             host = Host(identity, gater)
             router = Libp2pRouter(identity, gater, host, nursery, started_at_ms, memory, settings, note)
-            gossip = Gossip(
-                network.network_id, router.spread.validate, router.spread.receive, TOPIC_SIZES_BYTES
-            )
+            spread = router.spread
+            gossip = Gossip(network.network_id, spread.validate, spread.receive, TOPIC_SIZES_BYTES, note)
 
             async def one_life(*, task_status: Any) -> None:
                 port = host.port or settings.libp2p_port

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarmllm.swarm.byte_budget import TOTAL_MIB
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.router import DhtMode
@@ -37,5 +38,7 @@ class SwarmSettings:
     """Be a relay for others."""
     hole_punching: bool = True
     """Replace connections through a relay by direct ones where that can be done."""
+    strangers_mib: int = TOTAL_MIB
+    """What other nodes may make this one keep, see byte_budget."""
     lists: PeerLists = NO_LISTS
     """Who is let in, whatever they have earned."""

@@ -22,6 +22,7 @@ from swarmllm.errors import (
     RemoteError,
     SwarmLLMError,
 )
+from swarmllm.log_filter import provoked_by
 from swarmllm.models import CatalogueEntry, Store, TensorEntry
 from swarmllm.models.store import MAX_CONTAINER_HEADER_BYTES
 from swarmllm.models.tensor_digest import CHUNK_BYTES, chunk_list_bytes, digest_of
@@ -209,7 +210,9 @@ class Fetch:
             self.plan.lied(task, node_id)
         except (RemoteError, DeadlineExceeded) as error:
             self._last_failure = error
-            log.info("fetching %s from %s: %s", task.tensor.name, node_id, error.message)
+            provoked_by(log, node_id).info(
+                "fetching %s from %s: %s", task.tensor.name, node_id, error.message
+            )
             if isinstance(error, NodeUnreachable | HolderBusy):
                 self.plan.gone(node_id)
             self.plan.failed(task, node_id, self._settings.max_failures)

@@ -27,6 +27,7 @@ from swarmllm.errors import (
     RemoteError,
     SwarmLLMError,
 )
+from swarmllm.log_filter import provoked_by
 from swarmllm.models import CatalogueEntry, LayerRange, Store, TensorEntry, merge, needed_tensors
 from swarmllm.models.hashing import Progress
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX
@@ -275,12 +276,16 @@ class ModelTransfer:
                 entry = await fetch_container(asking, self._store, model_id, announced.name)
             except BadModel as error:
                 failure = RemoteError(f"node {node_id}: {error.message}")
-                log.warning("node %s does not have the model it announces: %s", node_id, error.message)
+                provoked_by(log, node_id).warning(
+                    "node %s does not have the model it announces: %s", node_id, error.message
+                )
                 self._blame({node_id})
             except (RemoteError, DeadlineExceeded) as error:
                 failure = error
             else:
-                log.info("%s is known now; its header came from %s", entry.name, node_id)
+                provoked_by(log, node_id).info(
+                    "%s is known now; its header came from %s", entry.name, node_id
+                )
                 self._changed(entry)
                 return entry
             finally:

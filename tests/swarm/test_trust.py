@@ -23,6 +23,7 @@ from swarmllm.swarm.peers.trust import (
     TrustBook,
     after,
     drifted,
+    may_connect,
     may_work,
 )
 from swarmllm.swarm.peers.trust_keeper import Trust, open_trust
@@ -80,6 +81,25 @@ def test_a_few_disconnections_are_no_reason() -> None:
     for _ in range(10):
         book.note("a", Deed.LOST, 0)
     assert may_work(book.score("a", 0))
+
+
+def test_one_burst_of_damage_counts_once() -> None:
+    book = TrustBook()
+    for n in range(10_000):
+        book.note("a", Deed.BROKE_PROTOCOL, n / 10_000)
+    assert may_work(book.score("a", 1))
+    assert book.explain("a", 1).counts == {"broke protocol": 10_000}
+    assert len(book.explain("a", 1).recent) == 1
+
+
+def test_going_on_with_it_costs_the_connection_for_a_while() -> None:
+    book = TrustBook()
+    for second in range(15):
+        assert may_connect(book.score("a", second)) or second > 10
+        book.note("a", Deed.BROKE_PROTOCOL, second)
+    assert not may_connect(book.score("a", 15))
+    assert not may_connect(book.score("a", 3600))
+    assert may_connect(book.score("a", 86_400))
 
 
 def test_what_a_person_said_wins() -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 import trio
 
 from swarmllm.errors import SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.origin.assignment import assign
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.walker import OriginSide, RequestContext
@@ -84,6 +85,8 @@ async def give_names(compute: Compute, context: RequestContext, prefixes: Sequen
                 for stage in mine
             ]
     except (SwarmLLMError, trio.TooSlowError) as error:
-        log.info("request %s begins at its first token: %s", context.request_id, error)
+        provoked_by(log, context.view.origin).info(
+            "request %s begins at its first token: %s", context.request_id, error
+        )
         return 0
     return min(n_blocks)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import trio
 
 from swarmllm.errors import NodeBusy, SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.models.catalogue import Catalogue, CatalogueEntry
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.prefix_negotiation import PATIENCE_S, give_names
@@ -26,6 +27,7 @@ from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.stage.shares import FIRST_JOB_S, Place, Shares
 from swarmllm.pipeline.stage.walker import OriginSide, RequestContext
 from swarmllm.scheduling.route import composes
+from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import Note, unnoted
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.settings import ModelFile
@@ -79,6 +81,7 @@ class Sessions:
     settings: PipelineSettings
     start_soon: Callable[[Session], None]
     note: Note = unnoted
+    budget: ByteBudget = field(default_factory=ByteBudget)
     on_open: Callable[[RequestContext], None] = lambda context: None
     by_request: dict[str, Session] = field(default_factory=dict)
     held: dict[str, Session] = field(default_factory=dict)
@@ -120,7 +123,9 @@ class Sessions:
                     if any(rows.n_rows for rows in kept):
                         break
         except (SwarmLLMError, trio.TooSlowError) as error:
-            log.info("request %s finds nothing of an earlier one: %s", context.request_id, error)
+            provoked_by(log, context.view.origin).info(
+                "request %s finds nothing of an earlier one: %s", context.request_id, error
+            )
             return ()
         return tuple(
             StageRows(stage, rows.n_rows, rows.n_journal) for stage, rows in zip(mine, kept, strict=False)
@@ -147,7 +152,9 @@ class Sessions:
         try:
             await self.compute.cancel(context.model.model_id, context.request_id)
         except SwarmLLMError as error:
-            log.info("rows of request %s not freed: %s", context.request_id, error)
+            provoked_by(log, context.view.origin).info(
+                "rows of request %s not freed: %s", context.request_id, error
+            )
 
     def open(self, context: RequestContext, origin_side: OriginSide | None = None) -> Session:
         session = Session(
@@ -160,6 +167,7 @@ class Sessions:
             on_hold=self._hold,
             on_end=self._close,
             note=self.note,
+            budget=self.budget,
         )
         self.start_soon(session)
         self.by_request[context.request_id] = session

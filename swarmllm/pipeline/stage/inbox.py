@@ -1,4 +1,4 @@
-"""Job messages that come from other nodes, over the data plane or by a link: to whom each goes here."""
+"""Reads what other nodes send, and gives each job message to the request that it belongs to."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 import trio
 
+from swarmllm.errors import InvalidRequest
+from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.swarm.peers.trust import Deed, Note
-from swarmllm_proto.codec import decode_job
+from swarmllm_proto.codec import decode_job, decode_request
 from swarmllm_proto.errors import DamagedJob, ProtocolError
+from swarmllm_proto.file_digests import AnyRequest
 from swarmllm_proto.swarm import (
     CancelInference,
     LayerForward,
@@ -37,6 +40,15 @@ class Inbox:
     counts: PipelineStatistics
     note: Note
 
+    def read_request(self, sender: str, body: bytes) -> AnyRequest:
+        """Raises InvalidRequest."""
+        try:
+            return decode_request(body)
+        except ProtocolError as error:
+            self.counts.messages_bad += 1
+            self.note(sender, Deed.BROKE_PROTOCOL, str(error))
+            raise InvalidRequest(f"the request cannot be read: {error}") from None
+
     def take(self, sender: str, header: bytes, payload: memoryview) -> None:
         """Never waits for work."""
         try:
@@ -51,7 +63,7 @@ class Inbox:
         except ProtocolError as error:
             self.counts.messages_bad += 1
             self.note(sender, Deed.BROKE_PROTOCOL, str(error))
-            log.warning("message from %s refused: %s", sender, error)
+            provoked_by(log, sender).warning("message from %s refused: %s", sender, error)
             return
         if isinstance(message, LayerForward):
             session = self.sessions.by_request.get(message.request_id)

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import trio
 
 from swarmllm.errors import SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.supervision import spawn
 from swarmllm.swarm.router import LinkEnd, LinkMaker
@@ -110,7 +111,9 @@ class StageLinks(NoStageLinks):
         self, model_id: str, node_id: str, direction: Literal["sending", "receiving"], reason: str
     ) -> None:
         """A worker's link has ended."""
-        log.info("the %s link with %s for %s has ended: %s", direction, node_id, model_id[:8], reason)
+        provoked_by(log, node_id).info(
+            "the %s link with %s for %s has ended: %s", direction, node_id, model_id[:8], reason
+        )
         if direction == "sending":
             self._sending.pop((model_id, node_id), None)
         else:
@@ -133,7 +136,9 @@ class StageLinks(NoStageLinks):
                 sampling=context.sampling if stage == view.last else None,
             )
         except SwarmLLMError as error:
-            log.info("request %s goes without a seat: %s", context.request_id, error.message)
+            provoked_by(log, context.view.origin).info(
+                "request %s goes without a seat: %s", context.request_id, error.message
+            )
             return
         if after != self._node_id:
             await self._ensure(model_id, after)
@@ -154,7 +159,7 @@ class StageLinks(NoStageLinks):
             finally:
                 end.close()
         except SwarmLLMError as error:
-            log.info("no link to %s for %s: %s", node_id, model_id[:8], error.message)
+            provoked_by(log, node_id).info("no link to %s for %s: %s", node_id, model_id[:8], error.message)
         finally:
             link.is_opening = False
 
@@ -164,7 +169,7 @@ class StageLinks(NoStageLinks):
                 model_id, sender, "receiving", end.connection.fileno(), end.key, end.nonce
             )
         except SwarmLLMError as error:
-            log.info("the link from %s is not taken: %s", sender, error.message)
+            provoked_by(log, sender).info("the link from %s is not taken: %s", sender, error.message)
             return False
         if pid is not None:
             self._receiving.add((model_id, sender))
@@ -174,4 +179,4 @@ class StageLinks(NoStageLinks):
         try:
             await self._workers.close_links(model_id, node_id)
         except SwarmLLMError as error:
-            log.info("the links with %s are not closed: %s", node_id, error.message)
+            provoked_by(log, node_id).info("the links with %s are not closed: %s", node_id, error.message)

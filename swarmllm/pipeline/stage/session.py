@@ -1,10 +1,8 @@
 """One request on one node: a bounded queue of jobs, one task that walks them in order, and what is freed at
 the end.
 
-Order per request is all a pipeline needs, so each request has its own task and requests do not wait for
-each other. The queue is as long as the origin's window allows jobs to be under way; a sender that overruns
-it breaks the protocol and ends the request, because waiting would hold up every other request of that
-neighbour.
+Each request has its own task, so requests do not wait for each other. The queue is as long as the origin's
+window; a sender that overruns it ends the request, because waiting would hold up its other requests.
 
 A session ends when the origin cancels (also after the last token: it alone knows when the client has
 everything), when its origin or a neighbour is lost, when nothing arrives for too long, or when a walk
@@ -21,6 +19,7 @@ from collections.abc import Callable
 import trio
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError, WorkerError
+from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.job import Job
 from swarmllm.pipeline.origin.prefix_negotiation import give_names, last_names
 from swarmllm.pipeline.repair.probing import MOVED_BYTES
@@ -30,6 +29,7 @@ from swarmllm.pipeline.stage.failure_reports import BAD_ROWS, UNUSABLE_ROWS, dam
 from swarmllm.pipeline.stage.remote_stage import generate_for_origin, read_prompt
 from swarmllm.pipeline.stage.session_queue import SessionQueue
 from swarmllm.pipeline.stage.walker import FAULTS_OF_ROWS, OriginSide, RequestContext, Walker
+from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
@@ -64,10 +64,12 @@ class Session:
         on_hold: Callable[[Session], None] = lambda session: None,
         on_end: Callable[[Session], None] = lambda session: None,
         note: Note = unnoted,
+        budget: ByteBudget | None = None,
     ) -> None:
         """`hold_s`: how long the slot of a broken request is kept for another pipeline."""
         self.context = context
         self.view = context.view
+        self._log = provoked_by(log, self.view.origin)
         self.done = trio.Event()
         self.n_jobs = 0
         self._compute = compute
@@ -101,7 +103,7 @@ class Session:
         """Received from the request's nodes, when somebody last asked."""
         # The origin of a request waits in its client's task (see chain); its session only works on demand.
         self._silence_timeout_s = float("inf") if origin_side is not None else silence_timeout_s
-        self._queue = SessionQueue(len(self.view.stages))
+        self._queue = SessionQueue(len(self.view.stages), budget)
         self.assigned_s = trio.current_time()
 
     def __repr__(self) -> str:
@@ -177,7 +179,7 @@ class Session:
         if self._damaged_at is not None and message.position <= self._damaged_at:
             self._damaged_at = None
         self._expected[stage] = message.position + message.n_tokens
-        self._put(job, sender)
+        self._put(job, sender, len(payload))
         return True
 
     def arrive_prompt(self, sender: str, message: RemoteGenerateRequest, payload: memoryview) -> bool:
@@ -185,7 +187,7 @@ class Session:
         if sender != self.view.origin or self.view.last > 0 or self.context.wants != "tokens":
             return False
         try:
-            self._put(GivenPrompt(read_prompt(self.context, message, payload)), sender)
+            self._put(GivenPrompt(read_prompt(self.context, message, payload)), sender, len(payload))
         except BadTensor as error:
             self._note(sender, Deed.BROKE_PROTOCOL, str(error))
             self.report(WorkerError(f"prompt refused: {error}", kind="bad_tensor"))
@@ -249,6 +251,7 @@ class Session:
             with self._scope:
                 await self._work()
         finally:
+            self._queue.close()
             with trio.CancelScope(shield=True), trio.move_on_after(CLEANUP_TIMEOUT_S):
                 if self._overrun_by is not None:
                     error = RemoteError("more jobs at once than the window allows")
@@ -256,7 +259,7 @@ class Session:
                 try:
                     await self._clean_up()
                 except Exception:
-                    log.exception("request %s could not be cleaned up", self.context.request_id)
+                    self._log.exception("request %s could not be cleaned up", self.context.request_id)
             if not self._is_held:
                 self._on_end(self)
             self.done.set()
@@ -287,29 +290,10 @@ class Session:
             try:
                 with trio.fail_after(self._silence_timeout_s):
                     item = await self._queue.get()
-                if isinstance(item, ReplayRows):
-                    self._is_walking = True
-                    await self._walker.replay(item)
-                    self._is_walking = False
-                    continue
-                if isinstance(item, Relay):
-                    await self._walker.relay(item.receiver, item.header, item.payload)
-                    continue
-                if isinstance(item, Job):
-                    self.n_jobs += 1
-                    self._is_walking = True
-                    await self._walker.walk(item)
-                    self._is_walking = False
-                    continue
-                if isinstance(item, GivenPrompt):
-                    self._is_walking = True
-                    await generate_for_origin(
-                        self.context, self._compute, self._walker, item.tokens, self._count_job
-                    )
-                    self._is_walking = False
-                    continue
-                await self._walker.tell_origin(item.error)
-                if item.ends:
+                self._is_walking = isinstance(item, Job | GivenPrompt | ReplayRows)
+                await self._handle(item)
+                self._is_walking = False
+                if isinstance(item, Report) and item.ends:
                     return
             except trio.TooSlowError:
                 if trio.current_time() - self._heard_at_s < self._silence_timeout_s:
@@ -331,16 +315,29 @@ class Session:
             except Exception as error:
                 # A defect of ours costs this request, not the daemon; what it says may quote anything, so
                 # only its type travels.
-                log.exception("request %s failed", self.context.request_id)
+                self._log.exception("request %s failed", self.context.request_id)
                 await self._tell_failure(SwarmLLMError(f"internal error ({type(error).__name__})"))
                 return
 
     def _count_job(self) -> None:
         self.n_jobs += 1
 
+    async def _handle(self, item: Item) -> None:
+        if isinstance(item, Job):
+            self.n_jobs += 1
+            await self._walker.walk(item)
+        elif isinstance(item, GivenPrompt):
+            await generate_for_origin(self.context, self._compute, self._walker, item.tokens, self._count_job)
+        elif isinstance(item, ReplayRows):
+            await self._walker.replay(item)
+        elif isinstance(item, Relay):
+            await self._walker.relay(item.receiver, item.header, item.payload)
+        else:
+            await self._walker.tell_origin(item.error)
+
     async def _tell_failure(self, error: SwarmLLMError, sender: str = "") -> None:
         """`sender`: because of what came from there."""
-        log.info("request %s failed here: %s", self.context.request_id, error)
+        self._log.info("request %s failed here: %s", self.context.request_id, error)
         if self._origin_side is not None:
             self._origin_side.fail(error)
             return
@@ -351,7 +348,7 @@ class Session:
             try:
                 await self._walker.tell_origin(message)
             except SwarmLLMError as unreachable:
-                log.info("its origin cannot be told: %s", unreachable)
+                self._log.info("its origin cannot be told: %s", unreachable)
 
     async def _clean_up(self) -> None:
         if self._origin_side is not None:
@@ -373,13 +370,13 @@ class Session:
         try:
             await self._router.send(node_id, *encode_job(message))
         except SwarmLLMError as error:
-            log.debug("request %s not cancelled at %s: %s", self.context.request_id, node_id, error)
+            self._log.debug("request %s not cancelled at %s: %s", self.context.request_id, node_id, error)
 
     async def _hold_slot(self) -> None:
         try:
             await self._compute.hold(self.context.model.model_id, self.context.request_id, self._hold_s)
         except SwarmLLMError as error:
-            log.info("slot of request %s not held: %s", self.context.request_id, error)
+            self._log.info("slot of request %s not held: %s", self.context.request_id, error)
 
     async def _free_slot(self) -> None:
         try:
@@ -387,12 +384,12 @@ class Session:
             # Not release: a forward of this request may still be running.
             await self._compute.cancel(self.context.model.model_id, self.context.request_id)
         except SwarmLLMError as error:
-            log.info("slot of request %s not freed: %s", self.context.request_id, error)
+            self._log.info("slot of request %s not freed: %s", self.context.request_id, error)
 
-    def _put(self, item: Item, sender: str = "") -> None:
+    def _put(self, item: Item, sender: str = "", n_bytes: int = 0) -> None:
         """`sender`: another node, where it is from one."""
         self.has_begun |= bool(sender)
-        if not self._queue.put(item, is_foreign=bool(sender)):
+        if not self._queue.put(item, is_foreign=bool(sender), sender=sender, n_bytes=n_bytes):
             self._overrun_by = sender or self.view.node_id
             self.stop()
 

@@ -2,15 +2,20 @@
 
 A sender that overruns its part breaks the protocol. What this node's own worker and the origin's side put in
 is limited by the tokens asked for, comes in bursts when the processor is busy, and is nobody's fault.
+
+What another node sent also keeps its bytes reserved in the byte budget, until the item after it is asked for:
+the worker holds it that long.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Final
 
 import trio
 
 from swarmllm.pipeline.stage.arrivals import Item
+from swarmllm.swarm.byte_budget import ByteBudget, Grant, Kind
 
 SPARE_JOBS: Final = 8
 """Room beyond the window: repeats and credits."""
@@ -18,27 +23,59 @@ OWN_MAX: Final = 4096
 
 
 class SessionQueue:
-    def __init__(self, n_stages: int) -> None:
+    def __init__(self, n_stages: int, budget: ByteBudget | None = None) -> None:
         self._foreign_max = 2 * (n_stages + 1) + SPARE_JOBS
         self._n_foreign = 0
-        self._entrance, self._exit = trio.open_memory_channel[tuple[Item, bool]](OWN_MAX + self._foreign_max)
+        self._budget = budget or ByteBudget()
+        self._items: deque[tuple[Item, bool, Grant | None]] = deque()
+        self._came = trio.Event()
+        self._taken: Grant | None = None
+        self._is_closed = False
 
-    def put(self, item: Item, *, is_foreign: bool) -> bool:
-        """False: there is no room for it."""
-        if is_foreign and self._n_foreign >= self._foreign_max:
+    def __repr__(self) -> str:
+        return f"<SessionQueue {len(self._items)} items, {self._n_foreign} of other nodes>"
+
+    def put(self, item: Item, *, is_foreign: bool, sender: str = "", n_bytes: int = 0) -> bool:
+        """`sender`: the node that it came from, with so many bytes. False: there is no room for it."""
+        if self._is_closed:
+            return True
+        n_own = len(self._items) - self._n_foreign
+        if self._n_foreign >= self._foreign_max if is_foreign else n_own >= OWN_MAX:
             return False
-        try:
-            self._entrance.send_nowait((item, is_foreign))
-        except trio.WouldBlock:
+        grant = self._budget.reserve(sender, Kind.JOBS, n_bytes) if n_bytes else None
+        if n_bytes and grant is None:
             return False
+        self._items.append((item, is_foreign, grant))
         self._n_foreign += is_foreign
+        self._came.set()
         return True
 
     async def get(self) -> Item:
-        item, is_foreign = await self._exit.receive()
+        """The next item. The one before has been dealt with."""
+        self._release_taken()
+        await trio.lowlevel.checkpoint()
+        while not self._items:
+            self._came = trio.Event()
+            await self._came.wait()
+        item, is_foreign, self._taken = self._items.popleft()
         self._n_foreign -= is_foreign
         return item
 
+    def close(self) -> None:
+        """Give everything up; what still comes is dropped."""
+        self._is_closed = True
+        self._release_taken()
+        for _, _, grant in self._items:
+            if grant is not None:
+                grant.release()
+        self._items.clear()
+        self._n_foreign = 0
+
     @property
     def is_empty(self) -> bool:
-        return not self._exit.statistics().current_buffer_used
+        return not self._items
+
+    def _release_taken(self) -> None:
+        grant, self._taken = self._taken, None
+        if grant is not None:
+            grant.release()

@@ -28,10 +28,14 @@ from struct import Struct
 import trio
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
+from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import Outcome, spawn
+from swarmllm.swarm.byte_budget import ByteBudget, Grant, Kind
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.stream_fallback import StreamWire
 from swarmllm.swarm.dispatch import RequestRefused
+from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm_proto.limits import REQUEST_MAX
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +83,11 @@ class Bulk:
         dial: Callable[[str], Awaitable[Connection | None]],
         open_stream: Callable[[str, Connection | None], Awaitable[Connection | None]],
         answer: Callable[[str, bytes], Awaitable[bytes]],
+        budget: ByteBudget | None = None,
+        note: Note = unnoted,
     ) -> None:
+        self._budget = budget or ByteBudget()
+        self._note = note
         self._own_id = own_id
         self._nursery = nursery
         self._connections = connections
@@ -102,8 +110,12 @@ class Bulk:
         if len(header) != _HEADER.size:
             return
         kind, number = _HEADER.unpack(header)
+        if len(payload) > REQUEST_MAX:
+            self._note(connection.node_id, Deed.BROKE_PROTOCOL, f"{len(payload)} bytes on a bulk connection")
+            connection.end("more than a question or an answer may have")
+            return
         if kind == BulkKind.ASK:
-            await self._asked(connection, number, bytes(payload))
+            await self._asked(connection, number, payload)
             return
         question = self._questions.get(connection, {}).get(number)
         if question is None:
@@ -191,7 +203,9 @@ class Bulk:
         if better is None:
             return
         if peer.connection is old and self._peers.get(node_id) is peer:
-            log.info("transfers from node %s take a better way now: %r", node_id, better)
+            provoked_by(log, node_id).info(
+                "transfers from node %s take a better way now: %r", node_id, better
+            )
             peer.connection = better
             self._end_if_replaced(old)
         else:
@@ -214,9 +228,12 @@ class Bulk:
             return None
         return connection
 
-    async def _asked(self, connection: Connection, number: int, body: bytes) -> None:
+    async def _asked(self, connection: Connection, number: int, body: memoryview) -> None:
         n_answering = self._n_answering.get(connection, 0)
-        if n_answering >= PENDING_MAX:
+        grant = self._budget.reserve(connection.node_id, Kind.REQUESTS, len(body))
+        if n_answering >= PENDING_MAX or grant is None:
+            if grant is not None:
+                grant.release()
             await self._reply(connection, BulkKind.BUSY, number, b"")
             return
         self._n_answering[connection] = n_answering + 1
@@ -228,17 +245,25 @@ class Bulk:
             self._handle,
             connection,
             number,
-            body,
+            bytes(body),
+            grant,
             failed=lambda _: connection.end("an error here"),
         )
 
-    async def _handle(self, connection: Connection, number: int, body: bytes) -> None:
+    async def _handle(self, connection: Connection, number: int, body: bytes, asked: Grant) -> None:
         try:
-            try:
-                kind, content = BulkKind.ANSWER, await self._answer(connection.node_id, body)
-            except RequestRefused as refusal:
-                kind, content = BulkKind.REFUSED, str(refusal).encode()
-            await self._reply(connection, kind, number, content)
+            with asked:
+                try:
+                    kind, content = BulkKind.ANSWER, await self._answer(connection.node_id, body)
+                except RequestRefused as refusal:
+                    kind, content = BulkKind.REFUSED, str(refusal).encode()
+            # It waits here until the peer reads.
+            grant = self._budget.reserve(connection.node_id, Kind.RESPONSES, len(content))
+            if grant is None:
+                await self._reply(connection, BulkKind.BUSY, number, b"")
+                return
+            with grant:
+                await self._reply(connection, kind, number, content)
         finally:
             if connection in self._n_answering:
                 self._n_answering[connection] -= 1
@@ -247,7 +272,7 @@ class Bulk:
         try:
             await connection.send(_HEADER.pack(kind, number), content)
         except NodeUnreachable as error:
-            log.debug("an answer found nobody: %s", error)
+            provoked_by(log, connection.node_id).debug("an answer found nobody: %s", error)
 
 
 def _is_ready_and_direct(connection: Connection) -> bool:

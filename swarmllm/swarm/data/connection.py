@@ -33,11 +33,12 @@ import msgspec
 import trio
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.data.connection_frames import VERSION, Hello, Kind, checked_hello
+from swarmllm.swarm.data.connection_frames import VERSION, Hello, Kind, Outgoing, checked_hello
 from swarmllm.swarm.data.deliveries import RR_ACK_TIMEOUT_S, Deliveries
 from swarmllm.swarm.data.keepalive import SILENCE_S, Keepalive
 from swarmllm.swarm.data.throughput import Throughput
 from swarmllm.swarm.data.wire import Wire, WireClosed
+from swarmllm.swarm.payload_room import UNRESERVED_BYTES, PayloadRoom, Reserve
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder, encode_frame
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
@@ -60,17 +61,6 @@ class _LinkAsked(Exception):
     """The peer wants a link and not a connection."""
 
 
-class _Outgoing:
-    """One queued message and its sender's wait for it."""
-
-    def __init__(self, pieces: list[bytes | memoryview], *, is_message: bool = False) -> None:
-        self.pieces = pieces
-        self.is_message = is_message
-        self.begun = False
-        self.done = trio.Event()
-        self.failed = False
-
-
 Receive = Callable[["Connection", bytes, memoryview], Awaitable[None]]
 
 
@@ -84,8 +74,10 @@ class Connection:
         dialled: bool,
         bulk: bool = False,
         give_way: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+        reserve: Reserve | None = None,
     ) -> None:
-        """`give_way` is awaited between the slices of what a bulk connection carries."""
+        """`give_way` is awaited between the slices of what a bulk connection carries, `reserve` before a
+        large payload is received."""
         self.node_id = node_id
         self.dialled = dialled
         self.bulk = bulk
@@ -109,18 +101,19 @@ class Connection:
         self.n_bytes_received = 0
         self.throughput = Throughput()
         self._give_way = give_way
+        self._room = PayloadRoom(reserve)
         self._wire = wire
         self._receive = receive
-        self._queue: deque[_Outgoing] = deque()
+        self._queue: deque[Outgoing] = deque()
         self._queued = trio.lowlevel.ParkingLot()
         self._writing = False
         self._keepalive = Keepalive()
         self._handling = False
-        self._last = _Outgoing(encode_frame(bytes((Kind.LAST,))))
+        self._last = Outgoing(encode_frame(bytes((Kind.LAST,))))
         self.deliveries = Deliveries()
         self._acknowledges = False
         """Whether the peer does."""
-        self._acknowledgement = _Outgoing([])
+        self._acknowledgement = Outgoing([])
         """The last one; the next waits until it is written."""
         self._acknowledgement.done.set()
         self._decoder = FrameDecoder(SWARM_HEADER_MAX + 1, SWARM_PAYLOAD_MAX)
@@ -160,6 +153,7 @@ class Connection:
             self.broke_protocol = True
             self.end(f"broke the protocol ({wrong.exceptions[0]})")
         finally:
+            self._room.release()
             self.end("closed here")
 
     def end(self, how: str) -> None:
@@ -186,7 +180,7 @@ class Connection:
         self._require_alive()
         is_long = self.bulk and size_bytes > _BULK_SLICE_BYTES
         if is_long or not self._write_at_once(pieces):
-            await self._write_in_turn(_Outgoing(pieces, is_message=True))
+            await self._write_in_turn(Outgoing(pieces, is_message=True))
         else:
             self.deliveries.sent(trio.current_time())
             await trio.lowlevel.cancel_shielded_checkpoint()
@@ -195,7 +189,7 @@ class Connection:
     async def say_goodbye(self) -> None:
         """Tell the peer that this node leaves; returns when it is on its way or cannot be."""
         if self.alive:
-            outgoing = _Outgoing(encode_frame(bytes((Kind.GOODBYE,))))
+            outgoing = Outgoing(encode_frame(bytes((Kind.GOODBYE,))))
             try:
                 await self._write_in_turn(outgoing)
             except NodeUnreachable:
@@ -207,7 +201,7 @@ class Connection:
         handled = self._marks[mark] = trio.Event()
         try:
             while not handled.is_set():
-                await self._write_in_turn(_Outgoing(encode_frame(bytes((Kind.PING,)) + mark)))
+                await self._write_in_turn(Outgoing(encode_frame(bytes((Kind.PING,)) + mark)))
                 # A pong is left out where the peer has other things to write.
                 with trio.move_on_after(_ASK_AGAIN_S):
                     await handled.wait()
@@ -238,14 +232,14 @@ class Connection:
             self.end(str(lost))
             self._require_alive()
         if self._wire.has_leftover:
-            self._enqueue(_Outgoing([]))
+            self._enqueue(Outgoing([]))
         return taken
 
-    def _enqueue(self, outgoing: _Outgoing) -> None:
+    def _enqueue(self, outgoing: Outgoing) -> None:
         self._queue.append(outgoing)
         self._queued.unpark()
 
-    async def _write_in_turn(self, outgoing: _Outgoing) -> None:
+    async def _write_in_turn(self, outgoing: Outgoing) -> None:
         self._require_alive()
         self._enqueue(outgoing)
         try:
@@ -260,7 +254,7 @@ class Connection:
     def _queue_control(self, kind: Kind, content: bytes) -> None:
         """Without waiting, and without piling up behind a neighbour that does not read."""
         if not self._queue and not self._writing and self.alive:
-            self._enqueue(_Outgoing(encode_frame(bytes((kind,)) + content)))
+            self._enqueue(Outgoing(encode_frame(bytes((kind,)) + content)))
 
     async def _write_queue(self) -> None:
         while True:
@@ -311,6 +305,8 @@ class Connection:
                 self.throughput.message_ended(now)
             for frame in frames:
                 await self._take(frame)
+            if self._room.is_in_use or self._decoder.payload_size > UNRESERVED_BYTES:
+                await self._keep_room(is_new=bool(frames))
             n_chunks += 1
             n_unpaused += n_bytes
             if self.bulk and n_unpaused >= _BULK_SLICE_BYTES:
@@ -318,6 +314,20 @@ class Connection:
                 await self._give_way()
             elif n_chunks % _CHUNKS_PER_TURN == 0:
                 await trio.lowlevel.checkpoint()
+
+    async def _keep_room(self, *, is_new: bool) -> None:
+        """Raises WireClosed."""
+        decoder, room = self._decoder, self._room
+        if is_new:
+            room.release()
+        if room.take_now(decoder.payload_received, decoder.payload_size):
+            return
+        self._handling = True
+        try:
+            await room.take(decoder.payload_received, decoder.payload_size)
+        finally:
+            self._handling = False
+            self._keepalive.heard(trio.current_time())
 
     async def _take(self, frame: Frame) -> None:
         kind, header = (frame.header[0] if frame.header else None), frame.header[1:]
@@ -370,7 +380,7 @@ class Connection:
             n_taken = self.deliveries.to_tell(is_at_work=is_at_work)
             if n_taken is not None:
                 header = bytes((Kind.ACK,)) + _NUMBER.pack(n_taken)
-                self._acknowledgement = _Outgoing(encode_frame(header))
+                self._acknowledgement = Outgoing(encode_frame(header))
                 self._enqueue(self._acknowledgement)
 
     async def _beat(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import trio
 
 from swarmllm.swarm.data.wire import WireClosed
 from swarmllm_proto.data_plane import VERSION as VERSION
@@ -18,3 +19,14 @@ def checked_hello(content: bytes) -> Hello:
     if hello.v != VERSION:
         raise WireClosed(f"the peer speaks version {hello.v}, this node {VERSION}")
     return hello
+
+
+class Outgoing:
+    """One queued message and its sender's wait for it."""
+
+    def __init__(self, pieces: list[bytes | memoryview], *, is_message: bool = False) -> None:
+        self.pieces = pieces
+        self.is_message = is_message
+        self.begun = False
+        self.done = trio.Event()
+        self.failed = False

@@ -4,9 +4,8 @@ Which connection? A node sends to a peer on the connection it already has with i
 without one it dials the peer's data addresses, and where none answers it opens a libp2p stream. It stays with
 that connection until it dies. Two nodes that dial each other at the same moment end up with two, and each
 sends on its own at first: nothing has to be agreed on, and order only ever mattered per direction; later they
-turn to one of them (see upgrading). When a
-sender turns to a new connection, its old one is dead to it; what still arrives on that is dropped, so order
-holds across a reconnection as well (messages may be missing, never late).
+turn to one of them (see upgrading). When a sender turns to a new connection, what still arrives on its old
+one is dropped, so order holds across a reconnection as well (messages may be missing, never late).
 
 A dialler may ask for a link instead (see link_opening): then the connection, and one direction's key, are
 given away to this node's worker, and the data plane has no more to do with it.
@@ -19,18 +18,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import trio
 
-from swarmllm.errors import ConfigError, NodeUnreachable
+from swarmllm.errors import NodeUnreachable
+from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import contained, spawn, supervise
+from swarmllm.swarm.byte_budget import ByteBudget, Kind
+from swarmllm.swarm.byte_budget_waiting import reserve_within
 from swarmllm.swarm.data.bulk import Bulk
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.links import ask_for_link, give_link
-from swarmllm.swarm.data.neighbour import Neighbour
+from swarmllm.swarm.data.neighbour import LinkStatus, Neighbour
 from swarmllm.swarm.data.noise_wire import HandshakeFailed, NoiseWire, shake_hands
 from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL, PROTOCOL
 from swarmllm.swarm.data.stream_opening import StreamOpening
@@ -39,6 +39,7 @@ from swarmllm.swarm.data.upgrade import Upgrades
 from swarmllm.swarm.data.wire import Wire
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p.host import Host, Stream
+from swarmllm.swarm.libp2p.listen_port import open_listeners
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.peers.connection_limits import GAVE_WAY, Standing, who_makes_room
@@ -56,27 +57,9 @@ _DIAL_S = 3.0
 _HELLO_S = 5.0
 _BACKOFF_FIRST_S = 0.25
 _BACKOFF_MAX_S = 10.0
+_TURN_TRIES, _TURN_AGAIN_S = 8, 1.0
 
 Deliver = Callable[[str, bytes, memoryview], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class LinkStatus:
-    kind: Literal["direct", "libp2p", "relay", "none"]
-    rtt_s: float | None
-    n_bytes_sent: int
-    n_bytes_received: int
-    bytes_per_s: float | None = None
-
-
-async def open_listeners(listen_host: str, port: int) -> Sequence[trio.SocketListener]:
-    """Raises ConfigError when the port is taken."""
-    try:
-        return await trio.open_tcp_listeners(port, host=listen_host)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {listen_host} port {port}: {error.strerror}", field="data_port"
-        ) from error
 
 
 class DataPlane:
@@ -95,8 +78,10 @@ class DataPlane:
         lost: Callable[[str, str], None],
         answer: Callable[[str, bytes], Awaitable[bytes]],
         note: Note = unnoted,
+        budget: ByteBudget | None = None,
     ) -> None:
         self._identity = identity
+        self._budget = budget or ByteBudget()
         self._gater = gater
         self._host = host
         self._nursery = nursery
@@ -112,6 +97,8 @@ class DataPlane:
             partial(self._dial, bulk=True),
             self._open_bulk_stream,
             answer,
+            self._budget,
+            note,
         )
         self._neighbours: dict[str, Neighbour] = {}
         self.upgrades = Upgrades(
@@ -203,6 +190,13 @@ class DataPlane:
             max((c.throughput.bytes_per_s or 0.0 for c in neighbour.connections), default=0.0) or None,
         )
 
+    async def turn_to_direct(self, node_id: str) -> None:
+        for _ in range(_TURN_TRIES):
+            # The first data connection may still be on its way, through the relay.
+            if await self.upgrades.upgrade(node_id) or self.status(node_id).kind == "libp2p":
+                return
+            await trio.sleep(_TURN_AGAIN_S)
+
     def forgive(self, node_id: str) -> None:
         """There is news of this peer: the next send may dial at once."""
         if (neighbour := self._neighbours.get(node_id)) is not None:
@@ -256,7 +250,7 @@ class DataPlane:
                     stream = await trio.open_tcp_stream(address.ip, address.port)
                 _, wire = await shake_hands(stream, self._identity, node_id, self._gater)
             except (OSError, trio.TooSlowError, HandshakeFailed) as error:
-                log.debug("data port of %s at %s: %s", node_id, address, error)
+                provoked_by(log, node_id).debug("data port of %s at %s: %s", node_id, address, error)
                 continue
             return wire
         return None
@@ -296,20 +290,26 @@ class DataPlane:
 
     def _connection(self, node_id: str, wire: Wire, *, dialled: bool, bulk: bool = False) -> Connection:
         connection = Connection(
-            node_id, wire, self._take, dialled=dialled, bulk=bulk, give_way=self._give_way
+            node_id,
+            wire,
+            self._take,
+            dialled=dialled,
+            bulk=bulk,
+            give_way=self._give_way,
+            reserve=partial(reserve_within, self._budget, node_id, Kind.MESSAGES),
         )
         self._neighbours.setdefault(node_id, Neighbour()).connections.add(connection)
         return connection
 
     async def _run(self, connection: Connection) -> None:
-        log.debug("%r begins", connection)
+        provoked_by(log, connection.node_id).debug("%r begins", connection)
         with contained("connection", "its reader", lambda _: connection.end("an error here; see its log")):
             await connection.run()
         self._has_ended(connection)
 
     def _has_ended(self, connection: Connection, error: Exception | None = None) -> None:
         connection.end("an error here; see its log")  # Where it has not said yet how it ended.
-        log.info("%r", connection)
+        provoked_by(log, connection.node_id).info("%r", connection)
         self.bulk.lost(connection)
         if connection.broke_protocol:
             self._note(connection.node_id, Deed.BROKE_PROTOCOL, connection.ending)
@@ -349,7 +349,7 @@ class DataPlane:
         try:
             node_id, wire = await shake_hands(stream, self._identity, None, self._gater)
         except HandshakeFailed as error:
-            log.debug("a connection was refused: %s", error)
+            provoked_by(log, "unknown").debug("a connection was refused: %s", error)
             return
         finally:
             self._half_open.pop(stream, None)

@@ -1,12 +1,15 @@
-"""What the data plane keeps of one peer."""
+"""What the data plane keeps of one peer, and what it says of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import trio
 
 from swarmllm.swarm.data.connection import Connection
+from swarmllm.swarm.router import PeerInfo
+from swarmllm_proto.envelope import Envelope
 
 
 @dataclass
@@ -27,3 +30,27 @@ class Neighbour:
         """Whether messages may get lost with it."""
         is_source = connection is self.receiving and not connection.is_forsaken
         return connection is self.sending or is_source
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatus:
+    kind: Literal["direct", "libp2p", "relay", "none"]
+    rtt_s: float | None
+    n_bytes_sent: int
+    n_bytes_received: int
+    bytes_per_s: float | None = None
+
+
+def peer_info(
+    node_id: str, envelope: Envelope | None, link: LinkStatus, connected_since_s: float
+) -> PeerInfo:
+    return PeerInfo(
+        node_id=node_id,
+        addresses=envelope.addresses if envelope else (),
+        rtt_s=link.rtt_s,
+        bytes_per_s=link.bytes_per_s,
+        data_plane=link.kind,
+        bytes_sent=link.n_bytes_sent,
+        bytes_received=link.n_bytes_received,
+        connected_since=connected_since_s,
+    )

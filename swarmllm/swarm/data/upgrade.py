@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from swarmllm.errors import NodeUnreachable
+from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.neighbour import Neighbour
 
@@ -66,7 +67,7 @@ class Upgrades:
                 return False
             has_turned = await self._turn(neighbour, old, new)
             if has_turned:
-                log.info("node %s is reached directly now", node_id)
+                provoked_by(log, node_id).info("node %s is reached directly now", node_id)
             return has_turned
 
     async def merge(self, node_id: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 import trio
 
 from swarmllm.errors import DeadlineExceeded, InvalidRequest, NodeUnreachable
+from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import detach, supervise
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import Address, NodeAddress
@@ -150,5 +151,5 @@ def usable(texts: Iterable[str]) -> list[Address]:
         try:
             addresses.append(Address.parse(text))
         except InvalidRequest:
-            log.debug("an unusable address was ignored")
+            provoked_by(log, "unknown").debug("an unusable address was ignored")
     return addresses

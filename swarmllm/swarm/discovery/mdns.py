@@ -17,6 +17,7 @@ from zeroconf import Error as ZeroconfError
 from zeroconf import ServiceBrowser, ServiceInfo, ServiceListener, Zeroconf
 
 from swarmllm.errors import InvalidRequest
+from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.addresses import Address, is_loopback
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class _Listener(ServiceListener):
             info = zc.get_service_info(type_, name, timeout=_RESOLVE_MS)
         except (ZeroconfError, RuntimeError) as error:
             # Closed meanwhile, or slower than it is allowed to be; this is a thread of zeroconf's own.
-            log.debug("mDNS answer not looked up: %s", type(error).__name__)
+            provoked_by(log, "mDNS").debug("mDNS answer not looked up: %s", type(error).__name__)
             return
         if info is None or info.port is None or (info.properties.get(_NETWORK_KEY) or b"") != self._network:
             return
@@ -51,12 +52,12 @@ class _Listener(ServiceListener):
             try:
                 addresses.append(Address.parse(str(Address(ip, info.port))))
             except (InvalidRequest, ValueError):
-                log.debug("mDNS answer with an unusable address")
+                provoked_by(log, "mDNS").debug("mDNS answer with an unusable address")
         if node_id and addresses:
             try:
                 self._token.run_sync_soon(self._found, node_id, addresses)
             except trio.RunFinishedError:
-                log.debug("mDNS answer after the end")
+                provoked_by(log, "mDNS").debug("mDNS answer after the end")
 
     def update_service(self, zc: Zeroconf, type_: str, name: str) -> None:
         self.add_service(zc, type_, name)

@@ -11,9 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from swarmllm.errors import SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.dispatch import RequestRefused
+from swarmllm.swarm.dispatch import UnreadableRequest
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.router_messages import (
     ADDRESSES_MAX,
@@ -56,7 +57,7 @@ class PeerExchange:
             answered = await self._ask(node_id, encode_neighbour(PeerExchangeRequest()))
             response = decode_neighbour(answered, PeerExchangeResponse)
         except (SwarmLLMError, ProtocolError) as error:
-            log.debug("node %s tells of no others: %s", node_id, error)
+            provoked_by(log, node_id).debug("node %s tells of no others: %s", node_id, error)
             return
         for peer in response.peers:
             self._hear(peer.node_id, usable(peer.addresses))
@@ -66,7 +67,7 @@ class PeerExchange:
         try:
             request = decode_neighbour(body, PeerExchangeRequest)
         except ProtocolError as error:
-            raise RequestRefused(str(error)) from None
+            raise UnreadableRequest(str(error)) from None
         known = {n: a for n, a in [*self._remembered(), *self._connected()] if a and n != sender}
         told = [KnownPeer(node_id=n, addresses=known[n][:ADDRESSES_MAX]) for n in self._latest_first(known)]
         return encode_neighbour(PeerExchangeResponse(peers=tuple(told[: request.n_max])))

@@ -16,10 +16,11 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 import trio
 
 from swarmllm.errors import SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.data.noise_wire import HandshakeFailed, shake_hands
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.dispatch import RequestRefused
+from swarmllm.swarm.dispatch import RequestRefused, UnreadableRequest
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.router import Reachability
@@ -67,7 +68,7 @@ class DialBacks:
         try:
             decode_neighbour(body, DialBackRequest)
         except ProtocolError as error:
-            raise RequestRefused(str(error)) from None
+            raise UnreadableRequest(str(error)) from None
         envelope = self._envelope(sender)
         if envelope is None:
             raise RequestRefused("your envelope is not known here yet")
@@ -101,7 +102,9 @@ class DialBacks:
             wire.abort()
             reached = True
         except (OSError, trio.TooSlowError, trio.BrokenResourceError, HandshakeFailed) as error:
-            log.debug("dialling %s back at %s: %s", node_id, address, type(error).__name__)
+            provoked_by(log, node_id).debug(
+                "dialling %s back at %s: %s", node_id, address, type(error).__name__
+            )
         results.append(DialBack(address=str(address), reached=reached))
 
 
@@ -151,7 +154,7 @@ class ReachabilityChecks:
                 answered = await self._ask(node_id, encode_neighbour(DialBackRequest()))
                 response = decode_neighbour(answered, DialBackResponse)
             except (SwarmLLMError, ProtocolError) as error:
-                log.debug("node %s does not dial back: %s", node_id, error)
+                provoked_by(log, node_id).debug("node %s does not dial back: %s", node_id, error)
                 continue
             self.result = Reachability(
                 checked_at=time.time(),

@@ -16,6 +16,7 @@ from typing import Protocol
 import trio
 
 from swarmllm.errors import SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.dht import Dht
@@ -102,7 +103,9 @@ class WideArea:
             try:
                 await self._meet(contact.node_id, list(contact.addresses), _MEET_S)
             except SwarmLLMError as error:
-                log.info("node %s, named by the DHT: %s", contact.node_id, error.message)
+                provoked_by(log, contact.node_id).info(
+                    "node %s, named by the DHT: %s", contact.node_id, error.message
+                )
             else:
                 n_met += 1
 

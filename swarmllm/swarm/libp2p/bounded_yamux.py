@@ -21,6 +21,8 @@ import libp2p.stream_muxer.muxer_multistream as muxer_multistream
 import trio
 from libp2p.stream_muxer.yamux.yamux import DEFAULT_WINDOW_SIZE, Yamux
 
+from swarmllm.log_filter import provoked_by
+
 log = logging.getLogger(__name__)
 
 FRAME_MAX_BYTES = DEFAULT_WINDOW_SIZE
@@ -78,7 +80,7 @@ class BoundedYamux(Yamux):  # type: ignore[misc]
         return sum(len(buffer) for buffer in self.stream_buffers.values())
 
     def end(self, why: str) -> None:
-        log.warning("the connection with %s is ended: %s", self.peer_id, why)
+        provoked_by(log, str(self.peer_id)).warning("the connection with %s is ended: %s", self.peer_id, why)
         if self._nursery is not None:
             # As after the last byte: whoever waits for a stream finds out, and closes what is below.
             self._nursery.cancel_scope.cancel()

@@ -22,8 +22,10 @@ import trio
 from libp2p.pubsub import gossipsub
 from libp2p.tools.anyio_service import background_trio_service
 
+from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.libp2p.unsigned_pubsub import UnsignedGossipSub, UnsignedPubsub
+from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,12 @@ class Gossip:
     """Outlives a crash of libp2p, as its host does; in between nothing is published."""
 
     def __init__(
-        self, network_id: str, validate: Validate, receive: Receive, size_max_bytes: dict[str, int]
+        self,
+        network_id: str,
+        validate: Validate,
+        receive: Receive,
+        size_max_bytes: dict[str, int],
+        note: Note = unnoted,
     ) -> None:
         """`validate(topic, content)` decides what is passed on, `receive` gets what was; neither may
         block."""
@@ -54,6 +61,7 @@ class Gossip:
         self.validate = validate
         self.receive = receive
         self.size_max_bytes = size_max_bytes
+        self.note = note
         self._pubsub: Any = None
 
     def attach(self, pubsub: Any) -> None:
@@ -97,7 +105,9 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
     for topic, size_max in size_max_bytes.items():
         name = topic_name(topic, network_id)
         pubsub.set_topic_validator(
-            name, guarded_validator(topic, name, size_max, gossip.validate), is_async_validator=False
+            name,
+            guarded_validator(topic, name, size_max, gossip.validate, gossip.note),
+            is_async_validator=False,
         )
     async with (
         background_trio_service(pubsub),
@@ -125,19 +135,25 @@ def _content_id(message: Any) -> bytes:
     return hashlib.sha256(b"\0".join((*(t.encode() for t in message.topicIDs), message.data))).digest()
 
 
-def guarded_validator(topic: str, name: str, size_max: int, validate: Validate) -> Callable[[Any, Any], bool]:
-    """A validator that raises would end the process."""
+def guarded_validator(
+    topic: str, name: str, size_max: int, validate: Validate, note: Note = unnoted
+) -> Callable[[Any, Any], bool]:
+    """A validator that raises would end the process. What is not valid counts against the peer that passed it
+    on, because an honest peer checks it first."""
 
-    def validator(_: Any, message: Any) -> bool:
+    def validator(forwarder: Any, message: Any) -> bool:
         try:
-            return (
+            is_valid = (
                 list(message.topicIDs) == [name]
                 and len(message.data) <= size_max
                 and validate(topic, message.data)
             )
         except Exception:
-            log.exception("validating gossip on %s", topic)
+            provoked_by(log, str(forwarder)).exception("validating gossip on %s", topic)
             return False
+        if not is_valid:
+            note(str(forwarder), Deed.BROKE_PROTOCOL, f"invalid gossip on {topic}")
+        return is_valid
 
     return validator
 
@@ -152,4 +168,4 @@ async def _drain(subscription: Any, topic: str, receive: Receive) -> None:
         try:
             receive(topic, message.data)
         except Exception:
-            log.exception("taking in gossip on %s", topic)
+            provoked_by(log, "gossip").exception("taking in gossip on %s", topic)

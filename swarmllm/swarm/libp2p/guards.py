@@ -28,6 +28,8 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.tools.anyio_service import trio_manager, trio_tasks
 from libp2p.tools.anyio_service.exceptions import DaemonTaskExit
 
+from swarmllm.log_filter import provoked_by
+
 log = logging.getLogger(__name__)
 
 DEPARTED_MAX = 64
@@ -219,7 +221,9 @@ def contain_handler_failures(host: Any, swarm: Any) -> None:
         try:
             await handle(stream)
         except Exception as error:
-            log.info("stream %s ended by %s", stream.get_protocol(), type(error).__name__)
+            provoked_by(log, str(stream.muxed_conn.peer_id)).info(
+                "stream %s ended by %s", stream.get_protocol(), type(error).__name__
+            )
             with trio.CancelScope(shield=True), trio.move_on_after(_RESET_S):
                 await stream.reset()
 

@@ -1,9 +1,12 @@
-"""The port that libp2p listens on: which one it is, and that it is nobody else's."""
+"""The ports that this node listens on: which they are, and that they are nobody else's."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from typing import Any
+
+import trio
 
 from swarmllm.errors import ConfigError
 
@@ -27,3 +30,13 @@ def refuse_taken_port(listen_host: str, port: int) -> None:
             raise ConfigError(
                 f"cannot listen on {listen_host} port {port}: {error.strerror}", field="libp2p_port"
             ) from error
+
+
+async def open_listeners(listen_host: str, port: int) -> Sequence[trio.SocketListener]:
+    """Raises ConfigError when the port is taken."""
+    try:
+        return await trio.open_tcp_listeners(port, host=listen_host)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {listen_host} port {port}: {error.strerror}", field="data_port"
+        ) from error

@@ -5,8 +5,9 @@
 
 A stream per request costs some five small messages, which control messages can afford, and gives each its own
 fate; the request goes with the proposal of its stream, so that it takes one round trip.
-The read loop is exact and checks the length before it allocates (the library's own request helper stops short
-above 4 MB).
+The read loop is exact. It checks the length and reserves room in the byte budget before it reads (the
+library's own request helper stops short above 4 MB); a request for which there is no room is not read
+meanwhile, and is refused in the end.
 
 Cancelling a blocked write leaves half a message in the connection's cipher stream and destroys every stream
 on it. So the exchange runs in a task of its own that the caller's cancellation does not reach: an abandoned
@@ -23,10 +24,14 @@ from struct import Struct
 import trio
 
 from swarmllm.errors import NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import Outcome, spawn
-from swarmllm.swarm.dispatch import RequestRefused
+from swarmllm.swarm.byte_budget import ByteBudget, Grant, Kind
+from swarmllm.swarm.byte_budget_waiting import reserve_within
+from swarmllm.swarm.dispatch import RequestRefused, UnreadableRequest
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES
+from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm_proto.limits import REQUEST_MAX
 
 log = logging.getLogger(__name__)
@@ -60,12 +65,23 @@ class _Exchange(Outcome[bytes]):
 class RequestProtocol:
     """Both ends of the protocol. `nursery` outlives every exchange."""
 
-    def __init__(self, host: Host, nursery: trio.Nursery, answer: Answer) -> None:
+    def __init__(
+        self,
+        host: Host,
+        nursery: trio.Nursery,
+        answer: Answer,
+        *,
+        budget: ByteBudget | None = None,
+        note: Note = unnoted,
+    ) -> None:
+        self._budget = budget or ByteBudget()
+        self._note = note
         self._host = host
         self._nursery = nursery
         self._answer = answer
         self._exchanges: dict[str, set[_Exchange]] = {}
-        self._outgoing: dict[str, trio.Semaphore] = {}
+        self._outgoing: dict[str, tuple[trio.Semaphore, set[_Exchange]]] = {}
+        """The turns of each peer that is being asked, and the exchanges that have or await one."""
         self._n_incoming: dict[str, int] = {}
         host.serve(PROTOCOL, self._serve)
 
@@ -97,10 +113,10 @@ class RequestProtocol:
         """The node is gone: whoever waits for it need not wait longer."""
         for exchange in self._exchanges.pop(node_id, set()):
             exchange.fail(NodeUnreachable(f"node {node_id} was lost while it was asked"))
-        self._outgoing.pop(node_id, None)
 
     async def _run(self, node_id: str, kind: int, body: bytes, timeout_s: float, exchange: _Exchange) -> None:
-        slots = self._outgoing.setdefault(node_id, trio.Semaphore(EXCHANGES_PER_PEER))
+        slots, users = self._outgoing.setdefault(node_id, (trio.Semaphore(EXCHANGES_PER_PEER), set()))
+        users.add(exchange)
         with trio.move_on_after(timeout_s + _STUCK_S) as stuck:
             try:
                 async with slots:
@@ -112,8 +128,13 @@ class RequestProtocol:
                 exchange.fail(
                     NodeUnreachable(f"node {node_id} was lost while it was asked: {type(error).__name__}")
                 )
+        users.discard(exchange)
+        if not users:
+            self._outgoing.pop(node_id, None)
         if stuck.cancelled_caught:
-            log.warning("a request to node %s is stuck; closing the connection", node_id)
+            provoked_by(log, node_id).warning(
+                "a request to node %s is stuck; closing the connection", node_id
+            )
             with trio.CancelScope(shield=True):
                 await self._host.close_hard(node_id)
 
@@ -126,7 +147,9 @@ class RequestProtocol:
             if not is_short:
                 await stream.write(message)
             with exchange.reading:
-                status, response = await _read(stream)
+                size = await _read_size(stream)
+                with await self._reserve(node_id, Kind.ANSWERS, size, _RESPOND_S):
+                    status, response = await _read_content(stream, size)
                 complete = True
                 if status == _OK:
                     exchange.succeed(response)
@@ -141,26 +164,64 @@ class RequestProtocol:
         self._n_incoming[sender] = n_incoming + 1
         complete = False
         try:
-            with trio.fail_after(_RECEIVE_S):
-                kind, body = await _read(stream)
             if n_incoming >= EXCHANGES_PER_PEER:
-                status, response = _BUSY, b""
+                await _refuse_unread(stream)
             else:
-                try:
-                    status, response = _OK, await self._answer(sender, kind, body)
-                except RequestRefused as refusal:
-                    status, response = _REFUSED, str(refusal).encode()
-            with trio.move_on_after(_RESPOND_S) as stuck:
-                await _write(stream, status, response)
-                complete = True
-            if stuck.cancelled_caught:
-                log.warning("node %s does not take its response; closing the connection", sender)
-                await self._host.close_hard(sender)
+                await self._answer_one(sender, stream)
+            complete = True
         finally:
             self._n_incoming[sender] -= 1
             if not self._n_incoming[sender]:
                 del self._n_incoming[sender]
             await _end(stream, complete)
+
+    async def _answer_one(self, sender: str, stream: Stream) -> None:
+        try:
+            with trio.fail_after(_RECEIVE_S):
+                size = await _read_size(stream)
+        except OutOfBounds as error:
+            self._note(sender, Deed.BROKE_PROTOCOL, error.message)
+            raise
+        with await self._reserve(sender, Kind.REQUESTS, size, _RECEIVE_S):
+            with trio.fail_after(_RECEIVE_S):
+                kind, body = await _read_content(stream, size)
+            try:
+                status, response = _OK, await self._answer(sender, kind, body)
+            except UnreadableRequest as refusal:
+                self._note(sender, Deed.BROKE_PROTOCOL, str(refusal))
+                status, response = _REFUSED, str(refusal).encode()
+            except RequestRefused as refusal:
+                status, response = _REFUSED, str(refusal).encode()
+        grant = self._budget.reserve(sender, Kind.RESPONSES, len(response))
+        if grant is None:
+            await _write(stream, _BUSY, b"")
+            return
+        with grant, trio.move_on_after(_RESPOND_S) as stuck:
+            await _write(stream, status, response)
+        if stuck.cancelled_caught:
+            provoked_by(log, sender).warning("node %s does not take its response; it is cut off", sender)
+            await self._host.close_hard(sender)
+
+    async def _reserve(self, node_id: str, kind: Kind, n_bytes: int, seconds: float) -> Grant:
+        """Raises RemoteError."""
+        grant = await reserve_within(self._budget, node_id, kind, n_bytes, seconds)
+        if grant is None:
+            raise RemoteError(f"no room for {n_bytes} bytes of {kind} of node {node_id}")
+        return grant
+
+
+class OutOfBounds(RemoteError):
+    """The length of a message is one that none may have."""
+
+
+async def _refuse_unread(stream: Stream) -> None:
+    """Short requests are read, because an answer overtakes nothing; for others the stream is reset."""
+    with trio.fail_after(_RECEIVE_S):
+        size = await _read_size(stream)
+        if size > _READ_BYTES:
+            raise RemoteError("too many requests at once")
+        await _read_content(stream, size)
+        await _write(stream, _BUSY, b"")
 
 
 async def _write(stream: Stream, tag: int, body: bytes) -> None:
@@ -171,13 +232,18 @@ def _message(tag: int, body: bytes) -> bytes:
     return b"".join((_LENGTH.pack(1 + len(body)), bytes((tag,)), body))
 
 
-async def _read(stream: Stream) -> tuple[int, bytes]:
-    """(kind or status, body). Raises RemoteError for a length out of bounds, whatever libp2p raises for an
-    early end."""
+async def _read_size(stream: Stream) -> int:
+    """Of kind or status and body together. Raises OutOfBounds, and whatever libp2p raises for an early
+    end."""
     (length,) = _LENGTH.unpack(await _read_exactly(stream, _LENGTH.size))
     if not 1 <= length <= _BODY_MAX:
-        raise RemoteError(f"a message of {length} bytes was announced; 1 to {_BODY_MAX} are allowed")
-    content = await _read_exactly(stream, length)
+        raise OutOfBounds(f"a message of {length} bytes was announced; 1 to {_BODY_MAX} are allowed")
+    return int(length)
+
+
+async def _read_content(stream: Stream, size: int) -> tuple[int, bytes]:
+    """(kind or status, body)."""
+    content = await _read_exactly(stream, size)
     return content[0], content[1:]
 
 

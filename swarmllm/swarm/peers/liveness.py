@@ -21,6 +21,7 @@ from functools import partial
 import trio
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import spawn
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.data_plane import DataPlane
@@ -116,14 +117,14 @@ class Liveness:
 
     def _count(self, node_id: str) -> None:
         self.connected_since_s[node_id] = trio.current_time()
-        log.info("node %s connected", node_id)
+        provoked_by(log, node_id).info("node %s connected", node_id)
         self._feed.announce(Change("connected", node_id))
 
     def _count_no_more(self, node_id: str, how: str) -> None:
         was_connected = self.connected_since_s.pop(node_id, None) is not None
         self._requests.lose(node_id)
         if was_connected:
-            log.info("node %s disconnected: %s", node_id, how)
+            provoked_by(log, node_id).info("node %s disconnected: %s", node_id, how)
             self._feed.announce(Change("disconnected", node_id))
 
     def _libp2p_connected(self, node_id: str) -> None:
@@ -202,7 +203,7 @@ class Liveness:
             try:
                 await self._greet_in_turn(node_id)
             except SwarmLLMError as error:
-                log.debug("greeting %s: %s", node_id, error)
+                provoked_by(log, node_id).debug("greeting %s: %s", node_id, error)
                 n_unanswered += isinstance(error, DeadlineExceeded)
                 if n_unanswered == _NO_ANSWERS_MAX or not (waits_s or isinstance(error, DeadlineExceeded)):
                     break
@@ -212,7 +213,7 @@ class Liveness:
             await trio.sleep(wait_s * random.uniform(0.75, 1.25))
         else:
             return False
-        log.info("peer %s does not answer as a node; letting it go", node_id)
+        provoked_by(log, node_id).info("peer %s does not answer as a node; letting it go", node_id)
         await self._host.close_hard(node_id)
         return False
 
@@ -242,7 +243,7 @@ class Liveness:
             try:
                 await plane.reach(node_id)
             except NodeUnreachable as error:
-                log.info("no data connection to %s yet: %s", node_id, error)
+                provoked_by(log, node_id).info("no data connection to %s yet: %s", node_id, error)
 
     async def _watch(self, node_id: str) -> None:
         """Until there is a data connection, the end of which is the end of the peer."""

@@ -25,6 +25,9 @@ NEUTRAL: Final = 0.5
 HALF_LIFE_S: Final = 7 * 86_400.0
 WORK_MIN: Final = 0.25
 """Below it, a node gets no part in pipelines and is not asked for bytes."""
+CONNECTION_MIN: Final = 0.05
+"""Below it, a node gets no connection. Five breaches of the protocol bring a stranger there; the drift to
+NEUTRAL takes it back after about half a day."""
 KEPT_DEEDS: Final = 20
 """Of each node, for the explanation."""
 NODES_MAX: Final = 4096
@@ -39,6 +42,7 @@ class Deed(StrEnum):
     FAILED = "failed"
     DAMAGED = "damaged"
     BROKE_PROTOCOL = "broke protocol"
+    FLOODED = "flooded"
     BAD_NUMBERS = "bad numbers"
     WRONG_BYTES = "wrong bytes"
 
@@ -60,6 +64,9 @@ class Effect:
     """Part of the way to 1."""
     keeps: float = 1.0
     """Factor on what there is."""
+    once_in_s: float = 0.0
+    """Further deeds of the kind within this time are counted and cost nothing: one burst of damage, which may
+    be nobody's fault, counts as one deed."""
 
 
 EFFECTS: Final[dict[Deed, Effect]] = {
@@ -67,8 +74,9 @@ EFFECTS: Final[dict[Deed, Effect]] = {
     Deed.GAVE_BYTES: Effect("it gave a tensor whose hash is right", rises=0.002),
     Deed.LOST: Effect("it disappeared while it had work of ours", keeps=0.97),
     Deed.FAILED: Effect("its part of a request failed", keeps=0.9),
-    Deed.DAMAGED: Effect("a job arrived from it with a wrong digest", keeps=0.85),
-    Deed.BROKE_PROTOCOL: Effect("it sent what the protocol does not allow", keeps=0.6),
+    Deed.DAMAGED: Effect("a job arrived from it with a wrong digest", keeps=0.85, once_in_s=3.0),
+    Deed.BROKE_PROTOCOL: Effect("it sent what the protocol does not allow", keeps=0.6, once_in_s=3.0),
+    Deed.FLOODED: Effect("it sent more gossip than an honest node has", keeps=0.6, once_in_s=3.0),
     Deed.BAD_NUMBERS: Effect("it sent numbers that are not finite", keeps=0.45),
     Deed.WRONG_BYTES: Effect("it sent bytes of a model whose hash is wrong", keeps=0.45),
 }
@@ -122,6 +130,15 @@ def may_work(score: float) -> bool:
     return score >= WORK_MIN
 
 
+def may_connect(score: float) -> bool:
+    return score >= CONNECTION_MIN
+
+
+def _is_part_of_a_burst(reputation: Reputation, deed: Deed, now: float) -> bool:
+    once_in_s = EFFECTS[deed].once_in_s
+    return any(each.deed is deed and 0 <= now - each.at < once_in_s for each in reputation.recent)
+
+
 class TrustBook:
     """Every reputation this node has formed; the least recently touched go first when there are too many."""
 
@@ -144,6 +161,10 @@ class TrustBook:
     def note(self, node_id: str, deed: Deed, now: float, detail: str = "") -> float:
         """The score after it."""
         reputation = self._known.pop(node_id, None) or Reputation(at=now)
+        if _is_part_of_a_burst(reputation, deed, now):
+            reputation.counts[deed] = reputation.counts.get(deed, 0) + 1
+            self._put(node_id, reputation)
+            return reputation.score
         score = after(drifted(reputation.score, now - reputation.at), deed)
         reputation.score, reputation.at = score, max(now, reputation.at)
         reputation.counts[deed] = reputation.counts.get(deed, 0) + 1

@@ -12,10 +12,11 @@ from pathlib import Path
 import trio
 
 from swarmllm.errors import StoreLocked
+from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import supervise
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.peers.store import PeerStore
-from swarmllm.swarm.peers.trust import NEUTRAL, Deed, Explanation, TrustBook, may_work
+from swarmllm.swarm.peers.trust import NEUTRAL, Deed, Explanation, TrustBook, may_connect, may_work
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Trust:
         score = self._book.note(node_id, deed, self._clock(), detail)
         self._changed.add(node_id)
         if deed not in (Deed.SERVED, Deed.GAVE_BYTES):
-            log.info("node %s: %s; trust is now %.2f", node_id, deed, score)
+            provoked_by(log, node_id).info("node %s: %s; trust is now %.2f", node_id, deed, score)
 
     def score(self, node_id: str) -> float:
         return self._book.score(node_id, self._clock())
@@ -54,6 +55,10 @@ class Trust:
     def may_work(self, node_id: str) -> bool:
         """Whether a node may have a part in pipelines and be asked for bytes."""
         return may_work(self.score(node_id))
+
+    def may_connect(self, node_id: str) -> bool:
+        """Whether a node may have a connection at all."""
+        return may_connect(self.score(node_id))
 
     def count(self, node_id: str, deed: Deed) -> int:
         known = self._book.reputation(node_id)

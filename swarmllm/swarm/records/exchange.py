@@ -15,7 +15,8 @@ import trio
 from msgspec import Meta
 
 from swarmllm.errors import RemoteError
-from swarmllm.swarm.dispatch import RequestRefused
+from swarmllm.log_filter import provoked_by
+from swarmllm.swarm.dispatch import RequestRefused, UnreadableRequest
 from swarmllm.swarm.records.envelope_book import NODES_MAX, Digests, EnvelopeBook
 from swarmllm_proto.envelope import ENVELOPE_MAX
 from swarmllm_proto.errors import BadMessage
@@ -91,7 +92,7 @@ class RecordExchange:
             try:
                 asked = _asked.decode(body)
             except _UNREADABLE:
-                raise RequestRefused("the list of node ids is unreadable") from None
+                raise UnreadableRequest("the list of node ids is unreadable") from None
             return msgspec.msgpack.encode(self._book.sealed(asked, _RESPONSE_BYTES))
         raise RequestRefused(f"requests of kind {kind} are not known here")
 
@@ -99,5 +100,5 @@ class RecordExchange:
         try:
             return self._take(sealed, ages_s)
         except BadMessage as error:
-            log.warning("node %s passed on a bad envelope: %s", sender, error)
+            provoked_by(log, sender).warning("node %s passed on a bad envelope: %s", sender, error)
             return None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.errors import ProtocolError
@@ -60,4 +61,4 @@ def _apply(registry: Registry, node_id: str, record: bytes) -> None:
     try:
         registry.apply(node_id, record)
     except ProtocolError as error:
-        log.warning("record of node %s refused: %s", node_id, error)
+        provoked_by(log, node_id).warning("record of node %s refused: %s", node_id, error)

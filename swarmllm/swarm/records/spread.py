@@ -17,6 +17,7 @@ import msgspec
 import trio
 
 from swarmllm.errors import SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import CircuitAddress
@@ -129,7 +130,7 @@ class RecordSpread:
             else:
                 unseal(content, Heartbeat, self._verify)
         except BadMessage as error:
-            log.debug("gossip on %s refused: %s", topic, error)
+            provoked_by(log, "gossip").debug("gossip on %s refused: %s", topic, error)
             return False
         return True
 
@@ -148,7 +149,9 @@ class RecordSpread:
         now = trio.current_time()
         verdict, node_id = self._book.take(sealed, now, connected=self._connected(), ages_s=ages_s)
         if verdict == "refused" and node_id == self._identity.node_id:
-            log.error("another node uses this node's identity; was the data folder copied?")
+            provoked_by(log, node_id).error(
+                "another node uses this node's identity; was the data folder copied?"
+            )
         if verdict == "new" and (envelope := self._book.envelope(node_id)) is not None:
             self._heard(envelope)
             if envelope.record:
@@ -167,7 +170,7 @@ class RecordSpread:
             try:
                 await self.exchange.fetch(source, {node_id: 0.0})
             except SwarmLLMError as error:
-                log.debug("the envelope of %s was not to be had: %s", node_id, error)
+                provoked_by(log, node_id).debug("the envelope of %s was not to be had: %s", node_id, error)
             finally:
                 self._fetching.discard(node_id)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import trio
 
 from swarmllm.errors import NodeUnreachable, SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import Outcome, spawn
 from swarmllm.swarm.discovery.dht.messages import MESSAGE_MAX_BYTES, Contact, Message, decode, encode
 from swarmllm.swarm.libp2p.host import Host, Stream
@@ -117,7 +118,9 @@ class Asking:
                 if not is_stranger:
                     settle()
         if stuck.cancelled_caught:
-            log.info("a question in the DHT to node %s is stuck; closing the connection", contact.node_id)
+            provoked_by(log, contact.node_id).info(
+                "a question in the DHT to node %s is stuck; closing the connection", contact.node_id
+            )
             await self._host.close_hard(contact.node_id)
         elif stream is not None:
             with trio.move_on_after(_END_S):

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from swarmllm.errors import NodeUnreachable
+from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.relay.messages import (
     DCUTR,
@@ -82,7 +83,9 @@ class Punching:
     async def _settle(self, node_id: str) -> None:
         if self._host.is_direct(node_id):
             self.n_punched += 1
-            log.info("node %s is connected directly now, not only through a relay", node_id)
+            provoked_by(log, node_id).info(
+                "node %s is connected directly now, not only through a relay", node_id
+            )
             await self._on_direct(node_id)
 
     async def _agree_and_dial(self, node_id: str) -> None:

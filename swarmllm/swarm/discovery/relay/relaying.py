@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Collection
 import trio
 
 from swarmllm.errors import NodeUnreachable, SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.addresses import CircuitAddress
 from swarmllm.swarm.discovery.relay.circuits import Circuits
 from swarmllm.swarm.libp2p.host import Host
@@ -104,7 +105,7 @@ class Relaying:
                 failure = error
             else:
                 self.n_detours += 1
-                log.info("node %s is reached through relay %s", node_id, relay_id)
+                provoked_by(log, node_id).info("node %s is reached through relay %s", node_id, relay_id)
                 return
         raise failure
 
@@ -135,7 +136,7 @@ class Relaying:
         except SwarmLLMError as error:
             log.debug("%s", error.message)
         else:
-            log.info("node %s is this node's relay", relay_id)
+            provoked_by(log, relay_id).info("node %s is this node's relay", relay_id)
 
     def _circuit_addresses(self, relay_id: str) -> list[str]:
         found = [text for text in self._addresses(relay_id) if CircuitAddress.parse(text) is None]

@@ -14,6 +14,7 @@ from dataclasses import replace
 import trio
 
 from swarmllm.errors import NodeUnreachable
+from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.data.stream_fallback import StreamWire
 from swarmllm.swarm.data.wire import WireClosed
 from swarmllm.swarm.discovery.relay.book import CIRCUIT_BYTES, CIRCUIT_S, RESERVED_S, RelayBook
@@ -57,7 +58,7 @@ class RelayService:
             with trio.fail_after(READ_S):
                 asked = decode_hop(await read_framed(stream, MESSAGE_MAX_BYTES))
         except (ProtocolError, trio.TooSlowError) as error:
-            log.debug("a question to the relay: %s", error)
+            provoked_by(log, sender).debug("a question to the relay: %s", error)
             await stream.reset()
             return
         finally:
@@ -100,9 +101,9 @@ class RelayService:
                 await _say(stream, Hop("status", status=Status.CONNECTION_FAILED))
                 return
             await _say(stream, Hop("status", status=Status.OK))
-            log.info("a circuit from %s to %s begins", sender, target)
+            provoked_by(log, sender).info("a circuit from %s to %s begins", sender, target)
             self.n_bytes += await _Pipe(stream, onward).run()
-            log.info("the circuit from %s to %s has ended", sender, target)
+            provoked_by(log, sender).info("the circuit from %s to %s has ended", sender, target)
         finally:
             self.book.end(sender, target)
 
@@ -116,11 +117,13 @@ class RelayService:
                 answer = decode_stop(await read_framed(stream, MESSAGE_MAX_BYTES))
             if answer == Stop("status", status=Status.OK):
                 return stream
-            log.debug("node %s does not take a circuit from %s: %s", target, sender, answer.status.name)
+            provoked_by(log, sender).debug(
+                "node %s does not take a circuit from %s: %s", target, sender, answer.status.name
+            )
         except NodeUnreachable as error:
             log.debug("%s", error)
         except Exception as error:  # libp2p's, of many kinds
-            log.debug("calling %s for %s: %s", target, sender, type(error).__name__)
+            provoked_by(log, sender).debug("calling %s for %s: %s", target, sender, type(error).__name__)
         if stream is not None:
             await _reset(stream)
         return None

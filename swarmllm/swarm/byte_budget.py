@@ -1,0 +1,180 @@
+"""One budget for the bytes that other nodes make this one keep: pure state.
+
+Everything that comes from outside is reserved here before it is read, by peer and kind, and released when it
+has been dealt with. A kind has a limit per peer and one for all peers together. A quarter of the latter is
+set aside: each of GUARANTEED_PEERS peers has a small part of it for itself, enough for a decode step. What a
+peer holds beyond its part comes from the other three quarters, which peers can use up for each other.
+
+Nothing is kept of a peer that holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Final
+
+from swarmllm_proto.limits import MIB, SWARM_PAYLOAD_MAX
+
+GUARANTEED_PEERS: Final = 256
+"""As many as a node looks for."""
+_SET_ASIDE: Final = 4
+
+
+class Kind(StrEnum):
+    """What is kept for others."""
+
+    REQUESTS = "requests"
+    """Bodies of requests, from before they are read until they are answered."""
+    RESPONSES = "responses"
+    """What this node answers, until the peer has taken it."""
+    ANSWERS = "answers"
+    """What peers answer to this node's requests, until it is complete."""
+    MESSAGES = "messages"
+    """Payloads of the data plane, while they arrive and are handled."""
+    JOBS = "jobs"
+    """Payloads that wait in the queues of requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bytes."""
+
+    per_peer: int
+    in_all: int
+
+    @property
+    def guaranteed(self) -> int:
+        """What each peer may have, whatever the others hold."""
+        return self.in_all // _SET_ASIDE // GUARANTEED_PEERS
+
+    @property
+    def shared(self) -> int:
+        return self.in_all - self.in_all // _SET_ASIDE
+
+
+LIMITS: Final[Mapping[Kind, Limit]] = {
+    Kind.REQUESTS: Limit(32 * MIB, 96 * MIB),
+    Kind.RESPONSES: Limit(48 * MIB, 96 * MIB),
+    Kind.ANSWERS: Limit(48 * MIB, 96 * MIB),
+    Kind.MESSAGES: Limit(SWARM_PAYLOAD_MAX + 8 * MIB, 416 * MIB),
+    Kind.JOBS: Limit(SWARM_PAYLOAD_MAX + 8 * MIB, 416 * MIB),
+}
+TOTAL_MIB: Final = sum(limit.in_all for limit in LIMITS.values()) // MIB
+
+
+class Grant:
+    """Bytes that are reserved until `release`, or the end of a `with` block."""
+
+    __slots__ = ("_budget", "kind", "n_bytes", "peer")
+
+    def __init__(self, budget: ByteBudget, peer: str, kind: Kind, n_bytes: int) -> None:
+        self._budget: ByteBudget | None = budget
+        self.peer = peer
+        self.kind = kind
+        self.n_bytes = n_bytes
+
+    def __repr__(self) -> str:
+        return f"<Grant {self.n_bytes} bytes of {self.kind} for {self.peer}>"
+
+    def grow(self, n_bytes: int) -> bool:
+        """Reserve so many more. False: there is no room, and the grant stays as it is."""
+        if self._budget is None or not self._budget._take(self.peer, self.kind, n_bytes):
+            return False
+        self.n_bytes += n_bytes
+        return True
+
+    def absorb(self, other: Grant) -> None:
+        """Take over what another grant of the same peer and kind holds."""
+        if self._budget is not None and other._budget is self._budget:
+            self.n_bytes += other.n_bytes
+            other._budget = None
+
+    def release(self) -> None:
+        """Idempotent."""
+        budget, self._budget = self._budget, None
+        if budget is not None:
+            budget._give_back(self.peer, self.kind, self.n_bytes)
+
+    def __enter__(self) -> Grant:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class ByteBudget:
+    def __init__(self, limits: Mapping[Kind, Limit] = LIMITS) -> None:
+        self._limits = limits
+        self._held: dict[tuple[str, Kind], int] = {}
+        self._in_all = dict.fromkeys(limits, 0)
+        self._shared = dict.fromkeys(limits, 0)
+        """Of that, what peers hold beyond what each is guaranteed."""
+        self.n_refused = 0
+        """Reservations, since the start."""
+
+    def __repr__(self) -> str:
+        return f"<ByteBudget {self.n_bytes} bytes, {self.n_refused} refused>"
+
+    @classmethod
+    def of_mib(cls, total_mib: int) -> ByteBudget:
+        """All limits in proportion, so that together they are `total_mib`."""
+        share = total_mib / TOTAL_MIB
+        return cls(
+            {
+                kind: Limit(int(limit.per_peer * share), int(limit.in_all * share))
+                for kind, limit in LIMITS.items()
+            }
+        )
+
+    @property
+    def n_bytes(self) -> int:
+        """Reserved now, of all kinds and peers."""
+        return sum(self._in_all.values())
+
+    def held(self, peer: str, kind: Kind) -> int:
+        return self._held.get((peer, kind), 0)
+
+    def reserve(self, peer: str, kind: Kind, n_bytes: int) -> Grant | None:
+        """None: there is no room for it now."""
+        return Grant(self, peer, kind, n_bytes) if self._take(peer, kind, n_bytes) else None
+
+    def can_ever_hold(self, kind: Kind, n_bytes: int) -> bool:
+        """Whether one peer may have so many bytes while nobody else has any."""
+        limit = self._limits[kind]
+        return n_bytes <= limit.per_peer and n_bytes - limit.guaranteed <= limit.shared
+
+    def _take(self, peer: str, kind: Kind, n_bytes: int) -> bool:
+        if n_bytes < 0:
+            raise ValueError(f"{n_bytes} bytes cannot be reserved")
+        limit = self._limits[kind]
+        before = self._held.get((peer, kind), 0)
+        held = before + n_bytes
+        more_shared = max(0, held - limit.guaranteed) - max(0, before - limit.guaranteed)
+        is_too_much = (
+            held > limit.per_peer
+            or self._in_all[kind] + n_bytes > limit.in_all
+            or self._shared[kind] + more_shared > limit.shared
+        )
+        if n_bytes and is_too_much:
+            self.n_refused += 1
+            return False
+        self._set(peer, kind, held)
+        return True
+
+    def _give_back(self, peer: str, kind: Kind, n_bytes: int) -> None:
+        self._set(peer, kind, self._held.get((peer, kind), 0) - n_bytes)
+
+    def _set(self, peer: str, kind: Kind, held: int) -> None:
+        before, guaranteed = self._held.pop((peer, kind), 0), self._limits[kind].guaranteed
+        self._in_all[kind] += held - before
+        self._shared[kind] += max(0, held - guaranteed) - max(0, before - guaranteed)
+        if held:
+            self._held[peer, kind] = held

@@ -1,0 +1,115 @@
+"""The byte budget: no peer and no sum of peers holds more than it may, and room for others always stays."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from swarmllm.swarm.byte_budget import GUARANTEED_PEERS, LIMITS, TOTAL_MIB, ByteBudget, Grant, Kind, Limit
+from swarmllm.swarm.byte_budget_waiting import reserve_within
+from swarmllm_proto.limits import KIB, MIB, REQUEST_MAX, SWARM_PAYLOAD_MAX
+
+SMALL = {kind: Limit(60, 100) for kind in Kind}
+
+
+class Use(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.budget = ByteBudget(SMALL)
+        self.grants: list[Grant] = []
+
+    @rule(peer=st.sampled_from("abcdef"), kind=st.sampled_from(Kind), n=st.integers(0, 120))
+    def reserve(self, peer: str, kind: Kind, n: int) -> None:
+        if (grant := self.budget.reserve(peer, kind, n)) is not None:
+            self.grants.append(grant)
+
+    @rule(data=st.data(), n=st.integers(0, 80))
+    def grow(self, data: st.DataObject, n: int) -> None:
+        if self.grants:
+            data.draw(st.sampled_from(self.grants)).grow(n)
+
+    @rule(data=st.data(), again=st.booleans())
+    def release(self, data: st.DataObject, again: bool) -> None:
+        if self.grants:
+            grant = data.draw(st.sampled_from(self.grants))
+            grant.release()
+            if again:
+                grant.release()
+                assert not grant.grow(1)
+            self.grants.remove(grant)
+
+    @invariant()
+    def sums_are_right_and_within_limits(self) -> None:
+        assert self.budget.n_bytes == sum(grant.n_bytes for grant in self.grants)
+        for kind in Kind:
+            of_kind = [grant for grant in self.grants if grant.kind is kind]
+            assert sum(grant.n_bytes for grant in of_kind) <= SMALL[kind].in_all
+            for peer in "abcdef":
+                held = sum(grant.n_bytes for grant in of_kind if grant.peer == peer)
+                assert held == self.budget.held(peer, kind) <= SMALL[kind].per_peer
+
+    @invariant()
+    def nothing_is_kept_of_who_holds_nothing(self) -> None:
+        holders = {(grant.peer, grant.kind) for grant in self.grants if grant.n_bytes}
+        assert set(self.budget._held) == holders
+
+    def teardown(self) -> None:
+        for grant in self.grants:
+            grant.release()
+        assert self.budget.n_bytes == 0
+        assert not self.budget._held
+
+
+TestUse = Use.TestCase
+
+
+@given(st.sampled_from(Kind), st.integers(1, GUARANTEED_PEERS - 1))
+def test_every_peer_has_its_part_whatever_the_greedy_hold(kind: Kind, n_greedy: int) -> None:
+    budget = ByteBudget()
+    size = 64 * KIB
+    for n in range(n_greedy):
+        while budget.reserve(f"greedy{n}", kind, size) is not None:
+            size = min(MIB, 2 * size)
+        size = 64 * KIB
+    assert budget.n_bytes <= LIMITS[kind].in_all
+    assert LIMITS[kind].guaranteed >= 64 * KIB
+    for n in range(GUARANTEED_PEERS - n_greedy):
+        assert budget.reserve(f"honest{n}", kind, LIMITS[kind].guaranteed) is not None
+
+
+def test_what_one_grant_absorbs_is_released_once() -> None:
+    budget = ByteBudget(SMALL)
+    first, second = budget.reserve("peer", Kind.JOBS, 3), budget.reserve("peer", Kind.JOBS, 4)
+    assert first is not None
+    assert second is not None
+    second.absorb(first)
+    first.release()
+    assert budget.held("peer", Kind.JOBS) == 7
+    second.release()
+    assert budget.n_bytes == 0
+
+
+def test_the_largest_request_and_message_fit() -> None:
+    budget = ByteBudget()
+    assert budget.reserve("peer", Kind.MESSAGES, SWARM_PAYLOAD_MAX)
+    assert budget.reserve("peer", Kind.JOBS, SWARM_PAYLOAD_MAX)
+    for kind in (Kind.REQUESTS, Kind.RESPONSES, Kind.ANSWERS):
+        assert budget.reserve("peer", kind, REQUEST_MAX + 1)
+
+
+def test_limits_follow_the_configured_total() -> None:
+    assert ByteBudget.of_mib(TOTAL_MIB)._limits == LIMITS
+    half = ByteBudget.of_mib(TOTAL_MIB // 2)
+    assert half.reserve("peer", Kind.REQUESTS, 17 * MIB) is None
+    assert half.reserve("peer", Kind.REQUESTS, 15 * MIB)
+
+
+async def test_who_waits_gets_what_is_released(autojump_clock: object) -> None:
+    budget = ByteBudget(SMALL)
+    grant = budget.reserve("peer", Kind.JOBS, 60)
+    assert grant is not None
+    assert await reserve_within(budget, "peer", Kind.JOBS, 1, 1.0) is None
+    assert await reserve_within(budget, "peer", Kind.JOBS, 61, 1e9) is None
+    grant.release()
+    assert await reserve_within(budget, "peer", Kind.JOBS, 60, 1.0)

@@ -1,0 +1,224 @@
+"""Where the byte budget is charged: one hostile peer, and what it makes this node hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from swarmllm.errors import NodeUnreachable
+from swarmllm.pipeline.stage.arrivals import Relay
+from swarmllm.pipeline.stage.session_queue import SessionQueue
+from swarmllm.swarm.byte_budget import LIMITS, ByteBudget, Kind, Limit
+from swarmllm.swarm.byte_budget_waiting import reserve_within
+from swarmllm.swarm.data.bulk import Bulk, BulkKind
+from swarmllm.swarm.data.wire import WireClosed
+from swarmllm.swarm.libp2p.requests import EXCHANGES_PER_PEER, RequestProtocol
+from swarmllm.swarm.payload_room import AT_ONCE_BYTES, ROOM_S, UNRESERVED_BYTES, PayloadRoom
+from swarmllm.swarm.peers.trust import Deed
+from swarmllm_proto.limits import MIB, REQUEST_MAX
+
+
+class FakeHost:
+    def __init__(self) -> None:
+        self.handler: Any = None
+
+    def serve(self, _protocol: str, handler: Any) -> None:
+        self.handler = handler
+
+    async def close_hard(self, _node_id: str) -> None: ...
+
+    async def open_stream(self, *_: Any) -> Any:
+        raise NodeUnreachable("gone")
+
+
+class Stalled:
+    """Announces a request, gives all of it but the last byte, and then nothing."""
+
+    n_read = 0
+
+    def __init__(self, announced: int) -> None:
+        self._head = bytearray((announced + 1).to_bytes(4, "little"))
+        self._left = announced
+
+    async def read(self, n: int) -> bytes:
+        if self._head:
+            head = bytes(self._head[:n])
+            del self._head[:n]
+            return head
+        if not self._left:
+            await trio.sleep_forever()
+        n_given = min(n, self._left)
+        self._left -= n_given
+        type(self).n_read += n_given
+        await trio.lowlevel.checkpoint()
+        return bytes(n_given)
+
+    async def write(self, _data: bytes) -> None: ...
+    async def reset(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+async def answer(_sender: str, _kind: int, body: bytes) -> bytes:
+    return body
+
+
+@pytest.mark.parametrize("n_peers", [1, 64])
+async def test_requests_are_not_read_beyond_their_room(
+    autojump_clock: trio.testing.MockClock, n_peers: int
+) -> None:
+    Stalled.n_read = 0
+    host, budget = FakeHost(), ByteBudget()
+    async with trio.open_nursery() as nursery:
+        RequestProtocol(host, nursery, answer, budget=budget)  # type: ignore[arg-type]
+
+        async def ask(peer: str) -> None:
+            try:
+                await host.handler(peer, Stalled(REQUEST_MAX))
+            except Exception:
+                return
+
+        for n in range(2 * EXCHANGES_PER_PEER):
+            nursery.start_soon(ask, f"peer{n % n_peers}")
+        await trio.sleep(5)
+        limit = LIMITS[Kind.REQUESTS]
+        assert Stalled.n_read <= min(n_peers * limit.per_peer, limit.in_all)
+        assert Stalled.n_read >= limit.per_peer - REQUEST_MAX - 1
+        await trio.sleep(60)
+        assert budget.n_bytes == 0
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_length_that_none_may_have_costs_trust() -> None:
+    deeds: list[tuple[str, Deed]] = []
+
+    def note(node_id: str, deed: Deed, detail: str = "") -> None:
+        deeds.append((node_id, deed))
+
+    host = FakeHost()
+    async with trio.open_nursery() as nursery:
+        RequestProtocol(host, nursery, answer, note=note)  # type: ignore[arg-type]
+        with pytest.raises(Exception, match="announced"):
+            await host.handler("hostile", Stalled(REQUEST_MAX + 1))
+    assert deeds == [("hostile", Deed.BROKE_PROTOCOL)]
+
+
+async def test_nothing_is_kept_of_nodes_that_were_asked() -> None:
+    async with trio.open_nursery() as nursery:
+        requests = RequestProtocol(FakeHost(), nursery, answer)  # type: ignore[arg-type]
+        for n in range(100):
+            with pytest.raises(NodeUnreachable):
+                await requests.request(f"stranger{n}", 1, b"", timeout_s=1)
+        await wait_all_tasks_blocked()
+        assert not requests._outgoing
+        assert not requests._exchanges
+
+
+async def test_a_payload_takes_room_as_it_comes(autojump_clock: trio.testing.MockClock) -> None:
+    budget = ByteBudget({kind: Limit(4 * MIB, 4 * MIB) for kind in Kind})
+
+    async def reserve(n_bytes: int, seconds: float) -> Any:
+        return await reserve_within(budget, "peer", Kind.MESSAGES, n_bytes, seconds)
+
+    room = PayloadRoom(reserve)
+    assert room.take_now(0, UNRESERVED_BYTES)
+    assert not room.is_in_use
+    size = 100 * MIB
+    assert not room.take_now(0, size)
+    await room.take(0, size)
+    assert budget.n_bytes == AT_ONCE_BYTES
+    assert room.take_now(AT_ONCE_BYTES, size)
+    assert budget.n_bytes == 2 * AT_ONCE_BYTES
+    began_s = trio.current_time()
+    for n_received in (2 * AT_ONCE_BYTES, 3 * AT_ONCE_BYTES - UNRESERVED_BYTES):
+        assert room.take_now(n_received, size)
+    assert not room.take_now(4 * AT_ONCE_BYTES, size)
+    with pytest.raises(WireClosed, match="no room"):
+        await room.take(4 * AT_ONCE_BYTES, size)
+    assert trio.current_time() - began_s == pytest.approx(ROOM_S, abs=0.1)
+    assert budget.n_bytes <= 4 * MIB
+    room.release()
+    assert budget.n_bytes == 0
+
+
+class AskedConnection:
+    """A bulk connection whose peer asks and never reads."""
+
+    node_id = "hostile"
+
+    def __init__(self) -> None:
+        self.n_kept = 0
+        self.kinds: list[int] = []
+        self.ending = ""
+
+    def end(self, how: str) -> None:
+        self.ending = how
+
+    async def send(self, header: bytes, payload: bytes) -> None:
+        self.kinds.append(header[0])
+        if header[0] == BulkKind.ANSWER:
+            self.n_kept += len(payload)
+            await trio.sleep_forever()
+
+
+def open_bulk(nursery: trio.Nursery, budget: ByteBudget, note: Any = None) -> Bulk:
+    async def nobody(*_: Any) -> None:
+        return None
+
+    async def give(_sender: str, _body: bytes) -> bytes:
+        return bytes(MIB)
+
+    options = {"note": note} if note else {}
+    return Bulk("me", nursery, lambda _: [], nobody, nobody, give, budget, **options)
+
+
+async def test_answers_that_nobody_reads_stay_within_their_room() -> None:
+    budget = ByteBudget({kind: Limit(8 * MIB, 12 * MIB) for kind in Kind})
+    connections = [AskedConnection() for _ in range(6)]
+    async with trio.open_nursery() as nursery:
+        bulk = open_bulk(nursery, budget)
+        for number in range(60):
+            header = bytes((BulkKind.ASK,)) + number.to_bytes(8, "little")
+            await bulk.take(connections[number % 6], header, memoryview(b"x"))  # type: ignore[arg-type]
+        await wait_all_tasks_blocked()
+        assert sum(connection.n_kept for connection in connections) <= 8 * MIB
+        assert BulkKind.BUSY in connections[5].kinds
+        nursery.cancel_scope.cancel()
+    assert budget.n_bytes == 0
+
+
+async def test_a_question_larger_than_any_ends_the_bulk_connection() -> None:
+    deeds: list[Deed] = []
+    connection = AskedConnection()
+    async with trio.open_nursery() as nursery:
+        bulk = open_bulk(nursery, ByteBudget(), lambda _node, deed, _detail="": deeds.append(deed))
+        await bulk.take(connection, bytes(9), memoryview(np.zeros(REQUEST_MAX + 1, np.uint8)))  # type: ignore[arg-type]
+    assert connection.ending
+    assert deeds == [Deed.BROKE_PROTOCOL]
+
+
+async def test_a_requests_queue_holds_so_many_bytes_of_a_sender() -> None:
+    budget = ByteBudget({kind: Limit(100, 2000) for kind in Kind})
+    queue, other = SessionQueue(2, budget), SessionQueue(2, budget)
+    item = Relay("b", b"", b"")
+
+    def put(target: SessionQueue, sender: str) -> bool:
+        return target.put(item, is_foreign=True, sender=sender, n_bytes=40)
+
+    assert [put(queue, "a") for _ in range(3)] == [True, True, False]
+    assert not put(other, "a")
+    assert put(other, "b")
+    assert other.put(item, is_foreign=False)
+    await queue.get()
+    assert not put(queue, "a")
+    await queue.get()
+    assert put(queue, "a")
+    queue.close()
+    other.close()
+    assert budget.n_bytes == 0
+    assert queue.is_empty
+    assert put(queue, "a")
+    assert budget.n_bytes == 0
