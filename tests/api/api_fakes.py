@@ -305,6 +305,7 @@ async def open_node(
             remembered=open_remembered_loads(folder),
         )
         pool.failure, pool.refused = pool_failure, refused_models
+        await nursery.start(node.downloads.run)
         await nursery.start(node.run)
         await node.start()
         yield Stand(node, pipelines, pool, config, network, router, registry, catalogue)
