@@ -19,7 +19,7 @@ import numpy as np
 import trio
 
 from swarmllm.errors import ContextFull, WorkerError
-from swarmllm.models.catalogue import CatalogueEntry
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.hashing import FileState
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest

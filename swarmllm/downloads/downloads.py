@@ -40,8 +40,8 @@ from swarmllm.downloads.unidentified_model import Notes, UnidentifiedModel, read
 from swarmllm.downloads.whole import WholeFile
 from swarmllm.errors import Conflict, ModelNotFound, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange
-from swarmllm.models.catalogue import check_name, normalise_name
 from swarmllm.models.disk import allocated_bytes
+from swarmllm.models.names import check_name, normalise_name
 from swarmllm.supervision import spawn
 from swarmllm.transfer import ModelTransfer
 

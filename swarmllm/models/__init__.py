@@ -3,7 +3,8 @@ network, no libllama."""
 
 from __future__ import annotations
 
-from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.models.catalogue import Catalogue
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.hashing import build_manifest
 from swarmllm.models.layers import LayerRange, covers, merge, subtract
 from swarmllm.models.manifest import Manifest, Shard, TensorEntry

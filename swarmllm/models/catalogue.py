@@ -13,25 +13,28 @@ Every method blocks; call it in a thread.
 
 from __future__ import annotations
 
-import difflib
 import re
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from swarmllm.database import open_database
 from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, StoreFull
+from swarmllm.models import names
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.hashing import FileState, Progress, hash_model
+from swarmllm.models.identity import is_same_content
 from swarmllm.models.manifest import Manifest, TensorEntry
+from swarmllm.models.names import check_name, normalise_name
 from swarmllm.models.tensor_digest import CHUNK_BYTES, DIGEST_BYTES
 
 SCHEMA_VERSION = 2
-MAX_NAME_LENGTH = 100
 MIN_ID_PREFIX = 6
 """Shorter prefixes of a ModelId are more likely typing errors than ids."""
 
@@ -71,6 +74,7 @@ CREATE TABLE IF NOT EXISTS chunk_lists (
     PRIMARY KEY (model_id, name)
 ) STRICT
 """,
+    names.TABLE,
 )
 """`containers`: the models whose files the store owns, and `tensors`: what those hold of them (see
 `store.py`). `chunk_lists`: of tensors of more than one chunk (see `tensor_digest`)."""
@@ -78,54 +82,6 @@ CREATE TABLE IF NOT EXISTS chunk_lists (
 _COLUMNS = "model_id, name, path, size_bytes, mtime_ns, manifest"
 
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogueEntry:
-    model_id: str
-    name: str
-    path: Path
-    manifest: Manifest
-    state: FileState
-    """How the file looked when it was hashed."""
-    present: frozenset[str] | None = None
-    """Names of the tensors that are there, of a file that the store owns; None: the whole file is the
-    user's."""
-
-    pinned: bool = False
-    """It is not removed to make room."""
-
-    @property
-    def is_stored(self) -> bool:
-        """The file came from other nodes and belongs to the store."""
-        return self.present is not None
-
-    def absent(self, tensors: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
-        """Those of `tensors` that are not in the file."""
-        if self.present is None:
-            return ()
-        return tuple(tensor for tensor in tensors if tensor.name not in self.present)
-
-    def check_file(self) -> None:
-        """Raises BadModel where the file is gone or no longer what was hashed. Blocking."""
-        try:
-            now = FileState.of(self.path.stat())
-        except OSError as error:
-            raise BadModel(
-                f"the file of model {self.name} cannot be read ({self.path}: {error.strerror}); put it back"
-                f" or add the model again from where it is now: swarmllm models add PATH --name {self.name}"
-            ) from error
-        if self.is_stored:
-            if now.size_bytes != self.state.size_bytes:
-                raise BadModel(
-                    f"the file of model {self.name} was damaged ({self.path}); fetch it anew:"
-                    f" swarmllm models rm {self.name}, then load it again"
-                )
-        elif now != self.state:
-            raise BadModel(
-                f"the file of model {self.name} has changed since it was added ({self.path}); add it again: "
-                f"swarmllm models add {self.path} --name {self.name}"
-            )
 
 
 class Catalogue:
@@ -152,8 +108,10 @@ class Catalogue:
     def add(self, path: Path, name: str | None = None, progress: Progress | None = None) -> CatalogueEntry:
         """Hash the GGUF at `path` and remember it; the same unchanged file is not hashed twice.
 
-        Takes the name over from an entry whose file is this one or is gone. Raises BadModel, InvalidRequest
-        (name), and Conflict where another model has the name.
+        A model that is known under another name keeps that one too. Where the file that is known is as it
+        was, it stays the model's file and the new name is a further one; else `path` and the new name take
+        its place. Takes the name over from an entry whose file is this one or is gone. Raises BadModel,
+        InvalidRequest (name), and Conflict where another model has the name.
         """
         path = path.expanduser().absolute()
         if name is not None:
@@ -192,14 +150,18 @@ class Catalogue:
             found = database.execute(
                 f"SELECT {_COLUMNS} FROM models WHERE name = ?", (name_or_id,)
             ).fetchall()
+            if not found and (owner := names.owner_of(database, name_or_id)) is not None:
+                found = database.execute(
+                    f"SELECT {_COLUMNS} FROM models WHERE model_id = ?", (owner,)
+                ).fetchall()
             if not found and re.fullmatch(f"[0-9a-f]{{{MIN_ID_PREFIX},64}}", name_or_id):
                 found = database.execute(
                     f"SELECT {_COLUMNS} FROM models WHERE substr(model_id, 1, ?) = ? LIMIT 2",
                     (len(name_or_id), name_or_id),
                 ).fetchall()
             if not found:
-                names = [row[0] for row in database.execute("SELECT name FROM models ORDER BY name")]
-                raise ModelNotFound(_not_found(name_or_id, names), field="model")
+                known = [row[0] for row in database.execute("SELECT name FROM models ORDER BY name")]
+                raise ModelNotFound(names.not_found(name_or_id, known), field="model")
             if len(found) > 1:
                 raise InvalidRequest(
                     f"several models' ids begin with {name_or_id}; give more digits", field="model"
@@ -207,10 +169,19 @@ class Catalogue:
             return _entry(found[0], *_stored(database, found[0][0]))
 
     def resolve(self, name_or_id: str) -> CatalogueEntry:
-        """`get`, for use: also raises BadModel where the file is gone or has changed."""
+        """`get`, for use: also raises BadModel where the file is gone or has changed. One that looks newer,
+        and has the same size and content as far as `is_same_content` reads, has only been touched."""
         entry = self.get(name_or_id)
-        entry.check_file()
-        return entry
+        now = entry.check_file()
+        if entry.is_stored or now == entry.state:
+            return entry
+        if not is_same_content(entry.path, entry.manifest, partial(self.chunk_list, entry.model_id)):
+            raise entry.has_changed()
+        with self.database() as database:
+            database.execute(
+                "UPDATE models SET mtime_ns = ? WHERE model_id = ?", (now.mtime_ns, entry.model_id)
+            )
+        return replace(entry, state=now)
 
     def revise(self, model_id: str, manifest: Manifest) -> CatalogueEntry:
         """Replace what was derived of a model, which stays the same. Raises ModelNotFound."""
@@ -223,12 +194,29 @@ class Catalogue:
         return self.get(model_id)
 
     def remove(self, name_or_id: str) -> CatalogueEntry:
-        """Forget a model; its file stays. Raises as `get` does."""
+        """Forget a model, all its names included; its file stays. Raises as `get` does."""
         entry = self.get(name_or_id)
         with self.database() as database:
             _forget(database, entry.model_id)
             _forget_chunks(database, entry.model_id)
+            names.drop_names(database, entry.model_id)
         return entry
+
+    def drop_name(self, name: str) -> CatalogueEntry | None:
+        """Forget one of several names of a model, which stays; None: it is no name, or the only one."""
+        with self.database() as database:
+            database.execute("BEGIN IMMEDIATE")
+            if (owner := names.owner_of(database, name)) is not None:
+                names.drop_name(database, name)
+            else:
+                row = database.execute("SELECT model_id FROM models WHERE name = ?", (name,)).fetchone()
+                others = names.further_names(database, row[0]) if row else ()
+                if not others:
+                    return None
+                owner = row[0]
+                names.drop_name(database, others[0])
+                database.execute("UPDATE models SET name = ? WHERE model_id = ?", (others[0], owner))
+        return self.get(owner)
 
     def adopt(self, entry: CatalogueEntry, present: Iterable[TensorEntry] = ()) -> CatalogueEntry:
         """Make known a model whose file, holding the tensors `present`, the store owns from now on. A name
@@ -237,8 +225,9 @@ class Catalogue:
             database.execute("BEGIN IMMEDIATE")
             name = normalise_name(entry.name)
             row = database.execute("SELECT model_id FROM models WHERE name = ?", (name,)).fetchone()
-            if row is not None and row[0] != entry.model_id:
-                name = f"{name[: MAX_NAME_LENGTH - 13]}-{entry.model_id[:12]}"
+            owner = row[0] if row is not None else names.owner_of(database, name)
+            if owner not in (None, entry.model_id):
+                name = f"{name[: names.MAX_NAME_LENGTH - 13]}-{entry.model_id[:12]}"
             _forget(database, entry.model_id)
             _write(database, replace(entry, name=name))
             database.execute("INSERT INTO containers VALUES (?, ?, 0)", (entry.model_id, time.time()))
@@ -307,46 +296,42 @@ class Catalogue:
         with self.database() as database:
             # Taken before the check, so that of two callers with one name exactly one is refused.
             database.execute("BEGIN IMMEDIATE")
+            self._take_name(database, entry, takes_over=takes_over)
             row = database.execute(
-                "SELECT model_id, path FROM models WHERE name = ?", (entry.name,)
+                f"SELECT {_COLUMNS} FROM models WHERE model_id = ?", (entry.model_id,)
             ).fetchone()
-            taken = row is not None and row[0] != entry.model_id and row[1] != str(entry.path)
-            if taken and not takes_over and Path(row[1]).exists():
-                raise Conflict(
-                    f"the name {entry.name} already belongs to another model ({row[1]}); choose with --name",
-                    field="name",
-                )
-            if row is not None and row[0] != entry.model_id:
-                _forget(database, row[0])
-                _forget_chunks(database, row[0])
+            known = _entry(row, *_stored(database, row[0])) if row else None
+            if known is not None and known.name != entry.name:
+                elsewhere = not takes_over and not known.is_stored and known.path != entry.path
+                if elsewhere and known.is_as_hashed():
+                    names.give_name(database, entry.name, entry.model_id)
+                    return replace(known, further_names=names.further_names(database, entry.model_id))
+                names.give_name(database, known.name, entry.model_id)
+            names.drop_name(database, entry.name)
             _forget(database, entry.model_id)
             _write(database, entry)
-        return entry
+            return replace(entry, further_names=names.further_names(database, entry.model_id))
 
-
-def normalise_name(text: str) -> str:
-    """What people type: lower case letters, digits, dot, underscore, hyphen."""
-    name = re.sub(r"[^a-z0-9._]+", "-", text.lower())[:MAX_NAME_LENGTH].strip("-._")
-    return name or "model"
-
-
-def check_name(name: str) -> None:
-    """Raises InvalidRequest for a name that `normalise_name` would change."""
-    if name != normalise_name(name) or not name:
-        raise InvalidRequest(
-            f"a model's name is at most {MAX_NAME_LENGTH} lower case letters, digits, '.', '_' and '-';"
-            f" for example {normalise_name(name)}",
-            field="name",
-        )
-
-
-def _not_found(wanted: str, names: list[str]) -> str:
-    shown = wanted[:80]
-    close = difflib.get_close_matches(shown.lower(), names, n=1)
-    if close:
-        return f"model {shown!r} is not known here; did you mean {close[0]}?"
-    known = ", ".join(names[:10]) or "none"
-    return f"model {shown!r} is not known here (known: {known}); add it with: swarmllm models add PATH"
+    def _take_name(self, database: sqlite3.Connection, entry: CatalogueEntry, *, takes_over: bool) -> None:
+        """From the other model that has it, which is forgotten with it unless it has another one. Raises
+        Conflict."""
+        owner = names.owner_of(database, entry.name)
+        row = database.execute(
+            "SELECT model_id, path FROM models WHERE name = ? OR model_id = ?", (entry.name, owner)
+        ).fetchone()
+        if row is None or row[0] == entry.model_id:
+            return
+        if row[1] != str(entry.path) and not takes_over and Path(row[1]).exists():
+            raise Conflict(
+                f"the name {entry.name} already belongs to another model ({row[1]}); choose with --name",
+                field="name",
+            )
+        if owner is not None and takes_over:
+            names.drop_name(database, entry.name)
+            return
+        _forget(database, row[0])
+        _forget_chunks(database, row[0])
+        names.drop_names(database, row[0])
 
 
 def _write(database: sqlite3.Connection, entry: CatalogueEntry) -> None:
@@ -373,19 +358,23 @@ def _forget_chunks(database: sqlite3.Connection, model_id: str) -> None:
     database.execute("DELETE FROM chunk_lists WHERE model_id = ?", (model_id,))
 
 
-def _stored(database: sqlite3.Connection, model_id: str) -> tuple[frozenset[str] | None, bool]:
-    """(tensors present, pinned)"""
+def _stored(
+    database: sqlite3.Connection, model_id: str
+) -> tuple[frozenset[str] | None, bool, tuple[str, ...]]:
+    """(tensors present, pinned, further names)"""
+    further = names.further_names(database, model_id)
     row = database.execute("SELECT pinned FROM containers WHERE model_id = ?", (model_id,)).fetchone()
     if row is None:
-        return None, False
+        return None, False, further
     rows = database.execute("SELECT name FROM tensors WHERE model_id = ? AND complete", (model_id,))
-    return frozenset(name for (name,) in rows), bool(row[0])
+    return frozenset(name for (name,) in rows), bool(row[0]), further
 
 
 def _entry(
     row: tuple[str, str, str, int, int, bytes],
     present: frozenset[str] | None = None,
     pinned: bool = False,
+    further: tuple[str, ...] = (),
 ) -> CatalogueEntry:
     model_id, name, path, size_bytes, mtime_ns, manifest = row
     return CatalogueEntry(
@@ -396,4 +385,5 @@ def _entry(
         FileState(size_bytes, mtime_ns),
         present,
         pinned,
+        further,
     )

@@ -7,17 +7,18 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from swarmllm.errors import BadModel
-from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.disk import MTIME_STEP_NS
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.hashing import Progress
 from swarmllm.models.header_copy import mend_header
+from swarmllm.models.identity import header_is_right
 from swarmllm.models.tensor_locations import Places
 from swarmllm.models.tensor_writer import disk_faults
 from swarmllm.models.verification import (
     HEADER,
     SegmentPlace,
     Verification,
-    header_is_right,
     seal_is_right,
     segments_of,
 )
@@ -30,7 +31,7 @@ def find_damage(
     In a container damaged tensors are absent from then on, so that the next load fetches them again, and
     the header is mended; copies of a user's layers go, to be made again. Raises BadModel."""
     with disk_faults(entry.path):
-        damaged = [] if header_is_right(entry, entry.path) else [HEADER]
+        damaged = [] if header_is_right(entry.path, entry.manifest) else [HEADER]
         if entry.is_stored and not mend_header(entry):
             raise BadModel(
                 f"the header of {entry.path} is damaged and cannot be mended; remove the model and load"

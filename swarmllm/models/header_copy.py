@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from swarmllm.models.catalogue import CatalogueEntry
-from swarmllm.models.verification import header_is_right
+from swarmllm.models.entry import CatalogueEntry
+from swarmllm.models.identity import header_is_right
 
 FILE_NAME = "header.gguf"
 
@@ -35,11 +35,11 @@ def mend_header(entry: CatalogueEntry) -> bool:
     OSError."""
     copy = entry.path.with_name(FILE_NAME)
     header_bytes = min(tensor.offset for tensor in entry.manifest.tensors)
-    if header_is_right(entry, entry.path):
+    if header_is_right(entry.path, entry.manifest):
         if not copy.exists():
             write_copy(entry.path, header_bytes)
         return True
-    if not copy.exists() or not header_is_right(entry, copy):
+    if not copy.exists() or not header_is_right(copy, entry.manifest):
         return False
     with copy.open("rb") as file:
         header = file.read(header_bytes)

@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from swarmllm.errors import BadModel, Conflict, ModelNotFound, StoreFull, SwarmLLMError
-from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.cuts import with_hearsay
 from swarmllm.models.damage import find_damage, lose, seal
 from swarmllm.models.disk import (
@@ -43,6 +43,7 @@ from swarmllm.models.disk import (
     take_back,
     whole_seconds_ns,
 )
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES, read_header
 from swarmllm.models.hashing import FileState, Progress, hash_model, manifest_of
 from swarmllm.models.header_copy import write_copy

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from swarmllm.errors import BadModel
-from swarmllm.models.catalogue import CatalogueEntry
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.gguf_header import read_header
 from swarmllm.models.hashing import FileState
 from swarmllm.models.manifest import TensorEntry

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swarmllm.errors import BadModel, StoreFull
-from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.models.catalogue import Catalogue
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.hashing import READ_BYTES
 from swarmllm.models.manifest import TensorEntry
 from swarmllm.models.tensor_digest import CHUNK_BYTES, TensorHasher, is_chunk

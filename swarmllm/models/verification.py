@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from swarmllm.errors import BadModel
-from swarmllm.models.catalogue import CatalogueEntry
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.gguf_header import GgufHeader, read_header
-from swarmllm.models.hashing import READ_BYTES, Progress, manifest_of
+from swarmllm.models.hashing import READ_BYTES, Progress
 from swarmllm.models.manifest import TensorEntry
 from swarmllm.models.tensor_digest import TensorHasher
 from swarmllm.models.tensor_locations import Places
@@ -74,22 +74,6 @@ def strays_of_copies(copies: Path | None, entries: Iterable[CatalogueEntry]) -> 
         segment.path for entry in entries if not entry.is_stored for segment in segments_of(entry, copies)
     }
     return [path for path in _files(copies) if path not in wanted]
-
-
-def header_is_right(entry: CatalogueEntry, path: Path) -> bool:
-    """Whether `path` begins with the header of this model, in the same layout. Raises OSError."""
-    manifest = entry.manifest
-    digests = {tensor.name: tensor.blake3 for tensor in manifest.tensors}
-    try:
-        with path.open("rb", buffering=2**20) as file:
-            found = manifest_of(file, read_header(file), digests, manifest.name)
-    except BadModel:
-        return False
-    offsets = {tensor.name: tensor.offset for tensor in manifest.tensors}
-    return (
-        found.model_id == entry.model_id
-        and {tensor.name: tensor.offset for tensor in found.tensors} == offsets
-    )
 
 
 def seal_is_right(segment: SegmentPlace) -> bool:

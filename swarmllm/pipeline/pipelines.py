@@ -22,7 +22,8 @@ import numpy as np
 import trio
 
 from swarmllm.errors import ContextFull, InvalidRequest, NoPipeline, SwarmLLMError
-from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.models.catalogue import Catalogue
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.origin.attempts import Attempts, is_local
 from swarmllm.pipeline.origin.embedding_rows import Rows, RowsChain, local_rows, with_one_retry
 from swarmllm.pipeline.origin.generation import Generation, Source

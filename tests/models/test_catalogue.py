@@ -59,6 +59,7 @@ def test_an_unchanged_file_is_not_hashed_again(catalogue: Catalogue, tmp_path: P
     renamed = catalogue.add(path, "short", progress=must_not_hash)
     assert renamed.model_id == entry.model_id
     assert [each.name for each in catalogue.list()] == ["short"]
+    assert catalogue.get(entry.name) == renamed, "the first name leads to it still"
     assert catalogue.add(path, progress=must_not_hash).name == "short"
 
 
@@ -74,6 +75,77 @@ def test_a_changed_file_is_refused_until_it_is_added_again(catalogue: Catalogue,
     assert after.model_id != before.model_id
     assert catalogue.list() == (after,)
     assert catalogue.resolve("m") == after
+
+
+def test_a_file_that_was_only_touched_stays_in_use(
+    catalogue: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "a.gguf")
+    before = catalogue.add(path, "m")
+    os.utime(path, ns=(7, 7))
+    after = catalogue.resolve("m")
+    assert (after.model_id, after.state.mtime_ns) == (before.model_id, 7)
+    monkeypatch.setattr("swarmllm.models.catalogue.is_same_content", must_not_hash)
+    assert catalogue.resolve("m") == after, "it is read once only"
+
+
+@pytest.mark.parametrize("at", [60, 300, -33, -1])
+def test_a_touched_file_with_another_byte_is_another_one(
+    catalogue: Catalogue, tmp_path: Path, at: int
+) -> None:
+    path = write_gguf(tmp_path / "a.gguf")
+    catalogue.add(path, "m")
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(7, 7))
+    with pytest.raises(BadModel, match="has changed"):
+        catalogue.resolve("m")
+
+
+def test_equal_content_under_a_second_name_keeps_the_first(catalogue: Catalogue, tmp_path: Path) -> None:
+    first = catalogue.add(write_gguf(tmp_path / "a.gguf"), "good")
+    both = catalogue.add(write_gguf(tmp_path / "b.gguf"), "other")
+    assert (both.name, both.further_names, both.path) == ("good", ("other",), first.path)
+    assert catalogue.list() == (both,)
+    assert (
+        catalogue.resolve("good") == catalogue.resolve("other") == catalogue.resolve(first.model_id) == both
+    )
+    with pytest.raises(Conflict):
+        catalogue.add(other_model(tmp_path / "c.gguf"), "other")
+    first.path.unlink()
+    moved = catalogue.add(tmp_path / "b.gguf", "other")
+    assert (moved.name, moved.further_names, moved.path) == ("other", ("good",), tmp_path / "b.gguf")
+    assert catalogue.resolve("good") == moved
+
+
+def test_a_name_of_several_goes_alone(catalogue: Catalogue, tmp_path: Path) -> None:
+    entry = catalogue.add(write_gguf(tmp_path / "a.gguf"), "good")
+    catalogue.add(write_gguf(tmp_path / "b.gguf"), "other")
+    assert catalogue.drop_name(entry.model_id) is None
+    left = catalogue.drop_name("good")
+    assert left is not None
+    assert (left.name, left.further_names) == ("other", ())
+    with pytest.raises(ModelNotFound):
+        catalogue.get("good")
+    assert catalogue.drop_name("other") is None
+    catalogue.add(tmp_path / "a.gguf", "again")
+    assert catalogue.drop_name("again") is not None
+    catalogue.add(tmp_path / "a.gguf", "again")
+    catalogue.remove("again")
+    assert catalogue.list() == ()
+    with pytest.raises(ModelNotFound):
+        catalogue.get("other")
+
+
+def test_a_program_model_takes_a_further_name_and_leaves_the_model(
+    catalogue: Catalogue, tmp_path: Path
+) -> None:
+    catalogue.add(write_gguf(tmp_path / "a.gguf"), "mine")
+    catalogue.add(write_gguf(tmp_path / "b.gguf"), "guide")
+    entry = catalogue.ensure(other_model(tmp_path / "c.gguf"), "guide")
+    assert catalogue.get("guide") == entry
+    assert catalogue.get("mine").further_names == ()
 
 
 def test_a_file_that_is_gone_is_reported_on_use(catalogue: Catalogue, tmp_path: Path) -> None:

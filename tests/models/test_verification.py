@@ -11,7 +11,8 @@ from gguf_parts import LLAMA, gguf_bytes, string, value
 from swarmllm.errors import BadModel
 from swarmllm.models import Catalogue, CatalogueEntry, Store
 from swarmllm.models.header_copy import FILE_NAME as HEADER_COPY
-from swarmllm.models.verification import HEADER, header_is_right
+from swarmllm.models.identity import header_is_right
+from swarmllm.models.verification import HEADER
 from swarmllm_proto.segment_names import FOLDER, SegmentName
 
 KEYS = {**LLAMA, "general.alignment": 32, "llama.rope.freq_base": 10000.0}
@@ -97,7 +98,7 @@ def test_a_wrong_byte_in_the_header_of_a_users_file_is_found(store: Store, tmp_p
     for at in range(0, header_bytes(), 5):
         if at not in unread_bytes():
             flip(path, at)
-            assert not header_is_right(entry, path), at
+            assert not header_is_right(path, entry.manifest), at
             flip(path, at)
     flip(path, 40)
     assert verify(store, entry) == (HEADER,)

@@ -13,7 +13,8 @@ from deadlines import PATIENCE_S
 
 from bench.arithmetic import fake_entry
 from swarmllm.errors import WorkerError
-from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.models.catalogue import Catalogue
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings

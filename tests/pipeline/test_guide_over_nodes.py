@@ -15,7 +15,8 @@ from deadlines import PATIENCE_S
 from msgspec.structs import replace
 
 from swarmllm.guide import GUIDE_PATH
-from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.models.catalogue import Catalogue
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.settings import PipelineSettings

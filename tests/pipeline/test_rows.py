@@ -11,7 +11,8 @@ import trio
 
 from swarmllm.errors import ContextFull, RemoteError
 from swarmllm.guide import GUIDE_PATH
-from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.models.catalogue import Catalogue
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.job import RequestView

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarmllm.models.catalogue import CatalogueEntry
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.route.inputs import Load
 from swarmllm.pipeline.settings import PipelineSettings

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import trio
 
-from swarmllm.models.catalogue import CatalogueEntry
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.repair.plan import mend
 from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route

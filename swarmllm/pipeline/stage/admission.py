@@ -17,7 +17,8 @@ import trio
 
 from swarmllm.errors import NodeBusy, SwarmLLMError
 from swarmllm.log_filter import provoked_by
-from swarmllm.models.catalogue import Catalogue, CatalogueEntry
+from swarmllm.models.catalogue import Catalogue
+from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.prefix_negotiation import PATIENCE_S, give_names
 from swarmllm.pipeline.settings import PipelineSettings
