@@ -207,6 +207,14 @@ def check_daemon(stats: dict[str, Any]) -> Iterator[Finding]:
             f"{task['last_error']}; while it is down: {task['meanwhile']}",
             "see the daemon's log for the trace, and report it",
         )
+    for model in stats.get("models", ()):
+        if model.get("trouble"):
+            yield Finding(
+                "models",
+                "warning",
+                f"{model['name']} runs on, but cannot be loaded again: {model['trouble']}",
+                "put the file back where it was, or add it from where it is now, before the daemon stops",
+            )
     loop = stats.get("loop") or {}
     if loop.get("latest_slow_step"):
         yield Finding(

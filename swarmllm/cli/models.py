@@ -85,6 +85,8 @@ def add(path: Path, name: str | None, as_json: bool, api_url: str) -> None:
         print_json(model)
         return
     click.echo(f"Added {safe(model['name'])}: {model['n_layers']} layers, {size(model['size_bytes'])}.")
+    if model["further_names"]:
+        click.echo(f"The same model is also called {', '.join(map(safe, model['further_names']))}.")
     if model["whole_reason"]:
         click.echo(f"It can only be loaded whole: {safe(model['whole_reason'])}.")
     click.echo(f"Load it: swarmllm models load {safe(model['name'])}")
@@ -230,12 +232,17 @@ def _pin(name: str, pinned: bool, as_json: bool, api_url: str) -> None:
 def rm(name: str, as_json: bool, api_url: str) -> None:
     """Forget a model. What came from other nodes is deleted; a file that was added stays where it is.
 
+    Of a model that was added under several names, only the name that is given is forgotten; the model's id
+    stands for all of them.
+
     Segment files that were cut from it stay in the cache until their room is needed.
     """
     with Client(api_url) as client:
         model = client.delete(_path(name))
     if as_json:
         print_json(model)
+    elif name not in (model["name"], *model["further_names"]) and not model["model_id"].startswith(name):
+        click.echo(f"The name {safe(name)} is forgotten; the model stays as {safe(model['name'])}.")
     elif model["stored"]:
         click.echo(f"{safe(model['name'])}: forgotten, and what was fetched of it is deleted.")
     else:
@@ -252,6 +259,10 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield from _waiting_facts(model, waiting)
         return
     yield "id", model["model_id"]
+    if model["further_names"]:
+        yield "also called", ", ".join(model["further_names"])
+    if model["trouble"]:
+        yield "trouble", f"what is loaded runs on, but cannot be loaded again: {model['trouble']}"
     yield "layers", str(model["n_layers"])
     if files:
         ends = [end for end in ("embedding", "head") if files[end]]

@@ -33,7 +33,11 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
     """(heading or "", line), top to bottom."""
     requests = stats["requests"]
     state = "ready" if stats["ready"] else "not ready"
-    models = [f"{model['name']}  layers {', '.join(model['layers'])}" for model in stats["models"]]
+    models = []
+    for model in stats["models"]:
+        models.append(f"{model['name']}  layers {', '.join(model['layers'])}")
+        if model.get("trouble"):
+            models.append(f"  runs on, but cannot be loaded again: {model['trouble']}")
 
     def lines(name: str, values: Sequence[str]) -> Iterator[tuple[str, str]]:
         return zip([name, *[""] * (len(values) - 1)], values, strict=True)

@@ -64,6 +64,14 @@ class CatalogueEntry:
         except BadModel:
             return False
 
+    def trouble(self) -> str:
+        """What is wrong with the file; "" where nothing is, as far as its size tells. Blocking."""
+        try:
+            self.check_file()
+        except BadModel as error:
+            return error.message
+        return ""
+
     def has_changed(self) -> BadModel:
         return BadModel(
             f"the file of model {self.name} has changed since it was added ({self.path}); add it again: "

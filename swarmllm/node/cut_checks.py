@@ -27,6 +27,11 @@ class CutChecks:
         self._catalogue = catalogue
         self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
 
+    def forget(self, model_id: str) -> None:
+        """The model is no longer known here."""
+        if model_id in self._locks and not self._locks[model_id].locked():
+            del self._locks[model_id]
+
     @staticmethod
     def is_due(entry: CatalogueEntry) -> bool:
         """Whether the entry may say more about its cuts once it is tried."""

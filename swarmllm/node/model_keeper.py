@@ -7,13 +7,14 @@ nodes and the registry (what others hold); the swarm is told after each change.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import trio
 
 from swarmllm.downloads import SharedDigests
-from swarmllm.errors import Conflict, ModelNotFound
+from swarmllm.errors import BadModel, Conflict, ModelNotFound
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.node.cut_checks import CutChecks
 from swarmllm.node.model_view import Coverages, view_model, view_waiting
@@ -84,6 +85,8 @@ class ModelKeeper:
         """A view; others have their turn after one that had to be worked out."""
         n_made = self._coverages.n_made
         view = self._view(entry, model)
+        if view.loaded and entry and (trouble := await trio.to_thread.run_sync(entry.trouble)):
+            view = replace(view, trouble=trouble)
         if self._coverages.n_made != n_made:
             await trio.lowlevel.checkpoint()
         return view
@@ -159,10 +162,13 @@ class ModelKeeper:
         return self._view(entry)
 
     async def remove(self, name_or_id: str) -> ModelView:
-        """Forget a model, delete what was fetched of it. Raises ModelNotFound, Conflict (it is loaded, or
-        being fetched)."""
+        """Forget a model, delete what was fetched of it, and end its worker; of a model with several names,
+        forget only the one that is given. Raises ModelNotFound, Conflict (it is loaded, or being fetched)."""
         if self._gathering.view(name_or_id):
             return view_waiting(await self._gathering.remove(name_or_id))
+        if (left := await trio.to_thread.run_sync(self._catalogue.drop_name, name_or_id)) is not None:
+            await self._publish()
+            return self._view(left)
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         if entry.model_id in self._pool.models():
             raise Conflict(
@@ -170,6 +176,8 @@ class ModelKeeper:
             )
         view = self._view(entry)
         await self._travel.remove(entry)
+        await self._pool.forget(entry.model_id)
+        self._cut_checks.forget(entry.model_id)
         await self._remembered.forget(entry.model_id, entry.name, entry.manifest.whole)
         await self._publish()
         return view
@@ -201,6 +209,11 @@ class ModelKeeper:
         which model they are of), and what `ModelTransfer.find` raises."""
         try:
             return await trio.to_thread.run_sync(self._catalogue.resolve, name_or_id)
+        except BadModel:
+            entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+            if await self._pool.serves_without_file(ModelFile.of(entry)):
+                return entry
+            raise
         except ModelNotFound as unknown:
             if waiting := self._gathering.view(name_or_id):
                 raise Conflict(

@@ -48,6 +48,8 @@ class ModelView:
     """Layers that no connected node holds."""
     complete: bool
     """A request would find a pipeline now."""
+    trouble: str = ""
+    """What is wrong with its file, where layers are loaded here: they run on, but cannot be loaded again."""
     waiting: WaitingView | None = None
     """Only some layers of a file are here, and it is not known yet which model they are of; then there is no
     `model_id`."""

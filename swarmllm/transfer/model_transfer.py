@@ -250,6 +250,8 @@ class ModelTransfer:
         async with self._locks[entry.model_id]:
             await trio.to_thread.run_sync(self._store.remove, entry)
             self._changed(entry)
+        if not self._locks[entry.model_id].locked():
+            del self._locks[entry.model_id]
 
     def _announced(self, name_or_id: str) -> dict[str, dict[str, FileAnnounce]]:
         return self._registry.files_named(name_or_id)

@@ -49,11 +49,10 @@ class HoldingCalls(ABC):
         last layer is unloaded; raises Conflict where layers of it are loaded with other ones, BadModel,
         WorkerError, WorkerDied, InvalidRequest (options that exclude each other).
         """
-        hosted = self._host(model)
 
         async def work() -> tuple[LayerRange, ...]:
             try:
-                held = await hosted.load(layers, progress, options)
+                held = await self._host(model).load(layers, progress, options)
                 if then is not None:
                     await then()
                 return held
@@ -75,11 +74,11 @@ class HoldingCalls(ABC):
         `progress`: (bytes given back and read anew, bytes in all). Raises Conflict where none of them is
         loaded, WorkerError, WorkerDied.
         """
-        hosted = self._hosted.get(model_id)
-        if hosted is None:
-            raise Conflict("no layers of this model are loaded here", field="layers")
 
         async def work() -> tuple[LayerRange, ...]:
+            hosted = self._hosted.get(model_id)
+            if hosted is None:
+                raise Conflict("no layers of this model are loaded here", field="layers")
             try:
                 held = await hosted.unload(layers, progress)
                 if then is not None:

@@ -46,6 +46,8 @@ class HostedModel:
         self.opened: Opened | None = None
         self.memory = ModelMemory()
         self.n_starts = 0
+        self.inode: tuple[int, int] | None = None
+        """Device and number of the file that the worker opened."""
         self._homes: dict[str, Worker] = {}
         self.last_end = ""
         """How the last worker ended; empty while none has."""
@@ -76,6 +78,13 @@ class HostedModel:
         if worker is None or self.wanted or worker.n_pending or self._changing.locked():
             return None
         return worker.last_used_at
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is lost with this object: no worker, no layers wanted, nothing under way."""
+        is_starting = self._starting is not None and not self._starting.finished
+        has_worker = self._worker is not None and not self._worker.ended.is_set()
+        return not (self.wanted or has_worker or is_starting or self._changing.locked())
 
     async def ready(self) -> Worker:
         """The worker, with everything wanted loaded; starts one where there is none.
@@ -171,6 +180,17 @@ class HostedModel:
                 self._hold(loaded)
             return self.wanted
 
+    async def close(self, reason: str) -> None:
+        """Want no layers any more, and end the worker, also one that is starting."""
+        async with self._changing:
+            if self._starting is not None:
+                await self._starting.finish()
+            self.wanted = ()
+            self.memory = ModelMemory()
+            self.settings = self._configured
+            self._homes.clear()
+            await self.stop(reason)
+
     async def stop(self, reason: str) -> None:
         worker = self.worker
         if worker is not None:
@@ -197,6 +217,7 @@ class HostedModel:
         try:
             await worker.ready()
             self._opened_as = self.model, settings
+            self.inode = await trio.to_thread.run_sync(inode_of, self.model.path)
             message = Open(
                 id=worker.new_id(),
                 path=str(self.model.path),
@@ -246,6 +267,15 @@ class HostedModel:
             await worker.run()
         finally:
             self.last_end = worker.obituary
+
+
+def inode_of(path: Path) -> tuple[int, int] | None:
+    """None where there is no such file. Blocking."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def memory_of(loaded: Loaded) -> ModelMemory:

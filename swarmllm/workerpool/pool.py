@@ -29,7 +29,7 @@ from swarmllm.workerpool.calls import TokenStream
 from swarmllm.workerpool.cut_check import CutCheckCalls
 from swarmllm.workerpool.forward_result import ForwardResult, Hidden, checked_tensor, forward_result
 from swarmllm.workerpool.holding_calls import HoldingCalls
-from swarmllm.workerpool.hosted import HostedModel
+from swarmllm.workerpool.hosted import HostedModel, inode_of
 from swarmllm.workerpool.prefix_calls import PrefixCalls
 from swarmllm.workerpool.process import SOCKET_PATH_MAX
 from swarmllm.workerpool.resume_calls import ResumeCalls
@@ -268,6 +268,31 @@ class WorkerPool(HoldingCalls, PrefixCalls, CutCheckCalls, ResumeCalls):
                 timeout_s=self._settings.call_timeout_s,
             )
 
+    async def serves_without_file(self, model: ModelFile) -> bool:
+        """Whether layers of the model run on although its file is gone, or another one is in its place: what
+        a worker has mapped stays until it is unmapped."""
+        hosted = self._hosted.get(model.model_id)
+        if hosted is None or hosted.worker is None or not hosted.wanted:
+            return False
+        return hosted.inode != await trio.to_thread.run_sync(inode_of, model.path)
+
+    async def forget(self, model_id: str) -> None:
+        """The model is no longer this node's: end its worker and keep nothing of it. Layers of it that were
+        wanted are so no longer. Goes on when the caller leaves."""
+        if self._hosted.get(model_id) is not None:
+            await self._background(partial(self._drop, model_id)).wait()
+
+    async def _drop(self, model_id: str) -> None:
+        hosted = self._hosted.get(model_id)
+        if hosted is None:
+            return
+        await hosted.close("was stopped because its model was removed")
+        # Somebody may have asked for the model again meanwhile.
+        if self._hosted.get(model_id) is hosted and hosted.is_empty:
+            del self._hosted[model_id]
+            self._manifests.pop(model_id, None)
+        self._on_change()
+
     async def stop(self, model_id: str) -> None:
         """End the model's worker; what was loaded stays wanted, and the next call loads it again."""
         hosted = self._hosted.get(model_id)
@@ -345,10 +370,13 @@ class WorkerPool(HoldingCalls, PrefixCalls, CutCheckCalls, ResumeCalls):
         limit_s = self._settings.idle_timeout_s
         while True:
             await trio.sleep(limit_s / 4)
-            for hosted in list(self._hosted.values()):
+            for model_id, hosted in list(self._hosted.items()):
                 idle_since = hosted.idle_since
                 if idle_since is not None and trio.current_time() - idle_since >= limit_s:
                     await hosted.stop("was stopped because it was idle")
+                if hosted.is_empty:
+                    del self._hosted[model_id]
+                    self._manifests.pop(model_id, None)
 
     def _prepare_folders(self) -> Path | None:
         """Make the folders; returns one to remove in the end, where sockets need a shorter path."""

@@ -182,6 +182,12 @@ class FakePool:
             await then()
         return self.held[model.model_id]
 
+    async def serves_without_file(self, model: Any) -> bool:
+        return bool(self.loaded(model.model_id))
+
+    async def forget(self, model_id: str) -> None:
+        self.held.pop(model_id, None)
+
     async def unload(
         self, model_id: str, layers: LayerRange, progress: Any, then: Any = None
     ) -> tuple[LayerRange, ...]:

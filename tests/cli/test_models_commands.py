@@ -18,6 +18,8 @@ Run = Callable[..., Result]
 
 MODEL: dict[str, Any] = {
     "name": "guide",
+    "further_names": [],
+    "trouble": None,
     "model_id": "ab" * 32,
     "path": "/models/guide.gguf",
     "architecture": "llama",
@@ -255,3 +257,16 @@ def test_pin_and_unpin_say_what_happens_when_room_is_needed(
 def test_rm_says_what_became_of_the_file(run: Run, node: FakeNode, stored: bool, words: str) -> None:
     node.on("DELETE", "/api/admin/models/guide", MODEL | {"stored": stored})
     assert words in run("models", "rm", "guide").stdout
+
+
+def test_one_name_of_several_is_forgotten_as_such(node: FakeNode, run: Run) -> None:
+    node.on("DELETE", "/api/admin/models/other", MODEL | {"further_names": ["third"]})
+    assert run("models", "rm", "other").stdout == "The name other is forgotten; the model stays as guide.\n"
+
+
+def test_a_file_that_is_gone_and_further_names_are_shown(node: FakeNode, run: Run) -> None:
+    shown = MODEL | {"further_names": ["other"], "trouble": "the file cannot be read"}
+    node.on("GET", "/api/admin/models/guide/status", shown)
+    found = run("models", "show", "guide").stdout
+    assert "other" in found
+    assert "cannot be loaded again: the file cannot be read" in " ".join(found.split())

@@ -186,3 +186,9 @@ def test_status_for_programs_is_what_the_daemon_said(
     result = run(*arguments, "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout) == body
+
+
+def test_status_says_that_a_loaded_models_file_is_gone(node: FakeNode, run: Run) -> None:
+    models = [STATS["models"][0] | {"trouble": "the file cannot be read"}]
+    node.on("GET", "/api/admin/stats", STATS | {"models": models})
+    assert "runs on, but cannot be loaded again: the file cannot be read" in run("status").stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,52 @@ async def test_a_model_is_loaded_used_and_unloaded(tmp_path: Path) -> None:
         (LayerRange(8, 12),),
         None,
     ]
+
+
+async def test_a_forgotten_model_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with fake_pool(tmp_path) as pool:
+        await pool.tokenize(OTHER_MODEL, text="hi")
+        before = what_is_open()
+        for n in range(6):
+            model = replace(MODEL, model_id=f"{n:064x}")
+            if n % 3:
+                await pool.load(model, LayerRange(0, 4))
+            await pool.tokenize(model, text="hi")
+            assert len(pids(pool)) == 2
+            if n % 3 == 2:
+                await pool.unload(model.model_id)
+            await pool.forget(model.model_id)
+            assert len(pids(pool)) == 1
+        await pool.forget(MODEL.model_id)  # one that it never had
+        assert what_is_open() == before
+        assert len(pool.statistics()) == 1
+        assert pool.models() == {}
+
+
+async def test_a_model_that_is_forgotten_while_its_worker_starts_gets_none(tmp_path: Path) -> None:
+    async with fake_pool(tmp_path) as pool:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pool.info, MODEL)
+            await trio.testing.wait_all_tasks_blocked()
+            await pool.forget(MODEL.model_id)
+        assert pids(pool) == []
+        assert pool.statistics() == ()
+
+
+async def test_nothing_is_kept_of_models_whose_workers_left_idle(tmp_path: Path) -> None:
+    async with fake_pool(tmp_path, idle_timeout_s=0.2) as pool:
+        await pool.tokenize(MODEL, text="hi")
+        with trio.fail_after(PATIENCE_S):
+            while pool.statistics():  # noqa: ASYNC110 - nobody is told
+                await trio.sleep(0.05)
+        assert (await pool.tokenize(MODEL, text="hi")).tolist() == [104, 105]
+
+
+def what_is_open() -> tuple[int, int, int]:
+    """This process's open files, tasks and children."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    return files, trio.lowlevel.current_statistics().tasks_living, len(children)
 
 
 async def test_each_model_has_its_own_process(tmp_path: Path) -> None:

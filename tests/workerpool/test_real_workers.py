@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,42 @@ async def test_options_of_a_load_count_until_the_last_layer_goes(tmp_path: Path)
         assert freed[-1] == (left, left)
         await pool.load(GUIDE, LayerRange(0, 6))
         assert pool.memory(GUIDE.model_id).kv_bytes == configured
+
+
+async def test_a_model_whose_file_is_deleted_runs_on(tmp_path: Path) -> None:
+    path = Path(shutil.copy(GUIDE.path, tmp_path / "copy.gguf"))
+    model = replace(GUIDE, path=path)
+    async with real_pool(tmp_path) as pool:
+        await pool.load(model, WHOLE)
+        before = await greedy(pool)
+        assert not await pool.serves_without_file(model)
+        await trio.to_thread.run_sync(path.unlink)
+        assert await pool.serves_without_file(model)
+        assert await greedy(pool) == before
+        await trio.to_thread.run_sync(path.write_bytes, b"something else")
+        assert await pool.serves_without_file(model)
+        assert await greedy(pool) == before
+        await pool.stop(model.model_id)
+        assert not await pool.serves_without_file(model)
+
+
+async def test_a_mapped_file_that_is_cut_off_costs_its_own_worker_only(tmp_path: Path) -> None:
+    path = Path(shutil.copy(GUIDE.path, tmp_path / "copy.gguf"))
+    model = ModelFile("11" * 32, path)
+    async with real_pool(tmp_path) as pool:
+        await pool.load(model, WHOLE)
+        await pool.load(GUIDE, WHOLE)
+        expected = await greedy(pool)
+        tokens = await pool.tokenize(model, text="What is a pipeline?")
+        os.truncate(path, 4096)
+        with pytest.raises(WorkerDied, match="SIGBUS"):
+            async with pool.generate(model, request_id="r", tokens=tokens, sampling=GREEDY) as stream:
+                [token async for token, _ in stream]
+        assert await greedy(pool) == expected
+        with pytest.raises(BadModel):
+            await pool.tokenize(model, text="a")
+        await pool.forget(model.model_id)
+        assert len(pids(pool)) == 1
 
 
 async def test_options_that_exclude_each_other_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -32,7 +32,12 @@ PEER_MODELS_SHOWN = 16
 def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
     counts, admission, readiness = node.counts, node.admission, node.readiness()
     loaded = [
-        {"name": view.name, "model_id": view.model_id, "layers": range_texts(view.loaded)}
+        {
+            "name": view.name,
+            "model_id": view.model_id,
+            "layers": range_texts(view.loaded),
+            "trouble": view.trouble or None,
+        }
         for view in models
         if view.loaded
     ]
@@ -113,7 +118,9 @@ def model_json(view: ModelView) -> Json:
     ]
     return {
         "name": view.name,
+        "further_names": entry.further_names if entry else (),
         "model_id": view.model_id,
+        "trouble": view.trouble or None,
         "path": str(entry.path) if entry else None,
         "architecture": manifest.architecture if manifest else None,
         "n_layers": view.n_layers,
