@@ -13,6 +13,9 @@ class CheckCuts(DaemonMessage, frozen=True, tag=True):
     """Try which cuts of the open model, of which the whole file must be there, compute the same as the uncut
     model. Answered by Progress ... CutsChecked."""
 
+    units: Annotated[tuple[Annotated[int, Meta(ge=1, le=65535)], ...], Meta(max_length=64)] = ()
+    """Layers per part to try, in this order; none: those that the model's number of layers suggests."""
+
 
 class CutsChecked(WorkerMessage, frozen=True, tag=True):
     """Answers CheckCuts."""

@@ -163,7 +163,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         ),
         bytes(range(37)),
     ),
-    ("check-cuts", ipc.CheckCuts(id=18), b""),
+    ("check-cuts", ipc.CheckCuts(id=18, units=(4, 6)), b""),
     ("shutdown", ipc.Shutdown(id=12), b""),
     ("ready", ipc.Ready(pid=4711, version="0.1.0", engine="llama-cpp-python 0.3.36"), b""),
     (

@@ -48,7 +48,7 @@ class CutChecks:
             if not self.is_due(entry):
                 return entry
             try:
-                verdict = await self._pool.check_cuts(ModelFile.of(entry), progress)
+                verdict = await self._pool.cuts.check(ModelFile.of(entry), progress)
             except SwarmLLMError as error:
                 log.warning("where %s may be cut cannot be tried now: %s", entry.name, error.message)
                 return entry

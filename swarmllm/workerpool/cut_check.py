@@ -1,4 +1,4 @@
-"""The part of the pool that has a model of an unknown architecture tried: may it be cut, and where?
+"""Have a model of an unknown architecture tried: may it be cut, and where?
 
 In a worker of its own, which leaves afterwards: the one that serves the model goes on undisturbed, and where
 libllama dies of a part of the model, that is the answer.
@@ -7,18 +7,17 @@ libllama dies of a part of the model, that is the answer.
 from __future__ import annotations
 
 import importlib.metadata
-from abc import ABC
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import trio
 
 from swarmllm.errors import BadModel, SwarmLLMError, WorkerDied
 from swarmllm.workerpool.calls import OnProgress
-from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm.workerpool.hosts import Hosts
+from swarmllm.workerpool.settings import ModelFile
 from swarmllm.workerpool.worker import Worker
+from swarmllm_proto.architectures import units_to_try
 from swarmllm_proto.ipc import CheckCuts, CutsChecked, Open, Opened
 
 
@@ -27,6 +26,9 @@ class CutVerdict:
     cut_alignment: int
     """Layers may be cut at multiples of this; 0: the model runs whole only."""
     whole_reason: str = ""
+    n_layers: int = 0
+    """Of the model, where the check ended its worker."""
+    ended_worker: bool = False
 
 
 @cache
@@ -35,22 +37,36 @@ def engine_version() -> str:
     return f"llama-cpp-python {importlib.metadata.version('llama_cpp_python')}"
 
 
-class CutCheckCalls(ABC):
-    _settings: WorkerSettings
-    _command: Sequence[str]
-    _socket_dir: Path
+class CutTrials:
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
 
-    async def check_cuts(self, model: ModelFile, progress: OnProgress | None = None) -> CutVerdict:
+    async def check(self, model: ModelFile, progress: OnProgress | None = None) -> CutVerdict:
         """Try it; the whole file must be there. `progress`: (bytes run through, bytes at most), called on
         the trio thread. Raises WorkerError where it cannot be found out now (memory), DeadlineExceeded."""
+        verdict = await self._check(model, progress)
+        if not verdict.ended_worker:
+            return verdict
+        # Which size of parts it died of is not known: each gets a worker of its own, the finest first.
+        for unit in units_to_try(verdict.n_layers):
+            coarser = await self._check(model, progress, (unit,))
+            if coarser.cut_alignment:
+                return coarser
+        return verdict
+
+    async def _check(
+        self, model: ModelFile, progress: OnProgress | None, units: tuple[int, ...] = ()
+    ) -> CutVerdict:
         outcome: list[CutVerdict | SwarmLLMError] = []
+        trial = _Trial(self._hosts, model, units, progress)
         async with trio.open_nursery() as nursery:
             try:
-                outcome.append(await self._try_cuts(model, progress, nursery))
+                outcome.append(await trial.run(nursery))
             except BadModel as error:
                 outcome.append(CutVerdict(0, f"libllama cannot run it: {error.message}"))
             except WorkerDied as error:
-                outcome.append(CutVerdict(0, f"a self-check ended its worker: {error.message}"))
+                reason = f"a self-check ended its worker: {error.message}"
+                outcome.append(CutVerdict(0, reason, trial.n_layers, ended_worker=trial.n_layers > 0))
             except SwarmLLMError as error:
                 outcome.append(error)
             nursery.cancel_scope.cancel()
@@ -59,13 +75,25 @@ class CutCheckCalls(ABC):
             raise found
         return found
 
-    async def _try_cuts(
-        self, model: ModelFile, progress: OnProgress | None, nursery: trio.Nursery
-    ) -> CutVerdict:
-        settings = self._settings
+
+class _Trial:
+    """One worker that tries one model."""
+
+    def __init__(
+        self, hosts: Hosts, model: ModelFile, units: tuple[int, ...], progress: OnProgress | None
+    ) -> None:
+        self.n_layers = 0
+        """Known once the model is open."""
+        self._hosts = hosts
+        self._model = model
+        self._units = units
+        self._progress = progress
+
+    async def run(self, nursery: trio.Nursery) -> CutVerdict:
+        settings = self._hosts.settings
         worker = await Worker.spawn(
-            self._command,
-            self._socket_dir,
+            self._hosts.command,
+            self._hosts.socket_dir,
             start_timeout_s=settings.start_timeout_s,
             stop_timeout_s=settings.stop_timeout_s,
         )
@@ -73,17 +101,18 @@ class CutCheckCalls(ABC):
         await worker.ready()
         message = Open(
             id=worker.new_id(),
-            path=str(model.path),
-            model_id=model.model_id,
+            path=str(self._model.path),
+            model_id=self._model.model_id,
             cache_dir=str(settings.cache_dir),
             n_threads=settings.n_threads,
             use_mmap=settings.use_mmap,
         )
-        await worker.call(message, Opened, timeout_s=settings.load_timeout_s)
+        opened, _ = await worker.call(message, Opened, timeout_s=settings.load_timeout_s)
+        self.n_layers = opened.n_layers
         found, _ = await worker.call(
-            CheckCuts(id=worker.new_id()),
+            CheckCuts(id=worker.new_id(), units=self._units),
             CutsChecked,
             timeout_s=settings.load_timeout_s,
-            on_progress=progress,
+            on_progress=self._progress,
         )
         return CutVerdict(found.cut_alignment, found.whole_reason)

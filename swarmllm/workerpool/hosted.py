@@ -82,7 +82,7 @@ class HostedModel:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is lost with this object: no worker, no layers wanted, nothing under way."""
-        is_starting = self._starting is not None and not self._starting.finished
+        is_starting = self._starting is not None and not self._starting.is_over
         has_worker = self._worker is not None and not self._worker.ended.is_set()
         return not (self.wanted or has_worker or is_starting or self._changing.locked())
 
@@ -184,7 +184,7 @@ class HostedModel:
         """Want no layers any more, and end the worker, also one that is starting."""
         async with self._changing:
             if self._starting is not None:
-                await self._starting.finish()
+                await self._starting.over()
             self.wanted = ()
             self.memory = ModelMemory()
             self.settings = self._configured

@@ -29,6 +29,7 @@ from pathlib import Path
 import trio
 
 from swarmllm.errors import WorkerDied
+from swarmllm_proto.source_paths import without_folders
 
 log = logging.getLogger("swarmllm.worker")
 
@@ -255,7 +256,7 @@ class WorkerProcess:
                     character for character in line.decode("utf-8", "replace") if character.isprintable()
                 ).strip()[:STDERR_LINE_MAX]
                 if text:
-                    self._stderr_tail.append(text)
+                    self._stderr_tail.append(without_folders(text))
                     log.info("worker %d: %s", self.pid, text)
             if not data:
                 return False

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from struct import Struct
 from typing import Final, Literal
 
-from swarmllm.workerpool.worker import Worker
+from swarmllm.workerpool.hosts import Hosts
 from swarmllm_proto.ipc import CloseLinks, Done, Sampling, StageTiming, TakeLink, TakeSeat
 
 CALL_TIMEOUT_S: Final = 10.0
@@ -34,15 +33,15 @@ NO_RING: Final = RingHint()
 
 
 class RingCalls:
-    """`worker_of(model_id)`: the worker that is up, if one is. All raise what `Worker.call` raises, and do
+    """To the worker that is up, if one is. All raise what `Worker.call` raises, and do
     nothing without a worker."""
 
-    def __init__(self, worker_of: Callable[[str], Worker | None]) -> None:
-        self._worker_of = worker_of
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
 
     def pid(self, model_id: str) -> int | None:
         """Of the process that has the links; another one has none of them."""
-        worker = self._worker_of(model_id)
+        worker = self._hosts.worker(model_id)
         return worker.pid if worker is not None else None
 
     async def take_seat(
@@ -60,7 +59,7 @@ class RingCalls:
         sampling: Sampling | None,
     ) -> None:
         """Before any decode job of the stage can come by a link. `sampling`: of the last stage."""
-        worker = self._worker_of(model_id)
+        worker = self._hosts.worker(model_id)
         if worker is None:
             return
         message = TakeSeat(
@@ -87,7 +86,7 @@ class RingCalls:
         nonce: int,
     ) -> int | None:
         """Give the worker its end; the caller still has to close its own copy. Returns the worker's pid."""
-        worker = self._worker_of(model_id)
+        worker = self._hosts.worker(model_id)
         if worker is None:
             return None
         await worker.call(
@@ -100,6 +99,6 @@ class RingCalls:
         return worker.pid
 
     async def close_links(self, model_id: str, peer: str) -> None:
-        worker = self._worker_of(model_id)
+        worker = self._hosts.worker(model_id)
         if worker is not None:
             await worker.call(CloseLinks(id=worker.new_id(), peer=peer), Done, timeout_s=CALL_TIMEOUT_S)

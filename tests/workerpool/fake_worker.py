@@ -97,10 +97,15 @@ def obey(order: str, call_id: int) -> bool:
     )
 
 
+path = ""
+
+
 def handle(frame: Frame) -> None:
+    global path
     message = decode_daemon_message(frame)
     match message:
         case ipc.Open():
+            path = message.path
             if message.path.endswith("broken.gguf"):
                 send(ipc.Error(id=message.id, kind="bad_model", message="not a GGUF file", field="path"))
                 return
@@ -116,6 +121,12 @@ def handle(frame: Frame) -> None:
                     cut_alignment=1,
                 )
             )
+        case ipc.CheckCuts():
+            if "dies-below-4" in path and min(message.units, default=0) < 4:
+                os.abort()
+            if "dies-always" in path:
+                os.abort()
+            send(ipc.CutsChecked(id=message.id, cut_alignment=message.units[0] if message.units else 2))
         case ipc.Load():
             send(ipc.Progress(id=message.id, done_bytes=1, total_bytes=2))
             if message.end > 12:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,15 @@ from swarmllm_proto.swarm import KeptPrefix
 
 # Each test spawns processes, and a Python process takes a quarter of a second to start.
 pytestmark = pytest.mark.slow
+
+
+async def test_a_self_check_that_ends_its_worker_goes_on_with_coarser_parts(tmp_path: Path) -> None:
+    async with fake_pool(tmp_path) as pool:
+        for name, alignment in (("sound", 2), ("dies-below-4", 4), ("dies-always", 0)):
+            verdict = await pool.cuts.check(replace(MODEL, path=Path(f"/nowhere/{name}.gguf")))
+            assert verdict.cut_alignment == alignment
+        assert "a self-check ended its worker" in verdict.whole_reason
+        assert pids(pool) == []
 
 
 async def test_a_killed_worker_fails_its_requests_at_once_and_the_next_call_brings_it_back(

@@ -50,10 +50,16 @@ class CutVerdict:
     """Why, where unit is 0."""
 
 
-def check_cuts(path: Path, cache_dir: Path, settings: EngineSettings, progress: Progress) -> CutVerdict:
-    """`progress`: (bytes run through, bytes at most). Raises CallError where it cannot be found out now:
-    out_of_memory."""
-    return _Check(path, cache_dir, settings, progress).run()
+def check_cuts(
+    path: Path,
+    cache_dir: Path,
+    settings: EngineSettings,
+    progress: Progress,
+    units: Sequence[int] = (),
+) -> CutVerdict:
+    """`progress`: (bytes run through, bytes at most). `units`: to try, instead of `units_to_try`. Raises
+    CallError where it cannot be found out now: out_of_memory."""
+    return _Check(path, cache_dir, settings, progress).run(units)
 
 
 class _CannotTell(Exception):
@@ -78,8 +84,8 @@ class _Check:
         self._progress = progress
         self._done_bytes = 0
 
-    def run(self) -> CutVerdict:
-        units = units_to_try(self._n_layers)
+    def run(self, wanted: Sequence[int]) -> CutVerdict:
+        units = [unit for unit in wanted or units_to_try(self._n_layers) if unit < self._n_layers]
         if not units:
             return CutVerdict(0, "it has one layer")
         size_bytes = self._source.size_bytes

@@ -28,6 +28,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.ipc import FlashAttention, KvType
+from swarmllm_proto.source_paths import without_folders
 from swarmllm_workers.engine import huge_pages, row_attention, small_batches
 from swarmllm_workers.errors import CallError, Interrupted
 
@@ -80,7 +81,7 @@ def engine_version() -> str:
 def _complaint(what: str) -> CallError:
     said = "; ".join(_recent_complaints) or "libllama gave no reason"
     kind = "out_of_memory" if "alloc" in said or "memory" in said else "bad_model"
-    return CallError(kind, f"{what}: {said[:600]}")  # type: ignore[arg-type]
+    return CallError(kind, f"{what}: {without_folders(said)[:600]}")  # type: ignore[arg-type]
 
 
 class Model:

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import signal
 from pathlib import Path
 from typing import Final
 
 from llama_cpp import llama_cpp as lib
 
+from swarmllm_proto.source_paths import without_folders
 from swarmllm_workers.engine.gguf_file import ARRAY, GgufFile
 from swarmllm_workers.errors import CallError
 
 PATIENCE_S: Final = 120
 N_ROWS: Final = 32
 _LAST_WORDS_MAX: Final = 8192
-_WHERE: Final = re.compile(r"^\S*/")
 
 
 def refuse_impossible_rotation(source: GgufFile) -> None:
@@ -65,7 +64,7 @@ def refuse_what_aborts(path: Path) -> None:
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
-        said = _WHERE.sub("", words.splitlines()[-1])[:300] if words else "without a word"
+        said = without_folders(words.splitlines()[-1])[:300] if words else "without a word"
         raise CallError("bad_model", f"{path.name} makes libllama die of {name}: {said}", "path")
 
 

@@ -62,7 +62,11 @@ class LoadHandlers:
     def _check_cuts(self, message: ipc.CheckCuts, _payload: memoryview) -> None:
         engine = self._opened()
         verdict = check_cuts(
-            engine.whole_file(), engine.cache_dir, engine.settings, self._progress_of(message.id)
+            engine.whole_file(),
+            engine.cache_dir,
+            engine.settings,
+            self._progress_of(message.id),
+            message.units,
         )
         self._send(
             ipc.CutsChecked(

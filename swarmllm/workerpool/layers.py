@@ -1,38 +1,31 @@
-"""The part of the pool that loads and unloads layers, and says what is held."""
+"""Which layers this node's workers hold: load and unload them, and say what is held."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+
+import trio
 
 from swarmllm.errors import Conflict
 from swarmllm.models.layers import LayerRange
-from swarmllm.supervision import Outcome
 from swarmllm.workerpool.calls import OnProgress
-from swarmllm.workerpool.hosted import HostedModel
+from swarmllm.workerpool.hosted import inode_of
+from swarmllm.workerpool.hosts import Hosts
 from swarmllm.workerpool.settings import (
     AS_CONFIGURED,
     LoadOptions,
     ModelFile,
     ModelMemory,
-    WorkerSettings,
 )
 
-T = TypeVar("T")
 Then = Callable[[], Awaitable[object]]
 
 
-class HoldingCalls(ABC):
-    _settings: WorkerSettings
-    _hosted: dict[str, HostedModel]
-    _on_change: Callable[[], None]
-
-    @abstractmethod
-    def _host(self, model: ModelFile) -> HostedModel: ...
-
-    @abstractmethod
-    def _background(self, work: Callable[[], Awaitable[T]]) -> Outcome[T]: ...
+class HeldLayers:
+    def __init__(self, hosts: Hosts, on_change: Callable[[], None]) -> None:
+        """`on_change` is called after `models()` has changed."""
+        self._hosts = hosts
+        self._on_change = on_change
 
     async def load(
         self,
@@ -52,14 +45,14 @@ class HoldingCalls(ABC):
 
         async def work() -> tuple[LayerRange, ...]:
             try:
-                held = await self._host(model).load(layers, progress, options)
+                held = await self._hosts.of(model).load(layers, progress, options)
                 if then is not None:
                     await then()
                 return held
             finally:
                 self._on_change()
 
-        return await self._background(work).wait()
+        return await self._hosts.background(work).wait()
 
     async def unload(
         self,
@@ -76,7 +69,7 @@ class HoldingCalls(ABC):
         """
 
         async def work() -> tuple[LayerRange, ...]:
-            hosted = self._hosted.get(model_id)
+            hosted = self._hosts.get(model_id)
             if hosted is None:
                 raise Conflict("no layers of this model are loaded here", field="layers")
             try:
@@ -87,28 +80,50 @@ class HoldingCalls(ABC):
             finally:
                 self._on_change()
 
-        return await self._background(work).wait()
+        return await self._hosts.background(work).wait()
 
     def memory(self, model_id: str) -> ModelMemory:
-        hosted = self._hosted.get(model_id)
+        hosted = self._hosts.get(model_id)
         return hosted.memory if hosted else ModelMemory()
 
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
         """The model's layers here, in order; a stage may be any part of one range that respects the cut
         alignment."""
-        hosted = self._hosted.get(model_id)
+        hosted = self._hosts.get(model_id)
         return hosted.wanted if hosted is not None else ()
 
     def models(self) -> dict[str, tuple[LayerRange, ...]]:
         """Every model of which layers are to be served here, whether or not its worker is up at this
         moment."""
-        return {model_id: hosted.wanted for model_id, hosted in self._hosted.items() if hosted.wanted}
+        return {model_id: hosted.wanted for model_id, hosted in self._hosts.items() if hosted.wanted}
 
     def loaded_with(self, model_id: str) -> LoadOptions | None:
         """What counts for a model that is loaded here, every option said."""
-        hosted = self._hosted.get(model_id)
+        hosted = self._hosts.get(model_id)
         return LoadOptions.of(hosted.settings) if hosted is not None and hosted.wanted else None
 
     def context_sizes(self) -> dict[str, int]:
         """KV cells (n_ctx) of every model of which layers are to be served here."""
-        return {model_id: hosted.settings.n_ctx for model_id, hosted in self._hosted.items() if hosted.wanted}
+        return {model_id: hosted.settings.n_ctx for model_id, hosted in self._hosts.items() if hosted.wanted}
+
+    async def serves_without_file(self, model: ModelFile) -> bool:
+        """Whether layers of the model run on although its file is gone, or another one is in its place: what
+        a worker has mapped stays until it is unmapped."""
+        hosted = self._hosts.get(model.model_id)
+        if hosted is None or hosted.worker is None or not hosted.wanted:
+            return False
+        return hosted.inode != await trio.to_thread.run_sync(inode_of, model.path)
+
+    async def forget(self, model_id: str) -> None:
+        """The model is no longer this node's: end its worker and keep nothing of it. Layers of it that were
+        wanted are so no longer. Goes on when the caller leaves."""
+
+        async def work() -> None:
+            if (hosted := self._hosts.get(model_id)) is not None:
+                await hosted.close("was stopped because its model was removed")
+                # Unless somebody has asked for the model again meanwhile.
+                self._hosts.drop_if_empty(model_id)
+                self._on_change()
+
+        if self._hosts.get(model_id) is not None:
+            await self._hosts.background(work).wait()

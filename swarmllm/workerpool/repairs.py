@@ -1,17 +1,15 @@
-"""The part of the pool that speaks of requests whose pipeline broke: hold, resume, read the journal."""
+"""What workers keep of requests whose pipeline broke: hold them, resume them, read their journals."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.forward_result import Hidden, checked_tensor
-from swarmllm.workerpool.hosted import HostedModel
-from swarmllm.workerpool.settings import ModelFile, WorkerSettings
-from swarmllm.workerpool.worker import Worker
+from swarmllm.workerpool.hosts import Hosts
+from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import (
     Done,
     HoldRequest,
@@ -23,25 +21,18 @@ from swarmllm_proto.ipc import (
 )
 
 
-class ResumeCalls(ABC):
-    _settings: WorkerSettings
-
-    @abstractmethod
-    def _host(self, model: ModelFile) -> HostedModel: ...
-
-    @abstractmethod
-    def _worker(self, model_id: str) -> Worker | None: ...
-
-    @abstractmethod
-    def _forget(self, model_id: str, request_id: str) -> None: ...
+class Repairs:
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
 
     async def hold(self, model_id: str, request_id: str, hold_s: float) -> None:
         """Stop the request, but keep its KV and its journal for `resume`; unknown requests and absent workers
         are fine."""
-        self._forget(model_id, request_id)
-        if (worker := self._worker(model_id)) is not None:
+        if (hosted := self._hosts.get(model_id)) is not None:
+            hosted.forget(request_id)
+        if (worker := self._hosts.worker(model_id)) is not None:
             message = HoldRequest(id=worker.new_id(), request_id=request_id, hold_s=hold_s)
-            await worker.call(message, Done, timeout_s=self._settings.call_timeout_s)
+            await worker.call(message, Done, timeout_s=self._hosts.settings.call_timeout_s)
 
     async def resume(
         self,
@@ -54,7 +45,7 @@ class ResumeCalls(ABC):
     ) -> tuple[KeptRows, ...]:
         """Give what is held of `resumes` to a request that has nothing yet: at most `n_rows` rows. What there
         is, for each range. Raises as `forward` does."""
-        worker = await self._host(model).worker_for(request_id, 0)
+        worker = await self._hosts.of(model).worker_for(request_id, 0)
         message = ResumeRequest(
             id=worker.new_id(),
             request_id=request_id,
@@ -62,16 +53,16 @@ class ResumeCalls(ABC):
             n_rows=n_rows,
             ranges=tuple((layers.start, layers.end) for layers in ranges),
         )
-        resumed, _ = await worker.call(message, Resumed, timeout_s=self._settings.call_timeout_s)
+        resumed, _ = await worker.call(message, Resumed, timeout_s=self._hosts.settings.call_timeout_s)
         return resumed.kept
 
     async def read_journal(
         self, model: ModelFile, *, request_id: str, end: int, position: int, n_rows: int
     ) -> Hidden:
         """f32 [n_rows, n_embd]: what the layers before `end` gave. Raises as `forward` does."""
-        worker = await self._host(model).worker_for(request_id, position)
+        worker = await self._hosts.of(model).worker_for(request_id, position)
         message = ReadJournal(
             id=worker.new_id(), request_id=request_id, end=end, position=position, n_rows=n_rows
         )
-        _, payload = await worker.call(message, LayerResult, timeout_s=self._settings.call_timeout_s)
+        _, payload = await worker.call(message, LayerResult, timeout_s=self._hosts.settings.call_timeout_s)
         return checked_tensor(payload, "journal", np.dtype(np.float32), 2, n_rows=n_rows)

@@ -1,12 +1,10 @@
-"""The part of the pool that speaks of KV by the names of its blocks."""
+"""KV that workers keep of prompts, by the names of its blocks: what there is, exported and imported."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 from swarmllm.models.layers import LayerRange
-from swarmllm.workerpool.hosted import HostedModel
-from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm.workerpool.hosts import Hosts
+from swarmllm.workerpool.settings import ModelFile
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.frames import Payload, as_pieces
@@ -22,29 +20,27 @@ from swarmllm_proto.ipc_prefix import split_names
 from swarmllm_proto.swarm_prefix import KeptPrefix
 
 
-class PrefixCalls(ABC):
-    _settings: WorkerSettings
-    _manifests: dict[str, tuple[Worker, tuple[KeptPrefix, ...]]]
-    """By model id, what which worker said last."""
-
-    @abstractmethod
-    def _worker(self, model_id: str) -> Worker | None: ...
-
-    @abstractmethod
-    def _host(self, model: ModelFile) -> HostedModel: ...
+class KeptPrefixes:
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._manifests: dict[str, tuple[Worker, tuple[KeptPrefix, ...]]] = {}
+        """By model id, what which worker said last."""
 
     def kept_prefixes(self) -> dict[str, tuple[KeptPrefix, ...]]:
         """By model id, the beginnings of prompts of which workers that are up have the KV, the most recently
         used first; nothing where the settings do not want it told."""
+        up = {model_id: said for model_id, said in self._manifests.items() if self._hosts.get(model_id)}
+        self._manifests = up
         return {
             model_id: kept
             for model_id, (worker, kept) in self._manifests.items()
-            if worker is self._worker(model_id)
+            if worker is self._hosts.worker(model_id)
         }
 
-    def _keep_manifest(
+    def take_manifest(
         self, model_id: str, worker: Worker, message: PrefixManifestUpdate, payload: memoryview
     ) -> None:
+        """What a worker says it keeps. Raises BadMessage."""
         names = split_names(payload)
         if len(names) != len(message.n_blocks):
             raise BadMessage("n_blocks", f"{len(message.n_blocks)} numbers for {len(names)} names")
@@ -56,12 +52,12 @@ class PrefixCalls(ABC):
         """Tell what the complete blocks of a request are called, for KV to be shared under these names (32
         bytes each) within `scope`. How many of them the request has rows of: one that has not begun gets
         those that are kept. Raises as `forward` does."""
-        worker = await self._host(model).worker_for(request_id, 0)
+        worker = await self._hosts.of(model).worker_for(request_id, 0)
         message = PrefixFetchProbe(
             id=worker.new_id(), request_id=request_id, start=layers.start, end=layers.end, scope=scope
         )
         result, _ = await worker.call(
-            message, PrefixFetchResult, payload=names, timeout_s=self._settings.call_timeout_s
+            message, PrefixFetchResult, payload=names, timeout_s=self._hosts.settings.call_timeout_s
         )
         return result.n_blocks
 
@@ -69,10 +65,10 @@ class PrefixCalls(ABC):
         self, model: ModelFile, layers: LayerRange, names: bytes, scope: str = ""
     ) -> tuple[PrefixSnapshotResponse, memoryview]:
         """The KV that is kept of the first so many of these blocks, as bytes for `import_prefix`."""
-        worker = await self._host(model).ready()
+        worker = await self._hosts.of(model).ready()
         message = ExportPrefixSnapshot(id=worker.new_id(), start=layers.start, end=layers.end, scope=scope)
         return await worker.call(
-            message, PrefixSnapshotResponse, payload=names, timeout_s=self._settings.call_timeout_s
+            message, PrefixSnapshotResponse, payload=names, timeout_s=self._hosts.settings.call_timeout_s
         )
 
     async def import_prefix(
@@ -86,7 +82,7 @@ class PrefixCalls(ABC):
     ) -> int:
         """Keep KV that another worker exported, of blocks with these names. How many blocks were taken: all,
         or 0 where there is no room. Raises WorkerError for bytes that are damaged or not of these layers."""
-        worker = await self._host(model).ready()
+        worker = await self._hosts.of(model).ready()
         message = ImportPrefixSnapshot(
             id=worker.new_id(),
             start=layers.start,
@@ -100,6 +96,6 @@ class PrefixCalls(ABC):
             message,
             PrefixFetchResult,
             payload=[names, *as_pieces(data)],
-            timeout_s=self._settings.call_timeout_s,
+            timeout_s=self._hosts.settings.call_timeout_s,
         )
         return result.n_blocks

@@ -1,0 +1,143 @@
+"""The models that have, or may get, a worker on this node, by id: the one place that makes and drops them.
+
+The pool's parts (layers, prefixes, repairs, links, cuts) share this object and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+import trio
+
+from swarmllm.errors import WorkerDied, WorkerError
+from swarmllm.supervision import Outcome, detach, supervise
+from swarmllm.workerpool.hosted import HostedModel
+from swarmllm.workerpool.process import SOCKET_PATH_MAX
+from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm.workerpool.worker import Worker
+from swarmllm_proto.ipc import AnyWorkerMessage
+
+SOCKET_NAME_LENGTH: Final = 32
+"""More than a socket's file name has."""
+
+T = TypeVar("T")
+OnNotice = Callable[[str, Worker, AnyWorkerMessage, memoryview], None]
+"""What a worker that is up says unasked: (model id, worker, message, payload)."""
+
+
+class Hosts:
+    """Iterates over the hosted models."""
+
+    def __init__(self, settings: WorkerSettings, runtime_dir: Path, command: Sequence[str]) -> None:
+        """`runtime_dir`: for sockets, made private. `command`: runs a worker."""
+        self.settings = settings
+        self.command = command
+        self.socket_dir = runtime_dir
+        self.on_notice: OnNotice = lambda model_id, worker, message, payload: None
+        self._runtime_dir = runtime_dir
+        self._hosted: dict[str, HostedModel] = {}
+        self._nursery: trio.Nursery | None = None
+
+    def __iter__(self) -> Iterator[HostedModel]:
+        return iter(tuple(self._hosted.values()))
+
+    def items(self) -> tuple[tuple[str, HostedModel], ...]:
+        """By model id."""
+        return tuple(self._hosted.items())
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Workers may start inside this block; when it is left, every one has ended."""
+        temporary = await trio.to_thread.run_sync(self._prepare_folders)
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                supervise(nursery, "idle workers", self._stop_idle_workers)
+                try:
+                    yield
+                finally:
+                    nursery.cancel_scope.cancel()
+        finally:
+            self._nursery = None
+            self._hosted.clear()
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def of(self, model: ModelFile) -> HostedModel:
+        """The hosted model of this file, made where there is none. Raises WorkerError outside `running`."""
+        hosted = self._hosted.get(model.model_id)
+        if hosted is None:
+            hosted = HostedModel(
+                model,
+                self.settings,
+                self.command,
+                self.socket_dir,
+                self._running(),
+                partial(self._notice, model.model_id),
+            )
+            self._hosted[model.model_id] = hosted
+        else:
+            # The same content, perhaps added again from another place, or more is known of its cuts.
+            hosted.model = model
+        return hosted
+
+    def get(self, model_id: str) -> HostedModel | None:
+        return self._hosted.get(model_id)
+
+    def worker(self, model_id: str) -> Worker | None:
+        """The one that is up."""
+        hosted = self._hosted.get(model_id)
+        return hosted.worker if hosted is not None else None
+
+    async def ready(self, model: ModelFile) -> Worker:
+        """A worker with everything loaded that is wanted of the model. Raises WorkerDied, BadModel,
+        WorkerError."""
+        return await self.of(model).ready()
+
+    def background(self, work: Callable[[], Awaitable[T]]) -> Outcome[T]:
+        """Work that goes on when those who wait for it leave. Raises WorkerError outside `running`."""
+        closed = WorkerDied("the worker pool was closed")
+        return detach(self._running(), "worker", work, closed=closed)
+
+    def drop_if_empty(self, model_id: str) -> None:
+        hosted = self._hosted.get(model_id)
+        if hosted is not None and hosted.is_empty:
+            del self._hosted[model_id]
+
+    def _running(self) -> trio.Nursery:
+        if self._nursery is None:
+            raise WorkerError("the worker pool is not running")
+        return self._nursery
+
+    def _notice(self, model_id: str, worker: Worker, message: AnyWorkerMessage, payload: memoryview) -> None:
+        # What the last worker had to say concerns nobody any more.
+        if worker is self.worker(model_id):
+            self.on_notice(model_id, worker, message, payload)
+
+    async def _stop_idle_workers(self) -> None:
+        limit_s = self.settings.idle_timeout_s
+        while True:
+            await trio.sleep(limit_s / 4)
+            for model_id, hosted in self.items():
+                idle_since = hosted.idle_since
+                if idle_since is not None and trio.current_time() - idle_since >= limit_s:
+                    await hosted.stop("was stopped because it was idle")
+                self.drop_if_empty(model_id)
+
+    def _prepare_folders(self) -> Path | None:
+        """Make the folders; returns one to remove in the end, where sockets need a shorter path."""
+        self.settings.cache_dir.mkdir(parents=True, exist_ok=True)
+        self._runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._runtime_dir.chmod(0o700)
+        self.socket_dir = self._runtime_dir
+        if len(os.fsencode(self._runtime_dir.absolute())) + SOCKET_NAME_LENGTH <= SOCKET_PATH_MAX:
+            return None
+        self.socket_dir = Path(tempfile.mkdtemp(prefix="swarmllm-"))
+        return self.socket_dir
