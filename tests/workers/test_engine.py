@@ -7,12 +7,14 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.gpu_memory import _ggml, gpu_free_bytes
 from swarmllm_workers.engine.memory import predict
 from swarmllm_workers.engine.ranges import merge, subtract
 from swarmllm_workers.engine.segment import EngineSettings, Span
@@ -121,10 +123,29 @@ def test_a_cut_for_which_the_machine_has_no_room_is_refused(
     engine = open_engine()
     engine.load(0, 4)
     run(engine, "old", 0, 4, 0, TOKENS)
-    monkeypatch.setattr("swarmllm_workers.engine.available_bytes", lambda: 1000)
+    monkeypatch.setattr("swarmllm_workers.engine.memory.available_bytes", lambda: 1000)
     with pytest.raises(CallError, match="are available"):
         run(engine, "new", 0, 1, 0, TOKENS)
     run(engine, "old", 0, 4, len(TOKENS), TOKENS[:1])
+
+
+def test_what_goes_to_a_gpu_is_held_against_its_memory_too(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarmllm_workers.engine.memory.available_bytes", lambda: 1000)
+    monkeypatch.setattr("swarmllm_workers.engine.memory.gpu_free_bytes", lambda: 2**34)
+    with pytest.raises(CallError, match="are available:"):
+        open_engine().load(0, 4)
+    open_engine(n_gpu_layers=99).load(0, 4)
+    monkeypatch.setattr("swarmllm_workers.engine.memory.gpu_free_bytes", lambda: 1000)
+    with pytest.raises(CallError, match="on this machine and its GPUs together"):
+        open_engine(n_gpu_layers=99).load(0, 4)
+
+
+def test_a_libllama_without_a_gpu_has_no_memory_there() -> None:
+    if not llama_cpp.llama_supports_gpu_offload():
+        assert gpu_free_bytes() == 0
+    assert _ggml() is not None
 
 
 def test_unloading_a_part_cuts_what_remains(open_engine: OpenEngine) -> None:

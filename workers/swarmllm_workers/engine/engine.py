@@ -27,7 +27,7 @@ from swarmllm_workers.engine.cutting import Cuts
 from swarmllm_workers.engine.embedding import Embedding
 from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.libllama import Model
-from swarmllm_workers.engine.memory import ALLOWED, Memory, available_bytes, predict, refuse_what_does_not_fit
+from swarmllm_workers.engine.memory import Memory, predict, refuse_beside
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.engine.ranges import Range, join, merge, subtract
 from swarmllm_workers.engine.segment import EngineSettings, Segment, Span
@@ -136,14 +136,8 @@ class Engine:
     ) -> None:
         """Raises CallError out_of_memory. `leaving`: segments that are closed before these are opened."""
         needed = predict(self.source, self.n_layers, pieces, self.settings)
-        going = self._memory_of(leaving)
-        # Mapped weights are page cache, which counts as available while they are mapped.
-        given_back = going.total_bytes - (going.weights_bytes if self.settings.use_mmap else 0)
         what = f"layers {join(merge(pieces))} of {self.name}"
-        refuse_what_does_not_fit(needed, what, available_bytes() + given_back)
-        if self.settings.max_bytes:
-            needed += self.memory
-            refuse_what_does_not_fit(needed, what, self.settings.max_bytes + going.total_bytes, ALLOWED)
+        refuse_beside(needed, what, self.memory, self._memory_of(leaving), self.settings)
 
     @property
     def memory(self) -> Memory:
@@ -351,6 +345,8 @@ class Engine:
         """Replace segments that reach over `start` or `end` by their parts. Raises CallError out_of_memory,
         having changed nothing, where the parts do not fit beside what stays."""
         cut = [s for s in self._segments if s.start < start < s.end or s.start < end < s.end]
+        if not cut:
+            return
         staying = [segment for segment in self._segments if segment not in cut]
         missing: list[Range] = []
         for segment in cut:
@@ -370,8 +366,7 @@ class Engine:
         self._settle()
 
     def _settle(self) -> None:
-        retired = [segment for segment in self._retired if segment.is_whole]
-        self._maker.settle([*self._segments, *retired])
+        self._maker.settle([*self._segments, *(each for each in self._retired if each.is_whole)])
 
     def _close(self, segments: list[Segment]) -> None:
         for segment in segments:

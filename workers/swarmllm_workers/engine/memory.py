@@ -17,6 +17,7 @@ from typing import Final
 
 from swarmllm_workers.engine import row_attention
 from swarmllm_workers.engine.gguf_file import ARRAY, STRING, GgufFile
+from swarmllm_workers.engine.gpu_memory import gpu_free_bytes
 from swarmllm_workers.engine.libllama import N_BATCH
 from swarmllm_workers.engine.ranges import Range
 from swarmllm_workers.engine.segment import EngineSettings
@@ -118,6 +119,7 @@ def _number(source: GgufFile, key: str, layer: int = 0, default: int = 0) -> int
 
 
 AVAILABLE: Final = "are available"
+WITH_GPU: Final = "are available on this machine and its GPUs together"
 ALLOWED: Final = "are allowed (resources.max_model_gib)"
 
 
@@ -130,6 +132,19 @@ def refuse_what_does_not_fit(needed: Memory, what: str, limit_bytes: int, whose:
             f"values {_gib(needed.kv_bytes)}, work space {_gib(needed.work_bytes)}), and {_gib(limit_bytes)} "
             f"{whose}: load fewer layers, or lower n_ctx",
         )
+
+
+def refuse_beside(needed: Memory, what: str, held: Memory, leaving: Memory, settings: EngineSettings) -> None:
+    """Raises CallError out_of_memory where the machine has no room for `needed`, or it is not allowed beside
+    what is `held`; `leaving`, which is part of that, is given back before."""
+    # Mapped weights are page cache, which counts as available while they are mapped.
+    given_back = leaving.total_bytes - (leaving.weights_bytes if settings.use_mmap else 0)
+    on_gpus = gpu_free_bytes() if settings.n_gpu_layers else 0
+    limit_bytes = available_bytes() + on_gpus + given_back
+    refuse_what_does_not_fit(needed, what, limit_bytes, WITH_GPU if on_gpus else AVAILABLE)
+    if settings.max_bytes:
+        limit_bytes = settings.max_bytes + leaving.total_bytes
+        refuse_what_does_not_fit(needed + held, what, limit_bytes, ALLOWED)
 
 
 def _gib(size: int) -> str:
