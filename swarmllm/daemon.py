@@ -267,6 +267,7 @@ def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
         n_ctx=config.inference.n_ctx,
         n_slots=config.inference.n_slots,
         n_threads=config.n_threads,
+        log_level="debug" if config.node.log_level == "debug" else "warning",
         use_mmap=config.resources.use_mmap,
         n_gpu_layers=config.resources.n_gpu_layers,
         continuous_batching=config.inference.continuous_batching,

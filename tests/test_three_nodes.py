@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,11 +27,11 @@ N_SLOTS = 3
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProcess, ...]]:
     folder = tmp_path_factory.mktemp("three-nodes")
-    inference = {"n_threads": 1, "n_slots": N_SLOTS}
+    tables = {"inference": {"n_threads": 1, "n_slots": N_SLOTS}, "node": {"log_level": "debug"}}
     with (
-        running_daemon(folder, "a", load=[THIRDS[0]], inference=inference) as a,
-        running_daemon(folder, "b", load=[THIRDS[1]], inference=inference, bootstrap=a.addresses) as b,
-        running_daemon(folder, "c", load=[THIRDS[2]], inference=inference, bootstrap=a.addresses) as c,
+        running_daemon(folder, "a", load=[THIRDS[0]], **tables) as a,
+        running_daemon(folder, "b", load=[THIRDS[1]], **tables, bootstrap=a.addresses) as b,
+        running_daemon(folder, "c", load=[THIRDS[2]], **tables, bootstrap=a.addresses) as c,
     ):
         for node in (a, b, c):
             wait_for(lambda node=node: complete(node), PATIENCE_S, "every node to know holders of all layers")
@@ -52,6 +53,25 @@ def ask(node: DaemonProcess) -> str:
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 1
     return answer.choices[0].message.content or ""
+
+
+def test_one_id_follows_a_request_to_the_log_of_the_last_worker(nodes: tuple[DaemonProcess, ...]) -> None:
+    body = {"model": "guide", "messages": QUESTION, "max_tokens": 4}
+    answer = nodes[0].http.post("/v1/chat/completions", json=body)
+    answer.raise_for_status()
+    request_id = answer.headers["x-request-id"]
+    assert request_id.startswith("req_")
+    for node in nodes:
+        said = rf"worker \d+: DEBUG \S+ request {request_id} ended with [1-9]\d* rows"
+        wait_for(
+            lambda node=node, said=said: re.search(said, node.log.read_text()),
+            PATIENCE_S,
+            "its worker's line",
+        )
+    assert f"request {request_id} of guide:" in nodes[0].log.read_text()
+    for node in nodes[1:]:
+        ended = f"request {request_id} of {nodes[0].node_id} ended here"
+        wait_for(lambda node=node, ended=ended: ended in node.log.read_text(), PATIENCE_S, "the stage's line")
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from swarmllm.node.admission import Admission
 from swarmllm.node.requests import UserRequests
 from swarmllm.pipeline.origin.prompt import token_ids
 from swarmllm.pipeline.pipelines import Pipelines
+from swarmllm.pipeline.request_id import further_id
 from swarmllm.scheduling.tiers import LOCAL, Caller
 from swarmllm.workerpool import ModelFile, WorkerPool
 from swarmllm_proto.swarm import Stage
@@ -65,6 +66,7 @@ class Embeddings:
         *,
         n_dimensions: int | None = None,
         caller: Caller = LOCAL,
+        request_id: str = "",
     ) -> Embedded:
         """Texts, or the token ids of texts. `n_dimensions`: as many the vectors are to have.
 
@@ -77,13 +79,18 @@ class Embeddings:
             raise InvalidRequest(
                 f"{entry.name} has {n_embd} dimensions, and no fewer that mean anything.", field="dimensions"
             )
-        with self._requests.under_way(entry.name) as request:
+        with self._requests.under_way(entry.name, request_id) as request:
             async with self._admission.turn(caller) as queue_s:
                 request.has_turn()
-                return await self._all(entry, texts, pooling, queue_s)
+                return await self._all(entry, texts, pooling, queue_s, request.id)
 
     async def _all(
-        self, entry: CatalogueEntry, texts: Sequence[str | list[int]], pooling: Pooling, queue_s: float
+        self,
+        entry: CatalogueEntry,
+        texts: Sequence[str | list[int]],
+        pooling: Pooling,
+        queue_s: float,
+        request_id: str,
     ) -> Embedded:
         started_s = trio.current_time()
         fields = [f"input[{i}]" if len(texts) > 1 else "input" for i in range(len(texts))]
@@ -93,7 +100,7 @@ class Embeddings:
         stages: tuple[Stage, ...] = ()
         for prompt, field in zip(prompts, fields, strict=True):
             try:
-                rows = await self._pipelines.rows(prompt, entry)
+                rows = await self._pipelines.rows(prompt, entry, request_id=further_id(request_id))
             except InvalidRequest as error:
                 error.field = field
                 raise

@@ -234,8 +234,10 @@ class Node:
         sampling: Sampling,
         max_tokens: int | None,
         caller: Caller = LOCAL,
+        request_id: str = "",
     ) -> AsyncIterator[Generation]:
-        """One request of a user of this node. `max_tokens` None: until the context is full.
+        """One request of a user of this node. `max_tokens` None: until the context is full. `request_id`
+        names it on every node; without one it gets a new one.
 
         Leaving early cancels it on every node. Raises ModelNotFound, BadModel, Overloaded, NoPipeline,
         ContextFull, and what pipelines raise.
@@ -243,10 +245,12 @@ class Node:
         entry = await self._as_origin(model)
         # Pipelines shorten it to what the context leaves.
         sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens or MAX_TOKENS)
-        with self.requests.under_way(entry.name) as request:
+        with self.requests.under_way(entry.name, request_id) as request:
             async with self.admission.turn(caller) as queue_s:
                 request.has_turn()
-                async with self._pipelines.generate(prompt, entry, sampling, queue_s=queue_s) as generation:
+                async with self._pipelines.generate(
+                    prompt, entry, sampling, request_id=request.id, queue_s=queue_s
+                ) as generation:
                     request.first_token(generation)
                     yield generation
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import trio
 from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.node.request_messages import account
 from swarmllm.node.views import RequestCounts
+from swarmllm.pipeline.request_id import further_id, new_request_id
 
 if TYPE_CHECKING:
     from swarmllm.node.metrics import Metrics, Outcome
@@ -59,8 +59,8 @@ class RequestView:
 class Request:
     """One request's account; `UserRequests.under_way` keeps it."""
 
-    def __init__(self, requests: UserRequests, model: str) -> None:
-        self.id = uuid.uuid4().hex[:12]
+    def __init__(self, requests: UserRequests, model: str, request_id: str) -> None:
+        self.id = request_id
         self.model = model
         self.state: RequestState = "queued"
         self.generation: Generation | None = None
@@ -142,9 +142,11 @@ class UserRequests:
         return tuple(self._recent)
 
     @contextmanager
-    def under_way(self, model: str) -> Iterator[Request]:
-        """From the request's arrival to its end, however it ends."""
-        request = Request(self, model)
+    def under_way(self, model: str, request_id: str = "") -> Iterator[Request]:
+        """From the request's arrival to its end, however it ends. Without an id it gets a new one, and a
+        further one where its id is in use here."""
+        request_id = request_id or new_request_id()
+        request = Request(self, model, further_id(request_id) if request_id in self._live else request_id)
         self._live[request.id] = request
         try:
             yield request
@@ -162,4 +164,4 @@ class UserRequests:
         self.counts.count(outcome)
         if generation is not None:
             self.counts.generated_tokens += generation.n_generated
-            log.info("%s: %s", request.model, account(generation))
+            log.info("request %s of %s: %s", request.id, request.model, account(generation))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -30,6 +29,7 @@ from swarmllm.pipeline.origin.generation import Generation, Source
 from swarmllm.pipeline.origin.prompt import Prompt, token_ids
 from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
+from swarmllm.pipeline.request_id import further_id, new_request_id
 from swarmllm.pipeline.route.affinity import Affinity
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.hop_overhead import learn
@@ -174,7 +174,7 @@ class Pipelines:
         Raises SwarmLLMError: InvalidRequest and ContextFull for the prompt, NoPipeline, NodeUnreachable,
         RemoteError, WorkerError, DeadlineExceeded.
         """
-        request_id = request_id or uuid.uuid4().hex
+        request_id = request_id or new_request_id()
         model = ModelFile.of(entry)
         started_s = trio.current_time()
         if prompt.tokens is None:
@@ -201,15 +201,16 @@ class Pipelines:
         finally:
             del self._here.own[request_id]
 
-    async def rows(self, tokens: Tensor, entry: CatalogueEntry) -> Rows:
+    async def rows(self, tokens: Tensor, entry: CatalogueEntry, *, request_id: str | None = None) -> Rows:
         """The model's states after the final norm, of every token of i32 [n].
 
         Raises as `generate` does."""
         sampling = self._fit(len(tokens), Sampling(max_tokens=1), entry, "input")
+        name = request_id or new_request_id()
 
         async def attempt(avoid: set[str]) -> Rows:
             assignment = PipelineAssignment(
-                request_id=uuid.uuid4().hex,
+                request_id=further_id(name),
                 model_id=entry.model_id,
                 origin=self._node_id,
                 stages=self.stages_for(entry, avoid, RequestSize(len(tokens), 0)),
@@ -308,7 +309,7 @@ class Pipelines:
             self._affinity.remember(entry.model_id, session, assembly.stages)
             may_resume = broken is not None and len(assembly.stages) > 1
             assignment = PipelineAssignment(
-                request_id=request_id if is_first else uuid.uuid4().hex,
+                request_id=request_id if is_first else further_id(request_id),
                 model_id=entry.model_id,
                 origin=self._node_id,
                 stages=assembly.stages,

@@ -207,7 +207,7 @@ class HostedModel:
             await self._worker.ended.wait()
         self.n_starts += 1
         worker = await Worker.spawn(
-            (*self._command, "--threads", str(settings.n_threads)),
+            (*self._command, "--threads", str(settings.n_threads), "--log-level", settings.log_level),
             self._socket_dir,
             start_timeout_s=settings.start_timeout_s,
             stop_timeout_s=settings.stop_timeout_s,

@@ -84,6 +84,8 @@ class WorkerSettings:
     """KV cells of one model, shared by its slots."""
     n_slots: int = 8
     n_threads: int = 1
+    log_level: str = "warning"
+    """Of what workers write to the log: debug, info, warning or error."""
     use_mmap: bool = True
     n_gpu_layers: int = 0
     continuous_batching: bool = True

@@ -112,7 +112,7 @@ class FakePipelines:
 
     @asynccontextmanager
     async def generate(
-        self, prompt: Prompt, entry: CatalogueEntry, sampling: Sampling, *, queue_s: float
+        self, prompt: Prompt, entry: CatalogueEntry, sampling: Sampling, *, request_id: str, queue_s: float
     ) -> AsyncIterator[FakeGeneration]:
         call = Call(prompt, entry, sampling)
         self.calls.append(call)

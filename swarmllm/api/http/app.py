@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from quart import Response, g, request
@@ -32,6 +31,7 @@ from swarmllm.api.openai.responses_store import ResponseStore
 from swarmllm.config import Config
 from swarmllm.keys import KeyRing
 from swarmllm.node import Node
+from swarmllm.pipeline.request_id import new_request_id
 
 OPENAI = (chat, completions, embeddings, responses)
 DIALECTS = (ollama, anthropic, text_tools)
@@ -64,7 +64,7 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
 
     @app.before_request
     async def check() -> Response | None:
-        g.request_id = f"req_{secrets.token_hex(12)}"
+        g.request_id = new_request_id()
         host = request.headers.get("Host", "")
         preflight = origins.answer_preflight(request)
         if preflight is not None:

@@ -11,6 +11,7 @@ from swarmllm.config import Config
 from swarmllm.errors import InvalidRequest
 from swarmllm.keys import ApiKey
 from swarmllm.node import Node
+from swarmllm.pipeline.request_id import new_request_id
 from swarmllm.scheduling.tiers import LOCAL, Caller
 
 NODE = "swarmllm.node"
@@ -25,6 +26,11 @@ def current_caller() -> Caller:
     """On whose behalf the present request runs: what its key says."""
     key = cast("ApiKey | None", g.get("key")) if has_request_context() else None
     return Caller(key.id, key.tier, key.rate_limit) if key is not None else LOCAL
+
+
+def current_request_id() -> str:
+    """What the response says in `x-request-id`."""
+    return str(g.request_id) if has_request_context() and "request_id" in g else new_request_id()
 
 
 def current_config() -> Config:

@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 from quart import Response
 
-from swarmllm.api.http.context import current_caller, current_node
+from swarmllm.api.http.context import current_caller, current_node, current_request_id
 from swarmllm.api.http.errors import read_body
 from swarmllm.api.ollama.endpoints import catalogue_name, ollama
 from swarmllm.api.openai.chat_reply import encode
@@ -63,7 +63,12 @@ async def embeddings() -> Response:
 async def _embedded(model: str, texts: list[str], n_dimensions: int | None) -> Embedded:
     name = await catalogue_name(model)
     return await current_node().embeddings.embed(
-        name, texts, "mean", n_dimensions=n_dimensions, caller=current_caller()
+        name,
+        texts,
+        "mean",
+        n_dimensions=n_dimensions,
+        caller=current_caller(),
+        request_id=current_request_id(),
     )
 
 

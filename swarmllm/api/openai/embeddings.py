@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Meta
 from quart import Blueprint, Response
 
-from swarmllm.api.http.context import current_caller, current_node
+from swarmllm.api.http.context import current_caller, current_node, current_request_id
 from swarmllm.api.http.errors import read_body
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.schema import Body, Json, ModelName, Text
@@ -43,6 +43,7 @@ async def embed() -> Response:
         body.pooling or "mean",
         n_dimensions=body.dimensions,
         caller=current_caller(),
+        request_id=current_request_id(),
     )
     listed = [
         {"object": "embedding", "index": i, "embedding": _encoded(vector, body.encoding_format)}

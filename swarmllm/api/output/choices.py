@@ -24,6 +24,7 @@ from swarmllm.api.output.response import HEADERS_AFTER_S, WAITING_EVERY_S, Ask, 
 from swarmllm.api.output.swarm_report import swarm_headers
 from swarmllm.node import Node
 from swarmllm.pipeline.origin.generation import Generation
+from swarmllm.pipeline.request_id import further_id
 
 Json = dict[str, object]
 
@@ -74,6 +75,8 @@ async def answer_choices(asks: Sequence[Ask], replies: Sequence[ChoiceReply], *,
 
 def _of_choice(ask: Ask, index: int) -> Ask:
     """A seed makes an answer repeatable, not all choices the same."""
+    if index:
+        ask = replace(ask, request_id=further_id(ask.request_id))
     if ask.sampling.seed is None:
         return ask
     seed = (ask.sampling.seed + index) % 2**32

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from quart import Response
 
-from swarmllm.api.http.context import current_caller, current_node
+from swarmllm.api.http.context import current_caller, current_node, current_request_id
 from swarmllm.api.http.errors import plain_errors
 from swarmllm.api.http.request_tasks import own_feed
 from swarmllm.api.output.feed import Feed, Passage
@@ -41,11 +41,12 @@ class Ask:
     max_tokens: int | None
     """None: until the context is full."""
     caller: Caller = field(default_factory=current_caller)
+    request_id: str = field(default_factory=current_request_id)
 
     @property
-    def terms(self) -> tuple[str, Prompt, Sampling, int | None, Caller]:
+    def terms(self) -> tuple[str, Prompt, Sampling, int | None, Caller, str]:
         """As `Node.generate` takes them."""
-        return self.model, self.prompt, self.sampling, self.max_tokens, self.caller
+        return self.model, self.prompt, self.sampling, self.max_tokens, self.caller, self.request_id
 
 
 class Reply(Protocol):

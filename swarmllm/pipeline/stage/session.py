@@ -263,6 +263,13 @@ class Session:
             if not self._is_held:
                 self._on_end(self)
             self.done.set()
+            if self.view.runs_layers and self._origin_side is None:
+                provoked_by(log, self.view.origin).info(
+                    "request %s of %s ended here after %d jobs",
+                    self.context.request_id,
+                    self.view.origin,
+                    self.n_jobs,
+                )
         if self._is_held:
             await self._stay()
 

@@ -11,6 +11,7 @@ has its own KV, and a slot is the same sequence number in all of them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +38,8 @@ from swarmllm_workers.errors import CallError
 from swarmllm_workers.schedule.held_requests import HeldRequests
 from swarmllm_workers.schedule.segment_route import Route, find_path
 from swarmllm_workers.schedule.slots import Slots
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -277,6 +280,9 @@ class Engine:
 
     def release(self, request_id: str) -> None:
         """Free the request's slot and its rows in every segment."""
+        if (slot := self.slots.get(request_id)) is not None:
+            n_rows = max((segment.lengths[slot] for segment in self._segments), default=0)
+            log.debug("request %s ended with %d rows", request_id, n_rows)
         self.held.discard(request_id)
         self.journals.forget(request_id)
         self.prefixes.end(request_id, self._segments)
