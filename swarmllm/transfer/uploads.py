@@ -86,14 +86,16 @@ class Uploads:
         if self._n_waiting >= self._settings.max_waiting_uploads:
             return _BUSY
         self._n_waiting += 1
+        n_reserved = min(request.size_bytes, PIECE_MAX)
         try:
-            if not await self._wait_for_bandwidth(request.size_bytes):
+            if not await self._wait_for_bandwidth(n_reserved):
                 return _BUSY
             async with self._turns:
                 source = await self._source(request.model_id)
                 data = None
                 if source is not None:
                     data = await trio.to_thread.run_sync(_read, self._catalogue, source, request)
+            self._give_back_bandwidth(n_reserved - len(data or b""))
         finally:
             self._n_waiting -= 1
         if data is None:
@@ -115,6 +117,11 @@ class Uploads:
         self._free_at_s = start_s + n_bytes / self._settings.upload_bytes_s
         await trio.sleep_until(start_s)
         return True
+
+    def _give_back_bandwidth(self, n_bytes: int) -> None:
+        """Only bytes that were given count."""
+        if self._settings.upload_bytes_s:
+            self._free_at_s -= n_bytes / self._settings.upload_bytes_s
 
     async def _source(self, model_id: str) -> _Source | None:
         now_s = trio.current_time()

@@ -352,3 +352,26 @@ async def test_between_two_envelopes_of_one_answer_others_have_their_turn() -> N
     assert len(kept) == len(writers)
     # Trio shuffles who goes first in a turn: two may come between two looks.
     assert max(after - before for before, after in itertools.pairwise(seen)) <= 2
+
+
+def test_records_of_strangers_stay_within_their_bytes() -> None:
+    kept = book(bytes_max=20_000)
+    identities = [new_identity(number) for number in range(10, 40)]
+    for now, identity in enumerate(identities):
+        kept.take(envelope(identity, record=bytes(RECORD_MAX // 100)), now)
+        assert kept.n_bytes <= 20_000
+        assert kept.n_bytes == sum(entry.n_bytes for entry in kept._entries.values())
+    assert kept.take(envelope(OTHER, record=bytes(RECORD_MAX)), 50) == ("refused", OTHER.node_id)
+    kept.expire(1e6, ())
+    assert kept.n_bytes == 0
+
+
+def test_large_records_give_way_to_small_ones_and_connected_nodes_keep_theirs() -> None:
+    kept = book(bytes_max=20_000)
+    kept.take(envelope(OTHER, record=bytes(5000)), 0)
+    kept.take(envelope(THIRD, record=bytes(4000)), 0)
+    assert kept.take(envelope(new_identity(9), record=bytes(1000)), 1, connected=[OTHER.node_id])[0] == "new"
+    assert {OTHER.node_id, new_identity(9).node_id} <= set(kept.node_ids())
+    assert THIRD.node_id not in kept.node_ids()
+    kept.take(envelope(OTHER, 1, record=b"small now"), 2)
+    assert kept.n_bytes == sum(entry.n_bytes for entry in kept._entries.values())

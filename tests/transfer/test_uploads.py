@@ -86,3 +86,17 @@ async def test_a_long_queue_puts_off_whoever_comes_last(catalogue: Catalogue, en
         await trio.testing.wait_all_tasks_blocked()
         assert (await uploads.answer(tensor_request(entry, "output.weight"))).status == "busy"
         nursery.cancel_scope.cancel()
+
+
+async def test_only_bytes_that_are_given_use_up_the_bandwidth(
+    catalogue: Catalogue, entry: CatalogueEntry, autojump_clock: trio.testing.MockClock
+) -> None:
+    uploads = Uploads(catalogue, TransferSettings(upload_bytes_s=PIECE_MAX))
+    began_s = trio.current_time()
+    for tensor in list(entry.manifest.tensors)[:5]:
+        request = FetchPiece(
+            model_id=entry.model_id, part="chunks", tensor=tensor.name, offset=0, size_bytes=PIECE_MAX
+        )
+        assert (await uploads.answer(request)).status == "ok"
+    assert (await uploads.answer(tensor_request(entry, "none", 0, PIECE_MAX))).status == "absent"
+    assert trio.current_time() - began_s < 1.0

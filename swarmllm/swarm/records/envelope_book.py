@@ -18,8 +18,9 @@ from msgspec import Meta
 from swarmllm_proto.envelope import Envelope, Verify, unseal
 
 NODES_MAX = 4096
-"""Envelopes kept: a thousand-node swarm four times over, at most 1 GiB if every record were of the largest
-size."""
+"""Envelopes kept: a thousand-node swarm four times over."""
+BYTES_MAX = 64 * 1024 * 1024
+"""Of all envelopes of other nodes, with their records. An honest record of twenty models has a few KiB."""
 EXPIRY_S = 300.0
 """Without a sign of life for this long, a node that is not connected is forgotten."""
 
@@ -43,6 +44,11 @@ class _Entry:
     sealed: bytes
     heard_at_s: float
 
+    @property
+    def n_bytes(self) -> int:
+        """What is kept of it: the envelope as it came, and the record taken out of it."""
+        return len(self.sealed) + len(self.envelope.record)
+
 
 Verdict = Literal["new", "known", "refused"]
 
@@ -50,10 +56,15 @@ Verdict = Literal["new", "known", "refused"]
 class EnvelopeBook:
     """`now` is any clock that does not run backwards, in seconds."""
 
-    def __init__(self, node_id: str, verify: Verify, *, nodes_max: int = NODES_MAX) -> None:
+    def __init__(
+        self, node_id: str, verify: Verify, *, nodes_max: int = NODES_MAX, bytes_max: int = BYTES_MAX
+    ) -> None:
         self._node_id = node_id
         self._verify = verify
         self._nodes_max = nodes_max
+        self._bytes_max = bytes_max
+        self.n_bytes = 0
+        """Of the envelopes of other nodes."""
         self._entries: dict[str, _Entry] = {}
         self._records: dict[str, bytes] = {}
         """Of `_entries` those that are not empty: changed with each, never made anew."""
@@ -89,9 +100,13 @@ class EnvelopeBook:
             return "known", node_id
         if node_id == self._node_id:
             return "refused", node_id
+        entry = _Entry(envelope, sealed, heard_at_s)
         if held is None and len(self._entries) >= self._nodes_max and not self._make_room(connected):
             return "refused", node_id
-        self._put(_Entry(envelope, sealed, heard_at_s))
+        more = entry.n_bytes - (held.n_bytes if held is not None else 0)
+        if self.n_bytes + more > self._bytes_max and not self._make_bytes(node_id, more, connected):
+            return "refused", node_id
+        self._put(entry)
         return "new", node_id
 
     def hear(self, node_id: str, version: tuple[int, int], now: float) -> bool:
@@ -165,8 +180,20 @@ class EnvelopeBook:
         self._drop(min(candidates, key=lambda node_id: self._entries[node_id].heard_at_s))
         return True
 
+    def _make_bytes(self, writer: str, more: int, connected: Collection[str]) -> bool:
+        """The largest go first, which honest nodes have none of; what is as small as the new one stays."""
+        others = [n for n in self._silent(lambda _: True, connected) if n != writer]
+        for node_id in sorted(others, key=lambda n: -self._entries[n].n_bytes):
+            if self.n_bytes + more <= self._bytes_max or self._entries[node_id].n_bytes <= more:
+                break
+            self._drop(node_id)
+        return self.n_bytes + more <= self._bytes_max
+
     def _put(self, entry: _Entry) -> None:
         node_id, record = entry.envelope.node_id, entry.envelope.record
+        if node_id != self._node_id:
+            held = self._entries.get(node_id)
+            self.n_bytes += entry.n_bytes - (held.n_bytes if held is not None else 0)
         self._entries[node_id] = entry
         if record:
             self._records[node_id] = record
@@ -174,7 +201,7 @@ class EnvelopeBook:
             self._records.pop(node_id, None)
 
     def _drop(self, node_id: str) -> None:
-        del self._entries[node_id]
+        self.n_bytes -= self._entries.pop(node_id).n_bytes
         self._records.pop(node_id, None)
 
     def _silent(self, condition: Callable[[_Entry], bool], connected: Collection[str]) -> list[str]:

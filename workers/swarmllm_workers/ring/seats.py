@@ -17,8 +17,9 @@ import logging
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -42,6 +43,10 @@ TURNED_INTERVAL_S: Final = 1.0
 LINKS_MAX: Final = 512
 """Of both directions: twice as many as the neighbours that a node looks for."""
 SEATS_MAX: Final = 1024
+SEAT_JOBS_MAX: Final = 256
+"""Jobs that came by a link for one seat and have not been run; an honest pipeline has a few under way."""
+SEAT_BYTES_MAX: Final = 32 * 2**20
+"""Of their payloads."""
 
 Send = Callable[..., None]
 Take = Callable[["Seat", LayerForward, memoryview, float, bool], None]
@@ -67,6 +72,22 @@ class Seat:
     is_told_running: bool = False
     """What the daemon believes."""
     told_at: float = 0.0
+    waiting: deque[int] = field(default_factory=deque)
+    """Payload bytes of each job that came by a link and has not been run."""
+    n_bytes_waiting: int = 0
+
+    def enter(self, n_bytes: int) -> bool:
+        """A job comes. False: there is no room for it."""
+        if len(self.waiting) >= SEAT_JOBS_MAX or self.n_bytes_waiting + n_bytes > SEAT_BYTES_MAX:
+            return False
+        self.waiting.append(n_bytes)
+        self.n_bytes_waiting += n_bytes
+        return True
+
+    def exit(self) -> None:
+        """The job that came first has been run."""
+        if self.waiting:
+            self.n_bytes_waiting -= self.waiting.popleft()
 
     @property
     def has_news(self) -> bool:
@@ -145,6 +166,7 @@ class Ring:
 
     def turn(self, seat: Seat, compute_s: float) -> None:
         """A job that came by a link has been run: tell the daemon now and then."""
+        seat.exit()
         seat.n_turned += 1
         seat.compute_s += compute_s
         seat.is_running = False
@@ -302,12 +324,17 @@ class Ring:
         if seat is None or not isinstance(job, LayerForward) or not seat.takes(peer, job):
             self._hand_up(peer, frame)
             return
+        if not seat.enter(len(frame.payload)):
+            raise LinkClosed(
+                f"broke the protocol (more than {len(seat.waiting)} jobs wait for request {job.request_id})"
+            )
         seat.expected = job.position + job.n_tokens
         seat.is_running = True
         self._tell_turned(seat, time.monotonic())
         try:
             self._take(seat, job, frame.payload, came_at, is_last)
         except CallError as error:
+            seat.exit()
             seat.is_running = False
             self._send(
                 ipc.Error(

@@ -15,6 +15,7 @@ import numpy as np
 
 from swarmllm_proto import ipc
 from swarmllm_proto.errors import BadMessage, BadTensor
+from swarmllm_proto.limits import IPC_PAYLOAD_MAX
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import decode_tensor, encode_tensor
 from swarmllm_workers.cache.prefix_manifest import PrefixManifest
@@ -37,8 +38,15 @@ from swarmllm_workers.speculation.speculation import Speculation
 log = logging.getLogger(__name__)
 
 EMBED_ROWS_MAX: Final = 65536
+_TENSOR_HEADER_BYTES: Final = 256
+"""More than a tensor's description takes."""
 SLEEP_MAX_MS: Final = 2**30
 STARVED_MS: Final = 5
+
+
+def embed_rows_max(n_embd: int) -> int:
+    """Rows of f32 x `n_embd` that one answer has room for."""
+    return min(EMBED_ROWS_MAX, (IPC_PAYLOAD_MAX - _TENSOR_HEADER_BYTES) // (4 * n_embd))
 
 
 class Handlers:
@@ -220,8 +228,9 @@ class Handlers:
     def _embed(self, message: ipc.Embed, payload: memoryview) -> None:
         engine = self._opened()
         tokens = self._tokens(payload)
-        if len(tokens) > EMBED_ROWS_MAX:
-            raise CallError("bad_tensor", f"{len(tokens)} tokens, at most {EMBED_ROWS_MAX}", "payload")
+        n_max = embed_rows_max(engine.n_embd)
+        if len(tokens) > n_max:
+            raise CallError("bad_tensor", f"{len(tokens)} tokens, at most {n_max}", "payload")
         self._send(ipc.LayerResult(id=message.id), encode_tensor(engine.embedding.rows(tokens)))
 
     def _forward(self, message: ipc.Forward, payload: memoryview) -> None:

@@ -1,0 +1,60 @@
+"""What one seat of the ring keeps of jobs that it cannot run as fast as they come."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from swarmllm_proto import ipc
+from swarmllm_proto.codec import encode_job
+from swarmllm_proto.frames import Frame
+from swarmllm_proto.swarm import LayerForward
+from swarmllm_proto.tensors import tensor_bytes
+from swarmllm_workers.ring.link import LinkClosed
+from swarmllm_workers.ring.seats import SEAT_BYTES_MAX, SEAT_JOBS_MAX, Ring, Seat
+
+
+def seated() -> tuple[Ring, Seat]:
+    ring = Ring(lambda *_: None, lambda *_: None, lambda *_: None)
+    ring.take_seat(
+        ipc.TakeSeat(
+            id=1,
+            request_id="r",
+            stage=1,
+            start=4,
+            end=12,
+            before="a",
+            after="b",
+            origin="a",
+            n_prompt_tokens=4,
+        )
+    )
+    (seat,) = ring._seats.values()
+    return ring, seat
+
+
+def job(position: int, n_rows: int, n_embd: int) -> Frame:
+    payload = tensor_bytes(np.zeros((n_rows, n_embd), np.float32))
+    message = LayerForward(request_id="r", step="layer", stage=1, position=position, n_tokens=n_rows)
+    header, pieces = encode_job(message, payload)
+    return Frame(header, memoryview(bytes(pieces)))
+
+
+@pytest.mark.parametrize(("n_rows", "n_embd"), [(1, 64), (64, 8192)])
+def test_a_seat_holds_so_many_jobs_and_bytes_and_then_closes_the_link(n_rows: int, n_embd: int) -> None:
+    ring, seat = seated()
+    frame = job(4, n_rows, n_embd)
+    n_max = min(SEAT_JOBS_MAX, SEAT_BYTES_MAX // len(frame.payload))
+    for _ in range(n_max):
+        ring._arrive("a", frame, False)
+    with pytest.raises(LinkClosed, match="broke the protocol"):
+        ring._arrive("a", frame, False)
+    assert seat.n_bytes_waiting == n_max * len(frame.payload) <= SEAT_BYTES_MAX
+
+
+def test_jobs_that_have_been_run_make_room() -> None:
+    ring, seat = seated()
+    for _ in range(3 * SEAT_JOBS_MAX):
+        ring._arrive("a", job(4, 1, 64), False)
+        ring.turn(seat, 0.0)
+    assert seat.n_bytes_waiting == 0
