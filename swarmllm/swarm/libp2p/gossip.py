@@ -102,6 +102,7 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
         validation_cache_size=_VERDICTS_MAX,
         allowed_topics={topic_name(topic, network_id) for topic in size_max_bytes},
     )
+    pubsub.note = gossip.note
     for topic, size_max in size_max_bytes.items():
         name = topic_name(topic, network_id)
         pubsub.set_topic_validator(

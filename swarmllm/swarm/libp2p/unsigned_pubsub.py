@@ -11,15 +11,22 @@ is dropped before anything looks at it.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from contextvars import ContextVar
 from typing import Any
 
+import trio
 from libp2p.peer.id import ID
 from libp2p.pubsub import gossipsub
 from libp2p.pubsub.mcache import CacheEntry, MessageCache
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 
+from swarmllm.swarm.libp2p.gossip_budget import GossipBudget
+from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+
 _WORTH_REFUSING_BYTES = 1024
+_sender: ContextVar[str] = ContextVar("gossip_sender", default="")
+"""The peer whose stream this task reads."""
 
 
 class UnsignedPubsub(Pubsub):  # type: ignore[misc]
@@ -29,13 +36,24 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
         super().__init__(*arguments, **options)
         self.latest: dict[str, Any] = {}
         """What this node itself said last, by topic."""
+        self.budget = GossipBudget()
+        self.note: Note = unnoted
 
     async def publish(self, topic_id: str, data: bytes) -> None:
         self.latest[topic_id] = message = rpc_pb2.Message(data=data, topicIDs=[topic_id])
         await self.push_msg(self.my_id, message)
 
+    async def continuously_read_stream(self, stream: Any) -> None:
+        """Each stream is read by a task of its own."""
+        _sender.set(str(stream.muxed_conn.peer_id))
+        await super().continuously_read_stream(stream)
+
     def _is_subscribed_to_msg(self, msg: Any) -> bool:
         """Asked before a task is made for a message: of those that several neighbours send, one is enough."""
+        sender = _sender.get()
+        if sender and not self.budget.admit(sender, len(msg.data), trio.current_time()):
+            self.note(sender, Deed.FLOODED)
+            return False
         return super()._is_subscribed_to_msg(msg) and not self._is_msg_seen(msg)
 
     async def push_msg(self, msg_forwarder: ID, msg: Any) -> None:
