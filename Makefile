@@ -31,6 +31,8 @@ compliance:  ## run foreign implementations against ours (needs Node.js and npm)
 	$(PYTHON) -m venv .venv-compliance
 	.venv-compliance/bin/pip install --quiet --upgrade pip
 	.venv-compliance/bin/pip install --quiet --prefer-binary -r tests/compliance/http/requirements.txt
+	.venv-compliance/bin/pip download --quiet --no-deps --no-binary jsonschema --dest .venv-compliance/suite jsonschema==4.26.0
+	tar -xzf .venv-compliance/suite/jsonschema-4.26.0.tar.gz -C .venv-compliance/suite
 	SWARMLLM_COMPLIANCE=1 $(BIN)/pytest tests/compliance tests/dashboard/test_accessibility.py
 
 lint:  ## ruff and mypy only

@@ -76,6 +76,8 @@ class FakePool:
         self.calls: list[tuple[Any, ...]] = []
         self.before_forward: Callable[[int, LayerRange], Awaitable[None]] | None = None
         """(position, layers); may wait or raise."""
+        self.checked: list[Sampling] = []
+        """For whose grammars it was asked."""
         self.keeps_journals = True
         self.held: set[str] = set()
 
@@ -96,6 +98,10 @@ class FakePool:
     ) -> Tensor:
         await trio.lowlevel.checkpoint()
         return np.array([ord(character) % PRIME for character in text or ""], np.int32)
+
+    async def check_grammar(self, model: ModelFile, sampling: Sampling) -> None:
+        await trio.lowlevel.checkpoint()
+        self.checked.append(sampling)
 
     async def embed(self, model: ModelFile, tokens: Tensor) -> Tensor:
         await trio.lowlevel.checkpoint()

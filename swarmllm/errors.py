@@ -47,6 +47,12 @@ class ContextFull(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class GrammarTooComplex(InvalidRequest):
+    """Following the request's grammar or JSON schema took more than a token may take."""
+
+    code = "grammar_too_complex"
+
+
 class ConfigError(SwarmLLMError):
     code = "config_error"
 

@@ -143,6 +143,13 @@ class Tokenize(DaemonMessage, frozen=True, tag=True):
     effort: Effort | None = None
 
 
+class CheckGrammar(DaemonMessage, frozen=True, tag=True):
+    """Whether the grammar or JSON schema of `sampling` can be followed. Answered by Done, or by an Error that
+    names the field."""
+
+    sampling: Sampling
+
+
 class ApplyTemplate(DaemonMessage, frozen=True, tag=True):
     """What the model's chat template makes of a conversation, up to where the assistant speaks. Answered by
     Text."""
@@ -330,6 +337,7 @@ AnyDaemonMessage: TypeAlias = (
     | Unload
     | CheckCuts
     | Tokenize
+    | CheckGrammar
     | ApplyTemplate
     | Detokenize
     | Embed

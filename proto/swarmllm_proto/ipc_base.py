@@ -30,6 +30,7 @@ ErrorKind = Literal[
     "position_gap",
     "bad_template",
     "out_of_memory",
+    "too_complex",
     "engine",
 ]
 STOPS_MAX: Final = 16

@@ -177,6 +177,7 @@ class Pipelines:
         request_id = request_id or new_request_id()
         model = ModelFile.of(entry)
         started_s = trio.current_time()
+        await self._pool.check_grammar(model, sampling)
         if prompt.tokens is None:
             tokens = await self._pool.tokenize(
                 model, text=prompt.text, messages=prompt.messages, tools=prompt.tools, effort=prompt.effort

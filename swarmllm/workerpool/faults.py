@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from swarmllm.errors import BadModel, ContextFull, InvalidRequest, Overloaded, SwarmLLMError, WorkerError
+from swarmllm.errors import (
+    BadModel,
+    ContextFull,
+    GrammarTooComplex,
+    InvalidRequest,
+    Overloaded,
+    SwarmLLMError,
+    WorkerError,
+)
 from swarmllm_proto.ipc import Error
 
 _MAPPED: dict[str, type[SwarmLLMError]] = {
@@ -30,6 +38,8 @@ _SAMPLING = {
 
 def worker_fault(error: Error) -> SwarmLLMError:
     field = error.field or _FIELDS.get(error.kind)
+    if error.kind == "too_complex":
+        return GrammarTooComplex(error.message, field=_SAMPLING.get(error.field, field))
     if error.kind == "bad_message" and error.field in _SAMPLING:
         return InvalidRequest(error.message, field=_SAMPLING[error.field])
     mapped = _MAPPED.get(error.kind)

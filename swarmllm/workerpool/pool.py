@@ -37,6 +37,7 @@ from swarmllm_proto.ipc import (
     AnyWorkerMessage,
     ApplyTemplate,
     CancelRequest,
+    CheckGrammar,
     Detokenize,
     Done,
     Effort,
@@ -125,6 +126,14 @@ class WorkerPool:
         message = Tokenize(id=worker.new_id(), text=text, messages=messages, tools=tools, effort=effort)
         _, payload = await worker.call(message, Tokens, timeout_s=self._settings.call_timeout_s)
         return checked_tensor(payload, "tokens", np.dtype(np.int32), 1)
+
+    async def check_grammar(self, model: ModelFile, sampling: Sampling) -> None:
+        """Raises InvalidRequest for a grammar or JSON schema that cannot be followed, Overloaded ..."""
+        if not sampling.grammar and not sampling.json_schema:
+            return
+        worker = await self._ready(model)
+        message = CheckGrammar(id=worker.new_id(), sampling=sampling)
+        await worker.call(message, Done, timeout_s=self._settings.call_timeout_s)
 
     async def apply_template(
         self,

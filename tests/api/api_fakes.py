@@ -215,6 +215,9 @@ class FakePool:
         data = (text if text is not None else repr(messages)).encode()
         return np.array([1, *data], np.int32)
 
+    async def check_grammar(self, model: Any, sampling: Any) -> None:
+        await trio.lowlevel.checkpoint()
+
     async def detokenize(self, model: Any, tokens: Any) -> str:
         await trio.lowlevel.checkpoint()
         return bytes(tokens.tolist()).decode()

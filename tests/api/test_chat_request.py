@@ -124,6 +124,31 @@ def test_a_forced_call_leaves_the_model_no_choice_but_calls_in_its_own_format() 
     assert forced(call.sampling, tools, 1, "").json_before == ""
 
 
+def test_only_references_move_with_a_forced_call() -> None:
+    """An enum may hold what looks like a reference, and a property may have its name."""
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"enum": [{"$ref": "#/x"}]}, "$ref": {"$ref": "#"}, "b": {"$ref": "#anchor"}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    call = read(HELLO | {"tools": [tool], "tool_choice": "required"})
+    moved = json.loads(forced(call.sampling, [tool], 1, "").json_schema)["$defs"]["tool0"]["properties"]
+    assert moved == {
+        "a": {"enum": [{"$ref": "#/x"}]},
+        "$ref": {"$ref": "#/$defs/tool0"},
+        "b": {"$ref": "#anchor"},
+    }
+
+
+@pytest.mark.parametrize("kind", ["string", ["object", "null"], "array"])
+def test_a_call_whose_parameters_are_no_object_cannot_be_forced(kind: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
+    call = read(HELLO | {"tools": [TOOL, tool], "tool_choice": "required"})
+    with pytest.raises(InvalidRequest) as caught:
+        forced(call.sampling, call.tools, 1, "")
+    assert caught.value.field == "tools[1].function.parameters"
+
+
 def test_a_named_tool_is_the_only_one_that_is_offered() -> None:
     other = {"type": "function", "function": {"name": "then"}}
     one = read(HELLO | {"tools": [TOOL, other], "tool_choice": named("then")})

@@ -14,6 +14,7 @@ from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.errors import CallError
 
+from . import waiting
 from .client import Generated, Worker
 from .conftest import MakeModel, StartWorker
 from .factory import N_VOCAB
@@ -42,7 +43,7 @@ def decode(decoding: Decoding) -> tuple[list[int], list[bytes], str | None]:
     """Tokens, texts and the end of a decoding whose logits depend on the index only."""
     tokens, texts, finish = [], [], None
     while finish is None:
-        decoded = decoding.decode(logits(decoding.n_generated), decoding.n_generated)
+        decoded = waiting.decode(decoding, logits(decoding.n_generated), decoding.n_generated)
         tokens.append(decoded.token)
         texts.append(decoded.text)
         finish = decoded.finish_reason
@@ -77,8 +78,10 @@ def test_tokens_that_cannot_have_been_sampled_are_refused(vocabulary: Vocabulary
     assert (refusal.value.kind, refusal.value.field) == ("bad_message", "generated")
     tokens, _, _ = decode(Decoding(vocabulary, SAMPLINGS["grammar"]))
     wrong = next(token for token in range(N_VOCAB) if token not in tokens)
+    resumed = Decoding(vocabulary, SAMPLINGS["grammar"])
+    resumed.resume([*tokens[:3], wrong])
     with pytest.raises(CallError, match="token 3 is not allowed by the grammar"):
-        Decoding(vocabulary, SAMPLINGS["grammar"]).resume([*tokens[:3], wrong])
+        decode(resumed)
 
 
 def resume(worker: Worker, tokens: np.ndarray, n_generated: int, sampling: Sampling) -> Generated:

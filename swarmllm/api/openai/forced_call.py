@@ -51,8 +51,15 @@ def call_schema(tools: Sequence[Json], list_max: int | None) -> str:
         function: Any = tool["function"]
         name = f"tool{i}"
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        definitions[name] = _moved(parameters, f"#/$defs/{name}")
-        properties = {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{name}"}}
+        if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+            raise InvalidRequest(
+                f"the parameters of {function['name']!r} are no object, so it cannot be forced to be called.",
+                field=f"tools[{i}].function.parameters",
+            )
+        moved = _moved(parameters, f"#/$defs/{name}")
+        definitions[name] = {key: value for key, value in moved.items() if key != "$id"}
+        arguments = {"type": "object", "$ref": f"#/$defs/{name}"}
+        properties = {"name": {"const": function["name"]}, "arguments": arguments}
         calls.append(
             {
                 "type": "object",
@@ -70,12 +77,31 @@ def call_schema(tools: Sequence[Json], list_max: int | None) -> str:
     return text
 
 
-def _moved(value: object, place: str) -> object:
+_DATA = ("const", "enum", "default", "examples", "example")
+"""Keywords whose values are no schemas, whatever they look like."""
+_BY_NAME = (
+    *("properties", "patternProperties", "$defs", "definitions"),
+    *("dependentSchemas", "dependentRequired", "dependencies"),
+)
+"""Keywords whose values are schemas by name, and no schemas themselves."""
+
+
+def _moved(schema: Json, place: str) -> Json:
     """The same schema, its references as they must be when its root is at `place`."""
+    moved: Json = {}
+    for key, value in schema.items():
+        if key in _DATA:
+            moved[key] = value
+        elif key in _BY_NAME and isinstance(value, dict):
+            moved[key] = {name: _moved_value(part, place) for name, part in value.items()}
+        elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[key] = place + value[1:]
+        else:
+            moved[key] = _moved_value(value, place)
+    return moved
+
+
+def _moved_value(value: object, place: str) -> object:
     if isinstance(value, dict):
-        moved = {key: _moved(item, place) for key, item in value.items()}
-        reference = value.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#"):
-            moved["$ref"] = place + reference[1:]
-        return moved
-    return [_moved(item, place) for item in value] if isinstance(value, list) else value
+        return _moved(value, place)
+    return [_moved_value(item, place) for item in value] if isinstance(value, list) else value

@@ -35,8 +35,8 @@ from swarmllm.pipeline.repair.rebuild import Feeding
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm.pipeline.stage.failure_reports import (
     BAD_ROWS,
-    NOT_THE_REPORTERS_FAULT,
     UNUSABLE_ROWS,
+    is_the_reporters_fault,
     reported_error,
 )
 from swarmllm.pipeline.stage.session import Session
@@ -340,9 +340,9 @@ class Chain:
         if message.kind == BAD_ROWS and message.node_id != here:
             # One of the two lies, and which cannot be seen from here.
             self.doubted = frozenset({sender, message.node_id})
-        elif message.kind not in NOT_THE_REPORTERS_FAULT:
+        elif is_the_reporters_fault(message, self.context.sampling):
             self.blame(sender)
-        self.fail(reported_error(message, self._name(sender)))
+        self.fail(reported_error(message, self._name(sender), self.context.sampling))
 
     def _repeat(self, sender: str, position: int) -> None:
         self._n_repeats += 1

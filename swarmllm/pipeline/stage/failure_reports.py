@@ -7,12 +7,14 @@ from typing import Final
 from swarmllm.errors import (
     ContextFull,
     DeadlineExceeded,
+    GrammarTooComplex,
     NodeBusy,
     NodeUnreachable,
     Overloaded,
     RemoteError,
     SwarmLLMError,
 )
+from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PipelineError
 
 BAD_ROWS: Final = "bad_rows"
@@ -42,9 +44,21 @@ def damage_report(request_id: str, node_id: str, position: int) -> PipelineError
     )
 
 
-def reported_error(message: PipelineError, name: str) -> SwarmLLMError:
+def is_of_grammar(message: PipelineError, sampling: Sampling) -> bool:
+    """Whether it blames what the client's grammar or JSON schema takes at some token, which is no node's
+    fault. (That one does not compile is the stage's fault: it has compiled here.)"""
+    return bool(sampling.grammar or sampling.json_schema) and message.kind == GrammarTooComplex.code
+
+
+def is_the_reporters_fault(message: PipelineError, sampling: Sampling) -> bool:
+    return message.kind not in NOT_THE_REPORTERS_FAULT and not is_of_grammar(message, sampling)
+
+
+def reported_error(message: PipelineError, name: str, sampling: Sampling) -> SwarmLLMError:
     """What a report of the node called `name` is to the client."""
     text = "".join(character if character.isprintable() else " " for character in message.message)
+    if is_of_grammar(message, sampling):
+        return GrammarTooComplex(text, field="grammar" if sampling.grammar else "response_format")
     text, kind = f"node {name}: {text or message.kind}", message.kind
     if kind == ContextFull.code:
         return ContextFull(text)

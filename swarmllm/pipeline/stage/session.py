@@ -28,7 +28,7 @@ from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.failure_reports import BAD_ROWS, UNUSABLE_ROWS, damage_report, report_of
 from swarmllm.pipeline.stage.remote_stage import generate_for_origin, read_prompt
 from swarmllm.pipeline.stage.session_queue import SessionQueue
-from swarmllm.pipeline.stage.walker import FAULTS_OF_ROWS, OriginSide, RequestContext, Walker
+from swarmllm.pipeline.stage.walker import FAULTS_OF_ROWS, OriginSide, RequestContext, Walker, is_unchecked
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import Router
@@ -305,9 +305,8 @@ class Session:
             except trio.TooSlowError:
                 if trio.current_time() - self._heard_at_s < self._silence_timeout_s:
                     continue
-                await self._tell_failure(
-                    DeadlineExceeded(f"nothing arrived for {self._silence_timeout_s:g} s")
-                )
+                late = DeadlineExceeded(f"nothing arrived for {self._silence_timeout_s:g} s")
+                await self._tell_failure(late)
                 return
             except SwarmLLMError as error:
                 if isinstance(item, Job) and item.sender and getattr(error, "kind", "") in FAULTS_OF_ROWS:
@@ -348,6 +347,8 @@ class Session:
         if self._origin_side is not None:
             self._origin_side.fail(error)
             return
+        if is_unchecked(error):
+            self._note(self.view.origin, Deed.BAD_REQUEST, error.message)
         message = self._as_message(error)
         if sender not in ("", self.view.node_id):
             message = report_of(self.context.request_id, sender, UNUSABLE_ROWS, error.message)

@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 import numpy as np
 import trio
 
-from swarmllm.errors import NodeUnreachable, WorkerError
+from swarmllm.errors import InvalidRequest, NodeUnreachable, SwarmLLMError, WorkerError
 from swarmllm.pipeline.job import ComputeStep, Job, RequestView
 from swarmllm.pipeline.origin.output import Chunk
 from swarmllm.pipeline.processor import (
@@ -81,6 +81,12 @@ class RequestContext:
         """Rows that come in chunks, before the first token is sampled here. (A stage that is not told what
         was generated before has it counted as prompt.)"""
         return self.n_prompt_tokens + len(self.generated)
+
+
+def is_unchecked(error: SwarmLLMError) -> bool:
+    """Whether an honest origin would have refused the request: it has its own worker compile a grammar before
+    it asks for a pipeline."""
+    return type(error) is InvalidRequest and error.field in ("grammar", "response_format")
 
 
 class OriginSide(Protocol):

@@ -41,6 +41,7 @@ class Deed(StrEnum):
     LOST = "lost"
     FAILED = "failed"
     DAMAGED = "damaged"
+    BAD_REQUEST = "bad request"
     BROKE_PROTOCOL = "broke protocol"
     FLOODED = "flooded"
     BAD_NUMBERS = "bad numbers"
@@ -75,6 +76,7 @@ EFFECTS: Final[dict[Deed, Effect]] = {
     Deed.LOST: Effect("it disappeared while it had work of ours", keeps=0.97),
     Deed.FAILED: Effect("its part of a request failed", keeps=0.9),
     Deed.DAMAGED: Effect("a job arrived from it with a wrong digest", keeps=0.85, once_in_s=3.0),
+    Deed.BAD_REQUEST: Effect("it asked for what it should have refused itself", keeps=0.85),
     Deed.BROKE_PROTOCOL: Effect("it sent what the protocol does not allow", keeps=0.6, once_in_s=3.0),
     Deed.FLOODED: Effect("it sent more gossip than an honest node has", keeps=0.6, once_in_s=3.0),
     Deed.BAD_NUMBERS: Effect("it sent numbers that are not finite", keeps=0.45),

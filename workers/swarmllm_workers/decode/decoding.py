@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from swarmllm_proto.ipc import FinishReason, Sampling, TokenLogprob
+from swarmllm_workers.decode.grammar import Grammar, spec_of
 from swarmllm_workers.decode.logprobs import logprobs
 from swarmllm_workers.decode.sampling import Sampler
 from swarmllm_workers.decode.text_stream import TextStream
@@ -32,9 +33,12 @@ class Decoding:
     answers the same (unless the logits have changed)."""
 
     def __init__(self, vocabulary: Vocabulary, sampling: Sampling) -> None:
+        """Raises CallError bad_message, no_room. What its grammar is worth is known later."""
         self._vocabulary = vocabulary
         self.sampling = sampling
-        self._sampler = Sampler(sampling, vocabulary.handle, vocabulary.n_vocab)
+        spec = spec_of(sampling)
+        self.grammar = Grammar(vocabulary.grammars, spec, vocabulary.end_tokens) if spec is not None else None
+        self._sampler = Sampler(sampling, vocabulary.handle, vocabulary.n_vocab, self.grammar)
         self._tokens: list[int] = []
         self._text = TextStream(sampling.stop)
 
@@ -49,7 +53,8 @@ class Decoding:
 
     def resume(self, generated: Sequence[int]) -> None:
         """Be where a decoding is that has sampled `generated`, none of which is shown again. Raises CallError
-        bad_message for tokens that it could not have sampled."""
+        bad_message for tokens that there are not; that the grammar allows them is checked by the next
+        `decode`."""
         n_vocab = self._vocabulary.n_vocab
         if any(token >= n_vocab for token in generated):
             raise CallError("bad_message", f"token ids lie in [0, {n_vocab})", "generated")
@@ -60,7 +65,9 @@ class Decoding:
 
     def decode(self, logits: np.ndarray, index: int) -> Decoded:
         """Sample generated token `index` from f32 [n_vocab]. Raises CallError position_gap where tokens
-        before it are unknown, engine where the logits are not finite."""
+        before it are unknown, engine where the logits are not finite, bad_message where the grammar is
+        refused, too_complex where it takes too long; NotYet where the grammar has to be asked first: then it
+        is to be called again."""
         if not 0 <= index <= len(self._tokens):
             raise CallError(
                 "position_gap",
@@ -77,7 +84,18 @@ class Decoding:
             text += self._text.flush()
             if self._text.is_stopped:
                 finish = "stop"
+        elif self.grammar is not None:
+            self.grammar.expect(self._tokens)
         return Decoded(index, token, text, finish, self._logprobs(logits, token), self._text.stopped_by)
+
+    def check(self) -> None:
+        """Raises CallError bad_message where its grammar is known to be refused or too complex."""
+        if self.grammar is not None:
+            self.grammar.check()
+
+    def close(self) -> None:
+        if self.grammar is not None:
+            self.grammar.close()
 
     def _logprobs(self, logits: np.ndarray, token: int) -> tuple[TokenLogprob, ...]:
         if not self.sampling.logprobs:

@@ -1,126 +1,168 @@
-"""Text that must follow a grammar (GBNF) or a JSON schema, with libllama's grammar sampler.
+"""Where the generated tokens have led in a grammar, as its session in the grammar process knows.
 
-libllama aborts when a token is accepted that the grammar does not allow, and crashes on deeply nested
-parentheses: what reaches it is measured before, and only tokens that it has allowed are accepted. Its parser
-prints what it dislikes, together with the grammar, straight to stderr, which ends in the daemon's log:
-stderr is closed off meanwhile.
+A question whose answer is not there yet raises NotYet: whoever asked does something else and asks again. For
+a JSON schema the mask of the next token is found while the model computes. For GBNF libllama takes longer for
+a mask than a model for a step, so it is asked about the one token that was drawn, and for a mask only where
+that one is not allowed.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import re
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Collection, Sequence
+from typing import Final
 
-import msgspec
 import numpy as np
-from llama_cpp import llama_cpp as lib
 
-from swarmllm_workers.decode.bounded_call import TookTooLong, bounded
-from swarmllm_workers.decode.json_schema import Unsupported, gbnf
+from swarmllm_proto.ipc import Sampling
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.grammars.messages import (
+    Answer,
+    CheckToken,
+    Compiled,
+    FindMask,
+    GrammarSpec,
+    Mask,
+    Verdict,
+)
+from swarmllm_workers.grammars.sessions import GrammarSessions, step_budget_s
 
-GRAMMAR_MAX: Final = 256 * 1024
-"""Characters of a grammar, also of one made from a JSON schema."""
-DEPTH_MAX: Final = 100
-"""Of parentheses."""
-CONVERSION_S: Final = 2.0
-
-_QUOTED: Final = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*', re.DOTALL)
-CANDIDATE: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-"""`llama_token_data`."""
+GRACE_S: Final = 0.001
+"""How long an answer is waited for before others have their turn."""
 
 
-def grammar_of_schema(schema: str, *, before: str = "", after: str = "", n_max: int = 1) -> str:
-    """GBNF for JSON that follows `schema`, one to `n_max` times between two texts. Raises CallError
-    bad_message."""
-    field = "sampling.json_schema"
-    try:
-        with bounded(CONVERSION_S):
-            return gbnf(msgspec.json.decode(schema), before=before, after=after, n_max=n_max)
-    except Unsupported as error:
-        raise CallError("bad_message", f"the schema cannot be enforced: {error}"[:400], field) from None
-    except TookTooLong:
-        raise CallError("bad_message", "the schema is too complex", field) from None
-    except (msgspec.MsgspecError, RecursionError, TypeError, AttributeError) as error:
-        raise CallError("bad_message", f"this is no schema: {error}"[:200], field) from None
+class NotYet(Exception):
+    """The grammar process has not answered yet."""
+
+
+def spec_of(sampling: Sampling) -> GrammarSpec | None:
+    """None: any text will do. Raises CallError bad_message for a grammar and a schema at once."""
+    if sampling.grammar and sampling.json_schema:
+        raise CallError("bad_message", "a grammar and a JSON schema exclude each other", "sampling.grammar")
+    if sampling.grammar:
+        return GrammarSpec(grammar=sampling.grammar)
+    if sampling.json_schema:
+        return GrammarSpec(
+            json_schema=sampling.json_schema,
+            before=sampling.json_before,
+            after=sampling.json_after,
+            n_max=sampling.json_max,
+        )
+    return None
 
 
 class Grammar:
-    """Where the generated tokens have led in a grammar. Raises CallError bad_message where it is none."""
+    def __init__(
+        self, sessions: GrammarSessions, spec: GrammarSpec, end_tokens: Collection[int] = ()
+    ) -> None:
+        """Begins to compile. `end_tokens` end a text and are no part of it. Raises CallError no_room,
+        engine."""
+        self._session = sessions.open(spec)
+        self._is_json = not spec.grammar
+        self._ends = frozenset(end_tokens)
+        self._followed: list[int] = []
+        """By the child, once it has answered."""
+        self._version = 0
+        """Of what it has followed."""
+        self._asked: tuple[object, ...] | None = None
+        self._known: tuple[object, ...] | None = None
+        self._answer: Answer = Compiled()
+        weakref.finalize(self, self._session.close)
 
-    def __init__(self, vocabulary: Any, text: str, field: str = "sampling.grammar") -> None:
-        if len(text) > GRAMMAR_MAX:
-            raise CallError("bad_message", f"longer than {GRAMMAR_MAX} characters", field)
-        if "\0" in text or _depth(text) > DEPTH_MAX:
-            raise CallError("bad_message", f"nested more than {DEPTH_MAX} deep, or with a NUL", field)
-        with _silent():
-            handle = lib.llama_sampler_init_grammar(vocabulary, text.encode("utf-8", "replace"), b"root")
-        if not handle:
-            raise CallError(
-                "bad_message", "not a grammar that libllama reads (GBNF, with a rule root)", field
-            )
-        self._handle = handle
-        self._accepted: list[int] = []
-        weakref.finalize(self, lib.llama_sampler_free, handle)
+    def close(self) -> None:
+        self._session.close()
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Go to where these tokens lead, all of which have been allowed when they were chosen."""
-        n = len(self._accepted)
-        if list(tokens[:n]) != self._accepted:
-            lib.llama_sampler_reset(self._handle)
-            n = 0
-        for token in tokens[n:]:
-            lib.llama_sampler_accept(self._handle, token)
-        self._accepted = list(tokens)
+    def check(self) -> None:
+        """Raises CallError bad_message where it is known to be refused or too complex."""
+        self._session.check()
 
-    def follow_untrusted(self, tokens: Sequence[int]) -> None:
-        """The same for tokens that somebody else says were chosen. Raises CallError bad_message."""
-        lib.llama_sampler_reset(self._handle)
-        self._accepted = []
-        for token in tokens:
-            if not self.allows(token):
-                place = len(self._accepted)
-                raise CallError("bad_message", f"token {place} is not allowed by the grammar", "generated")
-            lib.llama_sampler_accept(self._handle, token)
-            self._accepted.append(token)
+    def wait_for(self, timeout_s: float) -> None:
+        """Let time pass until an answer may be there. For tests and tools, which have nothing else to do."""
+        if self._asked is not None:
+            self._session.wait(timeout_s)
 
-    def allows(self, token: int) -> bool:
-        return bool(np.isfinite(self.mask(np.zeros(1, np.float32), np.array([token], np.int32))[0]))
+    def look_ahead(self, tokens: Sequence[int]) -> None:
+        """Raises NotYet where it is known already that nothing can be said now about what follows `tokens`,
+        CallError as `allows` does."""
+        if self._is_json:
+            self._bits(tokens)
+        else:
+            self._take()
 
-    def mask(self, logits: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
-        """A copy of `logits` f32 [n], minus infinity where the token cannot come next. `tokens`: their ids,
-        0 to n - 1 where they are all."""
-        candidates = np.zeros(len(logits), CANDIDATE)
-        candidates["id"] = np.arange(len(logits)) if tokens is None else tokens
-        candidates["logit"] = logits
-        array = lib.llama_token_data_array(
-            data=candidates.ctypes.data_as(lib.llama_token_data_p), size=len(candidates), selected=-1
-        )
-        lib.llama_sampler_apply(self._handle, ctypes.byref(array))
-        return np.ascontiguousarray(candidates["logit"])
+    def expect(self, tokens: Sequence[int]) -> None:
+        """What follows `tokens` will be asked for soon. Raises CallError bad_message."""
+        if self._is_json and self._asked is None:
+            self._send_about(tokens, None)
 
+    def allows(self, token: int, tokens: Sequence[int]) -> bool:
+        """Whether `token` can follow `tokens`. Raises NotYet, CallError bad_message, too_complex."""
+        if self._is_json:
+            bits = self._bits(tokens)
+            return token // 8 < len(bits) and bool(bits[token // 8] >> (token % 8) & 1)
+        answer = self._ask(tokens, token)
+        assert isinstance(answer, Verdict)
+        return answer.allowed
 
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for character in _QUOTED.sub("", text):
-        depth += (character == "(") - (character == ")")
-        deepest = max(deepest, depth)
-    return deepest
+    def mask(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+        """A copy of `logits` f32 [n], minus infinity where the token cannot follow `tokens`. Raises NotYet,
+        CallError bad_message."""
+        bits = np.frombuffer(self._bits(tokens), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little", count=len(logits)).astype(bool)
+        masked = np.full(len(logits), -np.inf, np.float32)
+        np.copyto(masked[: len(allowed)], logits[: len(allowed)], where=allowed)
+        return masked
 
+    def _bits(self, tokens: Sequence[int]) -> bytes:
+        answer = self._ask(tokens, None)
+        assert isinstance(answer, Mask)
+        return answer.bits
 
-@contextmanager
-def _silent() -> Iterator[None]:
-    kept = os.dup(2)
-    null = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
+    def _ask(self, tokens: Sequence[int], candidate: int | None) -> Answer:
+        self._take()
+        key = self._key(tokens, candidate)
+        if self._known != key:
+            self._send_about(tokens, candidate)
+            self._take()
+        return self._answer
+
+    def _take(self) -> None:
+        """Raises NotYet while an answer is due."""
+        if self._asked is None:
+            return
+        answer = self._session.take(GRACE_S)
+        while isinstance(answer, Compiled):
+            answer = self._session.take(GRACE_S)
+        if answer is None:
+            raise NotYet
+        self._answer, self._known, self._asked = answer, self._asked, None
+
+    def _key(self, tokens: Sequence[int], candidate: int | None) -> tuple[object, ...]:
+        return (self._version if self._is_where(tokens) else -1, candidate)
+
+    def _is_where(self, tokens: Sequence[int]) -> bool:
+        return self._followed == self._text_of(tokens)
+
+    def _text_of(self, tokens: Sequence[int]) -> list[int]:
+        text = list(tokens)
+        return text if self._ends.isdisjoint(text) else [token for token in text if token not in self._ends]
+
+    def _send_about(self, tokens: Sequence[int], candidate: int | None) -> None:
+        text = self._text_of(tokens)
+        n_kept, n_known = 0, min(len(self._followed), len(text))
+        if self._followed[:n_known] == text[:n_known]:
+            n_kept = n_known
+        else:
+            while self._followed[n_kept] == text[n_kept]:
+                n_kept += 1
+        new = text[n_kept:]
+        if new or n_kept < len(self._followed):
+            self._version += 1
+        elif self._known == (self._version, candidate):
+            return
+        budget_s = step_budget_s(len(text) if n_kept < len(self._followed) else len(new))
+        if candidate is None:
+            self._session.ask(FindMask(n_kept, new, budget_s))
+        else:
+            self._session.ask(CheckToken(n_kept, new, candidate, budget_s))
+        self._followed = text
+        self._asked = (self._version, candidate)

@@ -24,9 +24,10 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.ipc import Sampling
-from swarmllm_workers.decode.grammar import CANDIDATE, Grammar, grammar_of_schema
+from swarmllm_workers.decode.grammar import Grammar
 from swarmllm_workers.decode.mirostat import Mirostat
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.grammars.gbnf_matcher import CANDIDATE
 
 PENALTY_WINDOW: Final = 1024
 """Generated tokens that penalties and DRY look back over."""
@@ -39,16 +40,14 @@ _U32: Final = 2**32
 class Sampler:
     """One request's sampler. Raises CallError bad_message for what no sampler can do."""
 
-    def __init__(self, sampling: Sampling, vocabulary: Any = None, n_vocab: int = 0) -> None:
-        """`vocabulary`: libllama's; DRY, grammars and biases need it."""
+    def __init__(
+        self, sampling: Sampling, vocabulary: Any = None, n_vocab: int = 0, grammar: Grammar | None = None
+    ) -> None:
+        """`vocabulary`: libllama's; DRY and biases need it."""
         if sampling.repeat_penalty <= 0:
             raise CallError("bad_message", "must be above 0 (1 penalises nothing)", "sampling.repeat_penalty")
         if any(token >= n_vocab for token, _ in sampling.logit_bias):
             raise CallError("bad_message", f"token ids lie in [0, {n_vocab})", "sampling.logit_bias")
-        if sampling.grammar and sampling.json_schema:
-            raise CallError(
-                "bad_message", "a grammar and a JSON schema exclude each other", "sampling.grammar"
-            )
         self._sampling = sampling
         self._vocabulary = vocabulary
         self.seed = secrets.randbelow(_U32) if sampling.seed is None else sampling.seed
@@ -64,40 +63,27 @@ class Sampler:
             if sampling.mirostat and sampling.temperature > 0
             else None
         )
-        self._grammar: Grammar | None = None
-        if sampling.grammar:
-            self._grammar = Grammar(vocabulary, sampling.grammar)
-        elif sampling.json_schema:
-            text = grammar_of_schema(
-                sampling.json_schema,
-                before=sampling.json_before,
-                after=sampling.json_after,
-                n_max=sampling.json_max,
-            )
-            self._grammar = Grammar(vocabulary, text, "sampling.json_schema")
+        self._grammar = grammar
 
     def resume(self, generated: Sequence[int]) -> None:
         """Go on after tokens that another process sampled, with the same seed. Mirostat's limit depends on
-        logits that nobody kept and begins anew. Raises CallError bad_message where the grammar forbids one of
-        them."""
-        if self._grammar is not None:
-            self._grammar.follow_untrusted(generated)
+        logits that nobody kept and begins anew."""
         if self._mirostat is not None:
             self._mirostat.resume(len(generated))
 
     def sample(self, logits: np.ndarray, index: int, generated: Sequence[int]) -> int:
         """A token id for generated token `index`. `logits` f32 [n_vocab]. Raises CallError engine on NaN,
-        bad_message where no token can go on in the grammar."""
+        bad_message where `generated` does not follow the grammar or no token can go on in it, and NotYet."""
         best = int(logits.argmax())
         if not np.isfinite(logits[best]):
             raise CallError("engine", "the logits are not finite: the model or its input is damaged")
         if self._grammar is None:
             return self._draw(logits, index, generated, best)
-        self._grammar.follow(generated)
+        self._grammar.look_ahead(generated)
         token = self._draw(logits, index, generated, best)
-        if self._grammar.allows(token):
+        if self._grammar.allows(token, generated):
             return token
-        allowed = self._grammar.mask(logits)
+        allowed = self._grammar.mask(logits, generated)
         best = int(allowed.argmax())
         if not np.isfinite(allowed[best]):
             raise CallError("bad_message", "no token of this model can go on in the grammar", "sampling")

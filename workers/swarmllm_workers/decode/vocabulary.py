@@ -17,6 +17,7 @@ from llama_cpp import llama_cpp as lib
 from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.grammars.sessions import GrammarSessions
 
 CONTROL: Final = 8
 """LLAMA_TOKEN_ATTR_CONTROL"""
@@ -34,6 +35,8 @@ class Vocabulary:
         self.handle = model.vocabulary
         """libllama's own; lives as long as the model."""
         self.n_vocab = model.n_vocab
+        self.grammars = GrammarSessions(model.path)
+        """Of this vocabulary's tokens."""
         self._pieces: dict[int, bytes] = {}
         self.bos_text = self._token_text(lib.llama_vocab_bos(self._vocabulary))
         self.eos_text = self._token_text(lib.llama_vocab_eos(self._vocabulary))

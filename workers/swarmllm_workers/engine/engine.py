@@ -384,6 +384,7 @@ class Engine:
 
     def close(self) -> None:
         self._close([*self._segments, *self._retired])
+        self.vocabulary.grammars.close()
         self._vocabulary_model.close()
 
 

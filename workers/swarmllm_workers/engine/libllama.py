@@ -123,6 +123,7 @@ class Model:
         if handle is None:
             raise _complaint(f"{path.name} cannot be loaded")
         self.handle = handle
+        self.path = path
         self.vocabulary = lib.llama_model_get_vocab(handle)
         self.n_embd = int(lib.llama_model_n_embd(handle))
         self.n_embd_input = int(lib.llama_model_n_embd_inp(handle))

@@ -54,7 +54,7 @@ class LoneSteps:
         decoding = None
         if its.sampling is not None:
             decoding = self._decodings.get(its.request_id)
-            if decoding is None or decoding.sampling != its.sampling:
+            if decoding is None or decoding.sampling != its.sampling or decoding.grammar is not None:
                 return False
         route = engine.route(its.request_id, its.start, its.end)
         for segment in route.segments:

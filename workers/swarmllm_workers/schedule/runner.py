@@ -56,6 +56,11 @@ class Runner:
     def has_work(self) -> bool:
         return bool(self._works)
 
+    @property
+    def is_parked(self) -> bool:
+        """There is work, and all of it waits for the grammar process."""
+        return bool(self._works) and all(work.is_parked for work in self._works.values())
+
     def add(self, work: Work) -> None:
         self._n_works += 1
         self._works[self._n_works] = work
@@ -67,6 +72,8 @@ class Runner:
     def step(self) -> None:
         """One round: every work that can has its turn, in as few batches as possible."""
         self.is_starved = bool(self._starved_since)
+        for work in [each for each in self._works.values() if each.is_parked]:
+            self._go_on(work)
         if (
             len(self._works) == 1
             and not self.is_starved
@@ -85,6 +92,8 @@ class Runner:
         rounds, and in a pipeline the next node waits for it. False: a plan is needed."""
         if work.is_finished:
             return False
+        if work.is_parked:
+            return True
         try:
             route = work.route()
             if not self._has_slot(work):
@@ -117,6 +126,8 @@ class Runner:
             if work.request_id in requests or work.is_finished:
                 continue
             requests.add(work.request_id)
+            if work.is_parked:
+                continue
             try:
                 route = work.route()
                 if not self._has_slot(work):
@@ -252,6 +263,12 @@ class Runner:
     def _accept(self, work: Work, result: np.ndarray, compute_s: float) -> None:
         try:
             work.accept(result, compute_s)
+        except Exception as error:
+            self._fail(work, error)
+
+    def _go_on(self, work: Work) -> None:
+        try:
+            work.go_on()
         except Exception as error:
             self._fail(work, error)
 

@@ -16,19 +16,16 @@ import numpy as np
 from swarmllm_proto.ipc import (
     FinishReason,
     Forward,
-    Generate,
-    GenerateDone,
     LayerResult,
     Token,
 )
 from swarmllm_proto.tensors import encode_tensor
-from swarmllm_workers.cache.prefixes import Name
 from swarmllm_workers.decode.decoding import Decoded, Decoding
+from swarmllm_workers.decode.grammar import NotYet
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import Span, Want
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.schedule.segment_route import Route
-from swarmllm_workers.speculation.speculation import Guesser, Speculation
 
 STEP_ROWS_MAX: Final = 16
 """Rows up to which a Forward is a step that somebody waits for, not a piece of a prompt."""
@@ -71,6 +68,13 @@ class Work(Protocol):
     def accept(self, result: np.ndarray, compute_s: float) -> None:
         """The result of that span. Raises CallError."""
 
+    @property
+    def is_parked(self) -> bool:
+        """Its last result waits for an answer of the grammar process; until then it has nothing to run."""
+
+    def go_on(self) -> None:
+        """Try what is parked again. Raises CallError."""
+
     def restart(self) -> None:
         """Its KV is gone: all rows wait again."""
 
@@ -99,6 +103,8 @@ class ForwardWork:
         self._n_running = 0
         self._compute_s = 0.0
         self._hidden: list[np.ndarray] = []
+        self._parked: np.ndarray | None = None
+        """Logits of the token that is to be sampled."""
 
     def route(self) -> Route:
         return self._engine.route(self.request_id, self._message.start, self._message.end)
@@ -142,14 +148,14 @@ class ForwardWork:
             return
         if message.want == "token":
             self._sample(result)
-        else:
-            hidden = self._hidden[0] if len(self._hidden) == 1 else None
-            if hidden is None and self._hidden:
-                hidden = np.concatenate(self._hidden)
-            self._deliver(hidden)
-            if message.want == "hidden" and hidden is not None:
-                # After the send: nobody waits for this.
-                self._engine.journals.write(message.request_id, message.end, message.position, hidden)
+            return
+        hidden = self._hidden[0] if len(self._hidden) == 1 else None
+        if hidden is None and self._hidden:
+            hidden = np.concatenate(self._hidden)
+        self._deliver(hidden)
+        if message.want == "hidden" and hidden is not None:
+            # After the send: nobody waits for this.
+            self._engine.journals.write(message.request_id, message.end, message.position, hidden)
         self.is_finished = True
 
     def _deliver(self, hidden: np.ndarray | None) -> None:
@@ -172,9 +178,25 @@ class ForwardWork:
             self._decodings[message.request_id] = decoding
         index = message.position + len(self._data) - message.n_prompt_tokens
         started = time.perf_counter()
-        decoded = decoding.decode(logits, index)
-        self._compute_s += time.perf_counter() - started
+        try:
+            decoded = decoding.decode(logits, index)
+        except NotYet:
+            # Logits are a view of what the next batch overwrites.
+            self._parked = logits.copy() if self._parked is None else self._parked
+            return
+        finally:
+            self._compute_s += time.perf_counter() - started
+        self._parked = None
         self._deliver_token(decoded)
+        self.is_finished = True
+
+    @property
+    def is_parked(self) -> bool:
+        return self._parked is not None
+
+    def go_on(self) -> None:
+        if self._parked is not None:
+            self._sample(self._parked)
 
     def _deliver_token(self, decoded: Decoded) -> None:
         message = self._message
@@ -186,186 +208,6 @@ class ForwardWork:
     def cancel(self) -> None:
         self.is_finished = True
         raise CallError("engine", "the request was cancelled", "request_id")
-
-
-class GenerateWork:
-    """A Generate: the prompt in chunks, then a token per step. A restarted one runs its prompt and what it
-    has generated so far as one prompt."""
-
-    def __init__(
-        self,
-        message: Generate,
-        tokens: np.ndarray,
-        engine: Engine,
-        send: Send,
-        speculation: Speculation | None = None,
-    ) -> None:
-        self.call_id = message.id
-        self.request_id = message.request_id
-        self.is_finished = False
-        self.can_restart = True
-        self.has_tokens = True
-        self._session = message.session_id
-        self.wants_alone = False
-        self._n_given = len(tokens)
-        """The prompt, and what was generated elsewhere."""
-        self._n_prompt = len(tokens) - message.n_generated
-        n_max = min(self._n_prompt + message.sampling.max_tokens, engine.settings.n_ctx + 1)
-        self._history = np.empty(max(n_max, len(tokens)), np.int32)
-        """The prompt and the tokens generated so far."""
-        self._history[: len(tokens)] = tokens
-        self._n_history = len(tokens)
-        self._engine = engine
-        self._send = send
-        self._decoding = Decoding(engine.vocabulary, message.sampling)
-        self._decoding.resume(tokens[self._n_prompt :].tolist())
-        self._position = 0
-        self._has_begun = False
-        self._n_running = 0
-        self._n_cached = 0
-        """Rows of the prompt that an earlier request had computed."""
-        self._prefill_s = 0.0
-        self._decode_s = 0.0
-        self._speculation = speculation
-        self._guesser: Guesser | None = None
-        self._guesses: tuple[int, ...] = ()
-        """To be checked in this step, behind the last token."""
-        self._is_alone = False
-
-    def route(self) -> Route:
-        n_ctx = self._engine.settings.n_ctx
-        if self._n_history > n_ctx:
-            raise CallError(
-                "context_full",
-                f"the prompt has {self._n_prompt} tokens, the context {n_ctx} (n_ctx)",
-                "payload",
-            )
-        return self._engine.route(self.request_id, 0, self._engine.n_layers)
-
-    def begin(self) -> None:
-        if self._has_begun:
-            return
-        self._has_begun = True
-        route, history = self.route(), self._history[: self._n_history]
-        self._position = self._engine.reuse(self.request_id, route, history, self._session)
-        self._engine.prefixes.follow(self.request_id, route.segments, self._name)
-        if self._n_history == self._n_given:
-            self._n_cached = min(self._position, self._n_prompt)
-
-    @property
-    def n_waiting(self) -> int:
-        return self._n_history + len(self._guesses) - self._position
-
-    @property
-    def is_decode(self) -> bool:
-        return self._n_history - self._position == 1 and self._position >= self._n_given
-
-    def look_ahead(self, n_rows_max: int) -> None:
-        self._guesses = ()
-        self._is_alone = n_rows_max > 1
-        if self._speculation is None or self._n_history - self._position != 1:
-            return
-        if self._guesser is None:
-            slot = self._engine.take_slot(self.request_id)
-            self._guesser = self._speculation.begin(self.route(), slot, self._history[: self._n_prompt])
-            if self._guesser is None:
-                self._speculation = None
-                return
-        n_left = self._decoding.sampling.max_tokens - self._decoding.n_generated
-        n_rows_max = min(n_rows_max, self._engine.settings.n_ctx - self._position)
-        self._guesses = self._guesser.guess(self._history[: self._n_history], n_rows_max, n_left)
-
-    def next_span(self, n_rows: int) -> Span:
-        slot = self._engine.take_slot(self.request_id)
-        data = self._history[self._position : min(self._position + n_rows, self._n_history)]
-        self._n_running = len(data)
-        if self._guesses:
-            rows = np.concatenate([data, np.array(self._guesses, np.int32)])
-            return Span(slot, self._position, rows, "rows")
-        is_last = self._position + len(data) == self._n_history
-        return Span(slot, self._position, data, "logits" if is_last else "none")
-
-    def _name(self) -> Name:
-        return Name((), self._history[: self._position])
-
-    def accept(self, result: np.ndarray, compute_s: float) -> None:
-        self._position += self._n_running
-        is_prefill = self._n_history == self._n_given
-        guesses, self._guesses = self._guesses, ()
-        decoded: list[Decoded] = []
-        if self._position == self._n_history:
-            started = time.perf_counter()
-            decoded = self._decode(np.atleast_2d(result), guesses)
-            compute_s += time.perf_counter() - started
-        if self._guesser is not None and decoded:
-            self._guesser.judged(len(guesses), len(decoded) - 1)
-        if is_prefill:  # its last row may bring tokens along that were guessed
-            self._prefill_s += compute_s / max(1, len(decoded))
-            self._decode_s += compute_s - compute_s / max(1, len(decoded))
-        else:
-            self._decode_s += compute_s
-        for i, one in enumerate(decoded):
-            self._position += i > 0
-            self._give(one, compute_s / len(decoded))
-        if len(decoded) <= len(guesses) and not self.is_finished:
-            self._engine.empty(self.request_id, self._position)
-
-    def _decode(self, logits: np.ndarray, guesses: tuple[int, ...]) -> list[Decoded]:
-        """The token that follows the last one, and one more for every guess that was right."""
-        decoded: list[Decoded] = []
-        for i, row in enumerate(logits):
-            one = self._decoding.decode(row, self._decoding.n_generated)
-            decoded.append(one)
-            if one.finish_reason is not None or guesses[i : i + 1] != (one.token,):
-                break
-        return decoded
-
-    def _give(self, decoded: Decoded, compute_s: float) -> None:
-        finish = decoded.finish_reason
-        if finish is None and self._position >= self._engine.settings.n_ctx:
-            finish = "length"
-        self._send(token_message(self.call_id, self.request_id, decoded, compute_s, finish), decoded.text)
-        if finish is not None:
-            self._finish(finish)
-            return
-        self._history[self._n_history] = decoded.token
-        self._n_history += 1
-
-    def restart(self) -> None:
-        self._position = 0
-        self._has_begun = False
-        self._guesses = ()
-
-    def cancel(self) -> None:
-        self._finish("cancelled")
-
-    def _finish(self, reason: FinishReason) -> None:
-        self.is_finished = True
-        if self._guesser is not None:
-            self._guesser.close()
-        if self._position:
-            self._engine.empty(self.request_id, self._position)
-            self._engine.keep(self.request_id, self._history[: self._position], self._session)
-        self._send(
-            GenerateDone(
-                id=self.call_id,
-                request_id=self.request_id,
-                finish_reason=reason,
-                n_prompt_tokens=self._n_prompt,
-                n_cached_tokens=self._n_cached,
-                n_generated=self._decoding.n_generated - (self._n_given - self._n_prompt),
-                prefill_s=self._prefill_s,
-                decode_s=self._decode_s,
-                guesses=self._guesser.counts if self._guesser is not None else (),
-            )
-        )
-        if self._speculation is not None:
-            self._speculation.answered(self._history[: self._n_prompt], self._decoding.tokens)
-            if self._guesser is not None and self._is_alone and reason != "cancelled":
-                self._speculation.try_out_after(
-                    self.route(), self._engine.take_slot(self.request_id), self._history[: self._position]
-                )
-        self._engine.release(self.request_id)
 
 
 def token_message(

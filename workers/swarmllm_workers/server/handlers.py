@@ -24,15 +24,18 @@ from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.ring_work import RingWork
 from swarmllm_workers.ring.seats import TURNED_INTERVAL_S, Ring, Seat, Watch
+from swarmllm_workers.schedule.generate_work import GenerateWork
 from swarmllm_workers.schedule.lone_steps import LoneSteps
 from swarmllm_workers.schedule.planner import CAPACITY, Planner
 from swarmllm_workers.schedule.runner import Runner
-from swarmllm_workers.schedule.work import ForwardWork, GenerateWork, Send, Work
+from swarmllm_workers.schedule.work import ForwardWork, Send, Work
 from swarmllm_workers.server.ending_handlers import EndingHandlers
+from swarmllm_workers.server.grammar_handlers import GrammarHandlers
 from swarmllm_workers.server.load_handlers import LoadHandlers
 from swarmllm_workers.server.open_options import engine_settings, speculation_settings
 from swarmllm_workers.server.prefix_handlers import PrefixHandlers
 from swarmllm_workers.server.read_ahead import ReadAhead
+from swarmllm_workers.server.text_handlers import TextHandlers
 from swarmllm_workers.speculation.speculation import Speculation
 
 log = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ _TENSOR_HEADER_BYTES: Final = 256
 """More than a tensor's description takes."""
 SLEEP_MAX_MS: Final = 2**30
 STARVED_MS: Final = 5
+PARKED_MS: Final = 100
+"""Until it is seen that the grammar process is late; its answers are seen at once."""
 
 
 def embed_rows_max(n_embd: int) -> int:
@@ -75,11 +80,14 @@ class Handlers:
         """Nothing but lone steps has happened since `pause_ms` looked at everything."""
         self._looked_at_s = self._looks_away_s = 0.0
         self.is_finished = False
+        self.grammars = GrammarHandlers(
+            lambda: self._opened().vocabulary.grammars,
+            send,
+            lambda call_id, error: self._answer_error(call_id, "", error),
+            watch,
+        )
         self._handlers: dict[type, Callable[[Any, memoryview], None]] = {
             ipc.Open: self._open,
-            ipc.Tokenize: self._tokenize,
-            ipc.ApplyTemplate: self._apply_template,
-            ipc.Detokenize: self._detokenize,
             ipc.Embed: self._embed,
             ipc.Forward: self._forward,
             ipc.TakeLink: self._take_link,
@@ -87,6 +95,8 @@ class Handlers:
             ipc.TakeSeat: self._take_seat,
             ipc.Generate: self._generate,
             ipc.Shutdown: self._shutdown,
+            **TextHandlers(self._opened, self._tokens, send).by_type,
+            **self.grammars.by_type,
             **PrefixHandlers(self._opened, send).by_type,
             **EndingHandlers(lambda: self._engine, send, self._works_of, self._stop).by_type,
             **LoadHandlers(self._opened, lambda: self._speculation, send, self._finish).by_type,
@@ -111,6 +121,9 @@ class Handlers:
         if self._runner is not None and self._runner.has_work:
             self._tell_prefixes()
             self._has_stepped = False
+            self.grammars.pause_ms()
+            if self._runner.is_parked:
+                return PARKED_MS
             return STARVED_MS if self._runner.is_starved else 0
         if self._engine is None:
             return None
@@ -122,6 +135,8 @@ class Handlers:
         until_s = self._engine.expire()
         self._tell_prefixes()
         sleeps_ms = [SLEEP_MAX_MS if until_s is None else min(int(until_s * 1000) + 1, SLEEP_MAX_MS)]
+        if (grammars_ms := self.grammars.pause_ms()) is not None:
+            sleeps_ms.append(grammars_ms)
         if (news_ms := self.ring.tell_news()) is not None:
             sleeps_ms.append(news_ms)
         self._looked_at_s, self._looks_away_s = now_s, min(min(sleeps_ms) / 1000, TURNED_INTERVAL_S)
@@ -180,6 +195,7 @@ class Handlers:
             owns_path=message.owns_path,
         )
         self._engine = engine
+        self.grammars.open(engine.n_vocab)
         self._manifest = PrefixManifest(self._send) if message.tell_prefixes else None
         self.ring.has_spare_core = engine.settings.n_threads < len(os.sched_getaffinity(0))
         self._speculation = Speculation(engine, speculation_settings(message))
@@ -203,27 +219,6 @@ class Handlers:
                 has_chat_template=bool(engine.template_source),
             )
         )
-
-    def _tokenize(self, message: ipc.Tokenize, _payload: memoryview) -> None:
-        engine = self._opened()
-        if (message.text is None) == (message.messages is None):
-            raise CallError("bad_message", "either text or messages, not both", "text")
-        if message.messages is not None:
-            text = engine.template().render(message.messages, message.tools, message.effort)
-            tokens = engine.vocabulary.tokenize(text, is_rendered=True)
-        else:
-            tokens = engine.vocabulary.tokenize(message.text or "", is_rendered=False)
-        self._send(ipc.Tokens(id=message.id), encode_tensor(tokens))
-
-    def _apply_template(self, message: ipc.ApplyTemplate, _payload: memoryview) -> None:
-        text = self._opened().template().render(message.messages, message.tools, message.effort)
-        # A template may take a character apart; what is left of it cannot be sent.
-        self._send(ipc.Text(id=message.id), [text.encode(errors="replace")])
-
-    def _detokenize(self, message: ipc.Detokenize, payload: memoryview) -> None:
-        vocabulary = self._opened().vocabulary
-        pieces = [vocabulary.full_piece(token) for token in self._tokens(payload).tolist()]
-        self._send(ipc.Text(id=message.id), [b"".join(pieces)])
 
     def _embed(self, message: ipc.Embed, payload: memoryview) -> None:
         engine = self._opened()
@@ -362,7 +357,8 @@ class Handlers:
                 self._answer_work(work, error)
         if self._runner is not None:
             self._runner.sweep()
-        self._decodings.pop(request_id, None)
+        if (decoding := self._decodings.pop(request_id, None)) is not None:
+            decoding.close()
         self.ring.leave(request_id)
 
     def _shutdown(self, message: ipc.Shutdown, _payload: memoryview) -> None:

@@ -87,6 +87,9 @@ class Server:
                 n_left = len(happened)
                 for descriptor, events in happened:
                     n_left -= 1
+                    if descriptor == self._handlers.grammars.descriptor:
+                        self._handlers.grammars.receive()
+                        continue
                     if descriptor != own:
                         self._handlers.ring.on_event(descriptor, events, is_last=not n_left and not is_stuck)
                         continue

@@ -1,0 +1,1 @@
+"""Grammars and JSON schemas, followed in processes that can be given up."""
