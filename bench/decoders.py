@@ -42,9 +42,9 @@ from swarmllm_proto.router_messages import (
     decode_neighbour,
 )
 from swarmllm_proto.tensors import decode_tensor
-from swarmllm_workers.decode.grammar import grammar_of_schema
 from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.grammars.schema_rewriter import NO_SCHEMA, rewritings
 
 NOTHING = memoryview(b"")
 SCHEMA = {
@@ -163,8 +163,8 @@ def all_targets() -> dict[str, Target]:
             "Ollama's generate": _body(OllamaGenerate, {"model": "m", "prompt": "hi", "stream": False}),
             "embedding request": _body(EmbeddingRequest, {"model": "m", "input": ["a", "b"]}),
             "JSON schema": Target(
-                lambda data: grammar_of_schema(data.decode("latin-1")),
-                (CallError,),
+                lambda data: list(rewritings(msgspec.json.decode(data))),
+                NO_SCHEMA,
                 {"example.json": json.dumps(SCHEMA).encode()},
             ),
             "GGUF in the daemon": Target(_DaemonGguf().decode, (BadModel,), gguf),

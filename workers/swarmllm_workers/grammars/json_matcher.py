@@ -16,7 +16,7 @@ from llguidance.llamacpp import lltokenizer_from_vocab
 
 from swarmllm_workers.grammars.gbnf_matcher import NotFollowed
 from swarmllm_workers.grammars.messages import GrammarSpec
-from swarmllm_workers.grammars.schema_rewriter import Unsupported, rewritings
+from swarmllm_workers.grammars.schema_rewriter import NO_SCHEMA, Unsupported, rewritings
 
 REASON_MAX: Final = 300
 """Characters of what llguidance complains of."""
@@ -62,7 +62,7 @@ class JsonMatcher:
                 complaint = complaint or _WHERE.sub("", matcher.get_error())
         except Unsupported as error:
             complaint = str(error)
-        except (msgspec.MsgspecError, RecursionError, TypeError, ValueError, KeyError) as error:
+        except NO_SCHEMA as error:
             raise NotFollowed(f"this is no schema: {error}"[:REASON_MAX]) from None
         if complaint.startswith("oneOf constraints"):
             complaint = "oneOf: its parts are not seen to exclude each other"

@@ -15,13 +15,15 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any, Final, Literal
 
+import msgspec
+
 from swarmllm_workers.grammars.schema_formats import ENFORCED, PATTERNS, SYNONYMS
 from swarmllm_workers.grammars.schema_negation import NoNegation, Schema, exclude, negation
 from swarmllm_workers.grammars.schema_properties import say_counts, say_names
 from swarmllm_workers.grammars.schema_references import References, Unsupported
 from swarmllm_workers.grammars.schema_usage import check_shapes, close, imply_type
 
-__all__ = ["Unsupported", "rewritings"]
+__all__ = ["NO_SCHEMA", "Unsupported", "rewritings"]
 
 DEPTH_MAX: Final = 64
 PARTS_MAX: Final = 20_000
@@ -53,6 +55,11 @@ _NARROWED: Final = frozenset(
     )
 )
 """Keywords that may be replaced by narrower ones."""
+NO_SCHEMA: Final = (
+    *(Unsupported, msgspec.MsgspecError, RecursionError),
+    *(AttributeError, KeyError, TypeError, ValueError),
+)
+"""Raised for what is no schema. Keywords have values of any kind; not each one of them is looked at first."""
 Mode = Literal["usual", "open", "exact"]
 """`usual`: schemas mean what people usually mean, also where that says less: keywords of one type mean that
 type, and where properties are listed there are no others. `open`: what other schemas are combined with is
