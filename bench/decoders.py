@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import gguf
+import msgspec
 import numpy as np
 
 from bench.decoder_target import ADDRESS, NODE_ID, Decode, Target
