@@ -131,7 +131,7 @@ class WorkerPool:
         """Raises InvalidRequest for a grammar or JSON schema that cannot be followed, Overloaded ..."""
         if not sampling.grammar and not sampling.json_schema:
             return
-        worker = await self._ready(model)
+        worker = await self._hosts.ready(model)
         message = CheckGrammar(id=worker.new_id(), sampling=sampling)
         await worker.call(message, Done, timeout_s=self._settings.call_timeout_s)
 
