@@ -59,7 +59,7 @@ def test_models_that_were_removed_leave_nothing_behind(tmp_path: Path) -> None:
             if n % 2:
                 result(node.http.post(f"{MODELS}/m{n}/load", json={"n_ctx": 256}))
                 assert ask(node, f"m{n}")[0] == 200
-                result(node.http.post(f"{MODELS}/m{n}/unload"))
+                result(node.http.post(f"{MODELS}/m{n}/unload", json={}))
             result(node.http.post("/tokenize", json={"model": f"m{n}", "content": "a"}))
             assert len(node.worker_pids()) == 1
             pids |= set(node.worker_pids())
@@ -88,7 +88,7 @@ def test_a_loaded_model_answers_without_its_file_and_says_so(tmp_path: Path) -> 
         path.unlink()
         assert ask(node, "mine")[0] == 200
         assert "cannot be read" in node.stats()["models"][0]["trouble"]
-        result(node.http.post(f"{MODELS}/mine/unload"))
+        result(node.http.post(f"{MODELS}/mine/unload", json={}))
         status, text = ask(node, "mine")
         assert status != 200
         assert "cannot be read" in text

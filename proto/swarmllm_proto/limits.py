@@ -15,8 +15,8 @@ IPC_HEADER_MAX: Final = 64 * MIB
 """JSON between daemon and worker. Conversations with tools are the largest honest headers: single
 megabytes."""
 
-IPC_PAYLOAD_MAX: Final = 512 * MIB
-"""Tensor between daemon and worker: 16384 rows of f32 x 8192 (a 70B model's width) is exactly this."""
+IPC_PAYLOAD_MAX: Final = 512 * MIB + KIB
+"""Tensor between daemon and worker: 16384 rows of f32 x 8192 (a 70B model's width), with its head."""
 
 SWARM_HEADER_MAX: Final = 64 * KIB
 """MessagePack header of a job message. 256 stage timings, the longest list in it, are under 8 KiB."""
@@ -47,5 +47,5 @@ IMAGE_ROWS_MAX: Final = 3 * MIB
 TENSOR_MAX_NDIM: Final = 8
 """Activations have two dimensions, images four; eight leaves room and bounds the shape that is read."""
 
-TENSOR_MAX_ELEMENTS: Final = IPC_PAYLOAD_MAX // 2
+TENSOR_MAX_ELEMENTS: Final = 512 * MIB // 2
 """As many elements as the narrowest type (f16) can place in the largest payload."""

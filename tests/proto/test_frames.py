@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from swarmllm_proto.errors import FrameTooLarge, FrameTruncated, ProtocolError
 from swarmllm_proto.frames import Buffer, Frame, FrameDecoder, encode_frame
+from swarmllm_proto.tensors import encode_tensor
 
 HEADER_MAX = 50
 PAYLOAD_MAX = 100
@@ -193,3 +194,7 @@ def test_sender_is_told_what_the_receiver_would_refuse(header: bytes, payload: b
     with pytest.raises(FrameTooLarge) as caught:
         encode_frame(header, payload, header_max=3, payload_max=3)
     assert caught.value.field == field
+
+
+def test_the_payload_that_the_limit_names_can_be_sent() -> None:
+    encode_frame(b"{}", encode_tensor(np.empty((16384, 8192), np.float32)))
