@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 CRASHING = (str(Path(__file__).with_name("crashing_daemon.py")),)
 THIRDS = ("guide:0:4", "guide:4:8", "guide:8:12")
 N_TOKENS = 120
-RESTARTED = "libp2p has failed and is started again"
+RESTARTED = "task libp2p failed"
 
 
 def events(node: DaemonProcess, after_some: Callable[[], None]) -> Iterator[dict[str, Any]]:

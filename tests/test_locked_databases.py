@@ -16,7 +16,7 @@ from swarmllm.errors import StoreLocked
 from swarmllm.models import Catalogue
 from swarmllm.swarm.peers.known_peers import KnownPeers
 from swarmllm.swarm.peers.store import FILE_NAME, PeerStore
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import Deed, Reputation
 from swarmllm.swarm.peers.trust_keeper import Trust
 
 NODE = "12D3KooWGQvqiXtv6Q98UKj5fAfYPXYLrj1vN8teFDeADmDg5sqR"
@@ -96,6 +96,18 @@ async def test_trust_that_is_locked_at_the_start_is_loaded_later_and_never_overw
     assert trust.score(NODE) > before.score(NODE)
     await trust.save()
     assert trust.score(NODE) == before.score(NODE)
+
+
+async def test_trust_that_was_never_loaded_is_not_saved_over_what_is_stored(tmp_path: Path) -> None:
+    class Unreadable(PeerStore):
+        def reputations(self) -> list[tuple[str, Reputation]]:
+            raise StoreLocked("just then")
+
+    trust = Trust(store=Unreadable(tmp_path), clock=lambda: 1.0)
+    await trust.load()
+    trust.note(NODE, Deed.SERVED)
+    await trust.save()
+    assert PeerStore(tmp_path).reputations() == []
 
 
 async def test_known_peers_of_a_locked_database_are_unknown_this_time_only(tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def test_pauses_double_up_to_the_longest() -> None:
 
 def test_pauses_start_over_after_a_steady_time() -> None:
     backoff = Backoff()
-    for _ in range(5):
-        backoff.pause_s(STEADY_S)
+    pauses = [backoff.pause_s(STEADY_S) for _ in range(5)]
+    assert len(set(pauses)) == 5
     assert backoff.pause_s(STEADY_S + 1) == FIRST_PAUSE_S
 
 
@@ -203,6 +203,24 @@ async def test_cancellation_is_no_failure() -> None:
     assert not scope.cancelled_caught
     assert supervision.status(RESTARTED).n_failures == 0
     assert supervision.status(RESTARTED).state == "ended"
+
+
+async def test_a_failure_during_cancellation_is_no_reason_to_restart() -> None:
+    async def fails_when_cancelled() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            try:
+                await trio.sleep_forever()
+            finally:
+                raise Defect("while it was cancelled")
+
+    with Supervision().active() as supervision:
+        with trio.CancelScope() as scope, contained("peer", "a daemon"):
+            async with trio.open_nursery() as nursery:
+                supervise(nursery, RESTARTED, fails_when_cancelled)
+                await trio.testing.wait_all_tasks_blocked()
+                scope.cancel()
+    assert supervision.status(RESTARTED).n_failures == 0
 
 
 async def test_a_fault_is_raised_in_the_running_task() -> None:
@@ -383,6 +401,10 @@ async def test_the_first_end_counts() -> None:
     outcome.succeed(7)
     with pytest.raises(NodeUnreachable):
         await outcome.wait()
+    other: Outcome[int] = Outcome()
+    other.succeed(7)
+    other.fail(NodeUnreachable("gone"))
+    assert await other.wait() == 7
 
 
 async def test_the_end_of_the_nursery_is_the_end_of_the_waiting() -> None:
