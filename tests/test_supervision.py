@@ -214,12 +214,12 @@ async def test_a_failure_during_cancellation_is_no_reason_to_restart() -> None:
             finally:
                 raise Defect("while it was cancelled")
 
-    with Supervision().active() as supervision:
-        with trio.CancelScope() as scope, contained("peer", "a daemon"):
-            async with trio.open_nursery() as nursery:
-                supervise(nursery, RESTARTED, fails_when_cancelled)
-                await trio.testing.wait_all_tasks_blocked()
-                scope.cancel()
+    supervision = Supervision()
+    with supervision.active(), trio.CancelScope() as scope, contained("peer", "a daemon"):
+        async with trio.open_nursery() as nursery:
+            supervise(nursery, RESTARTED, fails_when_cancelled)
+            await trio.testing.wait_all_tasks_blocked()
+            scope.cancel()
     assert supervision.status(RESTARTED).n_failures == 0
 
 
