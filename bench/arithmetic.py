@@ -222,7 +222,9 @@ class FakePool:
                     self.kept[scope, layers, name] = {row: slot.rows[row] for row in block}
 
     def _run(self, slot: _Slot, layers: LayerRange, position: int, rows: Tensor) -> Tensor:
-        hidden = rows.astype(np.int64)
+        # What is no small integer came from a liar, and may become anything.
+        with np.errstate(invalid="ignore"):
+            hidden = rows.astype(np.int64)
         for layer in range(layers.start, layers.end):
             for known in [key for key in slot.rows if key[0] == layer and key[1] >= position]:
                 del slot.rows[known]
