@@ -13,7 +13,7 @@ import pytest
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "architecture.md").read_text("utf-8")
 STEPS_MAX = 12
-ENTRANCES = {"On the other node", "On a change", "For a request"}
+ENTRANCES = {"On the other node", "In the worker", "On a change", "For a request"}
 """How a step begins that no code of an earlier step calls: the network or a subscription leads there."""
 
 SECTION = PAGE.partition("## Three walks through the code")[2].partition("\n## ")[0]
