@@ -130,10 +130,10 @@ async def _tell_all(
         try:
             await tell(number)
         except Exception as error:
-            causes = [str(cause) or repr(cause) for cause in _causes(error)]
-            figures.broken.append(f"lie {number}: {'; '.join(causes)}"[:2000])
+            reasons = [str(cause) or repr(cause) for cause in causes(error)]
+            figures.broken.append(f"lie {number}: {'; '.join(reasons)}"[:2000])
             print(
-                f"lie {number} of seed {figures.seed} broke something:", *causes, sep="\n  ", file=sys.stderr
+                f"lie {number} of seed {figures.seed} broke something:", *reasons, sep="\n  ", file=sys.stderr
             )
             print(repr(lie_of(figures.seed, number))[:4000], file=sys.stderr)
             print(*list(latest)[-20:], sep="\n", file=sys.stderr)
@@ -142,10 +142,11 @@ async def _tell_all(
         watch()
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """What is in an exception group, and in the groups in it."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
-            yield from _causes(inner)
+            yield from causes(inner)
     else:
         yield error
 

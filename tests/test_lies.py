@@ -20,7 +20,7 @@ from trio.testing import MockClock
 
 from bench.arithmetic import _Slot
 from bench.liar import TWISTS, Lie
-from bench.lies import SEED, lie_of, router_lie_of, run
+from bench.lies import SEED, causes, lie_of, router_lie_of, run
 from bench.lying_swarm import (
     Broken,
     LyingSwarm,
@@ -155,10 +155,9 @@ def _more_work(opened: LyingSwarm) -> None:
     ],
 )
 def test_what_must_not_happen_is_reported(sabotage: Any, complaint: str, tmp_path: Path) -> None:
-    with pytest.RaisesGroup(
-        pytest.RaisesExc(Broken, match=complaint), allow_unwrapped=True, flatten_subgroups=True
-    ):
+    with pytest.raises((Broken, BaseExceptionGroup)) as caught:
         told(tmp_path, NOTHING, sabotage)
+    assert any(complaint in str(cause) for cause in causes(caught.value))
 
 
 @pytest.mark.slow
