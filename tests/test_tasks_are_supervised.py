@@ -28,14 +28,14 @@ WAITED_FOR = {
     "swarm/discovery/relay/punching.py": {"_dial_all"},
     "swarm/discovery/wide_area.py": {"_meet_all"},
     # Both directions or all parts of one connection, session, worker, answer, transfer.
-    "api/http_server.py": {"serve", "_accept"},
+    "api/http/server.py": {"serve", "_accept"},
     "api/output/choices.py": {"_whole"},
     "pipeline/stage/session.py": {"_clean_up"},
     "swarm/data/connection.py": {"run"},
     "swarm/data/data_plane.py": {"say_goodbye"},
     "swarm/discovery/relay/service.py": {"run"},
     "transfer/parallel.py": {"run_lanes"},
-    "workerpool/cut_check.py": {"_try_cuts"},
+    "workerpool/cut_check.py": {"run"},
     "workerpool/process.py": {"_accept"},
     "workerpool/worker.py": {"run"},
     # Parts of one long-lived task, which restarts as a whole (`run` of the shared digests too).
