@@ -50,7 +50,7 @@ class EagerPay(CostGate):
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmllm_workers.speculation.Pay", EagerPay)
+    monkeypatch.setattr("swarmllm_workers.speculation.speculation.CostGate", EagerPay)
     monkeypatch.setattr("swarmllm_workers.speculation.swift_trial.GAIN_MIN", 0.0)
 
 

@@ -32,7 +32,7 @@ def ranges(room: Room) -> list[tuple[int, int]]:
 @pytest.fixture
 def gain_min(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Guesses are made whenever they may be, and pay; until a test says otherwise."""
-    monkeypatch.setattr("swarmllm_workers.speculation.Pay", EagerPay)
+    monkeypatch.setattr("swarmllm_workers.speculation.speculation.CostGate", EagerPay)
     monkeypatch.setattr("swarmllm_workers.speculation.swift_trial.GAIN_MIN", 0.0)
     return monkeypatch
 
