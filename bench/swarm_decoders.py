@@ -58,7 +58,7 @@ def swarm_targets() -> dict[str, Target]:
             {"response/digests": msgspec.msgpack.encode([Digest(NODE_ID, 1, 2, 3.0)])},
         ),
         "envelopes told": Target(
-            lambda data: _run(_exchange(data).fetch(NODE_ID, {NODE_ID: 1.0})),
+            lambda data: trio.run(_exchange(data).fetch, NODE_ID, {NODE_ID: 1.0}),
             (RemoteError,),
             {"response/envelopes": msgspec.msgpack.encode([b"sealed"])},
         ),
@@ -110,7 +110,7 @@ def _exchange(answered: bytes) -> RecordExchange:
     def take(_sealed: bytes, _ages_s: Mapping[str, float]) -> str:
         return ""
 
-    return RecordExchange(EnvelopeBook(NODE_ID, lambda *_: True), answer, take)
+    return RecordExchange(EnvelopeBook(NODE_ID, lambda *_: True), answer, take, lambda *_: None)
 
 
 def _read_stream(data: bytes) -> object:

@@ -49,6 +49,7 @@ LAYERS = (
     "swarmllm.private_files",
     "swarmllm.log_filter",
     "swarmllm.log_limit",
+    "swarmllm.host_names",
     "swarmllm.errors",
     "swarmllm_proto",
     "swarmllm.bootstrap",

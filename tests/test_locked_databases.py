@@ -18,6 +18,7 @@ from swarmllm.swarm.peers.known_peers import KnownPeers
 from swarmllm.swarm.peers.store import FILE_NAME, PeerStore
 from swarmllm.swarm.peers.trust import Deed, Reputation
 from swarmllm.swarm.peers.trust_keeper import Trust
+from swarmllm_proto.identifiers import NodeId
 
 NODE = "12D3KooWGQvqiXtv6Q98UKj5fAfYPXYLrj1vN8teFDeADmDg5sqR"
 
@@ -100,7 +101,7 @@ async def test_trust_that_is_locked_at_the_start_is_loaded_later_and_never_overw
 
 async def test_trust_that_was_never_loaded_is_not_saved_over_what_is_stored(tmp_path: Path) -> None:
     class Unreadable(PeerStore):
-        def reputations(self) -> list[tuple[str, Reputation]]:
+        def reputations(self) -> list[tuple[NodeId, Reputation]]:
             raise StoreLocked("just then")
 
     trust = Trust(store=Unreadable(tmp_path), clock=lambda: 1.0)

@@ -1,6 +1,6 @@
 """Messages to bytes and back. Decoders are built once, validate everything, and let only `ProtocolError` out.
 
-msgspec reports faults as text with a JSON path; `_bad_message` turns that into the name of the field.
+msgspec reports faults as text with a JSON path; `field_and_reason` finds the field in it.
 Encoding does not validate: what this node writes is checked by mypy here and by the reader there.
 
 Of the swarm messages every reader ignores fields it does not know and refuses another `v`. A newer message
@@ -10,13 +10,13 @@ field is blamed.
 
 from __future__ import annotations
 
-import re
 from struct import Struct
 from typing import Any, Final, TypeVar
 
 import msgspec
 from blake3 import blake3
 
+from swarmllm_proto.decoding_errors import field_and_reason
 from swarmllm_proto.errors import BadMessage, DamagedJob, FrameTooLarge, UnsupportedVersion
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse
 from swarmllm_proto.frames import Buffer, Frame, Payload, Pieces, as_pieces, encode_frame
@@ -205,20 +205,5 @@ def _check_size(field: str, size: int, maximum: int) -> None:
         raise FrameTooLarge(field, f"{size} bytes, at most {maximum}")
 
 
-_PATH: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
-_NAMED: Final = re.compile(r"(?:Object missing required )?field `([^`]+)`")
-
-
 def _bad_message(error: Exception) -> BadMessage:
-    """The field from msgspec's path and from the field its text names; "message" where the whole is
-    unreadable."""
-    if isinstance(error, RecursionError):
-        return BadMessage("message", "nested too deeply")
-    if isinstance(error, UnicodeDecodeError):
-        return BadMessage("message", "contains text that is not UTF-8")
-    text = str(error)
-    path = _PATH.search(text)
-    reason = (text[: path.start()] if path else text)[:200]
-    named = _NAMED.match(reason)
-    parts = [path.group(1) if path else "", named.group(1) if named else ""]
-    return BadMessage(".".join(part for part in parts if part) or "message", reason)
+    return BadMessage(*field_and_reason(error, "message"))

@@ -16,7 +16,9 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.decoding_errors import field_and_reason
+from swarmllm_proto.errors import BadMessage, UnsupportedVersion
+from swarmllm_proto.identifiers import Multiaddr, NodeId, require_multiaddrs
 from swarmllm_proto.limits import RECORD_MAX
 
 ENVELOPE_VERSION = 1
@@ -25,18 +27,16 @@ ENVELOPE_MAX = RECORD_MAX + 8 * 1024
 HEARTBEAT_MAX = 1024
 ADDRESSES_MAX = 16
 
-_Address = Annotated[str, Meta(min_length=1, max_length=200)]
-_Addresses = Annotated[tuple[_Address, ...], Meta(max_length=ADDRESSES_MAX)]
-_NodeId = Annotated[str, Meta(min_length=1, max_length=128)]
+_Addresses = Annotated[tuple[Multiaddr, ...], Meta(max_length=ADDRESSES_MAX)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 Sign = Callable[[bytes], bytes]
-Verify = Callable[[str, bytes, bytes], bool]
+Verify = Callable[[NodeId, bytes, bytes], bool]
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     v: int = ENVELOPE_VERSION
-    node_id: _NodeId
+    node_id: NodeId
     started_at_ms: _Count
     """When the writer's life began, by its own clock and never twice the same: a restarted node's envelopes
     are newer."""
@@ -48,6 +48,9 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     record: Annotated[bytes, Meta(max_length=RECORD_MAX)] = b""
     """Empty until the node has published one."""
 
+    def __post_init__(self) -> None:
+        require_multiaddrs(addresses=self.addresses, data_addresses=self.data_addresses)
+
     @property
     def version(self) -> tuple[int, int]:
         return self.started_at_ms, self.sequence
@@ -55,7 +58,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     v: int = ENVELOPE_VERSION
-    node_id: _NodeId
+    node_id: NodeId
     started_at_ms: _Count
     sequence: _Count
     beat: _Count
@@ -71,6 +74,13 @@ class _Signed(msgspec.Struct, frozen=True, array_like=True):
     signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
 
 
+class _Author(msgspec.Struct, frozen=True):
+    """What is read of a statement that is malformed otherwise."""
+
+    node_id: NodeId
+    v: int = ENVELOPE_VERSION
+
+
 Statement = TypeVar("Statement", Envelope, Heartbeat)
 
 _DOMAINS: dict[type[Envelope] | type[Heartbeat], bytes] = {
@@ -78,6 +88,15 @@ _DOMAINS: dict[type[Envelope] | type[Heartbeat], bytes] = {
     Heartbeat: b"swarmllm heartbeat 1:",
 }
 _LIMITS: dict[type[Envelope] | type[Heartbeat], int] = {Envelope: ENVELOPE_MAX, Heartbeat: HEARTBEAT_MAX}
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
+
+
+class BadStatement(BadMessage):
+    """A malformed or forged statement. `author` is the node that signed it, where its signature is right."""
+
+    def __init__(self, field: str, reason: str, author: NodeId | None = None) -> None:
+        super().__init__(field, reason)
+        self.author = author
 
 
 def seal(statement: Envelope | Heartbeat, sign: Sign) -> bytes:
@@ -86,16 +105,34 @@ def seal(statement: Envelope | Heartbeat, sign: Sign) -> bytes:
 
 
 def unseal(sealed: bytes, kind: type[Statement], verify: Verify) -> Statement:
-    """Raises BadMessage: too large, undecodable, another version, or not signed by the node it speaks of."""
+    """Raises BadStatement: too large, undecodable, or not signed by the node it speaks of; UnsupportedVersion
+    for another version."""
+    name = kind.__name__.lower()
     if len(sealed) > _LIMITS[kind]:
-        raise BadMessage(kind.__name__.lower(), f"{len(sealed)} bytes, at most {_LIMITS[kind]}")
+        raise BadStatement(name, f"{len(sealed)} bytes, at most {_LIMITS[kind]}")
     try:
         signed = msgspec.msgpack.decode(sealed, type=_Signed)
+    except _UNREADABLE as error:
+        raise BadStatement(*field_and_reason(error, name)) from None
+    signed_text = _DOMAINS[kind] + signed.body
+    try:
         statement = msgspec.msgpack.decode(signed.body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadMessage(kind.__name__.lower(), str(error)[:200]) from None
+    except _UNREADABLE as error:
+        author = _author(signed, signed_text, verify)
+        raise BadStatement(*field_and_reason(error, name), author) from None
     if statement.v != ENVELOPE_VERSION:
-        raise BadMessage("v", f"version {statement.v} is not supported")
-    if not verify(statement.node_id, _DOMAINS[kind] + signed.body, signed.signature):
-        raise BadMessage("signature", "does not match the node id")
+        raise UnsupportedVersion(statement.v, ENVELOPE_VERSION)
+    if not verify(statement.node_id, signed_text, signed.signature):
+        raise BadStatement("signature", "does not match the node id")
     return statement
+
+
+def _author(signed: _Signed, signed_text: bytes, verify: Verify) -> NodeId | None:
+    """Raises UnsupportedVersion: a newer version may differ in any field."""
+    try:
+        author = msgspec.msgpack.decode(signed.body, type=_Author)
+    except _UNREADABLE:
+        return None
+    if author.v != ENVELOPE_VERSION:
+        raise UnsupportedVersion(author.v, ENVELOPE_VERSION)
+    return author.node_id if verify(author.node_id, signed_text, signed.signature) else None

@@ -10,15 +10,16 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
+from swarmllm_proto.decoding_errors import field_and_reason
 from swarmllm_proto.errors import BadMessage, UnsupportedVersion
-from swarmllm_proto.swarm import WIRE_VERSION, NodeId
+from swarmllm_proto.identifiers import Multiaddr, NodeId, parse_ip, require_multiaddrs
+from swarmllm_proto.swarm_base import WIRE_VERSION
 
 PEERS_MAX: Final = 64
 """Nodes in one answer: enough to find any swarm, little enough that a liar cannot fill a book."""
 ADDRESSES_MAX: Final = 16
 
-AddressText = Annotated[str, Meta(min_length=1, max_length=200)]
-Addresses = Annotated[tuple[AddressText, ...], Meta(max_length=ADDRESSES_MAX)]
+Addresses = Annotated[tuple[Multiaddr, ...], Meta(max_length=ADDRESSES_MAX)]
 
 
 class PeerExchangeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +35,9 @@ class KnownPeer(msgspec.Struct, frozen=True, kw_only=True):
     node_id: NodeId
     addresses: Addresses
     """Control plane, as multiaddrs without /p2p."""
+
+    def __post_init__(self) -> None:
+        require_multiaddrs(addresses=self.addresses)
 
 
 class PeerExchangeResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,9 +56,12 @@ class DialBackRequest(msgspec.Struct, frozen=True, kw_only=True):
 class DialBack(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt."""
 
-    address: AddressText
+    address: Multiaddr
     reached: bool
     """The asking node answered there and proved its id."""
+
+    def __post_init__(self) -> None:
+        require_multiaddrs(address=(self.address,))
 
 
 class DialBackResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +73,13 @@ class DialBackResponse(msgspec.Struct, frozen=True, kw_only=True):
     observed_ip: Annotated[str, Meta(max_length=45)] = ""
     """Where the asking node's connection comes from; empty: unknown."""
 
+    def __post_init__(self) -> None:
+        if self.observed_ip:
+            try:
+                parse_ip(self.observed_ip)
+            except ValueError:
+                raise ValueError("field `observed_ip`: is not an IP address") from None
+
 
 Message = TypeVar("Message", PeerExchangeRequest, PeerExchangeResponse, DialBackRequest, DialBackResponse)
 _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
@@ -74,6 +88,13 @@ _decoders: Final[dict[type, msgspec.msgpack.Decoder[Any]]] = {
     kind: msgspec.msgpack.Decoder(kind)
     for kind in (PeerExchangeRequest, PeerExchangeResponse, DialBackRequest, DialBackResponse)
 }
+
+
+class _Versioned(msgspec.Struct, frozen=True):
+    v: int = WIRE_VERSION
+
+
+_versions: Final = msgspec.msgpack.Decoder(_Versioned)
 
 
 def encode_neighbour(
@@ -87,7 +108,18 @@ def decode_neighbour(data: bytes, kind: type[Message]) -> Message:
     try:
         message: Message = _decoders[kind].decode(data)
     except _UNREADABLE as error:
-        raise BadMessage(kind.__name__, str(error)[:200]) from None
+        _refuse_other_version(data)
+        raise BadMessage(*field_and_reason(error, kind.__name__)) from None
     if message.v != WIRE_VERSION:
         raise UnsupportedVersion(message.v, WIRE_VERSION)
     return message
+
+
+def _refuse_other_version(data: bytes) -> None:
+    """A newer version may differ in any field."""
+    try:
+        version = _versions.decode(data).v
+    except _UNREADABLE:
+        return
+    if version != WIRE_VERSION:
+        raise UnsupportedVersion(version, WIRE_VERSION)

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from swarmllm_proto.file_digests import DigestRun
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import DIGEST_SIZE
 
 MAX_HEARD = 64
 """Nodes that are listened to about one file."""
-HERE = ""
+HERE = NodeId("")
 """In place of a node id: this node."""
 
 
@@ -26,16 +27,16 @@ HERE = ""
 class Contradiction:
     tensor: int
     """The first one of which they say different things."""
-    nodes: tuple[str, ...]
+    nodes: tuple[NodeId, ...]
 
 
 @dataclass(slots=True)
 class DigestBook:
     n_tensors: int
     own: dict[int, bytes] = field(default_factory=dict)
-    heard: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    heard: dict[NodeId, dict[int, bytes]] = field(default_factory=dict)
 
-    def hear(self, node_id: str, runs: Iterable[DigestRun]) -> bool:
+    def hear(self, node_id: NodeId, runs: Iterable[DigestRun]) -> bool:
         """What a node says now, in place of what it said before; returns whether that is news. Nonsense
         (tensors that the file does not have) counts as nothing."""
         said = digests_of(runs)
@@ -54,7 +55,7 @@ class DigestBook:
         """One for each group of nodes that are not believed."""
         against_own = self._against_own()
         found = [Contradiction(tensor, (HERE, node_id)) for node_id, tensor in against_own.items()]
-        first: dict[tuple[str, ...], int] = {}
+        first: dict[tuple[NodeId, ...], int] = {}
         for tensor, said in sorted(self._said(without=against_own).items()):
             if len(said) > 1:
                 nodes = tuple(sorted(node for nodes in said.values() for node in nodes))
@@ -74,7 +75,7 @@ class DigestBook:
         known = self.known()
         return tuple(tensor for tensor in range(self.n_tensors) if tensor not in known)
 
-    def _against_own(self) -> dict[str, int]:
+    def _against_own(self) -> dict[NodeId, int]:
         """Node -> the first tensor of which it says something else than this node has."""
         differing = {
             node_id: [tensor for tensor, digest in said.items() if self.own.get(tensor, digest) != digest]
@@ -82,9 +83,9 @@ class DigestBook:
         }
         return {node_id: min(tensors) for node_id, tensors in differing.items() if tensors}
 
-    def _said(self, without: Collection[str]) -> dict[int, dict[bytes, list[str]]]:
+    def _said(self, without: Collection[NodeId]) -> dict[int, dict[bytes, list[NodeId]]]:
         """Tensor -> digest -> which other nodes say so."""
-        said: dict[int, dict[bytes, list[str]]] = defaultdict(lambda: defaultdict(list))
+        said: dict[int, dict[bytes, list[NodeId]]] = defaultdict(lambda: defaultdict(list))
         for node_id, digests in self.heard.items():
             if node_id not in without:
                 for tensor, digest in digests.items():

@@ -29,6 +29,7 @@ from swarmllm.transfer import ModelTransfer
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.file_digests import Digests, FetchDigests
+from swarmllm_proto.identifiers import NodeId
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -65,7 +66,7 @@ class SharedDigests:
         router: Router,
         travel: ModelTransfer,
         *,
-        may_believe: Callable[[str], bool],
+        may_believe: Callable[[NodeId], bool],
         reask_s: float = REASK_S,
     ) -> None:
         """`folder` holds one folder per waiting model. `may_believe(node_id)`: what others say does not
@@ -139,7 +140,7 @@ class SharedDigests:
             self._waiting.pop(model.folder, None)
         return view
 
-    async def answer(self, sender: str, question: FetchDigests) -> Digests:
+    async def answer(self, sender: NodeId, question: FetchDigests) -> Digests:
         """Another node asks what is known here of a file."""
         for model in self._waiting.values():
             if model.is_about(question):
@@ -171,7 +172,7 @@ class SharedDigests:
         for node_id in [each for each in model.book.heard if not self._may_believe(each)]:
             model.hear(node_id, ())
 
-        async def ask(node_id: str) -> None:
+        async def ask(node_id: NodeId) -> None:
             async with limit:
                 await self._ask(model, node_id)
 
@@ -179,7 +180,7 @@ class SharedDigests:
             for node_id in sorted(self._router.connected()):
                 nursery.start_soon(ask, node_id)
 
-    async def _ask_one(self, model: UnidentifiedModel, node_id: str) -> None:
+    async def _ask_one(self, model: UnidentifiedModel, node_id: NodeId) -> None:
         await self._ask(model, node_id)
         await self._settle_if_possible(model)
 
@@ -200,7 +201,7 @@ class SharedDigests:
         except SwarmLLMError as error:
             log.warning("%s is known now, but cannot be taken in: %s", model.name, error.message)
 
-    async def _ask(self, model: UnidentifiedModel, node_id: str) -> None:
+    async def _ask(self, model: UnidentifiedModel, node_id: NodeId) -> None:
         """What a node knows of the file; one that waits for it too is told what this node knows."""
         if not self._may_believe(node_id):
             return
@@ -219,7 +220,7 @@ class SharedDigests:
                 log.warning("%s: %s contradict each other on tensor %s", model.name, ", ".join(nodes), tensor)
             await self._save(model)
 
-    async def _request(self, node_id: str, question: FetchDigests) -> Digests:
+    async def _request(self, node_id: NodeId, question: FetchDigests) -> Digests:
         body = await self._router.request(node_id, encode_request(question), timeout_s=ANSWER_TIMEOUT_S)
         answer = decode_response(body)
         if not isinstance(answer, Digests):

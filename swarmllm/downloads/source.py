@@ -7,7 +7,6 @@ anybody on the way could change what is fetched.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from dataclasses import dataclass
 from urllib.parse import quote, unquote, urlsplit
@@ -16,6 +15,7 @@ import msgspec
 
 from swarmllm.downloads.download_errors import DownloadError
 from swarmllm.errors import InvalidRequest
+from swarmllm.host_names import is_loopback_host, parse_host_name
 
 MAX_SOURCE_LENGTH = 2048
 SHOWN_FILES = 20
@@ -70,19 +70,18 @@ def check_url(url: str) -> None:
         is_whole = bool(parts.hostname) and parts.port != 0
     except ValueError:
         raise _bad("That is not an address.") from None
-    if parts.scheme == "http" and is_whole and is_this_machine(parts.hostname or ""):
-        return
-    if parts.scheme != "https" or not is_whole:
+    if parts.scheme not in ("http", "https") or not is_whole:
+        raise _bad("Write hf:ORG/REPO[:FILE] or an address that begins with https://.")
+    try:
+        host = parse_host_name(parts.hostname or "")
+    except ValueError as error:
+        raise _bad(f"That is not an address: {error}.") from None
+    if parts.scheme == "http":
+        if is_loopback_host(host):
+            return
         raise _bad("Write hf:ORG/REPO[:FILE] or an address that begins with https://.")
     if parts.username or parts.password:
         raise _bad("An address with a password in it would be written down; leave it out.")
-
-
-def is_this_machine(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def origin(url: str) -> tuple[str, str, int | None]:

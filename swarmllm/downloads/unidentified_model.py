@@ -25,6 +25,7 @@ from swarmllm.models import CatalogueEntry, LayerRange, Manifest, TensorEntry, m
 from swarmllm.models.gguf_header import GgufHeader, read_header
 from swarmllm.models.hashing import manifest_of
 from swarmllm_proto.file_digests import DigestRun, FetchDigests, Runs
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Notes(msgspec.Struct, kw_only=True):
     """Tensors that are there -> BLAKE3."""
     begun: dict[str, int] = {}
     """Tensors of which some first bytes are there -> how many."""
-    heard: dict[str, Runs] = {}
+    heard: dict[NodeId, Runs] = {}
 
 
 class UnidentifiedModel:
@@ -133,7 +134,7 @@ class UnidentifiedModel:
         parts += [shard.kind for shard in shards if shard.kind != "layer"]
         return f"the hashes of {', '.join(parts)}" if parts else "nodes that contradict each other to agree"
 
-    def contradictions(self, node_id: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    def contradictions(self, node_id: NodeId) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """(tensor, the nodes that say different things of it); `node_id`: this node."""
 
         def named(each: Contradiction) -> tuple[str, ...]:
@@ -164,7 +165,7 @@ class UnidentifiedModel:
         places = [place for place, each in enumerate(self.tensors) if each.name == tensor]
         self.book.own |= {place: bytes.fromhex(digest) for place in places}
 
-    def hear(self, node_id: str, runs: Iterable[DigestRun]) -> bool:
+    def hear(self, node_id: NodeId, runs: Iterable[DigestRun]) -> bool:
         """Whether that is news, which then should be saved."""
         if not self.book.hear(node_id, runs):
             return False

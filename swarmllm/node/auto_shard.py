@@ -24,6 +24,7 @@ from swarmllm.scheduling.hysteresis import CONSISTENT_TICKS, Hysteresis
 from swarmllm.scheduling.placement import ModelShape
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger("swarmllm.node")
 
@@ -55,7 +56,7 @@ class AutoShardManager:
         self,
         settings: AutoManageTable,
         *,
-        node_id: str,
+        node_id: NodeId,
         registry: Registry,
         pool: WorkerPool,
         find: Find,

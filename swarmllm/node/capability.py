@@ -124,7 +124,9 @@ def _counts(capability: NodeCapability) -> tuple[object, ...]:
 
 
 def _ways_s(capability: NodeCapability) -> dict[tuple[str, str], float]:
-    seconds = {("rtt", link.node_id): link.rtt_s for link in capability.observed_links}
+    seconds: dict[tuple[str, str], float] = {
+        ("rtt", link.node_id): link.rtt_s for link in capability.observed_links
+    }
     for link in capability.observed_links:
         if link.bytes_per_s:
             seconds["mebibyte", link.node_id] = 2**20 / link.bytes_per_s

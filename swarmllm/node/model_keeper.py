@@ -24,6 +24,7 @@ from swarmllm.node.views import ModelView
 from swarmllm.swarm.records.registry import Registry, SwarmModel
 from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, ModelFile, WorkerPool
+from swarmllm_proto.identifiers import NodeId
 
 Progress = Callable[[int, int], None]
 Then = Callable[[], Awaitable[object]]
@@ -41,8 +42,8 @@ class ModelKeeper:
         gathering: SharedDigests,
         remembered: RememberedLoads,
         *,
-        node_id: str,
-        nickname_of: Callable[[str], str],
+        node_id: NodeId,
+        nickname_of: Callable[[NodeId], str],
         publish: Callable[[], Awaitable[None]],
     ) -> None:
         self._catalogue = catalogue

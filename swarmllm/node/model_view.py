@@ -12,6 +12,7 @@ from swarmllm.scheduling.route import is_complete, missing_layers
 from swarmllm.swarm.records.registry import SwarmModel
 from swarmllm.transfer.model_transfer import announcement
 from swarmllm.workerpool.settings import LoadOptions, ModelMemory
+from swarmllm_proto.identifiers import NodeId
 
 Ranges = tuple[LayerRange, ...]
 
@@ -28,7 +29,7 @@ class Coverage:
 class Coverages:
     """The coverage of each model, worked out again only after something about it has changed."""
 
-    def __init__(self, node_id: str, nickname_of: Callable[[str], str]) -> None:
+    def __init__(self, node_id: NodeId, nickname_of: Callable[[NodeId], str]) -> None:
         self._node_id = node_id
         self._nickname_of = nickname_of
         self._known: dict[str, tuple[SwarmModel | None, tuple[object, ...], Coverage]] = {}
@@ -57,7 +58,7 @@ class Coverages:
 
     def _make(self, model: SwarmModel | None, n_layers: int, alignment: int, loaded: Ranges) -> Coverage:
         self.n_made += 1
-        held: dict[str, Ranges] = {self._node_id: loaded} if loaded else {}
+        held: dict[NodeId, Ranges] = {self._node_id: loaded} if loaded else {}
         held |= {n: ranges for n, ranges in (model.held if model else {}).items() if n != self._node_id}
         ranges = {layers for node_ranges in held.values() for layers in node_ranges}
         return Coverage(

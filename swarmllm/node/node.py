@@ -53,6 +53,7 @@ from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import DhtStatistics, Reachability, Router
 from swarmllm.transfer import ModelTransfer, TransferStatistics
 from swarmllm.workerpool import WorkerPool, WorkerStatistics
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import NodeCapability
 
@@ -165,7 +166,7 @@ class Node:
         self.downloads.configure(from_environment(os.environ, config.downloads))
 
     @property
-    def node_id(self) -> str:
+    def node_id(self) -> NodeId:
         return self._router.node_id
 
     @property
@@ -268,7 +269,7 @@ class Node:
         entry = await trio.to_thread.run_sync(self._catalogue.resolve, model)
         return entry.name, await self._pipelines.plan(entry, request)
 
-    def nickname_of(self, node_id: str) -> str:
+    def nickname_of(self, node_id: NodeId) -> str:
         if node_id == self.node_id:
             return self.nickname
         record = self._registry.node(node_id)

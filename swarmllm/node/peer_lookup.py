@@ -8,6 +8,7 @@ from swarmllm.swarm.peers.trust import Deed
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
+from swarmllm_proto.identifiers import NodeId
 
 ID_END_MIN = 6
 """Characters of a node id's end that stand for it; the start is the same for all."""
@@ -41,11 +42,11 @@ class PeerLookup:
             node_id, connected.get(node_id), self._registry.node(node_id), self._trust.explain(node_id)
         )
 
-    def _find(self, name: str) -> str:
+    def _find(self, name: str) -> NodeId:
         records = self._registry.nodes()
         known = {*records, *self._router.connected(), *self._trust.known()} - {self._router.node_id}
         if name in known:
-            return name
+            return NodeId(name)
         named = [n for n in known if (record := records.get(n)) is not None and record.nickname == name]
         if not named and len(name) >= ID_END_MIN:
             named = [n for n in known if n.endswith(name)]

@@ -18,9 +18,10 @@ from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import Workload
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode, place
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
 
-NOBODY = ""
+NOBODY = NodeId("")
 QUICKEST_S, SLOWEST_S = 1e-7, 100.0
 """Per layer and row: beyond, a node is wrong about itself or lies."""
 
@@ -53,7 +54,7 @@ def shape_of(manifest: Manifest) -> ModelShape:
     )
 
 
-def plan_of(manifest: Manifest, records: Mapping[str, NodeRecord], max_pipes: int | None) -> Placement:
+def plan_of(manifest: Manifest, records: Mapping[NodeId, NodeRecord], max_pipes: int | None) -> Placement:
     """`records`: of this node and of those that are connected and trusted."""
     model_id = manifest.model_id
     said = {

@@ -10,6 +10,7 @@ from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.swarm.peers.trust import Explanation
 from swarmllm.swarm.router import PeerInfo
 from swarmllm.workerpool.settings import LoadOptions, ModelMemory
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord
 
 
@@ -21,7 +22,7 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class HolderView:
-    node_id: str
+    node_id: NodeId
     nickname: str
     layers: tuple[LayerRange, ...]
     is_self: bool
@@ -71,7 +72,7 @@ class PeerView:
 class PeerDetails:
     """One node, whether connected or only remembered."""
 
-    node_id: str
+    node_id: NodeId
     connected: PeerView | None
     record: NodeRecord | None
     trust: Explanation

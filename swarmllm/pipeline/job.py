@@ -16,6 +16,7 @@ from enum import Enum
 from itertools import pairwise
 
 from swarmllm.models.layers import LayerRange
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import FinishReason, Token
 from swarmllm_proto.swarm import LayerForward, Stage, StageTiming
 from swarmllm_proto.tensors import Tensor
@@ -48,8 +49,8 @@ class Job:
     tensor: Tensor | None = None
     """f32 [n_tokens, n_embd], or i32 [n_tokens] where the first stage's worker embeds; None until EMBED."""
     timings: tuple[StageTiming, ...] = ()
-    sender: str = ""
-    """The node that it came from; empty: it began here."""
+    sender: NodeId | None = None
+    """The node that it came from; None: it began here."""
     since_s: float = 0.0
     """When the present stage got it (the node's own clock)."""
     sampled: Token | None = None
@@ -69,8 +70,8 @@ class Job:
 class RequestView:
     """What one node knows of one request: enough to decide, nothing to compute with."""
 
-    node_id: str
-    origin: str
+    node_id: NodeId
+    origin: NodeId
     stages: Sequence[Stage]
     prompt_here: bool
     """This node is the origin and holds the prompt."""
@@ -80,7 +81,7 @@ class RequestView:
             raise ValueError("a pipeline has at least one stage")
 
     @property
-    def node_ids(self) -> frozenset[str]:
+    def node_ids(self) -> frozenset[NodeId]:
         """The origin's and every stage's."""
         return frozenset({self.origin, *(stage.node_id for stage in self.stages)})
 
@@ -102,7 +103,7 @@ class RequestView:
             return (self.stages[-1].node_id, self.origin) if message.stage == 0 else ()
         return (self.origin,) if message.stage == 0 else (self.stages[message.stage - 1].node_id,)
 
-    def hands_to(self, node_id: str, receiver: str) -> bool:
+    def hands_to(self, node_id: NodeId, receiver: NodeId) -> bool:
         """Whether jobs go from one node to the other in this request."""
         ring = [self.stages[-1].node_id, *(stage.node_id for stage in self.stages)]
         ways = {*pairwise(ring), (self.origin, ring[1])}

@@ -57,6 +57,7 @@ from swarmllm.swarm.router import Router
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import encode_response
 from swarmllm_proto.file_digests import Digests, FetchDigests
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import (
     FetchPiece,
@@ -82,11 +83,11 @@ class Pipelines:
         registry: Registry,
         pool: Compute,
         catalogue: Catalogue,
-        node_id: str,
+        node_id: NodeId,
         settings: PipelineSettings,
         *,
         give_piece: Callable[[FetchPiece], Awaitable[Piece]] | None = None,
-        tell_digests: Callable[[str, FetchDigests], Awaitable[Digests]] | None = None,
+        tell_digests: Callable[[NodeId, FetchDigests], Awaitable[Digests]] | None = None,
         observations: Observations | None = None,
         note: Note = unnoted,
         links: StageLinks | None = None,
@@ -209,7 +210,7 @@ class Pipelines:
         sampling = self._fit(len(tokens), Sampling(max_tokens=1), entry, "input")
         name = request_id or new_request_id()
 
-        async def attempt(avoid: set[str]) -> Rows:
+        async def attempt(avoid: set[NodeId]) -> Rows:
             assignment = PipelineAssignment(
                 request_id=further_id(name),
                 model_id=entry.model_id,
@@ -237,7 +238,7 @@ class Pipelines:
         return await with_one_retry(attempt)
 
     def stages_for(
-        self, entry: CatalogueEntry, avoid: Collection[str] = (), request: RequestSize = DEFAULT_SIZE
+        self, entry: CatalogueEntry, avoid: Collection[NodeId] = (), request: RequestSize = DEFAULT_SIZE
     ) -> tuple[Stage, ...]:
         """The route such a request of this node would take now. Raises NoPipeline."""
         return self._routes.choose(entry, request, self._load(entry, request, n_asking=0), avoid).stages
@@ -248,7 +249,7 @@ class Pipelines:
 
     # What other nodes want.
 
-    async def on_request(self, sender: str, body: bytes) -> bytes:
+    async def on_request(self, sender: NodeId, body: bytes) -> bytes:
         request = self._inbox.read_request(sender, body)
         if isinstance(request, FetchPiece):
             absent = Piece(status="absent")
@@ -267,7 +268,7 @@ class Pipelines:
             )
         return encode_response(await self._sessions.acknowledge(sender, request))
 
-    async def on_message(self, sender: str, header: bytes, payload: memoryview) -> None:
+    async def on_message(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
         self._inbox.take(sender, header, payload)
 
     # What this node's clients want.
@@ -298,7 +299,7 @@ class Pipelines:
         tried: list[tuple[str, Assembly]] = []
         """Pipelines, by the request id that each had."""
 
-        def attempt(generated: tuple[int, ...], avoid: set[str]) -> AbstractAsyncContextManager[Source]:
+        def attempt(generated: tuple[int, ...], avoid: set[NodeId]) -> AbstractAsyncContextManager[Source]:
             # A retry prefers nothing: what it would prefer has just failed.
             is_first = source.n_attempts == 1
             self._here.own[request_id] = None
@@ -358,7 +359,7 @@ class Pipelines:
         self,
         entry: CatalogueEntry,
         size: RequestSize,
-        avoid: set[str],
+        avoid: set[NodeId],
         previous: Sequence[Stage],
         broken: Assembly | None = None,
     ) -> Assembly:
@@ -385,7 +386,7 @@ class Pipelines:
         if session.view.origin != self._node_id:
             self._counts.segments_served += session.n_jobs
 
-    def _lost(self, node_id: str) -> None:
+    def _lost(self, node_id: NodeId) -> None:
         self._links.lost(node_id)
         for chain in list(self._attempts.chains.values()):
             chain.lost(node_id)

@@ -29,6 +29,7 @@ from typing import Final
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.job import ComputeStep, Job, RequestView
 from swarmllm.scheduling.route import composes
+from swarmllm_proto.identifiers import NodeId
 
 
 class State(Enum):
@@ -152,7 +153,7 @@ def after_head(job: Job, view: RequestView) -> Outcome:
     return Outcome.TOKEN_EMBEDDED_HERE if view.is_here(0) else Outcome.TOKEN_ELSEWHERE
 
 
-def destination(job: Job, view: RequestView) -> str:
+def destination(job: Job, view: RequestView) -> NodeId:
     """Where SEND takes the job."""
     return view.origin if job.step is ComputeStep.HEAD else view.stages[job.stage].node_id
 

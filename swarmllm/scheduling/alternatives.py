@@ -14,20 +14,21 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.cheapest import cheapest_route, part_cost_s, route_cost_s
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.route import RouteStage, composes
+from swarmllm_proto.identifiers import NodeId
 
 MAX_ALTERNATIVES = 4
 """Per stage, with its cuts, and as many with others; the cheapest are shown."""
 MAX_SEARCHES = 16
 """For one plan, in swarms that are cut in many ways: each takes as long as choosing a route."""
 
-Holders = Mapping[str, Sequence[LayerRange]]
+Holders = Mapping[NodeId, Sequence[LayerRange]]
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
     """Another holder of a stage's layers."""
 
-    node_id: str
+    node_id: NodeId
     layers: LayerRange
     """What it would run: the stage's, or where it is cut elsewhere, a range that shares some of them."""
     extra_s: float
@@ -39,7 +40,7 @@ class Alternative:
 def same_cuts(
     route: Sequence[RouteStage],
     index: int,
-    allowed: Mapping[str, Iterable[LayerRange]],
+    allowed: Mapping[NodeId, Iterable[LayerRange]],
     circumstances: RouteInputs,
 ) -> tuple[Alternative, ...]:
     stage = route[index]
@@ -90,7 +91,7 @@ class OtherCuts:
                 found.append(Alternative(node_id, layers, route_cost_s(route, self._known) - cost_s, is_full))
         return _best(found)
 
-    def _through(self, node_id: str, layers: LayerRange) -> tuple[RouteStage, ...] | None:
+    def _through(self, node_id: NodeId, layers: LayerRange) -> tuple[RouteStage, ...] | None:
         rest = {
             other: [each for each in ranges if not each.overlaps(layers)]
             for other, ranges in self._allowed.items()

@@ -14,6 +14,7 @@ from typing import Final
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.route import usable
+from swarmllm_proto.identifiers import NodeId
 
 PAIRS_MAX: Final = 65_536
 NODE_RANGES: Final = (8, 4, 2, 1)
@@ -23,9 +24,9 @@ NODE_RANGES: Final = (8, 4, 2, 1)
 def candidates(
     n_layers: int,
     cut_alignment: int,
-    holders: Mapping[str, Iterable[LayerRange]],
-    whole: Collection[str],
-) -> dict[str, list[LayerRange]]:
+    holders: Mapping[NodeId, Iterable[LayerRange]],
+    whole: Collection[NodeId],
+) -> dict[NodeId, list[LayerRange]]:
     """By node id, all that is held, or where that is too much, some of what a pipeline of this model may
     contain. Of the nodes in `whole` everything usable stays."""
     all_held = {node: list(ranges) for node, ranges in holders.items()}

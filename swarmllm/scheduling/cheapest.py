@@ -23,12 +23,13 @@ import numpy as np
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.cost import CostTable, Indices, RouteInputs, Seconds
 from swarmllm.scheduling.route import MAX_STAGES, RouteStage, choose_route, usable
+from swarmllm_proto.identifiers import NodeId
 
 
 def cheapest_route(
     n_layers: int,
     cut_alignment: int,
-    holders: Mapping[str, Iterable[LayerRange]],
+    holders: Mapping[NodeId, Iterable[LayerRange]],
     circumstances: RouteInputs,
     *,
     max_stages: int = MAX_STAGES,
@@ -57,7 +58,7 @@ def cheapest_route(
     route = _merged([segments[i] for i in path])
     if len(route) <= max_stages:
         return route
-    candidates: dict[str, list[LayerRange]] = defaultdict(list)
+    candidates: dict[NodeId, list[LayerRange]] = defaultdict(list)
     for start, end, node_id in segments:
         candidates[node_id].append(LayerRange(start, end))
     return choose_route(n_layers, cut_alignment, candidates, circumstances.origin, max_stages=max_stages)
@@ -75,7 +76,9 @@ def route_cost_s(route: Sequence[RouteStage], circumstances: RouteInputs) -> flo
     )
 
 
-def part_cost_s(route: Sequence[RouteStage], index: int, node_id: str, circumstances: RouteInputs) -> float:
+def part_cost_s(
+    route: Sequence[RouteStage], index: int, node_id: NodeId, circumstances: RouteInputs
+) -> float:
     """Of `route_cost_s` what depends on the node of one stage, if `node_id` ran it."""
     before = route[index - 1].node_id if index else None
     after = route[index + 1].node_id if index + 1 < len(route) else None
@@ -99,7 +102,7 @@ class _Search:
     """Segments are counted in their sorted order; ties go to the lower number, so all nodes agree."""
 
     def __init__(
-        self, n_layers: int, segments: Sequence[tuple[int, int, str]], circumstances: RouteInputs
+        self, n_layers: int, segments: Sequence[tuple[int, int, NodeId]], circumstances: RouteInputs
     ) -> None:
         node_ids = sorted({node_id for _, _, node_id in segments})
         index = {node_id: i for i, node_id in enumerate(node_ids)}
@@ -177,8 +180,8 @@ class _Search:
 
 
 def _with_room(
-    n_layers: int, segments: Sequence[tuple[int, int, str]], full: Set[str]
-) -> Sequence[tuple[int, int, str]]:
+    n_layers: int, segments: Sequence[tuple[int, int, NodeId]], full: Set[NodeId]
+) -> Sequence[tuple[int, int, NodeId]]:
     """Of the sorted segments those that are in a route with the fewest layers on nodes of `full`. Every route
     made of them is such a route."""
     if not full:
@@ -202,7 +205,7 @@ def _with_room(
     ]
 
 
-def _merged(path: Sequence[tuple[int, int, str]]) -> tuple[RouteStage, ...]:
+def _merged(path: Sequence[tuple[int, int, NodeId]]) -> tuple[RouteStage, ...]:
     """Ranges of one node that meet are one stage."""
     stages: list[RouteStage] = []
     for start, end, node_id in path:

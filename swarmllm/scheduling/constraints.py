@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.models.layers import LayerRange
+from swarmllm_proto.identifiers import NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Pin:
     model: str
     """Its name here."""
     layers: LayerRange
-    node_id: str
+    node_id: NodeId
 
     @classmethod
     def parse(cls, text: str) -> Pin:
@@ -30,7 +31,7 @@ class Pin:
         name, colon, layers = rest.partition(":")
         if not (at and node_id and name and colon):
             raise InvalidRequest(f"{text[:80]!r} is not of the form NAME:START:END@NODE", field="pins")
-        return cls(name, LayerRange.parse(layers), node_id)
+        return cls(name, LayerRange.parse(layers), NodeId(node_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +44,22 @@ class Constraints:
 class Refusal:
     """A range that no route may use."""
 
-    node_id: str
+    node_id: NodeId
     layers: LayerRange
     reason: str
 
 
 def permitted(
-    holders: Mapping[str, Sequence[LayerRange]],
+    holders: Mapping[NodeId, Sequence[LayerRange]],
     constraints: Constraints,
     *,
     model: str,
     n_layers: int,
-    origin: str,
-) -> tuple[dict[str, list[LayerRange]], tuple[Refusal, ...]]:
+    origin: NodeId,
+) -> tuple[dict[NodeId, list[LayerRange]], tuple[Refusal, ...]]:
     """(what is left of `holders`, what was taken away and why)"""
     pins = [pin for pin in constraints.pins if pin.model == model]
-    left: dict[str, list[LayerRange]] = {}
+    left: dict[NodeId, list[LayerRange]] = {}
     refused: list[Refusal] = []
     for node_id, ranges in holders.items():
         kept = left.setdefault(node_id, [])

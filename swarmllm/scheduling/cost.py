@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarmllm.scheduling.coordinates import DIMENSIONS, Coordinate, predicted_rtt_s
+from swarmllm_proto.identifiers import NodeId
 
 Seconds = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -74,24 +75,24 @@ class NodeSpeed:
 class RouteInputs:
     """Everything besides the holdings that a route depends on; `speeds` names every candidate."""
 
-    origin: str
+    origin: NodeId
     workload: Workload
-    speeds: Mapping[str, NodeSpeed]
-    origin_rtt_s: Mapping[str, float] = field(default_factory=dict)
+    speeds: Mapping[NodeId, NodeSpeed]
+    origin_rtt_s: Mapping[NodeId, float] = field(default_factory=dict)
     """From the origin, by node id."""
-    pair_rtt_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    pair_rtt_s: Mapping[tuple[NodeId, NodeId], float] = field(default_factory=dict)
     """Between two other nodes, as one of them reports it; the smaller where both do and differ."""
-    coordinates: Mapping[str, Coordinate] = field(default_factory=dict)
-    origin_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
-    pair_bytes_per_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    coordinates: Mapping[NodeId, Coordinate] = field(default_factory=dict)
+    origin_bytes_per_s: Mapping[NodeId, float] = field(default_factory=dict)
+    pair_bytes_per_s: Mapping[tuple[NodeId, NodeId], float] = field(default_factory=dict)
     """As `pair_rtt_s`; the larger where both report."""
     hop_handling_s: float = HOP_HANDLING_S
     """What the origin has seen a hop take besides its way."""
-    leans: Mapping[str, float] = field(default_factory=dict)
+    leans: Mapping[NodeId, float] = field(default_factory=dict)
     """By node id: the part by which the origin counts its computing dearer than it is, so that not all
     origins choose alike."""
 
-    def measured_rtt_s(self, a: str, b: str) -> float | None:
+    def measured_rtt_s(self, a: NodeId, b: NodeId) -> float | None:
         """None: neither of the two has said."""
         if a == b:
             return 0.0
@@ -100,7 +101,7 @@ class RouteInputs:
         pairs = (self.pair_rtt_s.get((a, b)), self.pair_rtt_s.get((b, a)))
         return min((rtt for rtt in pairs if rtt is not None), default=None)
 
-    def rtt_s(self, a: str, b: str) -> float:
+    def rtt_s(self, a: NodeId, b: NodeId) -> float:
         measured_s = self.measured_rtt_s(a, b)
         if measured_s is not None:
             return measured_s
@@ -111,40 +112,40 @@ class RouteInputs:
             return UNMEASURED_RTT_S
         return max(self.rtt_s(self.origin, a), self.rtt_s(self.origin, b))
 
-    def bytes_per_s(self, a: str, b: str) -> float:
+    def bytes_per_s(self, a: NodeId, b: NodeId) -> float:
         if self.origin in (a, b):
             return self.origin_bytes_per_s.get(b if a == self.origin else a, LINK_BYTES_PER_S)
         pairs = (self.pair_bytes_per_s.get((a, b), 0.0), self.pair_bytes_per_s.get((b, a), 0.0))
         return max(pairs) or LINK_BYTES_PER_S
 
-    def layer_s(self, node_id: str) -> float:
+    def layer_s(self, node_id: NodeId) -> float:
         """One layer of this node, for the whole request."""
         speed, work = self.speeds[node_id], self.workload
         rows_s = work.n_prompt_tokens * speed.prefill_s + work.n_output_tokens * speed.decode_s
         rows_s *= 1 + self.leans.get(node_id, 0.0)
         return rows_s * (1 + speed.n_active) + (LAYER_TIE_S if node_id != self.origin else 0.0)
 
-    def hop_s(self, a: str, b: str) -> float:
+    def hop_s(self, a: NodeId, b: NodeId) -> float:
         if a == b:
             return 0.0
         work = self.workload
         n_bytes = (work.n_prompt_tokens + work.n_output_tokens) * work.row_bytes
         return self._latency_s(a, b) + n_bytes / self.bytes_per_s(a, b) + STAGE_TIE_S
 
-    def closing_s(self, last: str, first: str) -> float:
+    def closing_s(self, last: NodeId, first: NodeId) -> float:
         return 0.0 if last == first else self._latency_s(last, first)
 
-    def entry_s(self, first: str) -> float:
+    def entry_s(self, first: NodeId) -> float:
         if first == self.origin:
             return 0.0
         n_bytes = self.workload.n_prompt_tokens * self.workload.row_bytes
         bytes_per_s = self.bytes_per_s(self.origin, first)
         return self.rtt_s(self.origin, first) / 2 + self.hop_handling_s + n_bytes / bytes_per_s
 
-    def exit_s(self, last: str) -> float:
+    def exit_s(self, last: NodeId) -> float:
         return 0.0 if last == self.origin else self.rtt_s(last, self.origin) / 2 + self.hop_handling_s
 
-    def _latency_s(self, a: str, b: str) -> float:
+    def _latency_s(self, a: NodeId, b: NodeId) -> float:
         return self.workload.n_output_tokens * (self.rtt_s(a, b) / 2 + self.hop_handling_s)
 
 
@@ -152,7 +153,7 @@ class CostTable:
     """The same costs as arrays over `node_ids`, for the search. What lies between two nodes is worked out for
     the pairs that a search asks for: of a thousand nodes, most pairs never meet at a boundary."""
 
-    def __init__(self, circumstances: RouteInputs, node_ids: Sequence[str]) -> None:
+    def __init__(self, circumstances: RouteInputs, node_ids: Sequence[NodeId]) -> None:
         self._known = known = circumstances
         self._index = {node_id: i for i, node_id in enumerate(node_ids)}
         self._origin = self._index.get(known.origin, -1)
@@ -224,7 +225,7 @@ class CostTable:
                 slowness[origin, at] = slowness[at, origin] = seconds
         return slowness
 
-    def _between(self, known: Mapping[tuple[str, str], float]) -> tuple[Indices, Indices, Seconds]:
+    def _between(self, known: Mapping[tuple[NodeId, NodeId], float]) -> tuple[Indices, Indices, Seconds]:
         """Of pairs that both are in the table: the two indices, and what is known."""
         index = self._index
         found = [(index[a], index[b], value) for (a, b), value in known.items() if a in index and b in index]

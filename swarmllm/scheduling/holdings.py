@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.route import usable
+from swarmllm_proto.identifiers import NodeId
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -23,7 +24,7 @@ class Held:
     """One range of one node; `is_pinned`: it may not be cut down."""
 
     layers: LayerRange
-    node_id: str
+    node_id: NodeId
     is_pinned: bool = False
 
 
@@ -52,7 +53,7 @@ class Row:
 
 
 def rows_of(
-    n_layers: int, cut_alignment: int, held: Iterable[Held], layer_s: Mapping[str, float]
+    n_layers: int, cut_alignment: int, held: Iterable[Held], layer_s: Mapping[NodeId, float]
 ) -> list[Row]:
     """Every held range that a pipeline may contain is in exactly one row; complete rows come first.
     `layer_s`: seconds per layer of each node, for the turning points."""
@@ -77,7 +78,7 @@ def rows_of(
     return sorted(rows, key=lambda row: (not row.is_complete, row.stages))
 
 
-def turning_point(before: Held, after: Held, layer_s: Mapping[str, float]) -> int | None:
+def turning_point(before: Held, after: Held, layer_s: Mapping[NodeId, float]) -> int | None:
     """Where a request changes from one of two overlapping ranges to the other; None: it cannot, because
     both are pinned or one holds all of the other."""
     if not before.layers.start < after.layers.start < before.layers.end < after.layers.end:
@@ -106,7 +107,7 @@ def _fewest_stages(n_layers: int, held: Iterable[Held]) -> list[Held] | None:
 
 
 def _next(
-    last: Held, waiting: Iterable[Held], layer_s: Mapping[str, float]
+    last: Held, waiting: Iterable[Held], layer_s: Mapping[NodeId, float]
 ) -> tuple[Held, Held, Held] | None:
     """(last stage, next stage, which of `waiting` that is): one that begins where the last one ends, else
     one that overlaps it, else the first behind it."""

@@ -26,6 +26,7 @@ from swarmllm.scheduling.pipes import best_groups
 from swarmllm.scheduling.regions import regions_of
 from swarmllm.scheduling.route import usable
 from swarmllm.scheduling.water_filling import water_fill
+from swarmllm_proto.identifiers import NodeId
 
 FRAGMENTS_TRIED = 8
 """Pipelines with the smallest gaps that a node which leaves a fragment may help; what helps none of these
@@ -63,7 +64,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class PlacementNode:
-    node_id: str
+    node_id: NodeId
     free_bytes: int
     """For layers of this model, besides what it holds."""
     layer_s: float
@@ -82,7 +83,7 @@ class PlacementNode:
 class Placement:
     pipelines: tuple[tuple[Held, ...], ...] = ()
     """Complete ones, as they are when everybody has done what the plan says."""
-    targets: dict[str, tuple[LayerRange, ...]] = field(default_factory=dict)
+    targets: dict[NodeId, tuple[LayerRange, ...]] = field(default_factory=dict)
     """What each node should hold, in the fewest ranges; every node that takes part is named."""
 
 
@@ -214,7 +215,7 @@ class _Planner:
                 self._others.append(stage)
 
     def placement(self) -> Placement:
-        targets: dict[str, list[LayerRange]] = {node_id: [] for node_id in self._nodes}
+        targets: dict[NodeId, list[LayerRange]] = {node_id: [] for node_id in self._nodes}
         for item in self._all_held():
             targets[item.node_id].append(item.layers)
         return Placement(
@@ -225,7 +226,7 @@ class _Planner:
     def _all_held(self) -> list[Held]:
         return [*(stage for row in self._rows for stage in row.stages), *self._others]
 
-    def _idle(self, region: int | None) -> list[str]:
+    def _idle(self, region: int | None) -> list[NodeId]:
         """Nodes with room that hold nothing, of one region or of all."""
         return [
             node_id
@@ -233,7 +234,7 @@ class _Planner:
             if free > 0 and node_id not in self._busy and region in (None, self._regions[node_id])
         ]
 
-    def _groups(self, node_ids: Sequence[str], most: int | None) -> list[list[str]]:
+    def _groups(self, node_ids: Sequence[NodeId], most: int | None) -> list[list[NodeId]]:
         shape, unit_bytes = self._shape, self._shape.unit * self._shape.layer_bytes
         whole_bytes = shape.n_bytes(LayerRange(0, shape.n_layers))
         demand = shape.n_units
@@ -286,11 +287,11 @@ class _Planner:
 
     def _laid_out(
         self,
-        node_ids: Sequence[str],
+        node_ids: Sequence[NodeId],
         start: int,
         end: int,
-        first: Sequence[str] = (),
-        last: Sequence[str] = (),
+        first: Sequence[NodeId] = (),
+        last: Sequence[NodeId] = (),
     ) -> list[Held] | None:
         """Units [start, end) over the nodes, near ones next to each other; `first` and `last` keep to their
         end, unless there is no other way. None where they have no room."""
@@ -312,8 +313,8 @@ class _Planner:
         return None
 
     def _roomy_at_ends(
-        self, node_ids: Sequence[str], first: Sequence[str] = (), last: Sequence[str] = ()
-    ) -> list[str]:
+        self, node_ids: Sequence[NodeId], first: Sequence[NodeId] = (), last: Sequence[NodeId] = ()
+    ) -> list[NodeId]:
         """With the roomiest nodes at those ends where nobody has to be, for the embedding and the head."""
         ahead = [node_id for node_id in node_ids if node_id in first]
         behind = [node_id for node_id in node_ids if node_id in last and node_id not in first]
@@ -322,7 +323,7 @@ class _Planner:
         behind, roomy = (behind, roomy) if behind else (roomy[:1], roomy[1:])
         return [*ahead, *roomy, *behind]
 
-    def _shares(self, node_ids: Sequence[str], start: int, end: int) -> list[int] | None:
+    def _shares(self, node_ids: Sequence[NodeId], start: int, end: int) -> list[int] | None:
         shape = self._shape
         unit_bytes = shape.unit * shape.layer_bytes
         capacities = []
@@ -333,7 +334,7 @@ class _Planner:
         speeds = [1 / self._nodes[node_id].layer_s for node_id in node_ids]
         return water_fill(end - start, capacities, speeds)
 
-    def _stages(self, node_ids: Sequence[str], units: Sequence[int], start: int) -> list[Held]:
+    def _stages(self, node_ids: Sequence[NodeId], units: Sequence[int], start: int) -> list[Held]:
         stages = []
         for node_id, share in zip(node_ids, units, strict=True):
             stages.append(Held(self._shape.layers(start, start + share), node_id))

@@ -23,11 +23,12 @@ from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.constraints import Refusal
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.route import RouteStage, choose_route, usable
+from swarmllm_proto.identifiers import NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    node_id: str
+    node_id: NodeId
     layers: LayerRange
     compute_s: float
     """For the whole request: prompt and answer."""
@@ -40,7 +41,7 @@ class PlannedStage:
     """Those with the stage's cuts first, best first. The first of these that is not full is the standby."""
 
     @property
-    def standby(self) -> str | None:
+    def standby(self) -> NodeId | None:
         return next(
             (
                 other.node_id
@@ -74,7 +75,7 @@ class Plan:
 def make_plan(
     n_layers: int,
     cut_alignment: int,
-    holders: Mapping[str, Sequence[LayerRange]],
+    holders: Mapping[NodeId, Sequence[LayerRange]],
     circumstances: RouteInputs,
     refused: tuple[Refusal, ...] = (),
 ) -> Plan | None:
@@ -128,11 +129,11 @@ def make_plan(
 
 
 def standbys_of(
-    route: Sequence[RouteStage], holders: Mapping[str, Iterable[LayerRange]], circumstances: RouteInputs
-) -> tuple[str | None, ...]:
+    route: Sequence[RouteStage], holders: Mapping[NodeId, Iterable[LayerRange]], circumstances: RouteInputs
+) -> tuple[NodeId | None, ...]:
     """For each stage the other holder with which the request would be least slower; None: there is none that
     has room."""
-    starting: dict[int, dict[str, Iterable[LayerRange]]] = defaultdict(dict)
+    starting: dict[int, dict[NodeId, Iterable[LayerRange]]] = defaultdict(dict)
     for node_id, ranges in holders.items():
         for layers in ranges:
             starting[layers.start][node_id] = ranges

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from swarmllm.scheduling.coordinates import Coordinate, predicted_rtt_s
+from swarmllm_proto.identifiers import NodeId
 
 REGION_RTT_S = 0.03
 """Within this round trip two nodes complement each other; farther apart each side better has its own copy."""
 NOWHERE = -1
 
 
-def regions_of(places: Mapping[str, Coordinate | None]) -> dict[str, int]:
+def regions_of(places: Mapping[NodeId, Coordinate | None]) -> dict[NodeId, int]:
     """Region by node id: numbers from 0 in the order of their founders, `NOWHERE` for the unsure."""
     founders: list[Coordinate] = []
-    regions: dict[str, int] = {}
+    regions: dict[NodeId, int] = {}
     for node_id in sorted(places):
         place = places[node_id]
         if place is None or not place.is_settled:

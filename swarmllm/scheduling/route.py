@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarmllm.models.layers import LayerRange
+from swarmllm_proto.identifiers import NodeId
 
 MAX_STAGES = 256
 """An assignment and the stage index of a job carry no more."""
@@ -30,7 +31,7 @@ MAX_STAGES = 256
 class RouteStage:
     """One node's part of a route: a range that is one or several of the ranges it holds, end to end."""
 
-    node_id: str
+    node_id: NodeId
     layers: LayerRange
 
 
@@ -40,15 +41,15 @@ class _Path:
 
     n_stages: int
     n_remote_layers: int
-    node_ids: tuple[str, ...]
+    node_ids: tuple[NodeId, ...]
     starts: tuple[int, ...]
 
 
 def choose_route(
     n_layers: int,
     cut_alignment: int,
-    holders: Mapping[str, Iterable[LayerRange]],
-    origin: str,
+    holders: Mapping[NodeId, Iterable[LayerRange]],
+    origin: NodeId,
     *,
     max_stages: int = MAX_STAGES,
 ) -> tuple[RouteStage, ...] | None:
@@ -57,16 +58,16 @@ def choose_route(
     `holders`: by node id, the ranges that it can run, each as one loaded segment. `cut_alignment`: cuts are
     allowed at multiples of it, 0 forbids any. Nodes that must not be used are left out by the caller.
     """
-    by_start: dict[int, set[tuple[str, int]]] = defaultdict(set)
+    by_start: dict[int, set[tuple[NodeId, int]]] = defaultdict(set)
     for node_id, ranges in holders.items():
         for layers in usable(ranges, n_layers, cut_alignment):
             by_start[layers.start].add((node_id, layers.end))
-    best: dict[tuple[int, str], _Path] = {}
-    reached: dict[int, list[str]] = defaultdict(list)
+    best: dict[tuple[int, NodeId | None], _Path] = {}
+    reached: dict[int, list[NodeId]] = defaultdict(list)
     for start in sorted(by_start):
-        before = [(last, best[start, last]) for last in reached[start]]
+        before: list[tuple[NodeId | None, _Path]] = [(last, best[start, last]) for last in reached[start]]
         if start == 0:
-            before = [("", _Path(0, 0, (), ()))]
+            before = [(None, _Path(0, 0, (), ()))]
         for node_id, end in sorted(by_start[start]):
             n_remote = 0 if node_id == origin else end - start
             for last, path in before:
@@ -82,7 +83,7 @@ def choose_route(
 
 
 def is_complete(
-    n_layers: int, cut_alignment: int, holders: Mapping[str, Iterable[LayerRange]], origin: str
+    n_layers: int, cut_alignment: int, holders: Mapping[NodeId, Iterable[LayerRange]], origin: NodeId
 ) -> bool:
     """Whether `choose_route` finds one, for less."""
     pairs = {
@@ -140,7 +141,7 @@ def missing_layers(n_layers: int, ranges: Iterable[LayerRange]) -> tuple[LayerRa
     return tuple(missing)
 
 
-def _extend(path: _Path, node_id: str, start: int, n_remote: int, *, new_stage: bool) -> _Path:
+def _extend(path: _Path, node_id: NodeId, start: int, n_remote: int, *, new_stage: bool) -> _Path:
     return _Path(
         path.n_stages + new_stage,
         path.n_remote_layers + n_remote,

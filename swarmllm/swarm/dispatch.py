@@ -12,6 +12,7 @@ import logging
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.router import MessageHandler, RequestHandler
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import RECORD_MAX, REQUEST_MAX, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class UnreadableRequest(RequestRefused):
     """It is not what the protocol allows, so it counts against its sender."""
 
 
-async def answer(handler: RequestHandler | None, sender: str, body: bytes) -> bytes:
+async def answer(handler: RequestHandler | None, sender: NodeId, body: bytes) -> bytes:
     """The handler's response. Raises RequestRefused whatever goes wrong in it."""
     if handler is None:
         raise RequestRefused("this node does not serve requests yet")
@@ -66,7 +67,7 @@ async def answer(handler: RequestHandler | None, sender: str, body: bytes) -> by
     return response
 
 
-async def deliver(handler: MessageHandler | None, sender: str, header: bytes, payload: memoryview) -> None:
+async def deliver(handler: MessageHandler | None, sender: NodeId, header: bytes, payload: memoryview) -> None:
     """Run the handler for one message; nothing it raises gets out, cancellation apart."""
     if handler is None:
         provoked_by(log, sender).debug("message from %s dropped: nothing serves messages yet", sender)

@@ -65,6 +65,7 @@ from swarmllm.swarm.router import (
 )
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.envelope import Envelope
+from swarmllm_proto.identifiers import Multiaddr, NodeId
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class Libp2pRouter:
             connected=self.connected,
             heard=self._heard,
             forgotten=dialler.forget,
+            note=note,
         )
         self._liveness = Liveness(
             host, nursery, self._feed, dialler, self._requests, self._greet, gater.standing
@@ -126,13 +128,14 @@ class Libp2pRouter:
         )
         self._dial_backs = DialBacks(identity, gater, self.spread.envelope, host.remote_ip)
         self._checks = ReachabilityChecks(
-            partial(self._ask_kind, KIND_DIAL_BACK), self.connected, random.Random()
+            partial(self._ask_kind, KIND_DIAL_BACK), self.connected, random.Random(), note
         )
         self._peer_exchange = PeerExchange(
             partial(self._ask_kind, KIND_PEERS),
             self._where_peers_are,
             lambda: memory.known,
             self.finding.hearsay,
+            note,
         )
         self.wide_area = open_wide_area(
             host,
@@ -153,7 +156,7 @@ class Libp2pRouter:
         return f"<Libp2pRouter {self.node_id} connected={len(self._liveness.connected_since_s)}>"
 
     @property
-    def node_id(self) -> str:
+    def node_id(self) -> NodeId:
         return self._identity.node_id
 
     @property
@@ -168,14 +171,14 @@ class Libp2pRouter:
     def reachability(self) -> Reachability | None:
         return self._checks.result
 
-    def records(self) -> Mapping[str, bytes]:
+    def records(self) -> Mapping[NodeId, bytes]:
         return self.spread.records
 
     async def publish(self, record: bytes) -> None:
         check_record(record)
         await self.spread.publish(bytes(record))
 
-    def connected(self) -> frozenset[str]:
+    def connected(self) -> frozenset[NodeId]:
         return frozenset(self._liveness.connected_since_s)
 
     def peers(self) -> tuple[PeerInfo, ...]:
@@ -191,11 +194,11 @@ class Libp2pRouter:
     def serve(self, on_request: RequestHandler, on_message: MessageHandler) -> None:
         self._on_request, self._on_message = on_request, on_message
 
-    async def connect(self, address: str, *, timeout_s: float = 10.0) -> str:
+    async def connect(self, address: str, *, timeout_s: float = 10.0) -> NodeId:
         """Returns once the node counts as connected."""
         return await self.finding.connect(address, self._feed, self.connected, timeout_s)
 
-    async def request(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
+    async def request(self, node_id: NodeId, body: bytes, *, timeout_s: float = 10.0) -> bytes:
         check_request(body)
         if node_id == self.node_id:
             return await self._request_to_self(body, timeout_s)
@@ -204,7 +207,7 @@ class Libp2pRouter:
             raise NodeUnreachable(f"node {node_id} is not connected")
         return await self._requests.request(node_id, KIND_APPLICATION, bytes(body), timeout_s=timeout_s)
 
-    async def fetch(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes | memoryview:
+    async def fetch(self, node_id: NodeId, body: bytes, *, timeout_s: float = 10.0) -> bytes | memoryview:
         check_request(body)
         if node_id == self.node_id or node_id not in self._liveness.connected_since_s:
             return await self.request(node_id, body, timeout_s=timeout_s)
@@ -215,7 +218,7 @@ class Libp2pRouter:
             left_s = max(0.0, began_s + timeout_s - trio.current_time())
             return await self.request(node_id, body, timeout_s=left_s)
 
-    async def send(self, node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+    async def send(self, node_id: NodeId, header: bytes, payload: bytes | memoryview = b"") -> None:
         size_bytes = check_message(header, payload)
         if node_id == self.node_id:
             await self._to_self.send(bytes(header), bytes(payload), size_bytes)
@@ -224,7 +227,7 @@ class Libp2pRouter:
             raise NodeUnreachable(f"node {node_id} is not connected")
         await self.plane.send(node_id, header, payload)
 
-    async def open_link(self, node_id: str, purpose: str) -> LinkEnd:
+    async def open_link(self, node_id: NodeId, purpose: str) -> LinkEnd:
         if node_id not in self._liveness.connected_since_s:
             raise NodeUnreachable(f"node {node_id} is not connected")
         return await self.plane.open_link(node_id, purpose)
@@ -266,26 +269,26 @@ class Libp2pRouter:
         self.plane.forgive(envelope.node_id)
         self.finding.heard(envelope)
 
-    def _data_addresses(self, node_id: str) -> list[Address]:
+    def _data_addresses(self, node_id: NodeId) -> list[Address]:
         envelope = self.spread.envelope(node_id)
         return usable(envelope.data_addresses) if envelope else []
 
-    async def _greet(self, node_id: str) -> None:
+    async def _greet(self, node_id: NodeId) -> None:
         await self.spread.exchange.synchronise(node_id)
         self.wide_area.dht.met(node_id)
         spawn(self._nursery, "peer", self._peer_exchange.learn_from, node_id)
 
-    def _where_peers_are(self) -> list[tuple[str, tuple[str, ...]]]:
+    def _where_peers_are(self) -> list[tuple[NodeId, tuple[Multiaddr, ...]]]:
         envelopes = [self.spread.envelope(node_id) for node_id in self._liveness.connected_since_s]
         return [(envelope.node_id, envelope.addresses) for envelope in envelopes if envelope is not None]
 
-    async def _ask_kind(self, kind: int, node_id: str, body: bytes) -> bytes:
+    async def _ask_kind(self, kind: int, node_id: NodeId, body: bytes) -> bytes:
         return await self._ask(node_id, kind, body)
 
-    async def _ask(self, node_id: str, kind: int, body: bytes) -> bytes:
+    async def _ask(self, node_id: NodeId, kind: int, body: bytes) -> bytes:
         return await self._requests.request(node_id, kind, body, timeout_s=_EXCHANGE_S)
 
-    async def _answer(self, sender: str, kind: int, body: bytes) -> bytes:
+    async def _answer(self, sender: NodeId, kind: int, body: bytes) -> bytes:
         if kind == KIND_DIAL_BACK:
             return await self._dial_backs.answer(sender, body)
         if kind == KIND_PEERS:
@@ -294,7 +297,7 @@ class Libp2pRouter:
             return self.spread.exchange.answer(kind, body)
         return await self._answer_application(sender, body)
 
-    async def _answer_application(self, sender: str, body: bytes) -> bytes:
+    async def _answer_application(self, sender: NodeId, body: bytes) -> bytes:
         return await answer(self._on_request, sender, body)
 
     async def _request_to_self(self, body: bytes, timeout_s: float) -> bytes:
@@ -305,7 +308,7 @@ class Libp2pRouter:
                 raise RemoteError(f"node {self.node_id}: {refusal}") from None
         raise DeadlineExceeded(f"node {self.node_id} did not answer within {timeout_s:g} s")
 
-    async def _deliver(self, sender: str, header: bytes, payload: memoryview) -> None:
+    async def _deliver(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
         await deliver(self._on_message, sender, header, payload)
 
     async def _keep_members_only(self) -> None:
@@ -320,8 +323,8 @@ class Libp2pRouter:
 def open_libp2p_router(
     settings: SwarmSettings,
     note: Note = unnoted,
-    has_merit: Callable[[str], bool] = lambda node_id: False,
-    may_connect: Callable[[str], bool] = lambda node_id: True,
+    has_merit: Callable[[NodeId], bool] = lambda node_id: False,
+    may_connect: Callable[[NodeId], bool] = lambda node_id: True,
 ) -> AbstractAsyncContextManager[Libp2pRouter]:
     """Join the swarm until the context is left; leaving says goodbye. `has_merit` and `may_connect`: see
     trust_keeper.
@@ -337,8 +340,8 @@ def open_libp2p_router(
 async def _running_router(
     settings: SwarmSettings,
     note: Note,
-    has_merit: Callable[[str], bool],
-    may_connect: Callable[[str], bool],
+    has_merit: Callable[[NodeId], bool],
+    may_connect: Callable[[NodeId], bool],
 ) -> AsyncIterator[Libp2pRouter]:
     bootstrap = [NodeAddress.parse(text, field="bootstrap") for text in settings.bootstrap]
     ips = await trio.to_thread.run_sync(announced_ips, settings.listen_host, settings.announce)

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from socket import socket
 from typing import Literal, Protocol
 
-RequestHandler = Callable[[str, bytes], Awaitable[bytes]]
+from swarmllm_proto.identifiers import NodeId
+
+RequestHandler = Callable[[NodeId, bytes], Awaitable[bytes]]
 """(sender's node id, request body) -> response body. An exception becomes a RemoteError at the caller."""
 
-MessageHandler = Callable[[str, bytes, memoryview], Awaitable[None]]
+MessageHandler = Callable[[NodeId, bytes, memoryview], Awaitable[None]]
 """(sender's node id, header, payload). Called in order per sender; it should hand work on, not do it: while
 it runs, nothing more is read from that sender (that is the back-pressure)."""
 
@@ -28,14 +30,14 @@ class Change:
     """Something a reader of records may want to act on."""
 
     kind: Literal["connected", "disconnected", "record"]
-    node_id: str
+    node_id: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
     """One connected peer as seen from here."""
 
-    node_id: str
+    node_id: NodeId
     addresses: tuple[str, ...] = ()
     rtt_s: float | None = None
     bytes_per_s: float | None = None
@@ -55,7 +57,7 @@ class Reachability:
 
     checked_at: float
     """Seconds since the epoch."""
-    asked: str
+    asked: NodeId
     """Node id of the peer that tried."""
     control: tuple[tuple[str, bool], ...]
     """(address, whether this node answered there)"""
@@ -79,14 +81,14 @@ class LinkEnd:
         self.connection.close()
 
 
-LinkHandler = Callable[[str, str, LinkEnd], Awaitable[bool]]
+LinkHandler = Callable[[NodeId, str, LinkEnd], Awaitable[bool]]
 """(sender's node id, purpose, the receiving end) -> whether it has been taken."""
 
 
 class LinkMaker(Protocol):
     """What a router can do that has direct connections."""
 
-    async def open_link(self, node_id: str, purpose: str) -> LinkEnd:
+    async def open_link(self, node_id: NodeId, purpose: str) -> LinkEnd:
         """The sending end, once the other has been taken there. Raises NodeUnreachable."""
         ...
 
@@ -131,7 +133,7 @@ class Seeker(Protocol):
 
 class Router(Protocol):
     @property
-    def node_id(self) -> str: ...
+    def node_id(self) -> NodeId: ...
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -143,7 +145,7 @@ class Router(Protocol):
         """The last check; None until there was one, and where there is nothing to check."""
         ...
 
-    def records(self) -> Mapping[str, bytes]:
+    def records(self) -> Mapping[NodeId, bytes]:
         """The latest record of every node heard of, this node's own included, by node id."""
         ...
 
@@ -151,7 +153,7 @@ class Router(Protocol):
         """Replace this node's record and spread it. Raises ValueError above the size limit."""
         ...
 
-    def connected(self) -> frozenset[str]:
+    def connected(self) -> frozenset[NodeId]:
         """Node ids reachable now (never includes this node). The only truth about liveness."""
         ...
 
@@ -166,20 +168,20 @@ class Router(Protocol):
         """Set the handlers; before that, requests are refused and messages dropped."""
         ...
 
-    async def connect(self, address: str, *, timeout_s: float = 10.0) -> str:
+    async def connect(self, address: str, *, timeout_s: float = 10.0) -> NodeId:
         """Dial a multiaddr; returns the node id. Raises NodeUnreachable, DeadlineExceeded."""
         ...
 
-    async def request(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
+    async def request(self, node_id: NodeId, body: bytes, *, timeout_s: float = 10.0) -> bytes:
         """Raises NodeUnreachable, DeadlineExceeded, RemoteError (the handler there failed)."""
         ...
 
-    async def fetch(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes | memoryview:
+    async def fetch(self, node_id: NodeId, body: bytes, *, timeout_s: float = 10.0) -> bytes | memoryview:
         """A request with a large answer: the same handler answers it, on a way of its own where there is
         one, so that nothing waits behind it, and not copied on arrival. Raises as `request`."""
         ...
 
-    async def send(self, node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+    async def send(self, node_id: NodeId, header: bytes, payload: bytes | memoryview = b"") -> None:
         """One message on the persistent stream to that neighbour: ordered, reliable while the stream lives,
         waits while the neighbour does not read. To this node itself: delivered locally. Raises
         NodeUnreachable."""

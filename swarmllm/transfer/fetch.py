@@ -34,6 +34,7 @@ from swarmllm.transfer.parallel import run_lanes
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import OUTLINE_MAX, PIECE_MAX
 from swarmllm_proto.swarm import FetchPiece, Outline, Piece
 
@@ -58,7 +59,7 @@ class Lie(RemoteError):
 class Asking:
     """Asks one holder for pieces, patiently while it is busy."""
 
-    def __init__(self, router: Router, settings: TransferSettings, node_id: str, model_id: str) -> None:
+    def __init__(self, router: Router, settings: TransferSettings, node_id: NodeId, model_id: str) -> None:
         self._router = router
         self._settings = settings
         self._node_id = node_id
@@ -139,7 +140,7 @@ class Fetch:
         store: Store,
         entry: CatalogueEntry,
         tensors: Sequence[TensorEntry],
-        holders: Sequence[str],
+        holders: Sequence[NodeId],
         settings: TransferSettings,
         progress: Progress,
         note: Note = unnoted,
@@ -174,7 +175,7 @@ class Fetch:
                 f" them {left[0].name}, could not be had from any node{why}; what has arrived is kept"
             )
 
-    async def _lane(self, node_id: str) -> None:
+    async def _lane(self, node_id: NodeId) -> None:
         asking = Asking(self._router, self._settings, node_id, self._entry.model_id)
         while node_id in self.plan.holders and not self.plan.is_done and not self.plan.is_stuck:
             task = self.plan.take(node_id)
@@ -189,7 +190,7 @@ class Fetch:
         self._news.set()
         self._news = trio.Event()
 
-    async def _tensor(self, asking: Asking, node_id: str, task: Task) -> None:
+    async def _tensor(self, asking: Asking, node_id: NodeId, task: Task) -> None:
         """Fetch one tensor, or as much as the holder gives. Raises only what must end the whole fetch."""
         try:
             chunk_list = await self._chunk_list(asking, node_id, task.tensor)
@@ -221,7 +222,7 @@ class Fetch:
             for source in task.sources:
                 self._note(source, Deed.GAVE_BYTES)
 
-    async def _chunk_list(self, asking: Asking, node_id: str, tensor: TensorEntry) -> bytes:
+    async def _chunk_list(self, asking: Asking, node_id: NodeId, tensor: TensorEntry) -> bytes:
         catalogue, model_id = self._store.catalogue, self._entry.model_id
         known = await trio.to_thread.run_sync(catalogue.chunk_list, model_id, tensor)
         if known is not None:
@@ -233,7 +234,7 @@ class Fetch:
         await trio.to_thread.run_sync(catalogue.keep_chunk_lists, model_id, {tensor.name: chunk_list})
         return chunk_list
 
-    async def _pieces(self, asking: Asking, node_id: str, task: Task, writer: TensorWriter) -> None:
+    async def _pieces(self, asking: Asking, node_id: NodeId, task: Task, writer: TensorWriter) -> None:
         tensor = task.tensor
         while writer.n_bytes < tensor.size_bytes:
             n_bytes = min(CHUNK_BYTES, tensor.size_bytes - writer.n_bytes)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from swarmllm.models.manifest import TensorEntry
+from swarmllm_proto.identifiers import NodeId
 
 
 @dataclass(eq=False)
@@ -19,19 +20,19 @@ class Task:
     """One tensor to be fetched."""
 
     tensor: TensorEntry
-    sources: set[str] = field(default_factory=set)
+    sources: set[NodeId] = field(default_factory=set)
     """Who gave right bytes of it."""
-    not_at: set[str] = field(default_factory=set)
+    not_at: set[NodeId] = field(default_factory=set)
     """Holders that do not have it."""
 
 
 class Plan:
-    def __init__(self, tensors: Iterable[TensorEntry], holders: Iterable[str]) -> None:
+    def __init__(self, tensors: Iterable[TensorEntry], holders: Iterable[NodeId]) -> None:
         self._pending = [Task(tensor) for tensor in tensors]
         self._active: set[Task] = set()
         self._holders = set(holders)
         self._failures: dict[str, int] = {}
-        self.liars: set[str] = set()
+        self.liars: set[NodeId] = set()
 
     @property
     def is_done(self) -> bool:
@@ -49,11 +50,11 @@ class Plan:
         return tuple(task.tensor for task in (*self._active, *self._pending))
 
     @property
-    def holders(self) -> frozenset[str]:
+    def holders(self) -> frozenset[NodeId]:
         """Those that are still worth asking."""
         return frozenset(self._holders)
 
-    def take(self, node_id: str) -> Task | None:
+    def take(self, node_id: NodeId) -> Task | None:
         """The next tensor for a holder; None: nothing for now."""
         if node_id not in self._holders:
             return None
@@ -69,25 +70,25 @@ class Plan:
         for node_id in task.sources:
             self._failures.pop(node_id, None)
 
-    def absent(self, task: Task, node_id: str) -> None:
+    def absent(self, task: Task, node_id: NodeId) -> None:
         """The holder does not have it."""
         task.not_at.add(node_id)
         self.put_back(task)
 
-    def failed(self, task: Task, node_id: str, max_failures: int) -> None:
+    def failed(self, task: Task, node_id: NodeId, max_failures: int) -> None:
         """The holder did not answer as it should; after `max_failures` in a row it is not asked any more."""
         self._failures[node_id] = self._failures.get(node_id, 0) + 1
         if self._failures[node_id] >= max_failures:
             self.gone(node_id)
         self.put_back(task)
 
-    def lied(self, task: Task, node_id: str) -> None:
+    def lied(self, task: Task, node_id: NodeId) -> None:
         """It sent wrong bytes; it is not asked any more."""
         self.liars.add(node_id)
         self.gone(node_id)
         self.put_back(task)
 
-    def gone(self, node_id: str) -> None:
+    def gone(self, node_id: NodeId) -> None:
         self._holders.discard(node_id)
 
     def put_back(self, task: Task) -> None:
@@ -95,5 +96,5 @@ class Plan:
         self._active.remove(task)
         self._pending.insert(0, task)
 
-    def _may(self, task: Task, node_id: str) -> bool:
+    def _may(self, task: Task, node_id: NodeId) -> bool:
         return node_id in self._holders and node_id not in task.not_at

@@ -37,6 +37,7 @@ from swarmllm.swarm.router import DhtStatistics, Router, Seeker
 from swarmllm.transfer.fetch import Asking, Fetch, fetch_container
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm.transfer.uploads import Uploads
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import FetchPiece, FileAnnounce, Piece
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class TransferStatistics:
 
     fetched_bytes: int = 0
     given_bytes: int = 0
-    liars: list[str] = field(default_factory=list)
+    liars: list[NodeId] = field(default_factory=list)
     """Nodes that sent wrong bytes; they are not asked again."""
 
 
@@ -253,7 +254,7 @@ class ModelTransfer:
         if not self._locks[entry.model_id].locked():
             del self._locks[entry.model_id]
 
-    def _announced(self, name_or_id: str) -> dict[str, dict[str, FileAnnounce]]:
+    def _announced(self, name_or_id: str) -> dict[str, dict[NodeId, FileAnnounce]]:
         return self._registry.files_named(name_or_id)
 
     async def _look_far(self, name_or_id: str, look: Callable[[], T]) -> T:
@@ -268,7 +269,7 @@ class ModelTransfer:
                 found = look()
         return found
 
-    async def _adopt(self, model_id: str, files: dict[str, FileAnnounce]) -> CatalogueEntry:
+    async def _adopt(self, model_id: str, files: dict[NodeId, FileAnnounce]) -> CatalogueEntry:
         failure: SwarmLLMError = ModelNotFound("nobody has it any more", field="model")
         for node_id, announced in sorted(files.items()):
             if node_id in self._statistics.liars:
@@ -313,11 +314,11 @@ class ModelTransfer:
             self._statistics.fetched_bytes += fetch.n_bytes
             self._blame(fetch.plan.liars)
 
-    def _givers(self, entry: CatalogueEntry) -> list[str]:
+    def _givers(self, entry: CatalogueEntry) -> list[NodeId]:
         files = self._registry.files(entry.model_id)
         return [node_id for node_id in sorted(files) if node_id not in self._statistics.liars]
 
-    def _blame(self, node_ids: Collection[str]) -> None:
+    def _blame(self, node_ids: Collection[NodeId]) -> None:
         for node_id in node_ids:
             self._note(node_id, Deed.WRONG_BYTES)
         self._statistics.liars += sorted(set(node_ids) - set(self._statistics.liars))

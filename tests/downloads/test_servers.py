@@ -160,7 +160,10 @@ async def test_encryption_is_not_given_up_on_the_way() -> None:
             await Remote(http, "https://hub.example/file", "", SETTINGS).facts()
 
 
-@pytest.mark.parametrize("place", ["https:path", "location: https://hub.example/file", "https://[["])
+@pytest.mark.parametrize(
+    "place",
+    ["https:path", "location: https://hub.example/file", "https://[[", "https://a..b/x"],
+)
 async def test_a_redirect_to_no_address_is_a_refusal(place: str) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(302, headers={"Location": place})

@@ -18,7 +18,7 @@ import pytest
 from msgspec import inspect
 
 from swarmllm.swarm.records.envelope_book import Digest
-from swarmllm_proto import codec, file_digests, ipc, limits, swarm
+from swarmllm_proto import codec, file_digests, identifiers, ipc, limits, swarm
 from swarmllm_proto import router_messages as neighbours
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.envelope import Envelope, Heartbeat
@@ -83,6 +83,8 @@ def describe(kind: inspect.Type) -> str:
             return "int" + describe_bounds(low, high)
         case inspect.FloatType(ge=low, le=high):
             return "float" + describe_bounds(low, high)
+        case inspect.StrType(pattern=identifiers.NODE_ID_PATTERN):
+            return "node id"
         case inspect.StrType(pattern=str(), max_length=size):
             return f"str, {size} lower-case hex digits"
         case inspect.StrType(min_length=low, max_length=high):

@@ -14,6 +14,7 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.peer_exchange import ENOUGH_CONNECTIONS, PeerExchange
 from swarmllm.swarm.discovery.reachability import ReachabilityChecks
 from swarmllm.swarm.dispatch import RequestRefused
+from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.known_peers import open_peer_memory
 from swarmllm.swarm.peers.store import PeerStore
 from swarmllm_proto.router_messages import (
@@ -31,6 +32,7 @@ from swarmllm_proto.router_messages import (
 from .conftest import DEADLINE_S, Libp2pSwarm, until
 from .test_data_plane import ELSEWHERE, two_nodes
 
+A, B, ME, OLD, X = (node_id_named(name) for name in ("a", "b", "me", "old", "x"))
 WHERE = ("/ip4/192.0.2.1/tcp/8810",)
 
 
@@ -47,21 +49,19 @@ async def refuse(node_id: str, body: bytes) -> bytes:
 
 
 async def test_a_newcomer_learns_of_the_connected_and_the_remembered() -> None:
-    teller = PeerExchange(
-        refuse, lambda: [("b", WHERE), ("me", WHERE)], lambda: [("old", WHERE)], Hearing().hear
-    )
+    teller = PeerExchange(refuse, lambda: [(B, WHERE), (ME, WHERE)], lambda: [(OLD, WHERE)], Hearing().hear)
 
     async def ask(node_id: str, body: bytes) -> bytes:
-        return teller.answer("me", body)
+        return teller.answer(ME, body)
 
     hearing = Hearing()
-    await PeerExchange(ask, lambda: [], lambda: [], hearing.hear).learn_from("a")
+    await PeerExchange(ask, lambda: [], lambda: [], hearing.hear).learn_from(A)
     there = [Address("192.0.2.1", 8810)]
-    assert hearing.heard == {"b": there, "old": there}
+    assert hearing.heard == {B: there, OLD: there}
     limited = decode_neighbour(
-        teller.answer("me", encode_neighbour(PeerExchangeRequest(n_max=1))), PeerExchangeResponse
+        teller.answer(ME, encode_neighbour(PeerExchangeRequest(n_max=1))), PeerExchangeResponse
     )
-    assert [peer.node_id for peer in limited.peers] == ["b"]
+    assert [peer.node_id for peer in limited.peers] == [B]
 
 
 async def test_who_knows_enough_or_gets_nonsense_hears_nothing() -> None:
@@ -71,22 +71,22 @@ async def test_who_knows_enough_or_gets_nonsense_hears_nothing() -> None:
         return b"\xc1"
 
     async def unusable(node_id: str, body: bytes) -> bytes:
-        peers = (KnownPeer(node_id="x", addresses=("/dns4/example.org/tcp/1", "junk")),)
+        peers = (KnownPeer(node_id=X, addresses=("/dns4/example.org/tcp/1",)),)
         return encode_neighbour(PeerExchangeResponse(peers=peers))
 
     async def much(node_id: str, body: bytes) -> bytes:
         pytest.fail("asked although it knows enough")
 
-    many = [(str(n), WHERE) for n in range(ENOUGH_CONNECTIONS)]
-    await PeerExchange(nonsense, lambda: [], lambda: [], hearing.hear).learn_from("a")
-    await PeerExchange(refuse, lambda: [], lambda: [], hearing.hear).learn_from("a")
-    await PeerExchange(much, lambda: many, lambda: [], hearing.hear).learn_from("a")
+    many = [(node_id_named(str(n)), WHERE) for n in range(ENOUGH_CONNECTIONS)]
+    await PeerExchange(nonsense, lambda: [], lambda: [], hearing.hear).learn_from(A)
+    await PeerExchange(refuse, lambda: [], lambda: [], hearing.hear).learn_from(A)
+    await PeerExchange(much, lambda: many, lambda: [], hearing.hear).learn_from(A)
     assert hearing.heard == {}
-    await PeerExchange(unusable, lambda: [], lambda: [], hearing.hear).learn_from("a")
-    assert hearing.heard == {"x": []}
+    await PeerExchange(unusable, lambda: [], lambda: [], hearing.hear).learn_from(A)
+    assert hearing.heard == {X: []}
     with pytest.raises(RequestRefused):
-        PeerExchange(refuse, lambda: [], lambda: [], hearing.hear).answer("a", b"\xc1")
-    too_many = tuple(KnownPeer(node_id="x", addresses=WHERE) for _ in range(PEERS_MAX + 1))
+        PeerExchange(refuse, lambda: [], lambda: [], hearing.hear).answer(A, b"\xc1")
+    too_many = tuple(KnownPeer(node_id=X, addresses=WHERE) for _ in range(PEERS_MAX + 1))
     with pytest.raises(Exception, match="length"):
         decode_neighbour(encode_neighbour(PeerExchangeResponse(peers=too_many)), PeerExchangeResponse)
 
@@ -99,12 +99,13 @@ async def test_a_check_asks_another_peer_where_one_does_not_answer() -> None:
         asked.append(node_id)
         if len(asked) == 1:
             raise NodeUnreachable("gone")
-        return encode_neighbour(DialBackResponse(control=(DialBack(address="x", reached=True),)))
+        return encode_neighbour(DialBackResponse(control=(DialBack(address=WHERE[0], reached=True),)))
 
-    checks = ReachabilityChecks(ask, lambda: {"a", "b", "c"}, random.Random(1))
+    checks = ReachabilityChecks(ask, lambda: {A, B, X}, random.Random(1))
     assert await checks.check()
     assert checks.result is not None
-    assert (checks.result.asked, checks.result.control, checks.result.data) == (asked[1], (("x", True),), ())
+    assert checks.result.asked == asked[1]
+    assert (checks.result.control, checks.result.data) == (((WHERE[0], True),), ())
     assert not await ReachabilityChecks(ask, lambda: (), random.Random(1)).check()
 
 

@@ -13,6 +13,7 @@ from zeroconf import EventLoopBlocked, NotRunningException, ServiceInfo
 
 from swarmllm.swarm.discovery import mdns
 from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.in_memory.network import node_id_named
 
 from .conftest import DEADLINE_S
 
@@ -38,6 +39,9 @@ class Finder:
         return self.found[node_id]
 
 
+A, B, C, X = (node_id_named(name) for name in "abcx")
+
+
 @asynccontextmanager
 async def node(name: str, network_id: str, port: int) -> AsyncIterator[Finder]:
     finder = Finder()
@@ -55,13 +59,13 @@ def loopback_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 async def test_nodes_of_one_network_find_each_other_and_nobody_else() -> None:
-    async with node("a", PRIVATE, 1001) as a, node("b", PRIVATE, 1002) as b, node("c", "", 1003) as c:
-        assert await a.finds("b") == [Address(LOOPBACK, 1002)]
-        assert await b.finds("a") == [Address(LOOPBACK, 1001)]
+    async with node(A, PRIVATE, 1001) as a, node(B, PRIVATE, 1002) as b, node(C, "", 1003) as c:
+        assert await a.finds(B) == [Address(LOOPBACK, 1002)]
+        assert await b.finds(A) == [Address(LOOPBACK, 1001)]
         # Whoever is new is answered, so by now each has heard everybody.
-        await c.finds("c")
-        assert "c" not in a.found | b.found
-        assert c.found.keys() == {"c"}
+        await c.finds(C)
+        assert C not in a.found | b.found
+        assert c.found.keys() == {C}
 
 
 def announced(name: str, **what: object) -> ServiceInfo:
@@ -71,10 +75,11 @@ def announced(name: str, **what: object) -> ServiceInfo:
 
 
 JUNK = {
-    "no id": announced("x", properties={}),
-    "no address": announced("x", addresses=[]),
-    "no port": announced("x", port=0),
-    "another network": announced("x", properties={"id": "x", "net": b"\xff" * 200}),
+    "no id": announced(X, properties={}),
+    "no address": announced(X, addresses=[]),
+    "no port": announced(X, port=0),
+    "no node id": announced(X, properties={"id": "0OIl0OIl0OIl0OIl"}),
+    "another network": announced(X, properties={"id": X, "net": b"\xff" * 200}),
 }
 
 
@@ -102,13 +107,13 @@ class Failing:
 async def test_what_is_no_announcement_is_passed_over(junk: str) -> None:
     finder = Finder()
     listener = mdns._Listener(trio.lowlevel.current_trio_token(), b"", finder.take)
-    info = announced("x") if junk == "nothing wrong" else JUNK.get(junk)
-    listener.add_service(Answering(info), mdns.SERVICE, "x")  # type: ignore[arg-type]
+    info = announced(X) if junk == "nothing wrong" else JUNK.get(junk)
+    listener.add_service(Answering(info), mdns.SERVICE, X)  # type: ignore[arg-type]
     await trio.testing.wait_all_tasks_blocked()
-    assert set(finder.found) == ({"x"} if junk == "nothing wrong" else set())
+    assert set(finder.found) == ({X} if junk == "nothing wrong" else set())
 
 
 @pytest.mark.parametrize("error", [EventLoopBlocked(), NotRunningException(), RuntimeError("loop closed")])
 async def test_what_cannot_be_looked_up_is_passed_over(error: Exception) -> None:
     listener = mdns._Listener(trio.lowlevel.current_trio_token(), b"", Finder().take)
-    listener.add_service(Failing(error), mdns.SERVICE, "x")  # type: ignore[arg-type]
+    listener.add_service(Failing(error), mdns.SERVICE, X)  # type: ignore[arg-type]

@@ -338,7 +338,9 @@ async def test_between_two_envelopes_of_one_answer_others_have_their_turn() -> N
         return msgspec.msgpack.encode([envelope(writer) for writer in writers])
 
     kept = book()
-    exchange = RecordExchange(kept, ask, lambda sealed, ages_s: kept.take(sealed, 0.0, ages_s=ages_s)[1])
+    exchange = RecordExchange(
+        kept, ask, lambda sealed, ages_s: kept.take(sealed, 0.0, ages_s=ages_s)[1], lambda *_: None
+    )
 
     async def look() -> None:
         while True:

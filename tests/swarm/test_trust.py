@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.errors import ConfigError
+from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.membership.peer_lists import PeerLists
 from swarmllm.swarm.peers.store import FILE_NAME, PeerStore
 from swarmllm.swarm.peers.trust import (
@@ -29,6 +30,11 @@ from swarmllm.swarm.peers.trust import (
 from swarmllm.swarm.peers.trust_keeper import Trust, open_trust
 
 from .conftest import DEADLINE_S
+
+A, B, BARE, DAMAGED, FRIEND, LIAR, NEW, OLD, WHOLE = (
+    node_id_named(name) for name in ("a", "b", "bare", "damaged", "friend", "liar", "new", "old", "whole")
+)
+
 
 GOOD = [deed for deed, effect in EFFECTS.items() if effect.rises]
 BAD = [deed for deed, effect in EFFECTS.items() if effect.keeps < 1]
@@ -111,7 +117,14 @@ def test_what_a_person_said_wins() -> None:
     assert book.explain("a", 0).listed == "allowed"
     assert (book.explain("d", 0).listed, book.explain("d", 0).may_work) == ("denied", False)
     with pytest.raises(ConfigError, match="both"):
-        PeerLists.of("ab", "bc", only_allowed=False)
+        PeerLists.of(map(node_id_named, "ab"), map(node_id_named, "bc"), only_allowed=False)
+
+
+@pytest.mark.parametrize(("allow", "deny", "field"), [("x", "", "network.allow"), ("", "x", "network.deny")])
+def test_a_list_of_what_are_no_node_ids_is_refused_by_its_setting(allow: str, deny: str, field: str) -> None:
+    with pytest.raises(ConfigError, match="not a node id") as refused:
+        PeerLists.of(allow, deny, only_allowed=False)
+    assert refused.value.field == field
 
 
 def test_the_explanation_holds_the_newest_deeds_and_counts_all() -> None:
@@ -136,12 +149,12 @@ def test_a_book_forgets_who_was_touched_longest_ago(deeds: list[tuple[str, Deed]
 
 async def test_trust_outlives_a_restart(tmp_path: Path) -> None:
     async with open_trust(tmp_path) as trust:
-        trust.note("liar", Deed.WRONG_BYTES, "token_embd.weight")
-        trust.note("friend", Deed.SERVED)
-        before = {node_id: trust.explain(node_id) for node_id in ("liar", "friend")}
+        trust.note(LIAR, Deed.WRONG_BYTES, "token_embd.weight")
+        trust.note(FRIEND, Deed.SERVED)
+        before = {node_id: trust.explain(node_id) for node_id in (LIAR, FRIEND)}
     async with open_trust(tmp_path) as trust:
-        assert trust.known() == {"liar", "friend"}
-        assert not trust.may_work("liar")
+        assert trust.known() == {LIAR, FRIEND}
+        assert not trust.may_work(LIAR)
         for node_id, explained in before.items():
             again = trust.explain(node_id)
             assert (again.counts, again.recent) == (explained.counts, explained.recent)
@@ -153,12 +166,12 @@ async def test_trust_is_saved_while_the_node_runs(tmp_path: Path) -> None:
     trust = Trust(store=store, clock=lambda: 0.0)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trust.run, 0.01)
-        trust.note("a", Deed.FAILED)
+        trust.note(A, Deed.FAILED)
         with trio.fail_after(DEADLINE_S):
             # A file, without an event.
             while not (saved := await trio.to_thread.run_sync(store.reputations)):  # noqa: ASYNC110
                 await trio.sleep(0.01)
-        assert [node_id for node_id, _ in saved] == ["a"]
+        assert [node_id for node_id, _ in saved] == [A]
         nursery.cancel_scope.cancel()
 
 
@@ -171,43 +184,43 @@ def test_a_damaged_memory_is_set_aside(tmp_path: Path) -> None:
 @pytest.mark.parametrize("column", ["score", "at", "counts", "recent"])
 def test_a_reputation_that_cannot_be_read_is_forgotten_and_no_other(tmp_path: Path, column: str) -> None:
     store, book = PeerStore(tmp_path), TrustBook()
-    for node_id in ("damaged", "whole"):
+    for node_id in (DAMAGED, WHOLE):
         book.note(node_id, Deed.SERVED, 1.0)
     store.keep_reputations({n: known for n in book.known() if (known := book.reputation(n))})
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database, database:
-        database.execute(f"UPDATE trust SET {column} = ? WHERE node_id = 'damaged'", (b"\xff",))
-    assert [node_id for node_id, _ in PeerStore(tmp_path).reputations()] == ["whole"]
+        database.execute(f"UPDATE trust SET {column} = ? WHERE node_id = ?", (b"\xff", DAMAGED))
+    assert [node_id for node_id, _ in PeerStore(tmp_path).reputations()] == [WHOLE]
 
 
 def test_an_address_that_cannot_be_read_is_forgotten_and_no_other(tmp_path: Path) -> None:
     store = PeerStore(tmp_path)
-    store.keep_peers("", [("damaged", ["/ip4/192.0.2.1/tcp/1"]), ("whole", [])], 10)
+    store.keep_peers("", [(DAMAGED, ["/ip4/192.0.2.1/tcp/1"]), (WHOLE, [])], 10)
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database, database:
-        database.execute("UPDATE peers SET addresses = ? WHERE node_id = 'damaged'", (b"\xff",))
-    assert store.peers("", since=0) == [("whole", ())]
+        database.execute("UPDATE peers SET addresses = ? WHERE node_id = ?", (b"\xff", DAMAGED))
+    assert store.peers("", since=0) == [(WHOLE, ())]
 
 
 def test_a_memory_that_is_damaged_further_in_is_set_aside_when_it_is_read(tmp_path: Path) -> None:
     store = PeerStore(tmp_path)
-    store.keep_peers("", [("a", [])], 10)
+    store.keep_peers("", [(A, [])], 10)
     path = tmp_path / FILE_NAME
     page_bytes = 4096
     path.write_bytes(path.read_bytes()[:page_bytes] + b"\xff" * (path.stat().st_size - page_bytes))
     again = PeerStore(tmp_path)
     assert again.peers("", since=0) == []
     assert path.with_suffix(".damaged").exists()
-    again.keep_peers("", [("b", [])], 10)
-    assert again.peers("", since=0) == [("b", ())]
+    again.keep_peers("", [(B, [])], 10)
+    assert again.peers("", since=0) == [(B, ())]
 
 
 def test_peers_are_remembered_with_where_they_were(tmp_path: Path) -> None:
     store = PeerStore(tmp_path)
-    store.keep_peers("", [("old", ["/ip4/192.0.2.1/tcp/1"])], 10)
-    store.keep_peers("", [("new", ["/ip4/192.0.2.2/tcp/2", "/ip4/192.0.2.3/tcp/3"]), ("bare", [])], 20)
+    store.keep_peers("", [(OLD, ["/ip4/192.0.2.1/tcp/1"])], 10)
+    store.keep_peers("", [(NEW, ["/ip4/192.0.2.2/tcp/2", "/ip4/192.0.2.3/tcp/3"]), (BARE, [])], 20)
     assert store.peers("", since=5) == [
-        ("new", ("/ip4/192.0.2.2/tcp/2", "/ip4/192.0.2.3/tcp/3")),
-        ("bare", ()),
-        ("old", ("/ip4/192.0.2.1/tcp/1",)),
+        (NEW, ("/ip4/192.0.2.2/tcp/2", "/ip4/192.0.2.3/tcp/3")),
+        (BARE, ()),
+        (OLD, ("/ip4/192.0.2.1/tcp/1",)),
     ]
-    assert [node_id for node_id, _ in store.peers("", since=15)] == ["new", "bare"]
+    assert [node_id for node_id, _ in store.peers("", since=15)] == [NEW, BARE]
     assert store.peers("another network", since=5) == []

@@ -8,6 +8,7 @@ from swarmllm.errors import InvalidRequest
 from swarmllm.models import LayerRange
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, RequestSize
 from swarmllm.scheduling.plan import Plan
+from swarmllm_proto.identifiers import NodeId
 
 MAX_TOKENS = 2**20
 Json = dict[str, object]
@@ -30,11 +31,11 @@ def read_size(arguments: Mapping[str, str]) -> tuple[str, RequestSize]:
     )
 
 
-def plan_report(model: str, size: RequestSize, plan: Plan, nickname_of: Callable[[str], str]) -> Json:
-    def on(node_id: str) -> Json:
+def plan_report(model: str, size: RequestSize, plan: Plan, nickname_of: Callable[[NodeId], str]) -> Json:
+    def on(node_id: NodeId) -> Json:
         return {"node_id": node_id, "nickname": nickname_of(node_id)}
 
-    def with_layers(node_id: str, layers: LayerRange) -> Json:
+    def with_layers(node_id: NodeId, layers: LayerRange) -> Json:
         return on(node_id) | {"layers": str(layers)}
 
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from swarmllm.node.embeddings import Embedded
 from swarmllm.pipeline.origin.generation import Generation, StageReport
+from swarmllm_proto.identifiers import NodeId
 
 Json = dict[str, object]
 
@@ -34,7 +35,7 @@ def swarm_headers(generation: Generation) -> dict[str, str]:
     return _route_headers(generation.shape, stages) | {"Server-Timing": _server_timing(generation)}
 
 
-def embedding_headers(embedded: Embedded, node_id: str) -> dict[str, str]:
+def embedding_headers(embedded: Embedded, node_id: NodeId) -> dict[str, str]:
     """The same for vectors. `node_id`: of this node."""
     stages = [(f"{stage.start}:{stage.end}", stage.node_id) for stage in embedded.stages]
     shape = "local" if len(stages) == 1 and stages[0][1] == node_id else "chain"
@@ -42,7 +43,7 @@ def embedding_headers(embedded: Embedded, node_id: str) -> dict[str, str]:
     return _route_headers(shape, stages) | {"Server-Timing": _timing(known)}
 
 
-def _route_headers(shape: str, stages: list[tuple[str, str]]) -> dict[str, str]:
+def _route_headers(shape: str, stages: list[tuple[str, NodeId]]) -> dict[str, str]:
     return {
         "x-swarm-route": " ".join([shape, *(f"{layers}@{node_id}" for layers, node_id in stages)]),
         "x-swarm-nodes": str(len({node_id for _, node_id in stages})),

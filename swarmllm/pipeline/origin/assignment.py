@@ -22,6 +22,7 @@ from swarmllm.errors import (
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageBlocks
 
@@ -31,17 +32,17 @@ async def assign(
     assignment: PipelineAssignment,
     *,
     timeout_s: float,
-    on_failure: Callable[[str], None] = lambda node_id: None,
-    prefixes_of: Callable[[str], tuple[StageBlocks, ...]] = lambda node_id: (),
-) -> dict[str, PipelineAck]:
+    on_failure: Callable[[NodeId], None] = lambda node_id: None,
+    prefixes_of: Callable[[NodeId], tuple[StageBlocks, ...]] = lambda node_id: (),
+) -> dict[NodeId, PipelineAck]:
     """By node id. Returns when every stage elsewhere has accepted what `prefixes_of` names to its node, too.
     Raises RemoteError (NodeBusy where it may be asked again later) for the first that did not, after
     `on_failure` has been told its node id."""
     failures: list[SwarmLLMError] = []
-    acks: dict[str, PipelineAck] = {}
+    acks: dict[NodeId, PipelineAck] = {}
     async with trio.open_nursery() as nursery:
 
-        async def ask(node_id: str) -> None:
+        async def ask(node_id: NodeId) -> None:
             try:
                 named = msgspec.structs.replace(assignment, prefixes=prefixes_of(node_id))
                 acks[node_id] = await _ask(router, node_id, named, timeout_s)
@@ -58,7 +59,9 @@ async def assign(
     return acks
 
 
-async def _ask(router: Router, node_id: str, assignment: PipelineAssignment, timeout_s: float) -> PipelineAck:
+async def _ask(
+    router: Router, node_id: NodeId, assignment: PipelineAssignment, timeout_s: float
+) -> PipelineAck:
     if assignment.stages[-1].node_id != node_id:
         # Only who samples needs to know how, and what came before: stop strings may be quotes from the
         # prompt.

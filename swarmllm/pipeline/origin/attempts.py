@@ -37,6 +37,7 @@ from swarmllm.swarm.peers.trust import Note
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import CancelInference, PipelineAssignment, PipelineError, Stage
 from swarmllm_proto.tensors import Tensor
 
@@ -79,7 +80,7 @@ class Attempts:
         self._start_soon = partial(spawn, nursery, "request")
 
     def open(
-        self, context: RequestContext, assignment: PipelineAssignment, tokens: Tensor, failed: set[str]
+        self, context: RequestContext, assignment: PipelineAssignment, tokens: Tensor, failed: set[NodeId]
     ) -> AbstractAsyncContextManager[Source]:
         """Adds to `failed` the node because of which it fails."""
         if is_local(context):
@@ -94,7 +95,7 @@ class Attempts:
         context: RequestContext,
         assignment: PipelineAssignment,
         tokens: Tensor,
-        failed: set[str],
+        failed: set[NodeId],
         kind: type[AnyChain],
     ) -> AsyncIterator[AnyChain]:
         """Adds to `failed` the node because of which it fails."""
@@ -146,7 +147,7 @@ class Attempts:
         n_known = await agree(self._pool, self._router, assignment, context, chain, timeout_s=timeout_s)
         return partial(chain.start, session, n_known)
 
-    def just_sent(self) -> Counter[str]:
+    def just_sent(self) -> Counter[NodeId]:
         """By node id: requests of this node that others have had for so short a time that their records need
         not say so."""
         since_s = trio.current_time() - UNSEEN_S
@@ -179,7 +180,7 @@ class Attempts:
                 chain.blame(finding.culprit)
             chain.fail(finding.error)
 
-    def _tell_everybody(self, request_id: str, culprit: str, error: SwarmLLMError) -> None:
+    def _tell_everybody(self, request_id: str, culprit: NodeId, error: SwarmLLMError) -> None:
         if self._start_soon is None:
             return
         message = PipelineError(
@@ -189,7 +190,7 @@ class Attempts:
         for node_id in self._router.connected() - {culprit}:
             self._start_soon(partial(self._tell, node_id, header, payload))
 
-    async def _tell(self, node_id: str, header: bytes, payload: bytes | memoryview) -> None:
+    async def _tell(self, node_id: NodeId, header: bytes, payload: bytes | memoryview) -> None:
         with trio.move_on_after(TELL_TIMEOUT_S):
             try:
                 await self._router.send(node_id, header, payload)
@@ -199,7 +200,7 @@ class Attempts:
     def _count_repeat(self) -> None:
         self._counts.repeats += 1
 
-    def _nickname(self, node_id: str) -> str:
+    def _nickname(self, node_id: NodeId) -> str:
         record = self._registry.node(node_id)
         return record.nickname if record is not None else ""
 

@@ -42,6 +42,7 @@ from swarmllm.pipeline.stage.failure_reports import (
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.stage.walker import OriginMessage, RequestContext
 from swarmllm_proto.blocks import BLOCK_TOKENS
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import PipelineError, PrefillProgress, StageBlocks, StreamingToken
 from swarmllm_proto.tensors import Tensor
 
@@ -67,7 +68,7 @@ class Chain:
         silence_timeout_s: float,
         look_after_s: float,
         look: Callable[[Chain], Awaitable[None]],
-        nicknames: Mapping[str, str],
+        nicknames: Mapping[NodeId, str],
         names: PrefixNames | None = None,
         on_repeat: Callable[[], None] = lambda: None,
     ) -> None:
@@ -83,9 +84,9 @@ class Chain:
         self.window = PromptWindow(len(prompt), chunk_tokens, len(stages) + 1)
         self.account = StageAccount(stages)
         self.failure: Exception | None = None
-        self.culprit: str | None = None
+        self.culprit: NodeId | None = None
         """The node that failed, where that is known."""
-        self.doubted: frozenset[str] = frozenset()
+        self.doubted: frozenset[NodeId] = frozenset()
         """Nodes of which one failed, where it cannot be known which."""
         self._look_after_s = look_after_s
         self._look = look
@@ -122,7 +123,7 @@ class Chain:
         )
 
     @property
-    def node_ids(self) -> frozenset[str]:
+    def node_ids(self) -> frozenset[NodeId]:
         """Of its stages."""
         return frozenset(stage.node_id for stage in self.context.view.stages)
 
@@ -148,7 +149,7 @@ class Chain:
         """Whether this pipeline has given a token."""
         return self._tokens.n_received > self._n_resumed
 
-    def prefixes_of(self, node_id: str) -> tuple[StageBlocks, ...]:
+    def prefixes_of(self, node_id: NodeId) -> tuple[StageBlocks, ...]:
         """Of the prompt and what came of it, but for the newest token, which no stage has computed; of the
         prompt's last token there is always the logits to be computed."""
         if self._prefix_names is None:
@@ -236,7 +237,7 @@ class Chain:
         self._feed()
         return chunk
 
-    def receive(self, sender: str, message: OriginMessage, payload: bytes | memoryview) -> None:
+    def receive(self, sender: NodeId, message: OriginMessage, payload: bytes | memoryview) -> None:
         if self._finished or self.failure is not None:
             return
         stages = self.context.view.stages
@@ -263,11 +264,11 @@ class Chain:
             if self._session is not None:
                 self._session.stop()
 
-    def blame(self, node_id: str) -> None:
+    def blame(self, node_id: NodeId) -> None:
         """The first node that is named is the culprit: what else fails is usually its consequence."""
         self.culprit = self.culprit or node_id
 
-    def lost(self, node_id: str) -> None:
+    def lost(self, node_id: NodeId) -> None:
         """A node disconnected."""
         if node_id in self.node_ids:
             self.blame(node_id)
@@ -322,7 +323,7 @@ class Chain:
             self._reader.unpark_all()
         self._feed()
 
-    def _failed_at(self, sender: str, message: PipelineError) -> None:
+    def _failed_at(self, sender: NodeId, message: PipelineError) -> None:
         if sender not in self.node_ids:
             log.warning(
                 "request %s: a failure was reported by %s, which has no part in it",
@@ -344,7 +345,7 @@ class Chain:
             self.blame(sender)
         self.fail(reported_error(message, self._name(sender), self.context.sampling))
 
-    def _repeat(self, sender: str, position: int) -> None:
+    def _repeat(self, sender: NodeId, position: int) -> None:
         self._n_repeats += 1
         self._on_repeat()
         if self._n_repeats > MAX_REPEATS:
@@ -393,6 +394,6 @@ class Chain:
             f"{stage.start}:{stage.end}@{self._name(stage.node_id)}" for stage in self.context.view.stages
         )
 
-    def _name(self, node_id: str) -> str:
+    def _name(self, node_id: NodeId) -> str:
         nickname = self._names.get(node_id, "")
         return f"{nickname} ({node_id})" if nickname else node_id

@@ -20,6 +20,7 @@ from swarmllm.pipeline.origin.output import BrokenPromise, Chunk
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import PrefillProgress, Stage
 from swarmllm_proto.tensors import Tensor, decode_tensor
 
@@ -97,9 +98,9 @@ async def local_rows(compute: Compute, context: RequestContext, tokens: Tensor, 
     return np.concatenate(rows)
 
 
-async def with_one_retry(attempt: Callable[[set[str]], Awaitable[Rows]]) -> Rows:
+async def with_one_retry(attempt: Callable[[set[NodeId]], Awaitable[Rows]]) -> Rows:
     """`attempt` adds to what it is given the node because of which it failed."""
-    avoid: set[str] = set()
+    avoid: set[NodeId] = set()
     try:
         return await attempt(avoid)
     except RemoteError as error:

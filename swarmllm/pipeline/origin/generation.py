@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.stage.compute import SampledToken
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import FinishReason, GuessCount, TokenLogprob
 from swarmllm_proto.swarm import Stage, StageTiming
 
@@ -39,7 +40,7 @@ class GeneratedText:
 class StageReport:
     """One stage of the route, and what it took so far."""
 
-    node_id: str
+    node_id: NodeId
     nickname: str
     layers: LayerRange
     compute_s: float = 0.0

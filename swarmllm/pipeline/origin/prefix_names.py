@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, secret_root
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc_prefix import join_names
 from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, PipelineAssignment, Stage, StageBlocks
 from swarmllm_proto.tensors import Tensor
@@ -27,7 +28,7 @@ class PrefixNames:
         self._stages = tuple(stages)
         self._roots = [secret_root(secret, model_id, stage.start, stage.end) for stage in stages]
 
-    def of_node(self, node_id: str, tokens: Tensor) -> tuple[StageBlocks, ...]:
+    def of_node(self, node_id: NodeId, tokens: Tensor) -> tuple[StageBlocks, ...]:
         """Names of the complete blocks of `tokens`, for each of the node's stages; as many as the messages
         have room for."""
         mine = [index for index, stage in enumerate(self._stages) if stage.node_id == node_id]

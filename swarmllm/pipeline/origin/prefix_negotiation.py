@@ -14,6 +14,7 @@ from swarmllm.pipeline.origin.assignment import assign
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.walker import OriginSide, RequestContext
 from swarmllm.swarm.router import Router
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import PipelineAssignment, StageBlocks
 
 log = logging.getLogger(__name__)
@@ -25,9 +26,9 @@ PATIENCE_S = 2.0
 class Asker(Protocol):
     """The origin's side of a chain."""
 
-    def blame(self, node_id: str) -> None: ...
+    def blame(self, node_id: NodeId) -> None: ...
 
-    def prefixes_of(self, node_id: str) -> tuple[StageBlocks, ...]: ...
+    def prefixes_of(self, node_id: NodeId) -> tuple[StageBlocks, ...]: ...
 
 
 async def agree(
@@ -56,7 +57,7 @@ async def agree(
     return min(n_blocks)
 
 
-def last_names(side: OriginSide | None, node_id: str) -> tuple[StageBlocks, ...]:
+def last_names(side: OriginSide | None, node_id: NodeId) -> tuple[StageBlocks, ...]:
     """What a node is told of a request that is over. Nothing before the first token: the prompt's names came
     with the assignment, and a worker that computes it still would have to answer before it hears that nobody
     wants it."""

@@ -12,6 +12,7 @@ from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import Shape
 from swarmllm.pipeline.stage.session import Session
 from swarmllm_proto.codec import encode_job
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import RemoteGenerateRequest, StageBlocks
 from swarmllm_proto.tensors import encode_tensor
 
@@ -21,7 +22,7 @@ class RemoteChain(Chain):
 
     shape: Shape = "remote-generate"
 
-    def prefixes_of(self, node_id: str) -> tuple[StageBlocks, ...]:
+    def prefixes_of(self, node_id: NodeId) -> tuple[StageBlocks, ...]:
         """The worker there sees the tokens and knows by itself what it has."""
         return ()
 

@@ -26,10 +26,11 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.origin.generation import Guesses, Shape, Source, StageReport
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.stage.compute import SampledToken
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
-Opener = Callable[[tuple[int, ...], set[str]], AbstractAsyncContextManager[Source]]
+Opener = Callable[[tuple[int, ...], set[NodeId]], AbstractAsyncContextManager[Source]]
 """(tokens generated so far, node ids to avoid, to which the next one that fails is added) -> a pipeline that
 goes on after them. Raises SwarmLLMError."""
 Pause = Callable[[float], Awaitable[None]]

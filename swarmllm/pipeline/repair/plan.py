@@ -23,6 +23,7 @@ from swarmllm.scheduling.constraints import permitted
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.plan import standbys_of
 from swarmllm.scheduling.route import RouteStage, composes, usable
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import Stage
 
 
@@ -114,7 +115,7 @@ def mend(question: Question, broken: Assembly) -> Assembly | None:
     return Assembly(stages, standbys_of(route, allowed, known))
 
 
-def _extra_s(known: RouteInputs, node_id: str, stage: RouteStage, neighbours: Collection[str]) -> float:
+def _extra_s(known: RouteInputs, node_id: NodeId, stage: RouteStage, neighbours: Collection[NodeId]) -> float:
     """What a stage costs on a node, with its hops from and to those neighbours."""
     hops_s = sum(known.hop_s(neighbour, node_id) for neighbour in neighbours)
     return known.layer_s(node_id) * len(stage.layers) + hops_s

@@ -17,6 +17,7 @@ from swarmllm.errors import NodeUnreachable, RemoteError, SwarmLLMError
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import ProbeStage, StageState
 
 MOVED_BYTES = 16 * 1024
@@ -28,17 +29,17 @@ class ProbeResult:
     """Why a request cannot be waited for."""
 
     error: SwarmLLMError
-    culprit: str | None = None
+    culprit: NodeId | None = None
 
 
 async def find_fault(
-    router: Router, request_id: str, node_ids: frozenset[str], is_busy_here: bool, timeout_s: float
+    router: Router, request_id: str, node_ids: frozenset[NodeId], is_busy_here: bool, timeout_s: float
 ) -> ProbeResult | None:
     """Ask `node_ids` (other nodes). None: somebody is at work."""
-    states: dict[str, StageState | None] = {}
+    states: dict[NodeId, StageState | None] = {}
     async with trio.open_nursery() as nursery:
 
-        async def ask(node_id: str) -> None:
+        async def ask(node_id: NodeId) -> None:
             states[node_id] = await _ask(router, node_id, request_id, timeout_s)
 
         for node_id in node_ids:
@@ -56,7 +57,7 @@ async def find_fault(
     return ProbeResult(NodeUnreachable("a job was lost between two stages: nobody works on it"))
 
 
-async def _ask(router: Router, node_id: str, request_id: str, timeout_s: float) -> StageState | None:
+async def _ask(router: Router, node_id: NodeId, request_id: str, timeout_s: float) -> StageState | None:
     try:
         with trio.fail_after(timeout_s):
             body = await router.request(

@@ -17,6 +17,7 @@ from swarmllm.pipeline.origin.prefix_negotiation import Asker
 from swarmllm.pipeline.repair.plan import Left, Rebuild
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.walker import RequestContext
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import PipelineAssignment, ReplayRows, Stage, StageRows
 
 
@@ -36,7 +37,7 @@ async def what_is_left(
     return left_of(assignment.stages, said)
 
 
-def left_of(stages: Sequence[Stage], said: Mapping[str, Iterable[StageRows]]) -> tuple[Left, ...]:
+def left_of(stages: Sequence[Stage], said: Mapping[NodeId, Iterable[StageRows]]) -> tuple[Left, ...]:
     """What each stage has, by what its own node says; no node speaks for another."""
     left = [Left()] * len(stages)
     for node_id, kept in said.items():

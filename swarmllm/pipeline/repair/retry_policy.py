@@ -28,6 +28,7 @@ from swarmllm.errors import (
     WorkerDied,
     WorkerError,
 )
+from swarmllm_proto.identifiers import NodeId
 
 FIRST_ATTEMPTS = 2
 """Pipelines for a request without a token."""
@@ -50,7 +51,7 @@ class RetryPolicy:
 
     patience_s: float
     """0: a stream ends with its pipeline."""
-    avoid: set[str] = field(default_factory=set)
+    avoid: set[NodeId] = field(default_factory=set)
     """Node ids that have failed since the last token; the next pipeline is to do without them."""
     n_recoveries: int = 0
     """Pipelines that took over after a token."""

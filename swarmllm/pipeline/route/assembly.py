@@ -18,13 +18,14 @@ from swarmllm.scheduling.constraints import Constraints, Refusal, permitted
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.plan import Plan, make_plan, standbys_of
 from swarmllm.scheduling.route import RouteStage, composes, missing_layers, usable
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import Stage
 
 AFFINITY = 1.5
 """So much slower than the best route may a conversation's last one be and still be taken again: what it saves
 is the prefill of everything said so far."""
 
-Holders = Mapping[str, Sequence[LayerRange]]
+Holders = Mapping[NodeId, Sequence[LayerRange]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,12 @@ class Question:
     cut_alignment: int
     holders: Holders
     """What every node says it holds, alive or not, this one included."""
-    connected: Collection[str]
+    connected: Collection[NodeId]
     """Node ids that can be reached now."""
     circumstances: RouteInputs
     """Names every holder."""
     model_name: str = "the model"
-    avoid: Collection[str] = ()
+    avoid: Collection[NodeId] = ()
     """Nodes that have just failed this request."""
     constraints: Constraints = field(default_factory=Constraints)
     previous: Sequence[Stage] = ()
@@ -52,7 +53,7 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class Assembly:
     stages: tuple[Stage, ...]
-    standbys: tuple[str | None, ...]
+    standbys: tuple[NodeId | None, ...]
     """For each stage, the node that would do its work best if it failed."""
     is_reused: bool = False
     """It is the pipeline of this conversation's last turn."""
@@ -60,7 +61,7 @@ class Assembly:
     """See `hop_handling`."""
 
     @property
-    def node_ids(self) -> frozenset[str]:
+    def node_ids(self) -> frozenset[NodeId]:
         return frozenset(stage.node_id for stage in self.stages)
 
 
@@ -101,7 +102,7 @@ def assemble(question: Question) -> Assembly:
     return Assembly(stages, standbys, is_reused)
 
 
-def alive(holders: Holders, connected: Collection[str], origin: str) -> dict[str, Sequence[LayerRange]]:
+def alive(holders: Holders, connected: Collection[NodeId], origin: str) -> dict[NodeId, Sequence[LayerRange]]:
     return {node: ranges for node, ranges in holders.items() if node == origin or node in connected}
 
 

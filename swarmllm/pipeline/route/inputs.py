@@ -20,6 +20,7 @@ from swarmllm.pipeline.stage.occupancy import Room
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import HOP_HANDLING_S, NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.observation import Latency, MachineSpeed, Observations, roofline
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import NodeCapability
 
 EQUAL_FOR_ALL_S = 0.001
@@ -40,7 +41,7 @@ class Load:
     """Here."""
     lacks: str = ""
     """Here; see `NodeSpeed`."""
-    sent: Mapping[str, int] = field(default_factory=dict)
+    sent: Mapping[NodeId, int] = field(default_factory=dict)
     """By node id: requests of this node that have just been sent there, and are in no record yet."""
 
 
@@ -48,8 +49,8 @@ class Load:
 class Links:
     """From this node to its peers, by node id, and where this node is among the others."""
 
-    rtt_s: Mapping[str, float] = field(default_factory=dict)
-    bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    rtt_s: Mapping[NodeId, float] = field(default_factory=dict)
+    bytes_per_s: Mapping[NodeId, float] = field(default_factory=dict)
     coordinate: Coordinate | None = None
 
 
@@ -58,11 +59,11 @@ def workload(manifest: Manifest, n_prompt_tokens: int, n_output_tokens: int) -> 
 
 
 def circumstances(
-    origin: str,
+    origin: NodeId,
     manifest: Manifest,
     work: Workload,
-    node_ids: Collection[str],
-    capabilities: Mapping[str, NodeCapability],
+    node_ids: Collection[NodeId],
+    capabilities: Mapping[NodeId, NodeCapability],
     links: Links,
     observations: Observations,
     load: Load,
@@ -99,8 +100,8 @@ def circumstances(
         is_measured = node_id in observed and observed[node_id].decode_s is not None
         speeds[node_id] = NodeSpeed(decode[node_id], prefill[node_id], n_active, lacks, is_measured)
     # Thousands, in a large swarm: one loop, and nothing made but what is returned.
-    pair_rtt_s: dict[tuple[str, str], float] = {}
-    pair_bytes_per_s: dict[tuple[str, str], float] = {}
+    pair_rtt_s: dict[tuple[NodeId, NodeId], float] = {}
+    pair_bytes_per_s: dict[tuple[NodeId, NodeId], float] = {}
     others = speeds.keys() - {origin}
     for node_id in others & capabilities.keys():
         for link in capabilities[node_id].observed_links:
@@ -129,7 +130,7 @@ def circumstances(
     )
 
 
-def _share(origin: str, node_id: str) -> float:
+def _share(origin: NodeId, node_id: NodeId) -> float:
     """Between 0 and 1, for each pair another one and always the same."""
     return zlib.crc32(f"{origin}>{node_id}".encode()) / 2**32
 

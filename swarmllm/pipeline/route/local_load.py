@@ -11,6 +11,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.occupancy import Held, Room, room_left
+from swarmllm_proto.identifiers import NodeId
 
 
 class LocalLoad:
@@ -25,7 +26,7 @@ class LocalLoad:
         """For one more request, of the model with least of it."""
         return room_left(self._held(), self._settings, self._pool.context_sizes())
 
-    def now(self, entry: CatalogueEntry, n_tokens: int, sent: Mapping[str, int], *, n_asking: int) -> Load:
+    def now(self, entry: CatalogueEntry, n_tokens: int, sent: Mapping[NodeId, int], *, n_asking: int) -> Load:
         """As a request for `n_tokens` meets it, answer included; it is one of `n_asking` that count here
         already, and have no route."""
         n_active = max(0, len(self.own) - n_asking) + self._sessions.n_for_others()

@@ -25,6 +25,7 @@ from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import Stage
 
 
@@ -40,7 +41,7 @@ DEFAULT_SIZE = RequestSize()
 class RoutePlanner:
     def __init__(
         self,
-        node_id: str,
+        node_id: NodeId,
         router: Router,
         registry: Registry,
         pool: Compute,
@@ -59,7 +60,7 @@ class RoutePlanner:
         entry: CatalogueEntry,
         size: RequestSize,
         load: Load,
-        avoid: Collection[str],
+        avoid: Collection[NodeId],
         previous: Sequence[Stage] = (),
         broken: Assembly | None = None,
     ) -> Assembly:
@@ -90,14 +91,14 @@ class RoutePlanner:
             whole_reason=entry.manifest.whole_reason,
         )
 
-    def _holders(self, entry: CatalogueEntry) -> dict[str, tuple[LayerRange, ...]]:
+    def _holders(self, entry: CatalogueEntry) -> dict[NodeId, tuple[LayerRange, ...]]:
         holders = dict(self._registry.held(entry.model_id))
         # This node knows what it has loaded better than its own last announcement does.
         holders[self._node_id] = self._pool.loaded(entry.model_id)
         return holders
 
     def _circumstances(
-        self, entry: CatalogueEntry, node_ids: Collection[str], size: RequestSize, load: Load
+        self, entry: CatalogueEntry, node_ids: Collection[NodeId], size: RequestSize, load: Load
     ) -> RouteInputs:
         records = {node_id: self._registry.node(node_id) for node_id in node_ids if node_id != self._node_id}
         return circumstances(

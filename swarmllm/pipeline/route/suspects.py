@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from swarmllm.errors import NoPipeline
+from swarmllm_proto.identifiers import NodeId
 
 SUSPECT_S = 15.0
 """By then this node has noticed by itself, if it is true."""
@@ -33,12 +34,12 @@ Route = TypeVar("Route")
 
 @dataclass(slots=True)
 class Suspects:
-    _until_s: dict[str, dict[str, float]] = field(default_factory=dict)
+    _until_s: dict[NodeId, dict[NodeId, float]] = field(default_factory=dict)
     """By accuser and suspect."""
-    _doubts: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _doubts: dict[NodeId, tuple[float, int]] = field(default_factory=dict)
     """By node: until when, and how many."""
 
-    def doubt(self, node_ids: Iterable[str], now_s: float) -> None:
+    def doubt(self, node_ids: Iterable[NodeId], now_s: float) -> None:
         """One of these let a pipeline of this node fail."""
         for node_id in node_ids:
             _, count = self._doubts.pop(node_id, (0.0, 0))
@@ -46,11 +47,11 @@ class Suspects:
         while len(self._doubts) > DOUBTED_MAX:
             del self._doubts[next(iter(self._doubts))]
 
-    def served(self, node_id: str) -> None:
+    def served(self, node_id: NodeId) -> None:
         """It took part in an answer that was completed."""
         self._doubts.pop(node_id, None)
 
-    def accuse(self, accuser: str, node_id: str, now_s: float) -> None:
+    def accuse(self, accuser: NodeId, node_id: NodeId, now_s: float) -> None:
         self._forget_old(now_s)
         if accuser not in self._until_s and len(self._until_s) >= MAX_ACCUSERS:
             return
@@ -58,15 +59,15 @@ class Suspects:
         if node_id in said or len(said) < MAX_PER_ACCUSER:
             said[node_id] = now_s + SUSPECT_S
 
-    def clear(self, node_id: str) -> None:
+    def clear(self, node_id: NodeId) -> None:
         """It has come, or come back."""
         for said in self._until_s.values():
             said.pop(node_id, None)
 
-    def now(self, now_s: float) -> frozenset[str]:
+    def now(self, now_s: float) -> frozenset[NodeId]:
         return frozenset(self.ordered(now_s))
 
-    def ordered(self, now_s: float) -> list[str]:
+    def ordered(self, now_s: float) -> list[NodeId]:
         """The same, the most doubtful first."""
         self._forget_old(now_s)
         heard = {node_id for said in self._until_s.values() for node_id in said}
@@ -83,7 +84,9 @@ class Suspects:
                 del self._until_s[accuser]
 
 
-def sparing(choose: Callable[[set[str]], Route], avoid: Collection[str], suspects: Sequence[str]) -> Route:
+def sparing(
+    choose: Callable[[set[NodeId]], Route], avoid: Collection[NodeId], suspects: Sequence[NodeId]
+) -> Route:
     """What `choose` gives without the nodes to avoid and without as many suspects as can be spared, the first
     ones above all. `choose` raises NoPipeline where there is no route; so does this where there is none even
     with all suspects."""

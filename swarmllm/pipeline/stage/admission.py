@@ -32,6 +32,7 @@ from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import Note, unnoted
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import KeptRows
 from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageBlocks, StageRows, StageState
 
@@ -41,7 +42,7 @@ REMEMBERED_CANCELS = 1024
 """A cancellation may overtake the assignment it cancels, because the two travel differently."""
 
 
-def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_id: str) -> RequestContext:
+def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_id: NodeId) -> RequestContext:
     return RequestContext(
         request_id=assignment.request_id,
         model=ModelFile.of(entry),
@@ -91,7 +92,7 @@ class Sessions:
     """By model; None: of all together."""
     _cancelled: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
 
-    async def acknowledge(self, sender: str, assignment: PipelineAssignment) -> PipelineAck:
+    async def acknowledge(self, sender: NodeId, assignment: PipelineAssignment) -> PipelineAck:
         try:
             context = await self._accept(sender, assignment)
         except Refused as refusal:
@@ -177,7 +178,7 @@ class Sessions:
 
     def cancel(
         self,
-        sender: str,
+        sender: NodeId,
         request_id: str,
         prefixes: tuple[StageBlocks, ...] = (),
         *,
@@ -197,7 +198,7 @@ class Sessions:
             self._cancelled.popitem(last=False)
         return True
 
-    def lost(self, node_id: str) -> None:
+    def lost(self, node_id: NodeId) -> None:
         """A node is gone."""
         for session in list(self.by_request.values()):
             session.lost(node_id)
@@ -205,7 +206,7 @@ class Sessions:
             if session.view.origin == node_id:
                 session.let_go()
 
-    def state(self, sender: str, request_id: str) -> StageState:
+    def state(self, sender: NodeId, request_id: str) -> StageState:
         """What its origin may know of a request."""
         session = self.by_request.get(request_id)
         known = session is not None and session.view.origin == sender
@@ -229,7 +230,7 @@ class Sessions:
         is_of_model = model_id in (None, session.context.model.model_id)
         return is_of_model and session.view.origin != self.router.node_id
 
-    async def _accept(self, sender: str, assignment: PipelineAssignment) -> RequestContext:
+    async def _accept(self, sender: NodeId, assignment: PipelineAssignment) -> RequestContext:
         if assignment.origin != sender or sender == self.router.node_id:
             raise Refused("the origin of a request must assign it itself")
         try:

@@ -11,6 +11,7 @@ import numpy as np
 from swarmllm.pipeline.job import ComputeStep, Job
 from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm_proto.errors import BadTensor
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import LayerForward, PipelineError, ReplayRows
 from swarmllm_proto.tensors import Tensor, decode_tensor
 
@@ -27,7 +28,7 @@ class Report:
 class Relay:
     """What this node's worker wants sent."""
 
-    receiver: str
+    receiver: NodeId
     header: bytes
     payload: bytes | memoryview
 
@@ -47,7 +48,7 @@ class NotFinite(BadTensor):
 
 
 def read_job(
-    context: RequestContext, sender: str, message: LayerForward, payload: memoryview, now_s: float
+    context: RequestContext, sender: NodeId, message: LayerForward, payload: memoryview, now_s: float
 ) -> Job:
     """Raises BadTensor."""
     job = Job(

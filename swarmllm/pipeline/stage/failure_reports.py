@@ -14,6 +14,7 @@ from swarmllm.errors import (
     RemoteError,
     SwarmLLMError,
 )
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PipelineError
 
@@ -27,12 +28,12 @@ NOT_THE_REPORTERS_FAULT: Final = frozenset({NodeUnreachable.code, DeadlineExceed
 MESSAGE_MAX: Final = 2000
 
 
-def report_of(request_id: str, node_id: str, kind: str, text: str) -> PipelineError:
+def report_of(request_id: str, node_id: NodeId, kind: str, text: str) -> PipelineError:
     """`node_id`: where it failed, which is not always the node that says so."""
     return PipelineError(request_id=request_id, node_id=node_id, kind=kind, message=text[:MESSAGE_MAX])
 
 
-def damage_report(request_id: str, node_id: str, position: int) -> PipelineError:
+def damage_report(request_id: str, node_id: NodeId, position: int) -> PipelineError:
     """A job arrived damaged at `node_id`, and is to be repeated."""
     return PipelineError(
         request_id=request_id,

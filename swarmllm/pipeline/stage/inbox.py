@@ -18,6 +18,7 @@ from swarmllm.swarm.peers.trust import Deed, Note
 from swarmllm_proto.codec import decode_job, decode_request
 from swarmllm_proto.errors import DamagedJob, ProtocolError
 from swarmllm_proto.file_digests import AnyRequest
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import (
     CancelInference,
     LayerForward,
@@ -40,7 +41,7 @@ class Inbox:
     counts: PipelineStatistics
     note: Note
 
-    def read_request(self, sender: str, body: bytes) -> AnyRequest:
+    def read_request(self, sender: NodeId, body: bytes) -> AnyRequest:
         """Raises InvalidRequest."""
         try:
             return decode_request(body)
@@ -49,7 +50,7 @@ class Inbox:
             self.note(sender, Deed.BROKE_PROTOCOL, str(error))
             raise InvalidRequest(f"the request cannot be read: {error}") from None
 
-    def take(self, sender: str, header: bytes, payload: memoryview) -> None:
+    def take(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
         """Never waits for work."""
         try:
             message = decode_job(header, payload)

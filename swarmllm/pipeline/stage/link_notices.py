@@ -15,6 +15,7 @@ from swarmllm.scheduling.observation import Observations
 from swarmllm.workerpool.faults import worker_fault
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import AnyWorkerMessage, Arrived, Error, LinkLost, Relay, Turned
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 
@@ -23,24 +24,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LinkNotices:
-    """`handle(sender, header, payload)`: as if it had come over the data plane; False: nobody wanted it."""
+    """`handle(sender, header, payload)`: as if it had come over the data plane; False: nobody wanted it. A
+    worker names nodes by the ids that it was given."""
 
     links: NoStageLinks
     sessions: Sessions
     observations: Observations
-    handle: Callable[[str, bytes, memoryview], None]
+    handle: Callable[[NodeId, bytes, memoryview], None]
 
     def __call__(self, model_id: str, message: AnyWorkerMessage, payload: memoryview) -> None:
         if isinstance(message, Arrived):
             if (frame := _frame(payload)) is not None:
-                self.handle(message.sender, frame.header, frame.payload)
+                self.handle(NodeId(message.sender), frame.header, frame.payload)
         elif isinstance(message, Relay):
             if (frame := _frame(payload)) is not None:
                 self._relay(message, frame)
         elif isinstance(message, Turned):
             self._turned(message)
         elif isinstance(message, LinkLost):
-            self.links.ended(model_id, message.peer, message.direction, message.reason)
+            self.links.ended(model_id, NodeId(message.peer), message.direction, message.reason)
         elif isinstance(message, Error):
             session = self.sessions.by_request.get(message.request_id)
             if session is not None:
@@ -50,7 +52,7 @@ class LinkNotices:
         session = self.sessions.by_request.get(message.request_id)
         if session is not None:
             # In turn with what the session itself tells: tokens must not overtake each other.
-            session.relay(message.receiver, frame.header, frame.payload)
+            session.relay(NodeId(message.receiver), frame.header, frame.payload)
 
     def _turned(self, message: Turned) -> None:
         self.links.n_jobs += message.n_jobs

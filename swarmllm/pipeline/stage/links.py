@@ -21,6 +21,7 @@ from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.supervision import spawn
 from swarmllm.swarm.router import LinkEnd, LinkMaker
 from swarmllm.workerpool.ring import RingCalls
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +47,11 @@ class NoStageLinks:
     def join(self, context: RequestContext) -> None:
         pass
 
-    def lost(self, node_id: str) -> None:
+    def lost(self, node_id: NodeId) -> None:
         pass
 
     def ended(
-        self, model_id: str, node_id: str, direction: Literal["sending", "receiving"], reason: str
+        self, model_id: str, node_id: NodeId, direction: Literal["sending", "receiving"], reason: str
     ) -> None:
         pass
 
@@ -59,14 +60,14 @@ class NoStageLinks:
 
 
 class StageLinks(NoStageLinks):
-    def __init__(self, node_id: str, maker: LinkMaker, workers: RingCalls) -> None:
+    def __init__(self, node_id: NodeId, maker: LinkMaker, workers: RingCalls) -> None:
         self._node_id = node_id
         self._maker = maker
         self._workers = workers
         self._nursery: trio.Nursery | None = None
-        self._sending: dict[tuple[str, str], _Sending] = {}
+        self._sending: dict[tuple[str, NodeId], _Sending] = {}
         """By model and next node."""
-        self._receiving: set[tuple[str, str]] = set()
+        self._receiving: set[tuple[str, NodeId]] = set()
         """(model, node before), as far as known."""
         self.n_jobs = 0
         """That came by links and were run here."""
@@ -99,7 +100,7 @@ class StageLinks(NoStageLinks):
             if view.is_here(stage) and {before, after} != {self._node_id}:
                 self._spawn(self._take_seat, context, stage, before, after)
 
-    def lost(self, node_id: str) -> None:
+    def lost(self, node_id: NodeId) -> None:
         """A node is gone: what its workers still send is not to be listened to."""
         known = {key for key in (*self._sending, *self._receiving) if key[1] == node_id}
         for key in known:
@@ -108,7 +109,7 @@ class StageLinks(NoStageLinks):
             self._spawn(self._close, *key)
 
     def ended(
-        self, model_id: str, node_id: str, direction: Literal["sending", "receiving"], reason: str
+        self, model_id: str, node_id: NodeId, direction: Literal["sending", "receiving"], reason: str
     ) -> None:
         """A worker's link has ended."""
         provoked_by(log, node_id).info(
@@ -119,7 +120,7 @@ class StageLinks(NoStageLinks):
         else:
             self._receiving.discard((model_id, node_id))
 
-    async def _take_seat(self, context: RequestContext, stage: int, before: str, after: str) -> None:
+    async def _take_seat(self, context: RequestContext, stage: int, before: NodeId, after: NodeId) -> None:
         view, model_id = context.view, context.model.model_id
         layers = view.layers(stage)
         try:
@@ -143,7 +144,7 @@ class StageLinks(NoStageLinks):
         if after != self._node_id:
             await self._ensure(model_id, after)
 
-    async def _ensure(self, model_id: str, node_id: str) -> None:
+    async def _ensure(self, model_id: str, node_id: NodeId) -> None:
         link = self._sending.setdefault((model_id, node_id), _Sending())
         is_up = link.pid is not None and link.pid == self._workers.pid(model_id)
         if is_up or link.is_opening or trio.current_time() < link.retry_at_s:
@@ -163,7 +164,7 @@ class StageLinks(NoStageLinks):
         finally:
             link.is_opening = False
 
-    async def _take(self, sender: str, model_id: str, end: LinkEnd) -> bool:
+    async def _take(self, sender: NodeId, model_id: str, end: LinkEnd) -> bool:
         try:
             pid = await self._workers.take_link(
                 model_id, sender, "receiving", end.connection.fileno(), end.key, end.nonce
@@ -175,7 +176,7 @@ class StageLinks(NoStageLinks):
             self._receiving.add((model_id, sender))
         return pid is not None
 
-    async def _close(self, model_id: str, node_id: str) -> None:
+    async def _close(self, model_id: str, node_id: NodeId) -> None:
         try:
             await self._workers.close_links(model_id, node_id)
         except SwarmLLMError as error:

@@ -34,6 +34,7 @@ from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.errors import BadTensor, ProtocolError
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import (
     CancelInference,
     LayerForward,
@@ -92,7 +93,7 @@ class Session:
         self._expected = [0] * len(self.view.stages)
         self._damaged_at: int | None = None
         self._may_have_gaps = False
-        self._overrun_by: str | None = None
+        self._overrun_by: NodeId | None = None
         """Who sent more at once than the window allows."""
         self.has_begun = False
         """Another node has sent something of it."""
@@ -146,7 +147,7 @@ class Session:
         else:
             self.relay(node_id, *encode_job(message))
 
-    def arrive_replay(self, sender: str, message: ReplayRows) -> bool:
+    def arrive_replay(self, sender: NodeId, message: ReplayRows) -> bool:
         """The origin wants rows to be sent once more. False: the sender has no business with it."""
         if (
             sender != self.view.origin
@@ -157,7 +158,7 @@ class Session:
         self._put(message, sender)
         return True
 
-    def arrive(self, sender: str, message: LayerForward, payload: memoryview) -> bool:
+    def arrive(self, sender: NodeId, message: LayerForward, payload: memoryview) -> bool:
         """A job from another node. False: the sender had no business sending it, and it is ignored."""
         stage = message.stage
         if stage > self.view.last or not self.view.is_here(stage) or sender not in self.view.senders(message):
@@ -182,7 +183,7 @@ class Session:
         self._put(job, sender, len(payload))
         return True
 
-    def arrive_prompt(self, sender: str, message: RemoteGenerateRequest, payload: memoryview) -> bool:
+    def arrive_prompt(self, sender: NodeId, message: RemoteGenerateRequest, payload: memoryview) -> bool:
         """The only stage is here, and is to generate by itself. False: the sender has no business with it."""
         if sender != self.view.origin or self.view.last > 0 or self.context.wants != "tokens":
             return False
@@ -193,7 +194,7 @@ class Session:
             self.report(WorkerError(f"prompt refused: {error}", kind="bad_tensor"))
         return True
 
-    def arrived_damaged(self, sender: str, position: int) -> bool:
+    def arrived_damaged(self, sender: NodeId, position: int) -> bool:
         """A job whose digest was wrong: ask the origin to repeat it, and let pass what was sent behind it."""
         if sender not in self.view.node_ids:
             return False
@@ -211,14 +212,14 @@ class Session:
         self._heard_at_s = trio.current_time()
         self._runs_by_link = running
 
-    def relay(self, receiver: str, header: bytes, payload: bytes | memoryview) -> bool:
+    def relay(self, receiver: NodeId, header: bytes, payload: bytes | memoryview) -> bool:
         """Send a job message of this node's worker. False: that is none of its business."""
         if receiver not in self.view.node_ids:
             return False
         self._put(Relay(receiver, header, payload))
         return True
 
-    def lost(self, node_id: str) -> None:
+    def lost(self, node_id: NodeId) -> None:
         """A node is gone. The origin's own session leaves the matter to its client's side (see chain)."""
         if node_id == self.view.origin:
             self.let_go()
@@ -227,7 +228,7 @@ class Session:
             self._wants_hold = True
             self.report(NodeUnreachable(f"node {node_id} disconnected"))
 
-    def _refuse_rows(self, sender: str, kind: str, text: str) -> None:
+    def _refuse_rows(self, sender: NodeId, kind: str, text: str) -> None:
         """The request cannot go on here because of who sent them."""
         if self._origin_side is None:
             told = report_of(self.context.request_id, sender, kind, f"job refused: {text}")
@@ -341,7 +342,7 @@ class Session:
         else:
             await self._walker.tell_origin(item.error)
 
-    async def _tell_failure(self, error: SwarmLLMError, sender: str = "") -> None:
+    async def _tell_failure(self, error: SwarmLLMError, sender: NodeId | None = None) -> None:
         """`sender`: because of what came from there."""
         self._log.info("request %s failed here: %s", self.context.request_id, error)
         if self._origin_side is not None:
@@ -350,7 +351,7 @@ class Session:
         if is_unchecked(error):
             self._note(self.view.origin, Deed.BAD_REQUEST, error.message)
         message = self._as_message(error)
-        if sender not in ("", self.view.node_id):
+        if sender not in (None, self.view.node_id):
             message = report_of(self.context.request_id, sender, UNUSABLE_ROWS, error.message)
         with trio.move_on_after(CLEANUP_TIMEOUT_S):
             try:
@@ -372,7 +373,7 @@ class Session:
             if self.view.runs_layers:
                 nursery.start_soon(self._hold_slot if self._is_held else self._free_slot)
 
-    async def _cancel_at(self, node_id: str, hold: bool) -> None:
+    async def _cancel_at(self, node_id: NodeId, hold: bool) -> None:
         prefixes = last_names(self._origin_side, node_id)
         message = CancelInference(request_id=self.context.request_id, prefixes=prefixes, hold=hold)
         try:
@@ -394,7 +395,7 @@ class Session:
         except SwarmLLMError as error:
             self._log.info("slot of request %s not freed: %s", self.context.request_id, error)
 
-    def _put(self, item: Item, sender: str = "", n_bytes: int = 0) -> None:
+    def _put(self, item: Item, sender: NodeId | None = None, n_bytes: int = 0) -> None:
         """`sender`: another node, where it is from one."""
         self.has_begun |= bool(sender)
         if not self._queue.put(item, is_foreign=bool(sender), sender=sender, n_bytes=n_bytes):

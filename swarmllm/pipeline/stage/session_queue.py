@@ -16,6 +16,7 @@ import trio
 
 from swarmllm.pipeline.stage.arrivals import Item
 from swarmllm.swarm.byte_budget import ByteBudget, Grant, Kind
+from swarmllm_proto.identifiers import NodeId
 
 SPARE_JOBS: Final = 8
 """Room beyond the window: repeats and credits."""
@@ -35,14 +36,14 @@ class SessionQueue:
     def __repr__(self) -> str:
         return f"<SessionQueue {len(self._items)} items, {self._n_foreign} of other nodes>"
 
-    def put(self, item: Item, *, is_foreign: bool, sender: str = "", n_bytes: int = 0) -> bool:
+    def put(self, item: Item, *, is_foreign: bool, sender: NodeId | None = None, n_bytes: int = 0) -> bool:
         """`sender`: the node that it came from, with so many bytes. False: there is no room for it."""
         if self._is_closed:
             return True
         n_own = len(self._items) - self._n_foreign
         if self._n_foreign >= self._foreign_max if is_foreign else n_own >= OWN_MAX:
             return False
-        grant = self._budget.reserve(sender, Kind.JOBS, n_bytes) if n_bytes else None
+        grant = self._budget.reserve(sender or "", Kind.JOBS, n_bytes) if n_bytes else None
         if n_bytes and grant is None:
             return False
         self._items.append((item, is_foreign, grant))

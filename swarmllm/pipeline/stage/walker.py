@@ -39,6 +39,7 @@ from swarmllm.workerpool.ring import NO_RING, RingHint
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import decode_job, encode_job
 from swarmllm_proto.frames import Payload
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import (
     JobMessage,
@@ -101,15 +102,15 @@ class OriginSide(Protocol):
         """Which rows leave now, if any."""
         ...
 
-    def receive(self, sender: str, message: OriginMessage, payload: bytes | memoryview) -> None:
+    def receive(self, sender: NodeId, message: OriginMessage, payload: bytes | memoryview) -> None:
         """Never waits, never raises."""
         ...
 
-    def lost(self, node_id: str) -> None:
+    def lost(self, node_id: NodeId) -> None:
         """A stage's node cannot be reached any more."""
         ...
 
-    def blame(self, node_id: str) -> None:
+    def blame(self, node_id: NodeId) -> None:
         """It failed because of this node."""
         ...
 
@@ -125,7 +126,7 @@ class OriginSide(Protocol):
         """Whether this pipeline has given a token."""
         ...
 
-    def prefixes_of(self, node_id: str) -> tuple[StageBlocks, ...]:
+    def prefixes_of(self, node_id: NodeId) -> tuple[StageBlocks, ...]:
         """Names of all that the node's stages have been sent."""
         ...
 
@@ -311,10 +312,10 @@ class Walker:
             await self.tell_origin(*told)
         return Outcome.SENT
 
-    async def _send_to(self, receiver: str, message: JobMessage, payload: Payload = b"") -> None:
+    async def _send_to(self, receiver: NodeId, message: JobMessage, payload: Payload = b"") -> None:
         await self.relay(receiver, *encode_job(message, payload))
 
-    async def relay(self, receiver: str, header: bytes, payload: bytes | memoryview) -> None:
+    async def relay(self, receiver: NodeId, header: bytes, payload: bytes | memoryview) -> None:
         """Send a job message as it is. Raises NodeUnreachable, after the origin's side was told."""
         if receiver == self._view.node_id and self._origin_side is not None:
             message = decode_job(header, payload)

@@ -35,6 +35,7 @@ from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.stream_fallback import StreamWire
 from swarmllm.swarm.dispatch import RequestRefused
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import REQUEST_MAX
 
 log = logging.getLogger(__name__)
@@ -77,12 +78,12 @@ class Bulk:
 
     def __init__(
         self,
-        own_id: str,
+        own_id: NodeId,
         nursery: trio.Nursery,
-        connections: Callable[[str], list[Connection]],
-        dial: Callable[[str], Awaitable[Connection | None]],
-        open_stream: Callable[[str, Connection | None], Awaitable[Connection | None]],
-        answer: Callable[[str, bytes], Awaitable[bytes]],
+        connections: Callable[[NodeId], list[Connection]],
+        dial: Callable[[NodeId], Awaitable[Connection | None]],
+        open_stream: Callable[[NodeId, Connection | None], Awaitable[Connection | None]],
+        answer: Callable[[NodeId, bytes], Awaitable[bytes]],
         budget: ByteBudget | None = None,
         note: Note = unnoted,
     ) -> None:
@@ -94,12 +95,12 @@ class Bulk:
         self._dial = dial
         self._open_stream = open_stream
         self._answer = answer
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[NodeId, _Peer] = {}
         self._questions: dict[Connection, dict[int, _Question]] = {}
         self._n_answering: dict[Connection, int] = {}
         self._numbers = itertools.count(1)
 
-    async def fetch(self, node_id: str, body: bytes, timeout_s: float) -> bytes | memoryview:
+    async def fetch(self, node_id: NodeId, body: bytes, timeout_s: float) -> bytes | memoryview:
         """Raises NoBulkWay, NodeUnreachable, DeadlineExceeded, RemoteError."""
         with trio.move_on_after(timeout_s):
             return await self._fetch(node_id, body)
@@ -138,7 +139,7 @@ class Bulk:
         if peer is not None and peer.connection is connection:
             del self._peers[connection.node_id]
 
-    async def _fetch(self, node_id: str, body: bytes) -> bytes | memoryview:
+    async def _fetch(self, node_id: NodeId, body: bytes) -> bytes | memoryview:
         connection = await self._connection(node_id)
         number, question = next(self._numbers), Outcome[bytes | memoryview]()
         questions = self._questions.setdefault(connection, {})
@@ -152,7 +153,7 @@ class Bulk:
                 del self._questions[connection]
             self._end_if_replaced(connection)
 
-    async def _connection(self, node_id: str) -> Connection:
+    async def _connection(self, node_id: NodeId) -> Connection:
         peer = self._peers.setdefault(node_id, _Peer())
         async with peer.dialling:
             if peer.connection is None or not peer.connection.alive:
@@ -166,7 +167,7 @@ class Bulk:
             raise NodeUnreachable(f"the relay to node {node_id} carries no more transfers")
         return connection
 
-    async def _establish(self, node_id: str, peer: _Peer) -> Connection:
+    async def _establish(self, node_id: NodeId, peer: _Peer) -> Connection:
         if there := [c for c in self._connections(node_id) if _is_ready_and_direct(c)]:
             return there[0]
         connection = None
@@ -179,7 +180,7 @@ class Bulk:
             raise NoBulkWay(f"node {node_id} takes no bulk connection")
         return connection
 
-    def _keep_one(self, node_id: str, peer: _Peer) -> None:
+    def _keep_one(self, node_id: NodeId, peer: _Peer) -> None:
         """Of a connection dialled here and one that the peer, of the smaller id, dialled and asks on."""
         own = peer.connection
         if own is None or not own.dialled or self._own_id < node_id:
@@ -193,7 +194,7 @@ class Bulk:
     def _may_look(self, peer: _Peer) -> bool:
         return not peer.is_looking and trio.current_time() >= peer.retry_at_s
 
-    async def _look_for_better(self, node_id: str, peer: _Peer, old: Connection) -> None:
+    async def _look_for_better(self, node_id: NodeId, peer: _Peer, old: Connection) -> None:
         try:
             better = await self._ready(await self._dial(node_id))
             better = better or await self._ready(await self._open_stream(node_id, old))

@@ -41,6 +41,7 @@ from swarmllm.swarm.data.wire import Wire, WireClosed
 from swarmllm.swarm.payload_room import UNRESERVED_BYTES, PayloadRoom, Reserve
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder, encode_frame
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ Receive = Callable[["Connection", bytes, memoryview], Awaitable[None]]
 class Connection:
     def __init__(
         self,
-        node_id: str,
+        node_id: NodeId,
         wire: Wire,
         receive: Receive,
         *,

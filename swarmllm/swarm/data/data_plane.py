@@ -45,6 +45,7 @@ from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.peers.connection_limits import GAVE_WAY, Standing, who_makes_room
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import LinkEnd, LinkHandler
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ _BACKOFF_FIRST_S = 0.25
 _BACKOFF_MAX_S = 10.0
 _TURN_TRIES, _TURN_AGAIN_S = 8, 1.0
 
-Deliver = Callable[[str, bytes, memoryview], Awaitable[None]]
+Deliver = Callable[[NodeId, bytes, memoryview], Awaitable[None]]
 
 
 class DataPlane:
@@ -73,10 +74,10 @@ class DataPlane:
         host: Host,
         nursery: trio.Nursery,
         *,
-        addresses: Callable[[str], Sequence[Address]],
+        addresses: Callable[[NodeId], Sequence[Address]],
         deliver: Deliver,
-        lost: Callable[[str, str], None],
-        answer: Callable[[str, bytes], Awaitable[bytes]],
+        lost: Callable[[NodeId, str], None],
+        answer: Callable[[NodeId, bytes], Awaitable[bytes]],
         note: Note = unnoted,
         budget: ByteBudget | None = None,
     ) -> None:
@@ -100,7 +101,7 @@ class DataPlane:
             self._budget,
             note,
         )
-        self._neighbours: dict[str, Neighbour] = {}
+        self._neighbours: dict[NodeId, Neighbour] = {}
         self.upgrades = Upgrades(
             self._neighbours, self.connections, self._dial, self._reopen, identity.node_id
         )
@@ -127,7 +128,7 @@ class DataPlane:
         life, listeners[:] = list(listeners), []
         await trio.serve_listeners(self._accept, life)
 
-    async def send(self, node_id: str, header: bytes, payload: bytes | memoryview) -> None:
+    async def send(self, node_id: NodeId, header: bytes, payload: bytes | memoryview) -> None:
         """Raises NodeUnreachable."""
         neighbour = self._neighbours.get(node_id)
         while neighbour is not None and neighbour.turning is not None:
@@ -146,7 +147,7 @@ class DataPlane:
         while (wait_s := self._pacing.wait_s(since_s, trio.current_time())) > 0:  # noqa: ASYNC110
             await trio.sleep(wait_s)
 
-    async def reach(self, node_id: str) -> Connection:
+    async def reach(self, node_id: NodeId) -> Connection:
         """The connection to send on, established if need be. Raises NodeUnreachable."""
         neighbour = self._neighbours.setdefault(node_id, Neighbour())
         async with neighbour.establishing:
@@ -156,26 +157,26 @@ class DataPlane:
             neighbour.sending = live[0] if live else await self._establish(node_id, neighbour)
             return neighbour.sending
 
-    async def open_link(self, node_id: str, purpose: str) -> LinkEnd:
+    async def open_link(self, node_id: NodeId, purpose: str) -> LinkEnd:
         """Raises NodeUnreachable."""
         wire = await self._shake_hands(node_id)
         if wire is None:
             raise NodeUnreachable(f"node {node_id} has no data port that answers")
         return await ask_for_link(node_id, wire, purpose)
 
-    def connections(self, node_id: str) -> list[Connection]:
+    def connections(self, node_id: NodeId) -> list[Connection]:
         """The ones over which messages can pass now."""
         return [c for c in self.all_connections(node_id) if c.alive and c.ready.is_set() and not c.bulk]
 
-    def all_connections(self, node_id: str) -> list[Connection]:
+    def all_connections(self, node_id: NodeId) -> list[Connection]:
         """Whatever they are for, and whether ready or not."""
         neighbour = self._neighbours.get(node_id)
         return list(neighbour.connections) if neighbour else []
 
-    def has_connection(self, node_id: str) -> bool:
+    def has_connection(self, node_id: NodeId) -> bool:
         return bool(self.connections(node_id))
 
-    def status(self, node_id: str) -> LinkStatus:
+    def status(self, node_id: NodeId) -> LinkStatus:
         neighbour = self._neighbours.get(node_id)
         if neighbour is None:
             return LinkStatus("none", None, 0, 0)
@@ -190,19 +191,19 @@ class DataPlane:
             max((c.throughput.bytes_per_s or 0.0 for c in neighbour.connections), default=0.0) or None,
         )
 
-    async def turn_to_direct(self, node_id: str) -> None:
+    async def turn_to_direct(self, node_id: NodeId) -> None:
         for _ in range(_TURN_TRIES):
             # The first data connection may still be on its way, through the relay.
             if await self.upgrades.upgrade(node_id) or self.status(node_id).kind == "libp2p":
                 return
             await trio.sleep(_TURN_AGAIN_S)
 
-    def forgive(self, node_id: str) -> None:
+    def forgive(self, node_id: NodeId) -> None:
         """There is news of this peer: the next send may dial at once."""
         if (neighbour := self._neighbours.get(node_id)) is not None:
             neighbour.n_failures, neighbour.retry_at_s = 0, 0.0
 
-    def close(self, node_id: str, how: str) -> None:
+    def close(self, node_id: NodeId, how: str) -> None:
         """End every connection with a peer; not reported as a loss."""
         neighbour = self._neighbours.get(node_id)
         if neighbour is not None:
@@ -219,7 +220,7 @@ class DataPlane:
                 for connection in neighbour.connections:
                     nursery.start_soon(connection.say_goodbye)
 
-    async def _establish(self, node_id: str, neighbour: Neighbour) -> Connection:
+    async def _establish(self, node_id: NodeId, neighbour: Neighbour) -> Connection:
         if trio.current_time() < neighbour.retry_at_s:
             raise NodeUnreachable(f"node {node_id} could not be reached a moment ago")
         try:
@@ -239,11 +240,11 @@ class DataPlane:
         neighbour.n_failures = 0
         return connection
 
-    async def _dial(self, node_id: str, *, bulk: bool = False) -> Connection | None:
+    async def _dial(self, node_id: NodeId, *, bulk: bool = False) -> Connection | None:
         wire = await self._shake_hands(node_id)
         return None if wire is None else self._start(node_id, wire, dialled=True, bulk=bulk)
 
-    async def _shake_hands(self, node_id: str) -> NoiseWire | None:
+    async def _shake_hands(self, node_id: NodeId) -> NoiseWire | None:
         for address in self.addresses_of(node_id):
             try:
                 with trio.fail_after(_DIAL_S):
@@ -255,11 +256,11 @@ class DataPlane:
             return wire
         return None
 
-    async def _open_stream(self, node_id: str, protocol: str = PROTOCOL) -> Connection:
+    async def _open_stream(self, node_id: NodeId, protocol: str = PROTOCOL) -> Connection:
         wire = await self._streams.open(node_id, protocol)
         return self._start(node_id, wire, dialled=True, bulk=protocol == BULK_PROTOCOL)
 
-    async def _open_bulk_stream(self, node_id: str, old: Connection | None) -> Connection | None:
+    async def _open_bulk_stream(self, node_id: NodeId, old: Connection | None) -> Connection | None:
         """One that goes a better way than `old`, where there is an old one."""
         if old is not None and (old.wire_kind != "relay" or not self._host.is_direct(node_id)):
             return None
@@ -268,7 +269,7 @@ class DataPlane:
         except NodeUnreachable:
             return None
 
-    async def _reopen(self, node_id: str, old: Connection) -> Connection | None:
+    async def _reopen(self, node_id: NodeId, old: Connection) -> Connection | None:
         """A stream that goes through no relay, where `old` does."""
         if old.wire_kind != "relay" or not self._host.is_direct(node_id):
             return None
@@ -277,7 +278,7 @@ class DataPlane:
         except NodeUnreachable:
             return None
 
-    def _start(self, node_id: str, wire: Wire, *, dialled: bool, bulk: bool = False) -> Connection:
+    def _start(self, node_id: NodeId, wire: Wire, *, dialled: bool, bulk: bool = False) -> Connection:
         connection = self._connection(node_id, wire, dialled=dialled, bulk=bulk)
         spawn(
             self._nursery,
@@ -288,7 +289,7 @@ class DataPlane:
         )
         return connection
 
-    def _connection(self, node_id: str, wire: Wire, *, dialled: bool, bulk: bool = False) -> Connection:
+    def _connection(self, node_id: NodeId, wire: Wire, *, dialled: bool, bulk: bool = False) -> Connection:
         connection = Connection(
             node_id,
             wire,
@@ -358,22 +359,22 @@ class DataPlane:
         else:
             wire.abort()
 
-    async def _accept_stream(self, sender: str, stream: Stream) -> None:
+    async def _accept_stream(self, sender: NodeId, stream: Stream) -> None:
         if not self._may_come(sender):
             await stream.reset()
             return
         await self._run(self._connection(sender, self._streams.wire(stream), dialled=False))
 
-    def _may_come(self, node_id: str) -> bool:
+    def _may_come(self, node_id: NodeId) -> bool:
         n_of_each = {n: len(each.connections) for n, each in self._neighbours.items()}
         if node_id == self._identity.node_id or n_of_each.get(node_id, 0) >= CONNECTIONS_PER_PEER:
             return False
         leaving = who_makes_room(n_of_each, node_id, CONNECTIONS_MAX, self._standing)
-        if leaving not in ("", node_id):
+        if leaving not in (None, node_id):
             self._lost(leaving, GAVE_WAY)
         return leaving != node_id
 
-    def _standing(self, node_id: str) -> Standing:
+    def _standing(self, node_id: NodeId) -> Standing:
         standing = self._gater.standing(node_id)
         is_passing = standing is Standing.STRANGER and not self._host.is_connected(node_id)
         return Standing.PASSING if is_passing else standing

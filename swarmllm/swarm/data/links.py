@@ -17,13 +17,14 @@ from swarmllm.swarm.data.wire import WireClosed
 from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import FrameDecoder, encode_frame
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import SWARM_HEADER_MAX
 
 ACCEPT_S = 15.0
 """How long the other side may take: its worker may be in the middle of a long step."""
 
 
-async def ask_for_link(node_id: str, wire: NoiseWire, purpose: str) -> LinkEnd:
+async def ask_for_link(node_id: NodeId, wire: NoiseWire, purpose: str) -> LinkEnd:
     """The dialler's part; the wire is closed either way. Raises NodeUnreachable."""
     try:
         with trio.fail_after(ACCEPT_S):
@@ -37,7 +38,7 @@ async def ask_for_link(node_id: str, wire: NoiseWire, purpose: str) -> LinkEnd:
         wire.abort()
 
 
-async def give_link(node_id: str, wire: NoiseWire, purpose: str, on_link: LinkHandler) -> None:
+async def give_link(node_id: NodeId, wire: NoiseWire, purpose: str, on_link: LinkHandler) -> None:
     """The part of whoever was dialled; the wire is closed either way."""
     try:
         end = wire.receiving_end()

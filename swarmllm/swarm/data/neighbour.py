@@ -10,6 +10,7 @@ import trio
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.router import PeerInfo
 from swarmllm_proto.envelope import Envelope
+from swarmllm_proto.identifiers import NodeId
 
 
 @dataclass
@@ -42,7 +43,7 @@ class LinkStatus:
 
 
 def peer_info(
-    node_id: str, envelope: Envelope | None, link: LinkStatus, connected_since_s: float
+    node_id: NodeId, envelope: Envelope | None, link: LinkStatus, connected_since_s: float
 ) -> PeerInfo:
     return PeerInfo(
         node_id=node_id,

@@ -26,6 +26,7 @@ from swarmllm.swarm.membership.connection_gater import ConnectionGater, GuardedN
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.router import LinkEnd
 from swarmllm_proto.frames import Frame, FrameDecoder
+from swarmllm_proto.identifiers import NodeId, parse_node_id
 
 _TAG_BYTES = 16
 PLAINTEXT_MAX = 65535 - _TAG_BYTES
@@ -213,9 +214,9 @@ def _plaintexts(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memory
 async def shake_hands(
     stream: trio.SocketStream,
     identity: Identity,
-    expected: str | None,
+    expected: NodeId | None,
     gater: ConnectionGater | None = None,
-) -> tuple[str, NoiseWire]:
+) -> tuple[NodeId, NoiseWire]:
     """Turn a fresh TCP connection into a wire to a proven node id. Takes over the stream: on failure it is
     closed.
 
@@ -237,7 +238,7 @@ async def shake_hands(
             else:
                 session = await transport.secure_outbound(raw, ID.from_base58(expected))
         noise = session.conn.noise_state.noise_protocol
-        node_id = str(session.get_remote_peer())
+        node_id = parse_node_id(str(session.get_remote_peer()))
         sock = socket.socket(fileno=stream.socket.detach())
     except Exception as error:
         await trio.aclose_forcefully(stream)

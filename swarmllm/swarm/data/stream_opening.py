@@ -14,6 +14,7 @@ from swarmllm.supervision import detach, spawn
 from swarmllm.swarm.data.noise_wire import HANDSHAKE_S
 from swarmllm.swarm.data.stream_fallback import StreamWire
 from swarmllm.swarm.libp2p.host import Host, Stream
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class StreamOpening:
         self._host = host
         self._nursery = nursery
 
-    async def open(self, node_id: str, protocol: str) -> StreamWire:
+    async def open(self, node_id: NodeId, protocol: str) -> StreamWire:
         """Raises NodeUnreachable."""
         # In a task of its own: half an opening cancelled would break the libp2p connection.
         opening = detach(

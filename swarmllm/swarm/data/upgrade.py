@@ -21,6 +21,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.neighbour import Neighbour
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +36,10 @@ class Upgrades:
 
     def __init__(
         self,
-        neighbours: dict[str, Neighbour],
-        connections: Callable[[str], list[Connection]],
-        dial: Callable[[str], Awaitable[Connection | None]],
-        reopen: Callable[[str, Connection], Awaitable[Connection | None]],
+        neighbours: dict[NodeId, Neighbour],
+        connections: Callable[[NodeId], list[Connection]],
+        dial: Callable[[NodeId], Awaitable[Connection | None]],
+        reopen: Callable[[NodeId, Connection], Awaitable[Connection | None]],
         own_id: str,
     ) -> None:
         self._own_id = own_id
@@ -55,7 +56,7 @@ class Upgrades:
                 await self.merge(node_id)
                 self.tidy(node_id)
 
-    async def upgrade(self, node_id: str) -> bool:
+    async def upgrade(self, node_id: NodeId) -> bool:
         """Whether messages to this peer go over a direct connection now that did not before."""
         neighbour = self._neighbours.get(node_id)
         old = neighbour.sending if neighbour else None
@@ -70,7 +71,7 @@ class Upgrades:
                 provoked_by(log, node_id).info("node %s is reached directly now", node_id)
             return has_turned
 
-    async def merge(self, node_id: str) -> None:
+    async def merge(self, node_id: NodeId) -> None:
         """Leave all direct connections but one to their end. Which one the smaller node id says, by leaving
         the others: there may be several that look alike, and two nodes must not choose two."""
         neighbour = self._neighbours.get(node_id)
@@ -96,7 +97,7 @@ class Upgrades:
                 if connection is not kept and not connection.forsakes:
                     connection.forsake()
 
-    def tidy(self, node_id: str) -> None:
+    def tidy(self, node_id: NodeId) -> None:
         """End what neither side sends on any more."""
         neighbour = self._neighbours.get(node_id)
         for connection in list(neighbour.connections) if neighbour else ():
@@ -105,7 +106,7 @@ class Upgrades:
             elif connection.is_forsaken and not connection.forsakes and not _sends_on(neighbour, connection):
                 connection.forsake()
 
-    async def _direct(self, node_id: str) -> Connection | None:
+    async def _direct(self, node_id: NodeId) -> Connection | None:
         for connection in self._connections(node_id):
             if connection.wire_kind == "direct":
                 return connection

@@ -20,6 +20,7 @@ from swarmllm.swarm.discovery.addresses import Address, NodeAddress
 from swarmllm.swarm.discovery.dialler import ADDRESSES_PER_NODE, Dial, Dialler
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm_proto.envelope import Envelope
+from swarmllm_proto.identifiers import Multiaddr, NodeId
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class AddressSources:
     """`lets_in(node_id)`: whether a connection to that node is wanted at all."""
 
     def __init__(
-        self, host: Host, nursery: trio.Nursery, dialler: Dialler, lets_in: Callable[[str], bool]
+        self, host: Host, nursery: trio.Nursery, dialler: Dialler, lets_in: Callable[[NodeId], bool]
     ) -> None:
         self._host = host
         self._nursery = nursery
@@ -56,15 +57,15 @@ class AddressSources:
             supervise(self._nursery, "bootstrap resolver", self._keep_resolving, where)
         supervise(self._nursery, "dialler", self._dialler.run, dial, self._host.connected)
 
-    def found_by_mdns(self, node_id: str, addresses: list[Address]) -> None:
+    def found_by_mdns(self, node_id: NodeId, addresses: list[Address]) -> None:
         self._suggest(node_id, addresses)
 
-    def remembered(self, peers: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+    def remembered(self, peers: Iterable[tuple[NodeId, tuple[Multiaddr, ...]]]) -> None:
         """From an earlier run."""
         for node_id, addresses in peers:
             self._suggest(node_id, usable(addresses), patience=MEMORY_PATIENCE)
 
-    def hearsay(self, node_id: str, addresses: list[Address]) -> None:
+    def hearsay(self, node_id: NodeId, addresses: list[Address]) -> None:
         """Another node says so, and nothing proves it."""
         if addresses:
             self._suggest(node_id, addresses, patience=HEARSAY_PATIENCE)
@@ -73,8 +74,8 @@ class AddressSources:
         self._suggest(envelope.node_id, usable(envelope.addresses))
 
     async def connect(
-        self, address: str, feed: ChangeFeed, connected: Callable[[], Collection[str]], timeout_s: float
-    ) -> str:
+        self, address: str, feed: ChangeFeed, connected: Callable[[], Collection[NodeId]], timeout_s: float
+    ) -> NodeId:
         """Dial now; the node's id once it counts as connected. Raises InvalidRequest, NodeUnreachable,
         DeadlineExceeded."""
         where = NodeAddress.parse(address, field="address")
@@ -83,11 +84,11 @@ class AddressSources:
     async def meet(
         self,
         feed: ChangeFeed,
-        connected: Callable[[], Collection[str]],
-        node_id: str,
+        connected: Callable[[], Collection[NodeId]],
+        node_id: NodeId,
         addresses: list[Address],
         timeout_s: float,
-    ) -> str:
+    ) -> NodeId:
         """The same, with a node that another one named. Raises NodeUnreachable, DeadlineExceeded."""
         if not self._lets_in(node_id):
             raise NodeUnreachable(f"node {node_id} is not let in")
@@ -100,12 +101,12 @@ class AddressSources:
 
     async def _connect(
         self,
-        node_id: str,
+        node_id: NodeId,
         where: Callable[[], Awaitable[list[Address]]],
         feed: ChangeFeed,
-        connected: Callable[[], Collection[str]],
+        connected: Callable[[], Collection[NodeId]],
         timeout_s: float,
-    ) -> str:
+    ) -> NodeId:
         if node_id == self._host.node_id:
             return node_id
         async with feed.subscribe() as changes:
@@ -119,7 +120,7 @@ class AddressSources:
 
     def _suggest(
         self,
-        node_id: str,
+        node_id: NodeId,
         addresses: list[Address],
         *,
         lasting: bool = False,
@@ -140,7 +141,7 @@ class AddressSources:
                 log.warning("the bootstrap address %s does not resolve", where.host)
             await trio.sleep(_RESOLVE_AGAIN_S if addresses else _RESOLVE_RETRY_S)
 
-    async def _dial_for_caller(self, node_id: str, where: Callable[[], Awaitable[list[Address]]]) -> None:
+    async def _dial_for_caller(self, node_id: NodeId, where: Callable[[], Awaitable[list[Address]]]) -> None:
         await self._host.dial(node_id, await where())
 
 

@@ -18,12 +18,15 @@ from dataclasses import dataclass
 import trio
 
 from swarmllm.errors import InvalidRequest
+from swarmllm.host_names import HostName, parse_host_name
+from swarmllm_proto.identifiers import NodeId, is_node_id, parse_port
 
 _FORM = re.compile(
-    r"/ip(?P<version>[46])/(?P<ip>[0-9A-Fa-f:.]{2,45})/tcp/(?P<port>\d{1,5})(?:/p2p/(?P<node_id>[0-9A-Za-z]{10,128}))?"
+    r"/ip(?P<version>[46])/(?P<ip>[0-9A-Fa-f:.]{2,45})/tcp/(?P<port>[0-9]{1,5})"
+    r"(?:/p2p/(?P<node_id>[0-9A-Za-z]{1,128}))?"
 )
 _NAMED_FORM = re.compile(
-    r"/dns[46]?/(?P<name>[0-9A-Za-z.-]{1,253})/tcp/(?P<port>\d{1,5})/p2p/(?P<node_id>[0-9A-Za-z]{10,128})"
+    r"/dns[46]?/(?P<name>[^/]{1,253})/tcp/(?P<port>[0-9]{1,5})/p2p/(?P<node_id>[0-9A-Za-z]{1,128})"
 )
 _SIOCGIFADDR = 0x8915
 
@@ -32,7 +35,7 @@ _SIOCGIFADDR = 0x8915
 class Address:
     ip: str
     port: int
-    node_id: str | None = None
+    node_id: NodeId | None = None
 
     def __str__(self) -> str:
         version = ipaddress.ip_address(self.ip).version
@@ -46,14 +49,17 @@ class Address:
             if found is None:
                 raise ValueError
             ip = ipaddress.ip_address(found["ip"])
-            port = int(found["port"])
-            if ip.version != int(found["version"]) or not 0 < port < 65536:
+            port = parse_port(found["port"])
+            if ip.version != int(found["version"]):
                 raise ValueError
         except ValueError:
             raise InvalidRequest(
                 f"{text[:100]!r} is not of the form /ip4/192.0.2.1/tcp/8810 or .../p2p/NODE_ID", field=field
             ) from None
-        return cls(str(ip), port, found["node_id"])
+        node_id = found["node_id"]
+        if node_id is not None and not is_node_id(node_id):
+            raise InvalidRequest(f"{text[:100]!r} names a node whose id is not valid", field=field)
+        return cls(str(ip), port, node_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class CircuitAddress:
     """Where a node can be reached through a relay: the relay's own address, and what relay it is."""
 
     address: Address
-    relay_id: str
+    relay_id: NodeId
 
     @classmethod
     def parse(cls, text: str) -> CircuitAddress | None:
@@ -80,28 +86,35 @@ class CircuitAddress:
 class NodeAddress:
     """Where a person says a node is: an IP address or a name, and whom to expect there."""
 
-    host: str
+    host: HostName
     port: int
-    node_id: str
+    node_id: NodeId
 
     @classmethod
     def parse(cls, text: str, *, field: str) -> NodeAddress:
         """Raises InvalidRequest naming `field`."""
         named = _NAMED_FORM.fullmatch(text)
-        if named is not None and 0 < int(named["port"]) < 65536:
-            return cls(named["name"], int(named["port"]), named["node_id"])
+        if named is not None:
+            node_id = named["node_id"]
+            try:
+                host, port = parse_host_name(named["name"]), parse_port(named["port"])
+            except ValueError as error:
+                raise InvalidRequest(f"{text[:100]!r}: {error}", field=field) from None
+            if not is_node_id(node_id):
+                raise InvalidRequest(f"{text[:100]!r} names a node whose id is not valid", field=field)
+            return cls(host, port, node_id)
         address = Address.parse(text, field=field)
         if address.node_id is None:
             raise InvalidRequest(
                 f"{text[:100]!r} must end in /p2p/NODE_ID: a node is known by its id alone", field=field
             )
-        return cls(address.ip, address.port, address.node_id)
+        return cls(HostName(address.ip), address.port, address.node_id)
 
     async def resolve(self) -> list[Address]:
         """Empty when the name leads nowhere at the moment."""
         try:
             found = await trio.socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        except OSError:
+        except (OSError, UnicodeError):
             return []
         return list(dict.fromkeys(Address(str(where[0]), self.port) for *_, where in found))
 

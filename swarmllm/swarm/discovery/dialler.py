@@ -22,6 +22,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.supervision import spawn
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.peers.connection_limits import Standing, stranger
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class _Candidate:
     dialling_since_s: float | None = None
 
 
-Dial = Callable[[str, list[Address]], Awaitable[None]]
+Dial = Callable[[NodeId, list[Address]], Awaitable[None]]
 """Raises NodeUnreachable, Unanswering."""
 
 
@@ -64,23 +65,23 @@ class Unanswering(NodeUnreachable):
 class Dialler:
     def __init__(
         self,
-        node_id: str,
+        node_id: NodeId,
         randomness: random.Random,
         peers_max: int = PEERS_MAX,
-        standing: Callable[[str], Standing] = stranger,
+        standing: Callable[[NodeId], Standing] = stranger,
     ) -> None:
         """Strangers are no reason not to dial whom this node knows: they give way (see places)."""
         self._standing = standing
         self._node_id = node_id
         self._random = randomness
-        self._candidates: dict[str, _Candidate] = {}
+        self._candidates: dict[NodeId, _Candidate] = {}
         self._news = trio.Event()
         self._n_dials_max = DIALS_FIRST
         self._peers_max = peers_max
 
     def suggest(
         self,
-        node_id: str,
+        node_id: NodeId,
         addresses: Iterable[Address],
         now: float,
         *,
@@ -109,19 +110,19 @@ class Dialler:
         candidate.addresses = [*fresh, *old][:ADDRESSES_PER_NODE]
         self.wake()
 
-    def lost(self, node_id: str, now: float, *, on_purpose: bool) -> None:
+    def lost(self, node_id: NodeId, now: float, *, on_purpose: bool) -> None:
         """A connection ended. A node that said goodbye is not called back at once."""
         if (candidate := self._candidates.get(node_id)) is not None:
             candidate.n_failures = 3 if on_purpose else 0
             candidate.due_at_s = now + self._backoff_s(candidate)
             self.wake()
 
-    def forget(self, node_id: str) -> None:
+    def forget(self, node_id: NodeId) -> None:
         candidate = self._candidates.get(node_id)
         if candidate is not None and not candidate.lasting:
             del self._candidates[node_id]
 
-    def due(self, now: float, connected: set[str]) -> tuple[list[tuple[str, list[Address]]], float]:
+    def due(self, now: float, connected: set[NodeId]) -> tuple[list[tuple[str, list[Address]]], float]:
         """(whom to dial now, when to ask again). The ones returned count as being dialled until `dialled`."""
         n_dialling = sum(c.dialling_since_s is not None for c in self._candidates.values())
         room = self._n_dials_max - n_dialling
@@ -138,11 +139,11 @@ class Dialler:
                 ready.append((node_id, list(candidate.addresses)))
         return ready, next_s
 
-    def _may_push_in(self, node_id: str, connected: set[str]) -> bool:
+    def _may_push_in(self, node_id: NodeId, connected: set[NodeId]) -> bool:
         n_known = sum(self._standing(each) > Standing.STRANGER for each in connected)
         return n_known < self._peers_max and self._standing(node_id) > Standing.STRANGER
 
-    def dialled(self, node_id: str, now: float, *, succeeded: bool, unanswered: bool = False) -> None:
+    def dialled(self, node_id: NodeId, now: float, *, succeeded: bool, unanswered: bool = False) -> None:
         if (candidate := self._candidates.get(node_id)) is not None:
             since_s, candidate.dialling_since_s = candidate.dialling_since_s, None
             if since_s is not None and (succeeded or unanswered):
@@ -159,7 +160,7 @@ class Dialler:
         elif took_s <= QUICK_S:
             self._n_dials_max = min(DIALS_MAX, self._n_dials_max + 1)
 
-    async def run(self, dial: Dial, connected: Callable[[], set[str]]) -> None:
+    async def run(self, dial: Dial, connected: Callable[[], set[NodeId]]) -> None:
         async with trio.open_nursery() as nursery:
             while True:
                 self._news = trio.Event()
@@ -170,7 +171,7 @@ class Dialler:
                 with trio.move_on_at(min(next_s, trio.current_time() + BACKOFF_MAX_S)):
                     await self._news.wait()
 
-    async def _try(self, dial: Dial, node_id: str, addresses: list[Address]) -> None:
+    async def _try(self, dial: Dial, node_id: NodeId, addresses: list[Address]) -> None:
         succeeded = unanswered = False
         try:
             await dial(node_id, addresses)

@@ -19,6 +19,7 @@ from zeroconf import ServiceBrowser, ServiceInfo, ServiceListener, Zeroconf
 from swarmllm.errors import InvalidRequest
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.addresses import Address, is_loopback
+from swarmllm_proto.identifiers import NodeId, is_node_id
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ _NETWORK_KEY = b"net"
 _RESOLVE_MS = 3000
 _NAME_MAX = 63
 
-Found = Callable[[str, list[Address]], None]
+Found = Callable[[NodeId, list[Address]], None]
 
 
 class _Listener(ServiceListener):
@@ -47,13 +48,16 @@ class _Listener(ServiceListener):
         if info is None or info.port is None or (info.properties.get(_NETWORK_KEY) or b"") != self._network:
             return
         node_id = (info.properties.get(_NODE_ID_KEY) or b"").decode("ascii", "replace")
+        if not is_node_id(node_id):
+            log.debug("mDNS answer without a node id")
+            return
         addresses: list[Address] = []
         for ip in info.parsed_addresses():
             try:
                 addresses.append(Address.parse(str(Address(ip, info.port))))
             except (InvalidRequest, ValueError):
                 provoked_by(log, "mDNS").debug("mDNS answer with an unusable address")
-        if node_id and addresses:
+        if addresses:
             try:
                 self._token.run_sync_soon(self._found, node_id, addresses)
             except trio.RunFinishedError:
@@ -66,7 +70,7 @@ class _Listener(ServiceListener):
         """Who leaves is noticed on the connection, sooner and surely."""
 
 
-async def run_mdns(node_id: str, network_id: str, ips: list[str], port: int, found: Found) -> None:
+async def run_mdns(node_id: NodeId, network_id: str, ips: list[str], port: int, found: Found) -> None:
     """Announce and listen until cancelled; returns where that is not possible. `found` runs on the trio
     thread."""
     outward = [ip for ip in ips if not is_loopback(ip) and ":" not in ip]
@@ -84,7 +88,7 @@ async def run_mdns(node_id: str, network_id: str, ips: list[str], port: int, fou
 
 
 def _start(
-    token: trio.lowlevel.TrioToken, node_id: str, network_id: str, ips: list[str], port: int, found: Found
+    token: trio.lowlevel.TrioToken, node_id: NodeId, network_id: str, ips: list[str], port: int, found: Found
 ) -> Zeroconf | None:
     # Enough that two networks on one wire do not dial each other in vain, and nothing to join with.
     network = blake3(network_id.encode()).hexdigest(length=8).encode() if network_id else b""

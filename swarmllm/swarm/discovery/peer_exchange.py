@@ -15,7 +15,9 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.dispatch import UnreadableRequest
-from swarmllm_proto.errors import ProtocolError
+from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm_proto.errors import ProtocolError, UnsupportedVersion
+from swarmllm_proto.identifiers import Multiaddr, NodeId
 from swarmllm_proto.router_messages import (
     ADDRESSES_MAX,
     KnownPeer,
@@ -30,7 +32,7 @@ log = logging.getLogger(__name__)
 ENOUGH_CONNECTIONS = 8
 """A node with as many peers finds everybody through gossip, and asks nobody."""
 
-Peers = Callable[[], Iterable[tuple[str, tuple[str, ...]]]]
+Peers = Callable[[], Iterable[tuple[NodeId, tuple[Multiaddr, ...]]]]
 """(node id, addresses of the control plane)"""
 
 
@@ -39,30 +41,36 @@ class PeerExchange:
 
     def __init__(
         self,
-        ask: Callable[[str, bytes], Awaitable[bytes]],
+        ask: Callable[[NodeId, bytes], Awaitable[bytes]],
         connected: Peers,
         remembered: Peers,
-        hear: Callable[[str, list[Address]], None],
+        hear: Callable[[NodeId, list[Address]], None],
+        note: Note = unnoted,
     ) -> None:
         self._ask = ask
         self._connected = connected
         self._remembered = remembered
         self._hear = hear
+        self._note = note
 
-    async def learn_from(self, node_id: str) -> None:
+    async def learn_from(self, node_id: NodeId) -> None:
         """Ask a peer, unless this node knows enough."""
         if sum(1 for _ in self._connected()) >= ENOUGH_CONNECTIONS:
             return
         try:
             answered = await self._ask(node_id, encode_neighbour(PeerExchangeRequest()))
             response = decode_neighbour(answered, PeerExchangeResponse)
-        except (SwarmLLMError, ProtocolError) as error:
+        except SwarmLLMError as error:
             provoked_by(log, node_id).debug("node %s tells of no others: %s", node_id, error)
+            return
+        except ProtocolError as error:
+            provoked_by(log, node_id).debug("node %s answered a peer exchange wrongly: %s", node_id, error)
+            self._blame(node_id, error)
             return
         for peer in response.peers:
             self._hear(peer.node_id, usable(peer.addresses))
 
-    def answer(self, sender: str, body: bytes) -> bytes:
+    def answer(self, sender: NodeId, body: bytes) -> bytes:
         """Raises RequestRefused."""
         try:
             request = decode_neighbour(body, PeerExchangeRequest)
@@ -72,6 +80,10 @@ class PeerExchange:
         told = [KnownPeer(node_id=n, addresses=known[n][:ADDRESSES_MAX]) for n in self._latest_first(known)]
         return encode_neighbour(PeerExchangeResponse(peers=tuple(told[: request.n_max])))
 
-    def _latest_first(self, known: dict[str, tuple[str, ...]]) -> list[str]:
+    def _blame(self, node_id: NodeId, error: ProtocolError) -> None:
+        if not isinstance(error, UnsupportedVersion):
+            self._note(node_id, Deed.BROKE_PROTOCOL, str(error))
+
+    def _latest_first(self, known: dict[NodeId, tuple[Multiaddr, ...]]) -> list[NodeId]:
         ordered = [node_id for node_id, _ in [*self._connected(), *self._remembered()]]
         return [node_id for node_id in dict.fromkeys(ordered) if node_id in known]

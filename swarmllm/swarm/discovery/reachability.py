@@ -23,9 +23,11 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.dispatch import RequestRefused, UnreadableRequest
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
+from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import Reachability
 from swarmllm_proto.envelope import Envelope
-from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.errors import ProtocolError, UnsupportedVersion
+from swarmllm_proto.identifiers import Multiaddr, NodeId
 from swarmllm_proto.router_messages import (
     DialBack,
     DialBackRequest,
@@ -54,16 +56,16 @@ class DialBacks:
         self,
         identity: Identity,
         gater: ConnectionGater,
-        envelope: Callable[[str], Envelope | None],
-        observed_ip: Callable[[str], str],
+        envelope: Callable[[NodeId], Envelope | None],
+        observed_ip: Callable[[NodeId], str],
     ) -> None:
         self._identity = identity
         self._gater = gater
         self._envelope = envelope
         self._observed_ip = observed_ip
-        self._last_s: dict[str, float] = {}
+        self._last_s: dict[NodeId, float] = {}
 
-    async def answer(self, sender: str, body: bytes) -> bytes:
+    async def answer(self, sender: NodeId, body: bytes) -> bytes:
         """Raises RequestRefused."""
         try:
             decode_neighbour(body, DialBackRequest)
@@ -81,9 +83,11 @@ class DialBacks:
             for address in usable(envelope.data_addresses):
                 nursery.start_soon(self._try, sender, address, False, data)
         ip = self._observed_ip(sender)
+        if "%" in ip:  # a link-local address with its zone, which means something on this machine only
+            ip = ""
         return encode_neighbour(DialBackResponse(control=tuple(control), data=tuple(data), observed_ip=ip))
 
-    def _admit(self, sender: str) -> None:
+    def _admit(self, sender: NodeId) -> None:
         now = trio.current_time()
         if now - self._last_s.get(sender, -math.inf) < DIAL_BACK_EVERY_S:
             raise RequestRefused("asked again too soon")
@@ -91,7 +95,9 @@ class DialBacks:
             del self._last_s[next(iter(self._last_s))]
         self._last_s[sender] = now
 
-    async def _try(self, node_id: str, address: Address, is_control: bool, results: list[DialBack]) -> None:
+    async def _try(
+        self, node_id: NodeId, address: Address, is_control: bool, results: list[DialBack]
+    ) -> None:
         reached = False
         try:
             with trio.fail_after(_TCP_S):
@@ -105,7 +111,7 @@ class DialBacks:
             provoked_by(log, node_id).debug(
                 "dialling %s back at %s: %s", node_id, address, type(error).__name__
             )
-        results.append(DialBack(address=str(address), reached=reached))
+        results.append(DialBack(address=Multiaddr(str(address)), reached=reached))
 
 
 async def _choose_noise(stream: trio.SocketStream) -> None:
@@ -131,10 +137,12 @@ class ReachabilityChecks:
 
     def __init__(
         self,
-        ask: Callable[[str, bytes], Awaitable[bytes]],
-        connected: Callable[[], Collection[str]],
+        ask: Callable[[NodeId, bytes], Awaitable[bytes]],
+        connected: Callable[[], Collection[NodeId]],
         randomness: random.Random,
+        note: Note = unnoted,
     ) -> None:
+        self._note = note
         self._ask = ask
         self._connected = connected
         self._random = randomness
@@ -153,8 +161,15 @@ class ReachabilityChecks:
             try:
                 answered = await self._ask(node_id, encode_neighbour(DialBackRequest()))
                 response = decode_neighbour(answered, DialBackResponse)
-            except (SwarmLLMError, ProtocolError) as error:
+            except SwarmLLMError as error:
                 provoked_by(log, node_id).debug("node %s does not dial back: %s", node_id, error)
+                continue
+            except ProtocolError as error:
+                provoked_by(log, node_id).debug(
+                    "node %s says wrongly that it dialled back: %s", node_id, error
+                )
+                if not isinstance(error, UnsupportedVersion):
+                    self._note(node_id, Deed.BROKE_PROTOCOL, str(error))
                 continue
             self.result = Reachability(
                 checked_at=time.time(),

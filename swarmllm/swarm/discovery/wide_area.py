@@ -32,6 +32,7 @@ from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.records.spread import RecordSpread
 from swarmllm.swarm.router import DhtStatistics, Reachability
 from swarmllm.swarm.settings import SwarmSettings
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ PUNCHED_MAX = 6
 
 
 class Meet(Protocol):
-    async def __call__(self, node_id: str, addresses: list[Address], timeout_s: float) -> str:
+    async def __call__(self, node_id: NodeId, addresses: list[Address], timeout_s: float) -> str:
         """Connect with a node, if it is not connected. Raises an error of our tree."""
         ...
 
@@ -57,7 +58,7 @@ class WideArea:
         self,
         dht: Dht,
         meet: Meet,
-        connected: Callable[[], Collection[str]],
+        connected: Callable[[], Collection[NodeId]],
         relaying: Relaying,
         relay_service: RelayService | None,
     ) -> None:
@@ -124,16 +125,16 @@ def open_wide_area(
     *,
     reachability: Callable[[], Reachability | None],
     meet: Meet,
-    connected: Callable[[], Collection[str]],
-    let_go: Callable[[str], None],
-    on_direct: Callable[[str], Awaitable[None]],
+    connected: Callable[[], Collection[NodeId]],
+    let_go: Callable[[NodeId], None],
+    on_direct: Callable[[NodeId], Awaitable[None]],
 ) -> WideArea:
     def may_be_dialled() -> bool:
         """Until a peer has tried in vain."""
         found = reachability()
         return found is None or any(reached for _, reached in found.control)
 
-    def addresses(node_id: str) -> tuple[str, ...]:
+    def addresses(node_id: NodeId) -> tuple[str, ...]:
         envelope = spread.own if node_id == host.node_id else spread.envelope(node_id)
         return envelope.addresses if envelope else ()
 

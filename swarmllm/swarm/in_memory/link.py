@@ -18,6 +18,7 @@ import trio
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.deliveries import Deliveries
+from swarmllm_proto.identifiers import NodeId
 
 MESSAGES_MAX = 16
 """Messages under way before `send` waits: about what the buffers of a TCP connection hold."""
@@ -68,7 +69,7 @@ class _Message(NamedTuple):
     payload: memoryview
 
 
-Receive = Callable[[str, bytes, memoryview], Awaitable[None]]
+Receive = Callable[[NodeId, bytes, memoryview], Awaitable[None]]
 
 
 class MemoryLink:
@@ -76,7 +77,7 @@ class MemoryLink:
 
     def __init__(
         self,
-        sender: str,
+        sender: NodeId,
         receive: Receive,
         quality: LinkQuality,
         rng: random.Random | None = None,

@@ -21,14 +21,27 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 
 import trio
+from blake3 import blake3
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.keepalive import SILENCE_S
 from swarmllm.swarm.in_memory.link import Line, LinkQuality, MemoryLink
 from swarmllm.swarm.in_memory.router import InMemoryRouter, Record
+from swarmllm_proto.identifiers import BASE58, NODE_ID_SIZE, NodeId, parse_node_id
 
+_NAMED = "12D3KooWA"
+_NAME_MAX, _MARK_DIGITS = 30, 8
 _MEET_AGAIN_S = 1.0
 """After two nodes have lost each other although the line between them is good."""
+
+
+def node_id_named(name: str) -> NodeId:
+    """A valid node id in which the name can be read, always the same one; simple names keep their order."""
+    readable = "".join(letter if letter in BASE58 else "z" for letter in name[:_NAME_MAX])
+    number = int.from_bytes(blake3(name.encode()).digest(length=_MARK_DIGITS))
+    mark = "".join(BASE58[number // 58**place % 58] for place in range(_MARK_DIGITS))
+    n_filling = NODE_ID_SIZE - len(_NAMED + mark) - len(readable)
+    return parse_node_id(_NAMED + readable + BASE58[0] * n_filling + mark)
 
 
 class InMemoryNetwork:
@@ -38,10 +51,10 @@ class InMemoryNetwork:
         self.rng = random.Random(seed)
         """Decides what is lost."""
         self._quality = quality or LinkQuality()
-        self._qualities: dict[tuple[str, str], LinkQuality] = {}
-        self._routers: dict[str, InMemoryRouter] = {}
-        self._cuts: set[frozenset[str]] = set()
-        self._lines: defaultdict[tuple[str, str], Line] = defaultdict(Line)
+        self._qualities: dict[tuple[NodeId, NodeId], LinkQuality] = {}
+        self._routers: dict[NodeId, InMemoryRouter] = {}
+        self._cuts: set[frozenset[NodeId]] = set()
+        self._lines: defaultdict[tuple[NodeId, NodeId], Line] = defaultdict(Line)
         self._n_added = 0
         self._nursery_manager: AbstractAsyncContextManager[trio.Nursery] | None = None
         self.nursery: trio.Nursery
@@ -58,7 +71,7 @@ class InMemoryNetwork:
         self.nursery.cancel_scope.cancel()
         return await self._nursery_manager.__aexit__(kind, error, trace)
 
-    def add(self, node_id: str) -> InMemoryRouter:
+    def add(self, node_id: NodeId) -> InMemoryRouter:
         """A new node, connected to all others; of a killed node, its next life. Raises ValueError while it is
         alive."""
         if self._nursery_manager is None:
@@ -73,7 +86,7 @@ class InMemoryNetwork:
                 self._join(node_id, other)
         return router
 
-    def kill(self, node_id: str) -> None:
+    def kill(self, node_id: NodeId) -> None:
         """As `kill -9`: its tasks stop where they are, what it sent and was to receive is lost, the others
         notice at once."""
         dead = self._routers.pop(node_id)
@@ -81,12 +94,12 @@ class InMemoryNetwork:
         for router in self._routers.values():
             router.lose(node_id)
 
-    def cut(self, a: str, b: str) -> None:
+    def cut(self, a: NodeId, b: NodeId) -> None:
         """No bytes between two nodes until `heal`."""
         self._cuts.add(frozenset((a, b)))
         self._part(a, b)
 
-    def silence(self, sender: str, receiver: str) -> None:
+    def silence(self, sender: NodeId, receiver: NodeId) -> None:
         """Nothing that one sends arrives at the other, until `heal`, and no end of anything tells of it: a
         frozen node, a dead line. They lose each other after SILENCE_S, as without a heartbeat."""
         line = self.line(sender, receiver)
@@ -94,11 +107,11 @@ class InMemoryNetwork:
             line.fall_silent()
             self.nursery.start_soon(self._miss, sender, receiver)
 
-    def lose_acknowledgements(self, sender: str, receiver: str) -> None:
+    def lose_acknowledgements(self, sender: NodeId, receiver: NodeId) -> None:
         """Of what is sent until the two have lost each other over it."""
         self._routers[sender].link(receiver).loses_acknowledgements = True
 
-    def heal(self, a: str, b: str) -> None:
+    def heal(self, a: NodeId, b: NodeId) -> None:
         is_ill = not self._is_up(a, b)
         self._cuts.discard(frozenset((a, b)))
         for line in (self.line(a, b), self.line(b, a)):
@@ -109,27 +122,27 @@ class InMemoryNetwork:
             else:
                 self._join(a, b)
 
-    def set_link(self, a: str, b: str, quality: LinkQuality) -> None:
+    def set_link(self, a: NodeId, b: NodeId, quality: LinkQuality) -> None:
         """Both ways, from the next message on a new link or a request on."""
         for here, there in ((a, b), (b, a)):
             self._qualities[here, there] = quality
             if here in self._routers and (link := self._routers[here]._links.get(there)):
                 link.quality = quality
 
-    def quality(self, sender: str, receiver: str) -> LinkQuality:
+    def quality(self, sender: NodeId, receiver: NodeId) -> LinkQuality:
         if sender == receiver:
             return LinkQuality()
         return self._qualities.get((sender, receiver), self._quality)
 
-    def line(self, sender: str, receiver: str) -> Line:
+    def line(self, sender: NodeId, receiver: NodeId) -> Line:
         return self._lines[sender, receiver]
 
-    async def pass_way(self, sender: str, receiver: str) -> None:
+    async def pass_way(self, sender: NodeId, receiver: NodeId) -> None:
         """Returns when something small, sent now, has arrived."""
         await trio.sleep(self.quality(sender, receiver).way_s(self.rng))
         await self.line(sender, receiver).opened()
 
-    async def keep_acknowledged(self, link: MemoryLink, sender: str, receiver: str) -> None:
+    async def keep_acknowledged(self, link: MemoryLink, sender: NodeId, receiver: NodeId) -> None:
         back_latency_s = self.quality(receiver, sender).latency_s
         if not await link.acknowledge(self.line(receiver, sender), back_latency_s):
             self._part(sender, receiver)
@@ -137,19 +150,19 @@ class InMemoryNetwork:
             if {sender, receiver} <= self._routers.keys() and self._is_up(sender, receiver):
                 self._join(sender, receiver)
 
-    def router(self, node_id: str) -> InMemoryRouter:
+    def router(self, node_id: NodeId) -> InMemoryRouter:
         """Raises NodeUnreachable when no such node is alive."""
         try:
             return self._routers[node_id]
         except KeyError:
             raise NodeUnreachable(f"node {node_id} is not connected") from None
 
-    def spread(self, origin: InMemoryRouter, writer: str, record: Record) -> None:
+    def spread(self, origin: InMemoryRouter, writer: NodeId, record: Record) -> None:
         """To every node that can be reached from `origin`, directly or through others, each link's latency on
         the way."""
         origin.learn(writer, record)
         unreached = set(self._routers) - {origin.node_id}
-        frontier: deque[tuple[str, float]] = deque([(origin.node_id, 0.0)])
+        frontier: deque[tuple[NodeId, float]] = deque([(origin.node_id, 0.0)])
         later: dict[float, list[InMemoryRouter]] = {}
         while frontier and unreached:
             here, delay_s = frontier.popleft()
@@ -168,37 +181,37 @@ class InMemoryNetwork:
             self.nursery.start_soon(self._bring_later, routers, writer, record, delay_s)
 
     async def _bring_later(
-        self, routers: list[InMemoryRouter], writer: str, record: Record, delay_s: float
+        self, routers: list[InMemoryRouter], writer: NodeId, record: Record, delay_s: float
     ) -> None:
         await trio.sleep(delay_s)
         for router in routers:
             router.learn(writer, record)
 
-    def _join(self, a: str, b: str) -> None:
+    def _join(self, a: NodeId, b: NodeId) -> None:
         here, there = self._routers[a], self._routers[b]
         if b not in here.connected():
             here.meet(b)
             there.meet(a)
         self._exchange_records(a, b)
 
-    def _exchange_records(self, a: str, b: str) -> None:
+    def _exchange_records(self, a: NodeId, b: NodeId) -> None:
         here, there = self._routers[a], self._routers[b]
         for source, target in ((here, there), (there, here)):
             for writer, record in source.known().items():
                 if target.is_news(writer, record):
                     self.spread(source, writer, record)
 
-    def _part(self, a: str, b: str) -> None:
+    def _part(self, a: NodeId, b: NodeId) -> None:
         for here, there in ((a, b), (b, a)):
             if here in self._routers:
                 self._routers[here].lose(there)
 
-    async def _miss(self, sender: str, receiver: str) -> None:
+    async def _miss(self, sender: NodeId, receiver: NodeId) -> None:
         with trio.move_on_after(SILENCE_S):
             await self.line(sender, receiver).opened()
             return
         self._part(sender, receiver)
 
-    def _is_up(self, a: str, b: str) -> bool:
+    def _is_up(self, a: NodeId, b: NodeId) -> bool:
         is_silent = any(way in self._lines and self._lines[way].is_silent for way in ((a, b), (b, a)))
         return not is_silent and frozenset((a, b)) not in self._cuts

@@ -25,6 +25,7 @@ from swarmllm.swarm.dispatch import (
 )
 from swarmllm.swarm.in_memory.link import Line, LinkQuality, MemoryLink
 from swarmllm.swarm.router import Change, MessageHandler, PeerInfo, RequestHandler
+from swarmllm_proto.identifiers import NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +41,31 @@ class Surroundings(Protocol):
     nursery: trio.Nursery
     rng: random.Random
 
-    def router(self, node_id: str) -> InMemoryRouter: ...
+    def router(self, node_id: NodeId) -> InMemoryRouter: ...
 
-    def quality(self, sender: str, receiver: str) -> LinkQuality: ...
+    def quality(self, sender: NodeId, receiver: NodeId) -> LinkQuality: ...
 
-    def line(self, sender: str, receiver: str) -> Line: ...
+    def line(self, sender: NodeId, receiver: NodeId) -> Line: ...
 
-    def spread(self, origin: InMemoryRouter, writer: str, record: Record) -> None: ...
+    def spread(self, origin: InMemoryRouter, writer: NodeId, record: Record) -> None: ...
 
-    async def pass_way(self, sender: str, receiver: str) -> None: ...
+    async def pass_way(self, sender: NodeId, receiver: NodeId) -> None: ...
 
-    async def keep_acknowledged(self, link: MemoryLink, sender: str, receiver: str) -> None: ...
+    async def keep_acknowledged(self, link: MemoryLink, sender: NodeId, receiver: NodeId) -> None: ...
 
 
 class InMemoryRouter:
     """One node; made by `InMemoryNetwork.add`."""
 
-    def __init__(self, network: Surroundings, node_id: str, incarnation: int) -> None:
+    def __init__(self, network: Surroundings, node_id: NodeId, incarnation: int) -> None:
         self._network = network
         self._node_id = node_id
         self._version = (incarnation, 0)
-        self._records: dict[str, Record] = {}
+        self._records: dict[NodeId, Record] = {}
         self._feed = ChangeFeed()
-        self._connected_since: dict[str, float] = {}
-        self._links: dict[str, MemoryLink] = {}
-        self._exchanges: dict[str, set[Outcome[bytes]]] = {}
+        self._connected_since: dict[NodeId, float] = {}
+        self._links: dict[NodeId, MemoryLink] = {}
+        self._exchanges: dict[NodeId, set[Outcome[bytes]]] = {}
         self._scopes: set[trio.CancelScope] = set()
         self._alive = True
         self._on_request: RequestHandler | None = None
@@ -74,7 +75,7 @@ class InMemoryRouter:
         return f"<InMemoryRouter {self._node_id} connected={len(self._connected_since)}>"
 
     @property
-    def node_id(self) -> str:
+    def node_id(self) -> NodeId:
         return self._node_id
 
     @property
@@ -86,7 +87,7 @@ class InMemoryRouter:
         """In memory there is nothing in between."""
         return None
 
-    def records(self) -> Mapping[str, bytes]:
+    def records(self) -> Mapping[NodeId, bytes]:
         return MappingProxyType({node_id: record.content for node_id, record in self._records.items()})
 
     async def publish(self, record: bytes) -> None:
@@ -95,7 +96,7 @@ class InMemoryRouter:
         self._version = (self._version[0], self._version[1] + 1)
         self._network.spread(self, self._node_id, Record(self._version, bytes(record)))
 
-    def connected(self) -> frozenset[str]:
+    def connected(self) -> frozenset[NodeId]:
         return frozenset(self._connected_since)
 
     def peers(self) -> tuple[PeerInfo, ...]:
@@ -107,14 +108,14 @@ class InMemoryRouter:
     def serve(self, on_request: RequestHandler, on_message: MessageHandler) -> None:
         self._on_request, self._on_message = on_request, on_message
 
-    async def connect(self, address: str, *, timeout_s: float = 10.0) -> str:
+    async def connect(self, address: str, *, timeout_s: float = 10.0) -> NodeId:
         await trio.lowlevel.checkpoint()
-        node_id = address.rpartition("/")[2]
+        node_id = NodeId(address.rpartition("/")[2])
         if node_id != self._node_id and node_id not in self._connected_since:
             raise NodeUnreachable(f"nothing answers at {address}")
         return node_id
 
-    async def request(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
+    async def request(self, node_id: NodeId, body: bytes, *, timeout_s: float = 10.0) -> bytes:
         check_request(body)
         target = self if node_id == self._node_id else self._network.router(self._require(node_id))
         exchange: Outcome[bytes] = Outcome()
@@ -126,10 +127,10 @@ class InMemoryRouter:
         finally:
             waiting.discard(exchange)
 
-    async def fetch(self, node_id: str, body: bytes, *, timeout_s: float = 10.0) -> bytes:
+    async def fetch(self, node_id: NodeId, body: bytes, *, timeout_s: float = 10.0) -> bytes:
         return await self.request(node_id, body, timeout_s=timeout_s)
 
-    async def send(self, node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+    async def send(self, node_id: NodeId, header: bytes, payload: bytes | memoryview = b"") -> None:
         size_bytes = check_message(header, payload)
         if not self._alive:
             raise NodeUnreachable("this node is dead")
@@ -147,11 +148,11 @@ class InMemoryRouter:
         """Run a task that dies with this node."""
         self._network.nursery.start_soon(self._run_while_alive, task, args)
 
-    def meet(self, node_id: str) -> None:
+    def meet(self, node_id: NodeId) -> None:
         self._connected_since[node_id] = trio.current_time()
         self._feed.announce(Change("connected", node_id))
 
-    def lose(self, node_id: str) -> None:
+    def lose(self, node_id: NodeId) -> None:
         if link := self._links.pop(node_id, None):
             link.close()
         for exchange in self._exchanges.pop(node_id, set()):
@@ -159,15 +160,15 @@ class InMemoryRouter:
         if self._connected_since.pop(node_id, None) is not None:
             self._feed.announce(Change("disconnected", node_id))
 
-    def learn(self, writer: str, record: Record) -> None:
+    def learn(self, writer: NodeId, record: Record) -> None:
         if self._alive and self.is_news(writer, record):
             self._records[writer] = record
             self._feed.announce(Change("record", writer))
 
-    def is_news(self, writer: str, record: Record) -> bool:
+    def is_news(self, writer: NodeId, record: Record) -> bool:
         return writer not in self._records or self._records[writer].version < record.version
 
-    def known(self) -> dict[str, Record]:
+    def known(self) -> dict[NodeId, Record]:
         return dict(self._records)
 
     def die(self) -> None:
@@ -177,7 +178,7 @@ class InMemoryRouter:
         for scope in self._scopes:
             scope.cancel()
 
-    def _peer(self, node_id: str, since: float) -> PeerInfo:
+    def _peer(self, node_id: NodeId, since: float) -> PeerInfo:
         there, back = self._links.get(node_id), self._network.router(node_id)._links.get(self._node_id)
         return PeerInfo(
             node_id=node_id,
@@ -191,12 +192,12 @@ class InMemoryRouter:
             connected_since=since,
         )
 
-    def _require(self, node_id: str) -> str:
+    def _require(self, node_id: NodeId) -> NodeId:
         if node_id not in self._connected_since:
             raise NodeUnreachable(f"node {node_id} is not connected")
         return node_id
 
-    def link(self, node_id: str) -> MemoryLink:
+    def link(self, node_id: NodeId) -> MemoryLink:
         if (link := self._links.get(node_id)) is None:
             receiver = self._network.router(node_id)
             link = MemoryLink(
@@ -210,7 +211,7 @@ class InMemoryRouter:
             receiver.start(link.carry)
         return link
 
-    async def _deliver(self, sender: str, header: bytes, payload: memoryview) -> None:
+    async def _deliver(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
         await deliver(self._on_message, sender, header, payload)
 
     async def _answer(self, caller: InMemoryRouter, body: bytes, exchange: Outcome[bytes]) -> None:

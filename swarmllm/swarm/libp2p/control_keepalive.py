@@ -22,6 +22,7 @@ import trio
 
 from swarmllm.supervision import spawn
 from swarmllm.swarm.data.keepalive import CHECK_S, LAST_LOOK_S, Keepalive
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +53,13 @@ async def _read_and_note(session: Any, n_bytes: int) -> bytes:
 class Libp2pHearts:
     """`muxers(node_id)` are what carries the streams of its connections; `nursery` outlives every beat."""
 
-    def __init__(self, muxers: Callable[[str], list[Any]], nursery: trio.Nursery) -> None:
+    def __init__(self, muxers: Callable[[NodeId], list[Any]], nursery: trio.Nursery) -> None:
         note_what_comes()
         self._muxers = muxers
         self._nursery = nursery
         self._beating: set[Any] = set()
 
-    async def falls_silent(self, node_id: str, is_over: Callable[[], bool]) -> bool:
+    async def falls_silent(self, node_id: NodeId, is_over: Callable[[], bool]) -> bool:
         """Returns True once nothing has come from the peer for too long, False once `is_over`."""
         keepalive, now = Keepalive(), trio.current_time()
         heard_at_s, patience_s = now, 0.0
@@ -82,17 +83,17 @@ class Libp2pHearts:
             if keepalive.ping_is_due(now):
                 self._beat(node_id)
 
-    async def speaks_again(self, node_id: str) -> None:
+    async def speaks_again(self, node_id: NodeId) -> None:
         """Returns once something comes from the peer; the pings that it has not answered are on their way."""
         silent_since_s = self._heard_at_s(node_id)
         while self._heard_at_s(node_id) <= silent_since_s:  # noqa: ASYNC110 (the library tells nobody)
             await trio.sleep(CHECK_S / 4)
 
-    def _heard_at_s(self, node_id: str) -> float:
+    def _heard_at_s(self, node_id: NodeId) -> float:
         sessions = [muxer.secured_conn for muxer in self._muxers(node_id)]
         return max((getattr(session, _HEARD_AT, -math.inf) for session in sessions), default=-math.inf)
 
-    def _beat(self, node_id: str) -> None:
+    def _beat(self, node_id: NodeId) -> None:
         for muxer in self._muxers(node_id):
             # One that waits for a peer that does not read is enough.
             if muxer not in self._beating:

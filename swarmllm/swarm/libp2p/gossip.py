@@ -26,6 +26,7 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.libp2p.unsigned_pubsub import UnsignedGossipSub, UnsignedPubsub
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ thousand is searched from its beginning for each message."""
 _MESSAGES_PER_TOPIC_PER_S = 1000
 """Counted on the forwarder, who in a mesh speaks for everybody: the default of 10 silences honest nodes."""
 
-Validate = Callable[[str, bytes], bool]
+Validate = Callable[[str, bytes], bool | None]
+"""(topic, content) -> whether to pass it on. None: no, and its forwarder is not to blame."""
 Receive = Callable[[str, bytes], None]
 
 
@@ -152,9 +154,9 @@ def guarded_validator(
         except Exception:
             provoked_by(log, str(forwarder)).exception("validating gossip on %s", topic)
             return False
-        if not is_valid:
-            note(str(forwarder), Deed.BROKE_PROTOCOL, f"invalid gossip on {topic}")
-        return is_valid
+        if is_valid is False:
+            note(NodeId(str(forwarder)), Deed.BROKE_PROTOCOL, f"invalid gossip on {topic}")
+        return bool(is_valid)
 
     return validator
 

@@ -29,6 +29,7 @@ from libp2p.tools.anyio_service import trio_manager, trio_tasks
 from libp2p.tools.anyio_service.exceptions import DaemonTaskExit
 
 from swarmllm.log_filter import provoked_by
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ def return_inbound_slots(swarm: Any) -> None:
     swarm.upgrade_inbound_raw_conn = upgrade_and_stay
 
 
-def forget_departed(libp2p_host: Any, staying: Collection[str]) -> None:
+def forget_departed(libp2p_host: Any, staying: Collection[NodeId]) -> None:
     """Whatever a peer says of itself is kept for ever, up to a megabyte of it, and the next one may come
     under a name that costs nothing."""
     store = libp2p_host.get_peerstore()

@@ -41,6 +41,7 @@ from swarmllm.swarm.libp2p.negotiation import propose_at_once
 from swarmllm.swarm.membership.connection_gater import ConnectionGater, GuardedNoise
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX
+from swarmllm_proto.identifiers import NodeId, is_node_id
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +63,14 @@ class Stream(Protocol):
     async def reset(self) -> None: ...
 
 
+def _proven(connection_or_stream: Any) -> NodeId:
+    """Whose it is. The connection gater let in nobody whose peer id is not a node id."""
+    return NodeId(str(connection_or_stream.muxed_conn.peer_id))
+
+
 class _Watcher(INotifee):  # type: ignore[misc]
     def __init__(
-        self, host: Host, connected: Callable[[str], None], disconnected: Callable[[str], None]
+        self, host: Host, connected: Callable[[NodeId], None], disconnected: Callable[[NodeId], None]
     ) -> None:
         self._host = host
         self._connected = connected
@@ -73,15 +79,15 @@ class _Watcher(INotifee):  # type: ignore[misc]
     async def connected(self, network: Any, conn: Any) -> None:
         host_guards.give_up_on_silent_network(conn)
         host_guards.say_whether_relayed(conn)
-        self._connected(str(conn.muxed_conn.peer_id))
+        self._connected(_proven(conn))
 
     async def disconnected(self, network: Any, conn: Any) -> None:
-        node_id = str(conn.muxed_conn.peer_id)
+        node_id = _proven(conn)
         if not self._host.is_connected(node_id):
             self._disconnected(node_id)
             self._host.forget_departed()
 
-    def report_lost(self, node_id: str) -> None:
+    def report_lost(self, node_id: NodeId) -> None:
         self._disconnected(node_id)
 
     async def opened_stream(self, network: Any, stream: Any) -> None: ...
@@ -107,8 +113,8 @@ class Host:
         self._swarm: Any = None
         self._watcher: _Watcher | None = None
         self._handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {}
-        self._dialling: list[str] = []
-        self.detour: Callable[[str], Awaitable[None]] | None = None
+        self._dialling: list[NodeId] = []
+        self.detour: Callable[[NodeId], Awaitable[None]] | None = None
         """Another way to a node none of whose addresses answers; raises NodeUnreachable."""
 
     @property
@@ -134,7 +140,9 @@ class Host:
             for node_id in gone:
                 watcher.report_lost(node_id)
 
-    def watch_peers(self, connected: Callable[[str], None], disconnected: Callable[[str], None]) -> None:
+    def watch_peers(
+        self, connected: Callable[[NodeId], None], disconnected: Callable[[NodeId], None]
+    ) -> None:
         """`connected` is called for each connection, `disconnected` when a peer's last one has ended."""
         self._watcher = _Watcher(self, connected, disconnected)
         if self._swarm is not None:
@@ -145,30 +153,32 @@ class Host:
         if watcher is not None and self._swarm is not None:
             self._swarm.remove_notifee(watcher)
 
-    def is_connected(self, node_id: str) -> bool:
+    def is_connected(self, node_id: NodeId) -> bool:
         return bool(self._connections(node_id))
 
-    def connected(self) -> set[str]:
+    def connected(self) -> set[NodeId]:
         return set(self.n_connections())
 
-    def n_connections(self) -> dict[str, int]:
+    def n_connections(self) -> dict[NodeId, int]:
         """Of each node that has any; in the order in which the nodes came."""
         everybody = self._swarm.connections if self._swarm is not None else {}
-        counted = {str(p): sum(not c.event_closed.is_set() for c in each) for p, each in everybody.items()}
+        counted = {
+            NodeId(str(p)): sum(not c.event_closed.is_set() for c in each) for p, each in everybody.items()
+        }
         return {node_id: n for node_id, n in counted.items() if n}
 
-    def serve(self, protocol: str, handler: Callable[[str, Stream], Awaitable[None]]) -> None:
+    def serve(self, protocol: str, handler: Callable[[NodeId, Stream], Awaitable[None]]) -> None:
         """The handler gets the sender's proven node id. The stream is closed when it returns, reset when it
         raises."""
 
         async def handle(stream: Stream) -> None:
-            await handler(str(stream.muxed_conn.peer_id), stream)
+            await handler(_proven(stream), stream)
 
         self._handlers[protocol] = handle
         if self.libp2p_host is not None:
             self.libp2p_host.set_stream_handler(TProtocol(protocol), handle)
 
-    async def dial(self, node_id: str, addresses: list[Address], *, may_detour: bool = True) -> None:
+    async def dial(self, node_id: NodeId, addresses: list[Address], *, may_detour: bool = True) -> None:
         """Raises NodeUnreachable. Not to be cancelled: run it in a task of its own."""
         self._dialling.append(node_id)
         try:
@@ -181,7 +191,7 @@ class Host:
             self._dialling.remove(node_id)
             self.forget_departed()
 
-    async def _dial(self, node_id: str, addresses: list[Address]) -> None:
+    async def _dial(self, node_id: NodeId, addresses: list[Address]) -> None:
         if self.libp2p_host is None:
             raise NodeUnreachable("libp2p is being started again")
         if len(addresses) > 1 and not self.is_connected(node_id):
@@ -196,7 +206,7 @@ class Host:
         except Exception as error:
             raise NodeUnreachable(f"node {node_id} cannot be reached: {type(error).__name__}") from error
 
-    async def _dial_whichever_answers(self, node_id: str, addresses: list[Address]) -> None:
+    async def _dial_whichever_answers(self, node_id: NodeId, addresses: list[Address]) -> None:
         """An address can be somebody else's by now: then the others have their turn."""
         left = [Address(a.ip, a.port) for a in addresses]
         while True:
@@ -211,7 +221,7 @@ class Host:
                 if not left:
                     raise
 
-    async def open_stream(self, node_id: str, protocol: str, first: bytes = b"") -> Stream:
+    async def open_stream(self, node_id: NodeId, protocol: str, first: bytes = b"") -> Stream:
         """On an existing connection only; `first` is what it begins with. Raises NodeUnreachable. Not to be
         cancelled."""
         if not self.is_connected(node_id):
@@ -224,14 +234,14 @@ class Host:
             raise NodeUnreachable(f"node {node_id} takes no stream: {type(error).__name__}") from error
         return stream
 
-    async def adopt(self, transport: Any, node_id: str, *, dialled: bool) -> None:
+    async def adopt(self, transport: Any, node_id: NodeId, *, dialled: bool) -> None:
         """Make a connection with that node out of what carries its bytes, by the same handshake as over TCP.
         On failure the transport is closed. Raises NodeUnreachable. Not to be cancelled."""
         where = transport.address()
         raw = RawConnection(transport, dialled, ConnectionType.RELAYED, [where])
         await self._upgrade(raw, where, node_id, dialled=dialled)
 
-    async def dial_from_listening_port(self, node_id: str, address: Address, *, as_listener: bool) -> None:
+    async def dial_from_listening_port(self, node_id: NodeId, address: Address, *, as_listener: bool) -> None:
         """So that a firewall takes one end's first packet for an answer to the other's; `as_listener`
         takes the other part of the handshake. Raises NodeUnreachable. Not to be cancelled."""
         stream = await _connect_from(self.listen_host, self.port, address)
@@ -240,7 +250,7 @@ class Host:
         raw = RawConnection(TrioTCPStream(stream), not as_listener)
         await self._upgrade(raw, where, node_id, dialled=not as_listener)
 
-    async def _upgrade(self, raw: RawConnection, where: Multiaddr, node_id: str, *, dialled: bool) -> None:
+    async def _upgrade(self, raw: RawConnection, where: Multiaddr, node_id: NodeId, *, dialled: bool) -> None:
         if self._swarm is None:
             await raw.close()
             raise NodeUnreachable("libp2p is being started again")
@@ -265,18 +275,18 @@ class Host:
         """The share of what its relay carries for this connection that is left; 1 without a relay."""
         return host_guards.relay_room(stream.muxed_conn)
 
-    def is_direct(self, node_id: str) -> bool:
+    def is_direct(self, node_id: NodeId) -> bool:
         """Whether there is a connection that goes through no relay."""
         return any(not host_guards.is_relayed(c.muxed_conn) for c in self._connections(node_id))
 
-    def remote_ip(self, node_id: str) -> str:
+    def remote_ip(self, node_id: NodeId) -> str:
         """Where a node's connection comes from; empty where that cannot be said."""
         for connection in self._connections(node_id):
             if ip := host_guards.remote_ip(connection):
                 return ip
         return ""
 
-    def muxers(self, node_id: str) -> list[Any]:
+    def muxers(self, node_id: NodeId) -> list[Any]:
         """What carries the streams of each connection to a node."""
         return [connection.muxed_conn for connection in self._connections(node_id)]
 
@@ -284,12 +294,12 @@ class Host:
         if self.libp2p_host is not None:
             host_guards.forget_departed(self.libp2p_host, {*self.connected(), *self._dialling})
 
-    async def close_hard(self, node_id: str) -> None:
+    async def close_hard(self, node_id: NodeId) -> None:
         """End every connection to a node now, whatever is under way on it."""
         for connection in self._connections(node_id):
             await host_guards.close_hard(connection)
 
-    def surplus(self, node_id: str) -> list[Any]:
+    def surplus(self, node_id: NodeId) -> list[Any]:
         """Connections to a node that are one too many, for this end to close: of two nodes the one with the
         smaller id decides. What goes through no relay stays, of that what it dialled itself, of that the
         latest, because whoever dials knew of no other."""
@@ -302,14 +312,15 @@ class Host:
         kept = (own or direct or connections)[-1:]
         return [c for c in connections if c not in kept]
 
-    async def end_idle_surplus(self, node_id: str) -> None:
+    async def end_idle_surplus(self, node_id: NodeId) -> None:
         """Close those that carry nothing of ours."""
         for connection in self.surplus(node_id):
             if not any(stream.get_protocol() in self._handlers for stream in connection.get_streams()):
                 await host_guards.close_hard(connection)
 
-    def _connections(self, node_id: str) -> list[Any]:
-        if self._swarm is None:
+    def _connections(self, node_id: NodeId) -> list[Any]:
+        # libp2p raises for what is no id, and this is asked outside every except.
+        if self._swarm is None or not is_node_id(node_id):
             return []
         connections = self._swarm.connections.get(ID.from_base58(node_id), [])
         return [c for c in connections if not c.event_closed.is_set()]

@@ -32,6 +32,7 @@ from swarmllm.swarm.dispatch import RequestRefused, UnreadableRequest
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import REQUEST_MAX
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ costs them a new one."""
 
 _OK, _REFUSED, _BUSY = range(3)
 
-Answer = Callable[[str, int, bytes], Awaitable[bytes]]
+Answer = Callable[[NodeId, int, bytes], Awaitable[bytes]]
 """(sender, kind, body) -> response body; raises RequestRefused."""
 
 
@@ -85,7 +86,7 @@ class RequestProtocol:
         self._n_incoming: dict[str, int] = {}
         host.serve(PROTOCOL, self._serve)
 
-    async def request(self, node_id: str, kind: int, body: bytes, *, timeout_s: float) -> bytes:
+    async def request(self, node_id: NodeId, kind: int, body: bytes, *, timeout_s: float) -> bytes:
         """Raises NodeUnreachable, DeadlineExceeded, RemoteError."""
         exchange = _Exchange()
         under_way = self._exchanges.setdefault(node_id, set())
@@ -109,12 +110,14 @@ class RequestProtocol:
                 del self._exchanges[node_id]
             exchange.reading.cancel()
 
-    def lose(self, node_id: str) -> None:
+    def lose(self, node_id: NodeId) -> None:
         """The node is gone: whoever waits for it need not wait longer."""
         for exchange in self._exchanges.pop(node_id, set()):
             exchange.fail(NodeUnreachable(f"node {node_id} was lost while it was asked"))
 
-    async def _run(self, node_id: str, kind: int, body: bytes, timeout_s: float, exchange: _Exchange) -> None:
+    async def _run(
+        self, node_id: NodeId, kind: int, body: bytes, timeout_s: float, exchange: _Exchange
+    ) -> None:
         slots, users = self._outgoing.setdefault(node_id, (trio.Semaphore(EXCHANGES_PER_PEER), set()))
         users.add(exchange)
         with trio.move_on_after(timeout_s + _STUCK_S) as stuck:
@@ -138,7 +141,7 @@ class RequestProtocol:
             with trio.CancelScope(shield=True):
                 await self._host.close_hard(node_id)
 
-    async def _converse(self, node_id: str, kind: int, body: bytes, exchange: _Exchange) -> None:
+    async def _converse(self, node_id: NodeId, kind: int, body: bytes, exchange: _Exchange) -> None:
         message = _message(kind, body)
         is_short = len(message) <= FIRST_MAX_BYTES
         stream = await self._host.open_stream(node_id, PROTOCOL, message if is_short else b"")
@@ -159,7 +162,7 @@ class RequestProtocol:
         finally:
             await _end(stream, complete)
 
-    async def _serve(self, sender: str, stream: Stream) -> None:
+    async def _serve(self, sender: NodeId, stream: Stream) -> None:
         n_incoming = self._n_incoming.get(sender, 0)
         self._n_incoming[sender] = n_incoming + 1
         complete = False
@@ -175,7 +178,7 @@ class RequestProtocol:
                 del self._n_incoming[sender]
             await _end(stream, complete)
 
-    async def _answer_one(self, sender: str, stream: Stream) -> None:
+    async def _answer_one(self, sender: NodeId, stream: Stream) -> None:
         try:
             with trio.fail_after(_RECEIVE_S):
                 size = await _read_size(stream)
@@ -202,7 +205,7 @@ class RequestProtocol:
             provoked_by(log, sender).warning("node %s does not take its response; it is cut off", sender)
             await self._host.close_hard(sender)
 
-    async def _reserve(self, node_id: str, kind: Kind, n_bytes: int, seconds: float) -> Grant:
+    async def _reserve(self, node_id: NodeId, kind: Kind, n_bytes: int, seconds: float) -> Grant:
         """Raises RemoteError."""
         grant = await reserve_within(self._budget, node_id, kind, n_bytes, seconds)
         if grant is None:

@@ -23,9 +23,10 @@ from libp2p.pubsub.pubsub import Pubsub
 
 from swarmllm.swarm.libp2p.gossip_budget import GossipBudget
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm_proto.identifiers import NodeId
 
 _WORTH_REFUSING_BYTES = 1024
-_sender: ContextVar[str] = ContextVar("gossip_sender", default="")
+_sender: ContextVar[NodeId | None] = ContextVar("gossip_sender", default=None)
 """The peer whose stream this task reads."""
 
 
@@ -45,7 +46,7 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
 
     async def continuously_read_stream(self, stream: Any) -> None:
         """Each stream is read by a task of its own."""
-        _sender.set(str(stream.muxed_conn.peer_id))
+        _sender.set(NodeId(str(stream.muxed_conn.peer_id)))
         await super().continuously_read_stream(stream)
 
     def _is_subscribed_to_msg(self, msg: Any) -> bool:

@@ -11,17 +11,22 @@ import ipaddress
 from libp2p.peer.id import ID
 
 from swarmllm.swarm.discovery.addresses import Address
+from swarmllm_proto.identifiers import PEER_ID_BYTES, NodeId, is_node_id
 
 _IP4, _TCP, _IP6 = 0x04, 0x06, 0x29
-_IDENTITY, _SHA256 = b"\x00", b"\x12\x20"
-_ID_MAX_BYTES = 64
 
 
-def node_id_of(content: bytes) -> str:
-    """Empty where it cannot be the id of a node."""
-    is_hash = content[:2] == _SHA256 and len(content) == 34
-    is_key = content[:1] == _IDENTITY and 2 < len(content) <= _ID_MAX_BYTES and content[1] == len(content) - 2
-    return str(ID(content)) if is_hash or is_key else ""
+def node_id_of(content: bytes) -> NodeId | None:
+    """None where it cannot be the id of a node."""
+    if len(content) != PEER_ID_BYTES:
+        return None
+    text = str(ID(content))
+    return text if is_node_id(text) else None
+
+
+def peer_id_of(node_id: NodeId) -> ID:
+    """The same as libp2p has it."""
+    return ID.from_base58(node_id)
 
 
 def packed(address: Address) -> bytes:

@@ -35,6 +35,7 @@ from swarmllm.errors import ConfigError
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.membership.network_key import KEYS_MAX, OPEN_SWARM, Network, NetworkFile
 from swarmllm.swarm.peers.connection_limits import Standing, stranger
+from swarmllm_proto.identifiers import NodeId, is_node_id
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +57,10 @@ class ConnectionGater:
     def __init__(
         self,
         network: Network = OPEN_SWARM,
-        lets_in: Callable[[str], bool] = lambda node_id: True,
+        lets_in: Callable[[NodeId], bool] = lambda node_id: True,
         *,
         file: NetworkFile | None = None,
-        standing: Callable[[str], Standing] = stranger,
+        standing: Callable[[NodeId], Standing] = stranger,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._network = network
@@ -68,13 +69,13 @@ class ConnectionGater:
         self._seen = file.state() if file else None
         self._clock = clock
         self.standing = standing
-        self._proved_with: dict[str, bytes] = {}
+        self._proved_with: dict[NodeId, bytes] = {}
 
     @property
     def network_id(self) -> str:
         return self._network.network_id
 
-    def lets_in(self, node_id: str) -> bool:
+    def lets_in(self, node_id: NodeId) -> bool:
         return self._lets_in(node_id)
 
     def refresh(self) -> None:
@@ -93,7 +94,7 @@ class ConnectionGater:
         else:
             log.warning("this node was told to belong to another network; it will after a restart")
 
-    def outdated(self, connected: Collection[str]) -> list[str]:
+    def outdated(self, connected: Collection[NodeId]) -> list[NodeId]:
         """Of the connected nodes, those whose proof was made with a key that is no longer accepted, or that
         are no longer let in. Forgets the proofs of all others."""
         accepted = self._network.accepted(self._clock())
@@ -105,6 +106,8 @@ class ConnectionGater:
         """Raises ConnectionGated. The session is libp2p's, fresh from its handshake; closed on failure."""
         node_id = str(session.get_remote_peer())
         try:
+            if not is_node_id(node_id):
+                raise ConnectionGated("the peer's key is not Ed25519")
             if not self._lets_in(node_id):
                 raise ConnectionGated(f"{node_id} is not let in")
             if self._network.is_private:

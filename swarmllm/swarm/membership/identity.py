@@ -20,6 +20,7 @@ from libp2p.peer.id import ID
 
 from swarmllm.errors import ConfigError
 from swarmllm.private_files import write_private
+from swarmllm_proto.identifiers import NodeId, parse_node_id
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ _IDENTITY_MULTIHASH = 0
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    node_id: str
+    node_id: NodeId
     key_pair: KeyPair = field(repr=False, compare=False)
 
     def sign(self, content: bytes) -> bytes:
@@ -59,10 +60,10 @@ def load_or_create_identity(data_dir: Path) -> Identity:
             "restore it, or remove it to become a new node",
             field="data_dir",
         ) from None
-    return Identity(str(ID.from_pubkey(public_key)), KeyPair(private_key, public_key))
+    return Identity(parse_node_id(str(ID.from_pubkey(public_key))), KeyPair(private_key, public_key))
 
 
-def verify(node_id: str, content: bytes, signature: bytes) -> bool:
+def verify(node_id: NodeId, content: bytes, signature: bytes) -> bool:
     """Whether the owner of `node_id` signed this. False for ids that are not Ed25519; never raises."""
     public_key = _public_key(node_id)
     if public_key is None:
@@ -74,7 +75,7 @@ def verify(node_id: str, content: bytes, signature: bytes) -> bool:
 
 
 @lru_cache(maxsize=8192)
-def _public_key(node_id: str) -> Ed25519PublicKey | None:
+def _public_key(node_id: NodeId) -> Ed25519PublicKey | None:
     try:
         encoded = ID.from_base58(node_id).to_bytes() if len(node_id) <= NODE_ID_MAX else b""
         if len(encoded) < 2 or encoded[0] != _IDENTITY_MULTIHASH or encoded[1] != len(encoded) - 2:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
+from swarmllm_proto.identifiers import NodeId
+
 CONNECTIONS_MAX: Final = 300
 """Of libp2p. A node looks for fewer (`network.max_peers`); the rest is for those who look for it."""
 GAVE_WAY: Final = "its place was needed"
@@ -42,7 +44,7 @@ class Standing(IntEnum):
     """A person wrote it down: as allowed, or as an address to find the swarm by."""
 
 
-def stranger(_node_id: str) -> Standing:
+def stranger(_node_id: NodeId) -> Standing:
     """For whoever knows nobody."""
     return Standing.STRANGER
 
@@ -52,11 +54,11 @@ class Standings:
     """What this node knows of others. `has_merit(node_id)`: it is trusted more than a node that was never
     met."""
 
-    named: Collection[str] = ()
-    remembered: Collection[str] = ()
-    has_merit: Callable[[str], bool] = field(default=lambda _node_id: False)
+    named: Collection[NodeId] = ()
+    remembered: Collection[NodeId] = ()
+    has_merit: Callable[[NodeId], bool] = field(default=lambda _node_id: False)
 
-    def __call__(self, node_id: str) -> Standing:
+    def __call__(self, node_id: NodeId) -> Standing:
         if node_id in self.named:
             return Standing.NAMED
         if self.has_merit(node_id):
@@ -66,13 +68,13 @@ class Standings:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    node_id: str
+    node_id: NodeId
     standing: Standing
     network: str
     n_connections: int = 1
 
 
-def who_gives_way(guests: Iterable[Candidate]) -> str:
+def who_gives_way(guests: Iterable[Candidate]) -> NodeId:
     """Of those who have places, in the order in which they came."""
     in_order = list(guests)
     of_network = Counter[str]()
@@ -83,12 +85,12 @@ def who_gives_way(guests: Iterable[Candidate]) -> str:
 
 
 def who_makes_room(
-    n_of_each: Mapping[str, int], newcomer: str, n_places: int, standing: Callable[[str], Standing]
-) -> str:
-    """Who gives way to one more connection of `newcomer`: itself where it is refused, nobody (empty) where
-    there is room. For connections of which only the node is known: it stands for its network."""
+    n_of_each: Mapping[NodeId, int], newcomer: NodeId, n_places: int, standing: Callable[[NodeId], Standing]
+) -> NodeId | None:
+    """Who gives way to one more connection of `newcomer`: itself where it is refused, None where there is
+    room. For connections of which only the node is known: it stands for its network."""
     if sum(n_of_each.values()) < n_places:
-        return ""
+        return None
     n_of_each = {**n_of_each, newcomer: n_of_each.get(newcomer, 0) + 1}
     return who_gives_way(Candidate(n, standing(n), n, n_its) for n, n_its in n_of_each.items() if n_its)
 

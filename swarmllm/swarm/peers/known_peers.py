@@ -17,13 +17,14 @@ import trio
 
 from swarmllm.errors import StoreLocked
 from swarmllm.swarm.peers.store import PeerStore
+from swarmllm_proto.identifiers import Multiaddr, NodeId
 
 log = logging.getLogger(__name__)
 
 REMEMBERED_S = 30 * 86_400.0
 _SAVE_EVERY_S = 30.0
 
-Connected = Callable[[], Iterable[tuple[str, tuple[str, ...]]]]
+Connected = Callable[[], Iterable[tuple[NodeId, tuple[Multiaddr, ...]]]]
 """(node id, addresses) of the peers connected now."""
 
 
@@ -35,7 +36,7 @@ class KnownPeers:
         self._store = store
         self._network_id = network_id
         self._clock = clock
-        self.known: list[tuple[str, tuple[str, ...]]] = []
+        self.known: list[tuple[NodeId, tuple[Multiaddr, ...]]] = []
         try:
             self.known = store.peers(network_id, clock() - REMEMBERED_S)
         except StoreLocked as error:

@@ -40,6 +40,7 @@ from swarmllm.swarm.peers.connection_limits import (
     who_gives_way,
 )
 from swarmllm.swarm.router import Change
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +74,8 @@ class Liveness:
         feed: ChangeFeed,
         dialler: Dialler,
         requests: RequestProtocol,
-        greet: Callable[[str], Awaitable[None]],
-        standing: Callable[[str], Standing] = stranger,
+        greet: Callable[[NodeId], Awaitable[None]],
+        standing: Callable[[NodeId], Standing] = stranger,
     ) -> None:
         self._host = host
         self._nursery = nursery
@@ -83,21 +84,21 @@ class Liveness:
         self._requests = requests
         self._standing = standing
         self._exchange_records = greet
-        self._greeting: dict[str, trio.Event] = {}
+        self._greeting: dict[NodeId, trio.Event] = {}
         self._greetings = trio.Semaphore(GREETINGS_MAX)
-        self._thinning: set[str] = set()
+        self._thinning: set[NodeId] = set()
         self._keepalives = Libp2pHearts(host.muxers, nursery)
-        self._giving_way: set[str] = set()
+        self._giving_way: set[NodeId] = set()
         """Nodes whose connections are being ended for want of places."""
         self._plane: DataPlane | None = None
-        self.connected_since_s: dict[str, float] = {}
+        self.connected_since_s: dict[NodeId, float] = {}
         """By node id, by trio's clock. The connected peers are its keys."""
 
     def begin(self, plane: DataPlane) -> None:
         self._plane = plane
         self._host.watch_peers(self._libp2p_connected, self._libp2p_disconnected)
 
-    async def dial(self, node_id: str, addresses: list[Address]) -> None:
+    async def dial(self, node_id: NodeId, addresses: list[Address]) -> None:
         """Returns once the node counts as connected, so that whoever limits dials limits all that follows
         from them. Raises NodeUnreachable, Unanswering."""
         await self._host.dial(node_id, addresses)
@@ -107,7 +108,7 @@ class Liveness:
         if node_id not in self.connected_since_s:
             raise Unanswering(f"node {node_id} takes a connection and does not answer")
 
-    def drop(self, node_id: str, how: str) -> None:
+    def drop(self, node_id: NodeId, how: str) -> None:
         """The peer is gone, or as good as gone."""
         self._count_no_more(node_id, how)
         if self._plane is not None:
@@ -115,19 +116,19 @@ class Liveness:
         self._dialler.lost(node_id, trio.current_time(), on_purpose=how in ("goodbye", GAVE_WAY))
         spawn(self._nursery, "peer", self._host.close_hard, node_id)
 
-    def _count(self, node_id: str) -> None:
+    def _count(self, node_id: NodeId) -> None:
         self.connected_since_s[node_id] = trio.current_time()
         provoked_by(log, node_id).info("node %s connected", node_id)
         self._feed.announce(Change("connected", node_id))
 
-    def _count_no_more(self, node_id: str, how: str) -> None:
+    def _count_no_more(self, node_id: NodeId, how: str) -> None:
         was_connected = self.connected_since_s.pop(node_id, None) is not None
         self._requests.lose(node_id)
         if was_connected:
             provoked_by(log, node_id).info("node %s disconnected: %s", node_id, how)
             self._feed.announce(Change("disconnected", node_id))
 
-    def _libp2p_connected(self, node_id: str) -> None:
+    def _libp2p_connected(self, node_id: NodeId) -> None:
         self._giving_way.discard(node_id)
         if self._make_room() == node_id:
             return
@@ -144,12 +145,12 @@ class Liveness:
                 failed=partial(self._has_failed, node_id),
             )
 
-    def _make_room(self) -> str:
-        """The node that had to give way for the connection that has just been made; empty: none."""
+    def _make_room(self) -> NodeId | None:
+        """The node that had to give way for the connection that has just been made."""
         counted = self._host.n_connections()
         staying = {node_id: n for node_id, n in counted.items() if node_id not in self._giving_way}
         if sum(staying.values()) <= CONNECTIONS_MAX:
-            return ""
+            return None
         node_id = who_gives_way(
             Candidate(node_id, self._standing(node_id), network_of(self._host.remote_ip(node_id)), n)
             for node_id, n in staying.items()
@@ -158,7 +159,7 @@ class Liveness:
         self.drop(node_id, GAVE_WAY)
         return node_id
 
-    async def _thin_out(self, node_id: str) -> None:
+    async def _thin_out(self, node_id: NodeId) -> None:
         """Two nodes that dial each other at the same moment, or of which one has missed the end of a
         connection, have two. They cost as much as one each, for as long as both live."""
         try:
@@ -168,7 +169,7 @@ class Liveness:
         finally:
             self._thinning.discard(node_id)
 
-    async def _greet(self, node_id: str) -> None:
+    async def _greet(self, node_id: NodeId) -> None:
         try:
             is_new = await self._answers_as_a_node(node_id) and (
                 self._host.is_connected(node_id) and node_id not in self.connected_since_s
@@ -187,17 +188,17 @@ class Liveness:
             )
             await self._reach_early(node_id)
 
-    def _greeted(self, node_id: str) -> None:
+    def _greeted(self, node_id: NodeId) -> None:
         if (greeting := self._greeting.pop(node_id, None)) is not None:
             greeting.set()
 
-    def _has_failed(self, node_id: str, error: Exception) -> None:
+    def _has_failed(self, node_id: NodeId, error: Exception) -> None:
         """By an error in this file: the peer's connections end, and it is dialled anew."""
         self._greeted(node_id)
         self._thinning.discard(node_id)
         self.drop(node_id, "an error here")
 
-    async def _answers_as_a_node(self, node_id: str) -> bool:
+    async def _answers_as_a_node(self, node_id: NodeId) -> bool:
         waits_s, n_unanswered = list(_GREET_RETRY_S), 0
         while self._host.is_connected(node_id):
             try:
@@ -217,7 +218,7 @@ class Liveness:
         await self._host.close_hard(node_id)
         return False
 
-    async def _greet_in_turn(self, node_id: str) -> None:
+    async def _greet_in_turn(self, node_id: NodeId) -> None:
         await self._greetings.acquire()
         over = trio.Event()
         spawn(self._nursery, "peer", self._hold_turn, over)
@@ -233,7 +234,7 @@ class Liveness:
         finally:
             self._greetings.release()
 
-    async def _reach_early(self, node_id: str) -> None:
+    async def _reach_early(self, node_id: NodeId) -> None:
         """Have the data connection before it is needed: it also tells of life. One end dials, the other only
         if it must."""
         if self._host.node_id > node_id:
@@ -245,7 +246,7 @@ class Liveness:
             except NodeUnreachable as error:
                 provoked_by(log, node_id).info("no data connection to %s yet: %s", node_id, error)
 
-    async def _watch(self, node_id: str) -> None:
+    async def _watch(self, node_id: NodeId) -> None:
         """Until there is a data connection, the end of which is the end of the peer."""
         since_s = self.connected_since_s.get(node_id)
 
@@ -267,7 +268,7 @@ class Liveness:
             spawn(self._nursery, "peer", self._reach_early, node_id)
             since_s = self.connected_since_s[node_id]
 
-    def _libp2p_disconnected(self, node_id: str) -> None:
+    def _libp2p_disconnected(self, node_id: NodeId) -> None:
         self._giving_way.discard(node_id)
         self._dialler.wake()
         if node_id not in self.connected_since_s:
@@ -284,7 +285,7 @@ class Liveness:
         else:
             self.drop(node_id, "libp2p lost it")
 
-    async def _await_libp2p(self, node_id: str) -> None:
+    async def _await_libp2p(self, node_id: NodeId) -> None:
         await trio.sleep(_LIBP2P_GRACE_S)
         if node_id in self.connected_since_s and not self._host.is_connected(node_id):
             self.drop(node_id, "libp2p lost it and did not find it again")

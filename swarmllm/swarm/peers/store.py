@@ -20,6 +20,7 @@ from msgspec import Meta
 from swarmllm.database import open_database
 from swarmllm.errors import StoreLocked
 from swarmllm.swarm.peers.trust import KEPT_DEEDS, NODES_MAX, Deed, Entry, Reputation
+from swarmllm_proto.identifiers import Multiaddr, NodeId, usable_multiaddrs
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ CREATE TABLE IF NOT EXISTS peers (
 """
 _Score = Annotated[float, Meta(ge=0, le=1)]
 _Recent = tuple[tuple[float, Deed, str, float], ...]
-_TrustRow = tuple[str, _Score, float, str, str]
-_PeerRow = tuple[str, str]
+_TrustRow = tuple[NodeId, _Score, float, str, str]
+_PeerRow = tuple[NodeId, str]
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -51,7 +52,7 @@ class PeerStore:
         with suppress(StoreLocked):  # Prepared before the first use, then.
             self._prepare_or_begin_anew()
 
-    def reputations(self) -> list[tuple[str, Reputation]]:
+    def reputations(self) -> list[tuple[NodeId, Reputation]]:
         found = []
         for row in self._rows("SELECT node_id, score, at, counts, recent FROM trust"):
             try:
@@ -64,7 +65,7 @@ class PeerStore:
             found.append((node_id, Reputation(score, at, known, deque(entries, KEPT_DEEDS))))
         return found
 
-    def keep_reputations(self, reputations: Mapping[str, Reputation]) -> None:
+    def keep_reputations(self, reputations: Mapping[NodeId, Reputation]) -> None:
         rows = [
             (
                 node_id,
@@ -79,7 +80,7 @@ class PeerStore:
             database.executemany("INSERT OR REPLACE INTO trust VALUES (?, ?, ?, ?, ?)", rows)
             self._bound(database, "trust", "at")
 
-    def peers(self, network_id: str, since: float) -> list[tuple[str, tuple[str, ...]]]:
+    def peers(self, network_id: str, since: float) -> list[tuple[NodeId, tuple[Multiaddr, ...]]]:
         """(node id, addresses) of those that were connected after `since`, the latest first."""
         rows = self._rows(
             "SELECT node_id, addresses FROM peers WHERE network_id = ? AND seen_at > ? "
@@ -93,7 +94,7 @@ class PeerStore:
             except msgspec.ValidationError:
                 log.warning("an address in %s cannot be read and is forgotten", self._path)
                 continue
-            found.append((node_id, tuple(addresses.split())))
+            found.append((node_id, tuple(usable_multiaddrs(addresses.split()))))
         return found
 
     def keep_peers(self, network_id: str, peers: Iterable[tuple[str, Iterable[str]]], now: float) -> None:

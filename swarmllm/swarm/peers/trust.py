@@ -20,6 +20,7 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
+from swarmllm_proto.identifiers import NodeId
 
 NEUTRAL: Final = 0.5
 HALF_LIFE_S: Final = 7 * 86_400.0
@@ -51,10 +52,10 @@ class Deed(StrEnum):
 class Note(Protocol):
     """Where deeds are told."""
 
-    def __call__(self, node_id: str, deed: Deed, detail: str = "") -> None: ...
+    def __call__(self, node_id: NodeId, deed: Deed, detail: str = "") -> None: ...
 
 
-def unnoted(node_id: str, deed: Deed, detail: str = "") -> None:
+def unnoted(node_id: NodeId, deed: Deed, detail: str = "") -> None:
     """For whoever keeps no book."""
 
 
@@ -147,7 +148,7 @@ class TrustBook:
     def __init__(self, lists: PeerLists = NO_LISTS, *, nodes_max: int = NODES_MAX) -> None:
         self.lists = lists
         self._nodes_max = nodes_max
-        self._known: dict[str, Reputation] = {}
+        self._known: dict[NodeId, Reputation] = {}
 
     def __repr__(self) -> str:
         return f"<TrustBook {len(self._known)} nodes>"
@@ -155,12 +156,12 @@ class TrustBook:
     def __len__(self) -> int:
         return len(self._known)
 
-    def restore(self, reputations: Iterable[tuple[str, Reputation]]) -> None:
+    def restore(self, reputations: Iterable[tuple[NodeId, Reputation]]) -> None:
         """From an earlier run."""
         for node_id, reputation in sorted(reputations, key=lambda known: known[1].at):
             self._put(node_id, reputation)
 
-    def note(self, node_id: str, deed: Deed, now: float, detail: str = "") -> float:
+    def note(self, node_id: NodeId, deed: Deed, now: float, detail: str = "") -> float:
         """The score after it."""
         reputation = self._known.pop(node_id, None) or Reputation(at=now)
         if _is_part_of_a_burst(reputation, deed, now):
@@ -174,7 +175,7 @@ class TrustBook:
         self._put(node_id, reputation)
         return score
 
-    def score(self, node_id: str, now: float) -> float:
+    def score(self, node_id: NodeId, now: float) -> float:
         """0 or 1 for a listed node; else what it has earned."""
         if node_id in self.lists.deny:
             return 0.0
@@ -183,21 +184,21 @@ class TrustBook:
         known = self._known.get(node_id)
         return NEUTRAL if known is None else drifted(known.score, now - known.at)
 
-    def known(self) -> frozenset[str]:
+    def known(self) -> frozenset[NodeId]:
         """Of whom there is something to tell."""
         return frozenset(self._known)
 
-    def reputation(self, node_id: str) -> Reputation | None:
+    def reputation(self, node_id: NodeId) -> Reputation | None:
         return self._known.get(node_id)
 
-    def explain(self, node_id: str, now: float) -> Explanation:
+    def explain(self, node_id: NodeId, now: float) -> Explanation:
         known = self._known.get(node_id) or Reputation()
         listed = "denied" if node_id in self.lists.deny else "allowed" if node_id in self.lists.allow else ""
         score = self.score(node_id, now)
         counts = {str(deed): n for deed, n in known.counts.items()}
         return Explanation(score, may_work(score), listed, counts, tuple(reversed(known.recent)))
 
-    def _put(self, node_id: str, reputation: Reputation) -> None:
+    def _put(self, node_id: NodeId, reputation: Reputation) -> None:
         self._known.pop(node_id, None)
         self._known[node_id] = reputation
         if len(self._known) > self._nodes_max:

@@ -17,6 +17,7 @@ from swarmllm.supervision import supervise
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.peers.store import PeerStore
 from swarmllm.swarm.peers.trust import NEUTRAL, Deed, Explanation, TrustBook, may_connect, may_work
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -36,38 +37,38 @@ class Trust:
         self._book = TrustBook(lists)
         self._store = store
         self._clock = clock
-        self._changed: set[str] = set()
+        self._changed: set[NodeId] = set()
         self._is_loaded = store is None
 
-    def note(self, node_id: str, deed: Deed, detail: str = "") -> None:
+    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None:
         score = self._book.note(node_id, deed, self._clock(), detail)
         self._changed.add(node_id)
         if deed not in (Deed.SERVED, Deed.GAVE_BYTES):
             provoked_by(log, node_id).info("node %s: %s; trust is now %.2f", node_id, deed, score)
 
-    def score(self, node_id: str) -> float:
+    def score(self, node_id: NodeId) -> float:
         return self._book.score(node_id, self._clock())
 
-    def has_merit(self, node_id: str) -> bool:
+    def has_merit(self, node_id: NodeId) -> bool:
         """Whether it is trusted more than a node that was never met."""
         return self.score(node_id) > NEUTRAL
 
-    def may_work(self, node_id: str) -> bool:
+    def may_work(self, node_id: NodeId) -> bool:
         """Whether a node may have a part in pipelines and be asked for bytes."""
         return may_work(self.score(node_id))
 
-    def may_connect(self, node_id: str) -> bool:
+    def may_connect(self, node_id: NodeId) -> bool:
         """Whether a node may have a connection at all."""
         return may_connect(self.score(node_id))
 
-    def count(self, node_id: str, deed: Deed) -> int:
+    def count(self, node_id: NodeId, deed: Deed) -> int:
         known = self._book.reputation(node_id)
         return known.counts.get(deed, 0) if known else 0
 
-    def explain(self, node_id: str) -> Explanation:
+    def explain(self, node_id: NodeId) -> Explanation:
         return self._book.explain(node_id, self._clock())
 
-    def known(self) -> frozenset[str]:
+    def known(self) -> frozenset[NodeId]:
         return self._book.known()
 
     async def load(self) -> None:

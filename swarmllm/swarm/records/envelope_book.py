@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from swarmllm_proto.envelope import Envelope, Verify, unseal
+from swarmllm_proto.identifiers import NodeId
 
 NODES_MAX = 4096
 """Envelopes kept: a thousand-node swarm four times over."""
@@ -28,7 +29,7 @@ EXPIRY_S = 300.0
 class Digest(msgspec.Struct, frozen=True, array_like=True):
     """What two nodes compare to learn which envelopes one of them lacks."""
 
-    node_id: Annotated[str, Meta(min_length=1, max_length=128)]
+    node_id: NodeId
     started_at_ms: Annotated[int, Meta(ge=0, le=2**53)]
     sequence: Annotated[int, Meta(ge=0, le=2**53)]
     age_s: Annotated[float, Meta(ge=0, le=1e9)]
@@ -57,7 +58,7 @@ class EnvelopeBook:
     """`now` is any clock that does not run backwards, in seconds."""
 
     def __init__(
-        self, node_id: str, verify: Verify, *, nodes_max: int = NODES_MAX, bytes_max: int = BYTES_MAX
+        self, node_id: NodeId, verify: Verify, *, nodes_max: int = NODES_MAX, bytes_max: int = BYTES_MAX
     ) -> None:
         self._node_id = node_id
         self._verify = verify
@@ -65,8 +66,8 @@ class EnvelopeBook:
         self._bytes_max = bytes_max
         self.n_bytes = 0
         """Of the envelopes of other nodes."""
-        self._entries: dict[str, _Entry] = {}
-        self._records: dict[str, bytes] = {}
+        self._entries: dict[NodeId, _Entry] = {}
+        self._records: dict[NodeId, bytes] = {}
         """Of `_entries` those that are not empty: changed with each, never made anew."""
 
     def __repr__(self) -> str:
@@ -83,9 +84,9 @@ class EnvelopeBook:
         sealed: bytes,
         now: float,
         *,
-        connected: Collection[str] = (),
-        ages_s: Mapping[str, float] = MappingProxyType({}),
-    ) -> tuple[Verdict, str]:
+        connected: Collection[NodeId] = (),
+        ages_s: Mapping[NodeId, float] = MappingProxyType({}),
+    ) -> tuple[Verdict, NodeId]:
         """(what became of it, whose it is). Raises BadMessage for a forged or malformed one.
 
         "refused": somebody else writes under this node's own id, or the book is full of connected nodes.
@@ -109,7 +110,7 @@ class EnvelopeBook:
         self._put(entry)
         return "new", node_id
 
-    def hear(self, node_id: str, version: tuple[int, int], now: float) -> bool:
+    def hear(self, node_id: NodeId, version: tuple[int, int], now: float) -> bool:
         """A sign of life. True when it names an envelope newer than the one held: go and ask for it."""
         held = self._entries.get(node_id)
         if held is None:
@@ -129,9 +130,9 @@ class EnvelopeBook:
             for node_id, entry in self._entries.items()
         )
 
-    def lacking(self, digests: Iterable[Digest], now: float) -> dict[str, float]:
+    def lacking(self, digests: Iterable[Digest], now: float) -> dict[NodeId, float]:
         """Whose envelopes to ask the sender of these digests for, with the ages to pass to `take`."""
-        wanted: dict[str, float] = {}
+        wanted: dict[NodeId, float] = {}
         for digest in digests:
             if digest.node_id == self._node_id or digest.age_s >= EXPIRY_S:
                 continue
@@ -143,7 +144,7 @@ class EnvelopeBook:
                 self._entries[digest.node_id] = replace(held, heard_at_s=heard_at_s)
         return wanted
 
-    def sealed(self, node_ids: Iterable[str], size_max_bytes: int) -> list[bytes]:
+    def sealed(self, node_ids: Iterable[NodeId], size_max_bytes: int) -> list[bytes]:
         """The envelopes of these nodes as they came, as many as fit."""
         fitting: list[bytes] = []
         for node_id in node_ids:
@@ -155,32 +156,32 @@ class EnvelopeBook:
             fitting.append(entry.sealed)
         return fitting
 
-    def envelope(self, node_id: str) -> Envelope | None:
+    def envelope(self, node_id: NodeId) -> Envelope | None:
         entry = self._entries.get(node_id)
         return entry.envelope if entry else None
 
-    def node_ids(self) -> list[str]:
+    def node_ids(self) -> list[NodeId]:
         return list(self._entries)
 
-    def records(self) -> Mapping[str, bytes]:
+    def records(self) -> Mapping[NodeId, bytes]:
         """By node id, without the empty ones: as it is whenever it is looked at."""
         return MappingProxyType(self._records)
 
-    def expire(self, now: float, connected: Collection[str]) -> list[str]:
+    def expire(self, now: float, connected: Collection[NodeId]) -> list[NodeId]:
         """Forget who was not heard for EXPIRY_S and is not connected; whom it forgot."""
         gone = self._silent(lambda entry: now - entry.heard_at_s >= EXPIRY_S, connected)
         for node_id in gone:
             self._drop(node_id)
         return gone
 
-    def _make_room(self, connected: Collection[str]) -> bool:
+    def _make_room(self, connected: Collection[NodeId]) -> bool:
         candidates = self._silent(lambda _: True, connected)
         if not candidates:
             return False
         self._drop(min(candidates, key=lambda node_id: self._entries[node_id].heard_at_s))
         return True
 
-    def _make_bytes(self, writer: str, more: int, connected: Collection[str]) -> bool:
+    def _make_bytes(self, writer: NodeId, more: int, connected: Collection[NodeId]) -> bool:
         """The largest go first, which honest nodes have none of; what is as small as the new one stays."""
         others = [n for n in self._silent(lambda _: True, connected) if n != writer]
         for node_id in sorted(others, key=lambda n: -self._entries[n].n_bytes):
@@ -200,11 +201,11 @@ class EnvelopeBook:
         else:
             self._records.pop(node_id, None)
 
-    def _drop(self, node_id: str) -> None:
+    def _drop(self, node_id: NodeId) -> None:
         self.n_bytes -= self._entries.pop(node_id).n_bytes
         self._records.pop(node_id, None)
 
-    def _silent(self, condition: Callable[[_Entry], bool], connected: Collection[str]) -> list[str]:
+    def _silent(self, condition: Callable[[_Entry], bool], connected: Collection[NodeId]) -> list[NodeId]:
         return [
             node_id
             for node_id, entry in self._entries.items()

@@ -18,8 +18,10 @@ from swarmllm.errors import RemoteError
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.dispatch import RequestRefused, UnreadableRequest
 from swarmllm.swarm.records.envelope_book import NODES_MAX, Digests, EnvelopeBook
+from swarmllm_proto.decoding_errors import field_and_reason
 from swarmllm_proto.envelope import ENVELOPE_MAX
 from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import REQUEST_MAX
 
 log = logging.getLogger(__name__)
@@ -33,8 +35,7 @@ KIND_DIAL_BACK = 4
 _RESPONSE_BYTES = REQUEST_MAX - 64 * 1024
 _PER_ASKING = 256
 
-_NodeId = Annotated[str, Meta(min_length=1, max_length=128)]
-_Asked = Annotated[tuple[_NodeId, ...], Meta(max_length=NODES_MAX)]
+_Asked = Annotated[tuple[NodeId, ...], Meta(max_length=NODES_MAX)]
 _Envelopes = Annotated[
     tuple[Annotated[bytes, Meta(max_length=ENVELOPE_MAX)], ...], Meta(max_length=NODES_MAX)
 ]
@@ -44,28 +45,31 @@ _asked = msgspec.msgpack.Decoder(_Asked)
 _envelopes = msgspec.msgpack.Decoder(_Envelopes)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
-Take = Callable[[bytes, Mapping[str, float]], str]
+Take = Callable[[bytes, Mapping[NodeId, float]], NodeId]
 """(sealed envelope, ages in seconds by node id) -> whose it is. Raises BadMessage."""
-Ask = Callable[[str, int, bytes], Awaitable[bytes]]
+Blame = Callable[[NodeId, BadMessage], None]
+"""(sender, what was wrong with what it sent)"""
+Ask = Callable[[NodeId, int, bytes], Awaitable[bytes]]
 """(node id, kind, body) -> response body. Raises NodeUnreachable, DeadlineExceeded, RemoteError."""
 
 
 class RecordExchange:
-    def __init__(self, book: EnvelopeBook, ask: Ask, take: Take) -> None:
+    def __init__(self, book: EnvelopeBook, ask: Ask, take: Take, blame: Blame) -> None:
         self._book = book
         self._ask = ask
         self._take = take
+        self._blame = blame
 
-    async def synchronise(self, node_id: str) -> None:
+    async def synchronise(self, node_id: NodeId) -> None:
         """Learn everything `node_id` knows. Raises NodeUnreachable, DeadlineExceeded, RemoteError."""
         answered = await self._ask(node_id, KIND_DIGESTS, b"")
         try:
             digests = _digests.decode(answered)
-        except _UNREADABLE:
-            raise RemoteError(f"node {node_id} sent unreadable digests") from None
+        except _UNREADABLE as error:
+            raise self._unreadable(node_id, "digests", error) from None
         await self.fetch(node_id, self._book.lacking(digests, trio.current_time()))
 
-    async def fetch(self, node_id: str, wanted: dict[str, float]) -> None:
+    async def fetch(self, node_id: NodeId, wanted: dict[NodeId, float]) -> None:
         """Ask `node_id` for the envelopes of these nodes (with their ages). Raises as `synchronise`."""
         left = list(wanted)
         while left:
@@ -73,8 +77,8 @@ class RecordExchange:
             answered = await self._ask(node_id, KIND_ENVELOPES, body)
             try:
                 envelopes = _envelopes.decode(answered)
-            except _UNREADABLE:
-                raise RemoteError(f"node {node_id} sent unreadable envelopes") from None
+            except _UNREADABLE as error:
+                raise self._unreadable(node_id, "envelopes", error) from None
             received = set()
             for sealed in envelopes:
                 received.add(self._take_one(node_id, sealed, wanted))
@@ -91,14 +95,21 @@ class RecordExchange:
         if kind == KIND_ENVELOPES:
             try:
                 asked = _asked.decode(body)
-            except _UNREADABLE:
-                raise UnreadableRequest("the list of node ids is unreadable") from None
+            except _UNREADABLE as error:
+                field, reason = field_and_reason(error, "node_ids")
+                raise UnreadableRequest(f"{field}: {reason}") from None
             return msgspec.msgpack.encode(self._book.sealed(asked, _RESPONSE_BYTES))
         raise RequestRefused(f"requests of kind {kind} are not known here")
 
-    def _take_one(self, sender: str, sealed: bytes, ages_s: Mapping[str, float]) -> str | None:
+    def _unreadable(self, node_id: NodeId, what: str, error: Exception) -> RemoteError:
+        bad = BadMessage(*field_and_reason(error, what))
+        self._blame(node_id, bad)
+        return RemoteError(f"node {node_id} sent unreadable {what}: {bad}")
+
+    def _take_one(self, sender: NodeId, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId | None:
         try:
             return self._take(sealed, ages_s)
         except BadMessage as error:
-            provoked_by(log, sender).warning("node %s passed on a bad envelope: %s", sender, error)
+            provoked_by(log, sender).debug("node %s passed on a bad envelope: %s", sender, error)
+            self._blame(sender, error)
             return None

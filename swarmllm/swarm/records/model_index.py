@@ -16,6 +16,7 @@ from typing import Final
 
 from swarmllm.models.catalogue import MIN_ID_PREFIX
 from swarmllm.models.layers import LayerRange
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
 
 NODE_MODELS_MAX: Final = 256
@@ -30,7 +31,7 @@ class Holder:
     """One contiguous range that one connected node (or this one) has ready to run."""
 
     layers: LayerRange
-    node_id: str
+    node_id: NodeId
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class SwarmModel:
     model_id: str
     name: str
     n_layers: int
-    held: Mapping[str, tuple[LayerRange, ...]]
+    held: Mapping[NodeId, tuple[LayerRange, ...]]
     """By node id, what is ready to run there."""
-    sources: tuple[str, ...]
+    sources: tuple[NodeId, ...]
     """Other nodes that give its files, sorted."""
 
     @cached_property
@@ -56,7 +57,7 @@ class SwarmModel:
 class Contradiction:
     """A node gives a model of this node another number of layers: the id is a hash that fixes it."""
 
-    node_id: str
+    node_id: NodeId
     model_id: str
     said: int
     known: int
@@ -81,21 +82,21 @@ class _Said:
 
 @dataclass(slots=True)
 class _Model:
-    said: dict[str, _Said] = field(default_factory=dict)
-    ranges: dict[str, tuple[LayerRange, ...]] = field(default_factory=dict)
+    said: dict[NodeId, _Said] = field(default_factory=dict)
+    ranges: dict[NodeId, tuple[LayerRange, ...]] = field(default_factory=dict)
     """What `said` comes to, per node, made when it is asked for."""
     view: SwarmModel | None = None
     """None: to be worked out."""
 
 
 class ModelIndex:
-    def __init__(self, node_id: str, on_contradiction: Callable[[Contradiction], None]) -> None:
+    def __init__(self, node_id: NodeId, on_contradiction: Callable[[Contradiction], None]) -> None:
         self._node_id = node_id
         self._on_contradiction = on_contradiction
         self._models: dict[str, _Model] = {}
-        self._by_node: dict[str, dict[str, _Said]] = {}
+        self._by_node: dict[NodeId, dict[str, _Said]] = {}
         """In the order in which the node names them."""
-        self._records: dict[str, NodeRecord] = {}
+        self._records: dict[NodeId, NodeRecord] = {}
         self._ids_of: dict[str, dict[str, int]] = {}
         """Name -> model id -> how many nodes call it so."""
         self._ids_with: dict[str, set[str]] = {}
@@ -108,11 +109,11 @@ class ModelIndex:
         return len(self._models)
 
     @property
-    def nodes(self) -> KeysView[str]:
+    def nodes(self) -> KeysView[NodeId]:
         """Those whose records are in here."""
         return self._records.keys()
 
-    def put(self, node_id: str, record: NodeRecord | None) -> None:
+    def put(self, node_id: NodeId, record: NodeRecord | None) -> None:
         """All that the node says now, or nothing."""
         if record is self._records.get(node_id):
             return
@@ -136,11 +137,11 @@ class ModelIndex:
         else:
             self._by_node.pop(node_id, None)
 
-    def announcers(self, model_id: str) -> Iterable[str]:
+    def announcers(self, model_id: str) -> Iterable[NodeId]:
         model = self._models.get(model_id)
         return model.said.keys() if model else ()
 
-    def held(self, model_id: str) -> Mapping[str, tuple[LayerRange, ...]]:
+    def held(self, model_id: str) -> Mapping[NodeId, tuple[LayerRange, ...]]:
         model = self._models.get(model_id)
         if model is None:
             return {}
@@ -152,7 +153,7 @@ class ModelIndex:
                 held[node_id] = model.ranges[node_id]
         return {node_id: ranges for node_id, ranges in held.items() if ranges}
 
-    def files(self, model_id: str) -> dict[str, FileAnnounce]:
+    def files(self, model_id: str) -> dict[NodeId, FileAnnounce]:
         model = self._models.get(model_id)
         said = self._true(model) if model else ()
         return {n: each.files for n, each in said if each.files is not None and n != self._node_id}
@@ -189,21 +190,21 @@ class ModelIndex:
                     chosen[model_id] = None
         return list(chosen)
 
-    def _true(self, model: _Model) -> Iterator[tuple[str, _Said]]:
+    def _true(self, model: _Model) -> Iterator[tuple[NodeId, _Said]]:
         """What does not contradict this node, of which the number of layers is known."""
         own = model.said.get(self._node_id)
         for node_id, said in model.said.items():
             if own is None or said.n_layers == own.n_layers:
                 yield node_id, said
 
-    def _blame(self, node_id: str, model_id: str, model: _Model) -> None:
+    def _blame(self, node_id: NodeId, model_id: str, model: _Model) -> None:
         own = model.said.get(self._node_id)
         for other in model.said if node_id == self._node_id else (node_id,):
             said = model.said[other].n_layers
             if own is not None and said != own.n_layers:
                 self._on_contradiction(Contradiction(other, model_id, said, own.n_layers))
 
-    def _put_in(self, node_id: str, model_id: str, said: _Said) -> None:
+    def _put_in(self, node_id: NodeId, model_id: str, said: _Said) -> None:
         model = self._models.get(model_id)
         if model is None:
             model = self._models[model_id] = _Model()
@@ -216,7 +217,7 @@ class ModelIndex:
         self._touched()
         self._blame(node_id, model_id, model)
 
-    def _take_out(self, node_id: str, model_id: str, said: _Said) -> None:
+    def _take_out(self, node_id: NodeId, model_id: str, said: _Said) -> None:
         model = self._models[model_id]
         del model.said[node_id]
         model.ranges.pop(node_id, None)
@@ -242,9 +243,9 @@ class ModelIndex:
 
     def _view(self, model_id: str, model: _Model) -> SwarmModel:
         said: Counter[tuple[str, int]] = Counter()
-        for node_id, each in self._true(model):
+        for writer, each in self._true(model):
             for name in each.names:
-                said[name, each.n_layers] += 2 * len(model.said) + 1 if node_id == self._node_id else 1
+                said[name, each.n_layers] += 2 * len(model.said) + 1 if writer == self._node_id else 1
         (name, n_layers), _ = min(said.items(), key=lambda vote: (-vote[1], vote[0]))
         fitting = {
             node_id: tuple(layers for layers in ranges if layers.end <= n_layers)

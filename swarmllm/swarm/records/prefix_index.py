@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import PrefixCacheAnnounce
 
 NODE_PREFIXES_MAX: Final = 64
@@ -25,19 +26,19 @@ Beginning = tuple[str, bytes, int]
 class PrefixMatch:
     n_blocks: int = 0
     """0: nobody has any of it."""
-    node_ids: frozenset[str] = frozenset()
+    node_ids: frozenset[NodeId] = frozenset()
 
 
 class PrefixIndex:
     def __init__(self, nodes_max: int = NODES_MAX) -> None:
         self._nodes_max = nodes_max
-        self._by_node: dict[str, tuple[Beginning, ...]] = {}
-        self._nodes_of: dict[Beginning, set[str]] = {}
+        self._by_node: dict[NodeId, tuple[Beginning, ...]] = {}
+        self._nodes_of: dict[Beginning, set[NodeId]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._by_node.values()))
 
-    def put(self, node_id: str, announced: Sequence[PrefixCacheAnnounce]) -> None:
+    def put(self, node_id: NodeId, announced: Sequence[PrefixCacheAnnounce]) -> None:
         """All that the node says now."""
         self.forget(node_id)
         said = ((each.model_id, kept.hash, kept.n_blocks) for each in announced for kept in each.prefixes)
@@ -48,18 +49,20 @@ class PrefixIndex:
         for beginning in beginnings:
             self._nodes_of.setdefault(beginning, set()).add(node_id)
 
-    def forget(self, node_id: str) -> None:
+    def forget(self, node_id: NodeId) -> None:
         for beginning in self._by_node.pop(node_id, ()):
             nodes = self._nodes_of[beginning]
             nodes.remove(node_id)
             if not nodes:
                 del self._nodes_of[beginning]
 
-    def count(self, node_id: str) -> int:
+    def count(self, node_id: NodeId) -> int:
         """Beginnings that the node has announced."""
         return len(self._by_node.get(node_id, ()))
 
-    def longest(self, model_id: str, hashes: Sequence[bytes], counts: Callable[[str], bool]) -> PrefixMatch:
+    def longest(
+        self, model_id: str, hashes: Sequence[bytes], counts: Callable[[NodeId], bool]
+    ) -> PrefixMatch:
         """The most of a prompt's complete blocks (`hashes`, see swarmllm_proto.blocks) of which some node
         that `counts` has all, and those nodes."""
         for n_blocks in range(len(hashes), 0, -1):

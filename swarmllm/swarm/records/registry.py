@@ -26,6 +26,7 @@ from swarmllm.swarm.records.model_index import SwarmModel as SwarmModel
 from swarmllm.swarm.records.prefix_index import PrefixIndex, PrefixMatch
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord
 
 LISTED_MAX = 256
@@ -39,9 +40,9 @@ def _unheard(contradiction: Contradiction) -> None:
 class Registry:
     def __init__(
         self,
-        node_id: str,
-        may_work: Callable[[str], bool] = lambda node_id: True,
-        may_share: Callable[[str], bool] = lambda node_id: True,
+        node_id: NodeId,
+        may_work: Callable[[NodeId], bool] = lambda node_id: True,
+        may_share: Callable[[NodeId], bool] = lambda node_id: True,
         on_contradiction: Callable[[Contradiction], None] = _unheard,
     ) -> None:
         """`may_work(node_id)`: whether what that node offers counts (see trust.py); `may_share(node_id)`:
@@ -51,17 +52,17 @@ class Registry:
         self._may_work = may_work
         self._may_share = may_share
         self._prefixes = PrefixIndex()
-        self._records: dict[str, NodeRecord] = {}
-        self._connected: frozenset[str] = frozenset()
+        self._records: dict[NodeId, NodeRecord] = {}
+        self._connected: frozenset[NodeId] = frozenset()
         self._index = ModelIndex(node_id, on_contradiction)
-        self._distrusted: set[str] = set()
+        self._distrusted: set[NodeId] = set()
         """Connected nodes with a record that may not work."""
         self._listed: tuple[object, Sequence[str]] | None = None
 
     def __repr__(self) -> str:
         return f"<Registry records={len(self._records)} connected={len(self._connected)}>"
 
-    def apply(self, node_id: str, record: bytes) -> NodeRecord:
+    def apply(self, node_id: NodeId, record: bytes) -> NodeRecord:
         """Take over what `node_id` says about itself; a bad record leaves its last good one in place.
 
         Raises swarmllm_proto.errors.ProtocolError, naming the field: undecodable, or another node's.
@@ -74,17 +75,17 @@ class Registry:
         self._place(node_id)
         return decoded
 
-    def forget(self, node_id: str) -> None:
+    def forget(self, node_id: NodeId) -> None:
         self._records.pop(node_id, None)
         self._prefixes.forget(node_id)
         self._place(node_id)
 
-    def set_connected(self, node_ids: Iterable[str]) -> None:
+    def set_connected(self, node_ids: Iterable[NodeId]) -> None:
         before, self._connected = self._connected, frozenset(node_ids)
         for node_id in before ^ self._connected:
             self._place(node_id)
 
-    def connected(self) -> frozenset[str]:
+    def connected(self) -> frozenset[NodeId]:
         return self._connected
 
     @property
@@ -92,16 +93,16 @@ class Registry:
         """Another number after every change of what the nodes that count hold or give."""
         return self._index.version
 
-    def node(self, node_id: str) -> NodeRecord | None:
+    def node(self, node_id: NodeId) -> NodeRecord | None:
         """The last record heard of a node, connected or not."""
         return self._records.get(node_id)
 
-    def working_nodes(self) -> dict[str, NodeRecord]:
+    def working_nodes(self) -> dict[NodeId, NodeRecord]:
         """The records of this node and of those that are connected and may work."""
         self._settle(self._connected)
         return {n: self._records[n] for n in self._index.nodes}
 
-    def nodes(self) -> Mapping[str, NodeRecord]:
+    def nodes(self) -> Mapping[NodeId, NodeRecord]:
         """Every record heard, connected or not."""
         return self._records
 
@@ -112,7 +113,7 @@ class Registry:
             key=lambda holder: (holder.layers.start, holder.layers.end, holder.node_id),
         )
 
-    def held(self, model_id: str) -> Mapping[str, tuple[LayerRange, ...]]:
+    def held(self, model_id: str) -> Mapping[NodeId, tuple[LayerRange, ...]]:
         """The same by node, in no particular order; of each node at most
         `model_index.NODE_RANGES_MAX` ranges."""
         self._settle_for(model_id)
@@ -159,17 +160,17 @@ class Registry:
         models = (self._index.model(model_id) for model_id in found)
         return [model for model in models if model is not None]
 
-    def files(self, model_id: str) -> dict[str, FileAnnounce]:
+    def files(self, model_id: str) -> dict[NodeId, FileAnnounce]:
         """What other connected nodes have files of, of one model: node id -> what it said."""
         self._settle_for(model_id)
         return self._index.files(model_id)
 
-    def files_named(self, name_or_id: str, limit: int = LISTED_MAX) -> dict[str, dict[str, FileAnnounce]]:
+    def files_named(self, name_or_id: str, limit: int = LISTED_MAX) -> dict[str, dict[NodeId, FileAnnounce]]:
         """Model id -> node id -> what that node has of the models of which some other connected node gives
         files under this name, or whose ids begin like this (from `MIN_ID_PREFIX` characters on)."""
         self._settle(self._connected)
         called = itertools.chain(self._index.called(name_or_id), self._index.beginning_with(name_or_id))
-        files: dict[str, dict[str, FileAnnounce]] = {}
+        files: dict[str, dict[NodeId, FileAnnounce]] = {}
         for model_id in called:
             found = self._index.files(model_id)
             if any(each.name == name_or_id for each in found.values()) or (
@@ -185,14 +186,14 @@ class Registry:
         connected nodes that are trusted enough announce the KV, and those nodes."""
         return self._prefixes.longest(model_id, hashes, self._shares)
 
-    def n_prefixes(self, node_id: str) -> int:
+    def n_prefixes(self, node_id: NodeId) -> int:
         """Prompts' beginnings of which that node announces the KV; 0 where its word does not count."""
         return self._prefixes.count(node_id) if self._shares(node_id) else 0
 
-    def _shares(self, node_id: str) -> bool:
+    def _shares(self, node_id: NodeId) -> bool:
         return node_id != self._node_id and self._counts(node_id) and self._may_share(node_id)
 
-    def _settle(self, node_ids: Iterable[str]) -> None:
+    def _settle(self, node_ids: Iterable[NodeId]) -> None:
         """Bring the index in line with the trust of now."""
         changed = [
             node_id
@@ -208,7 +209,7 @@ class Registry:
         """For one model: only its announcers can leave it, and only a distrusted node can enter."""
         self._settle([*self._index.announcers(model_id), *self._distrusted])
 
-    def _place(self, node_id: str) -> None:
+    def _place(self, node_id: NodeId) -> None:
         """What the node says now counts in full or not at all."""
         record = self._records.get(node_id)
         counts = record is not None and self._counts(node_id)
@@ -216,5 +217,5 @@ class Registry:
         (self._distrusted.add if is_distrusted else self._distrusted.discard)(node_id)
         self._index.put(node_id, record if counts else None)
 
-    def _counts(self, node_id: str) -> bool:
+    def _counts(self, node_id: NodeId) -> bool:
         return node_id == self._node_id or (node_id in self._connected and self._may_work(node_id))

@@ -17,6 +17,7 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.identifiers import NodeId
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -28,7 +29,7 @@ async def follow_router(
     registry: Registry, router: Router, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
     """Run for ever; started once the registry holds everything the router knew at the call."""
-    seen: dict[str, bytes] = {}
+    seen: dict[NodeId, bytes] = {}
     async with router.changes() as changes:
         await _catch_up(registry, router, seen)
         task_status.started()
@@ -36,7 +37,7 @@ async def follow_router(
             await _catch_up(registry, router, seen)
 
 
-async def _catch_up(registry: Registry, router: Router, seen: dict[str, bytes]) -> None:
+async def _catch_up(registry: Registry, router: Router, seen: dict[NodeId, bytes]) -> None:
     records = dict(router.records())
     await _take_over_connections(registry, router)
     for node_id in seen.keys() - records.keys():
@@ -57,7 +58,7 @@ async def _take_over_connections(registry: Registry, router: Router) -> None:
         await trio.lowlevel.checkpoint()
 
 
-def _apply(registry: Registry, node_id: str, record: bytes) -> None:
+def _apply(registry: Registry, node_id: NodeId, record: bytes) -> None:
     try:
         registry.apply(node_id, record)
     except ProtocolError as error:

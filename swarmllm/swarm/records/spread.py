@@ -22,6 +22,7 @@ from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import CircuitAddress
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
+from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.records.envelope_book import EnvelopeBook
 from swarmllm.swarm.records.exchange import Ask, RecordExchange
 from swarmllm.swarm.records.verify_once import VerifyOnce
@@ -30,13 +31,15 @@ from swarmllm_proto.envelope import (
     ADDRESSES_MAX,
     ENVELOPE_MAX,
     HEARTBEAT_MAX,
+    BadStatement,
     Envelope,
     Heartbeat,
     Verify,
     seal,
     unseal,
 )
-from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.errors import BadMessage, UnsupportedVersion
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +58,7 @@ _INCARNATION_NAME = "incarnation"
 
 class Signer(Protocol):
     @property
-    def node_id(self) -> str: ...
+    def node_id(self) -> NodeId: ...
 
     def sign(self, content: bytes) -> bytes: ...
 
@@ -73,9 +76,10 @@ class RecordSpread:
         feed: ChangeFeed,
         *,
         ask: Ask,
-        connected: Callable[[], Collection[str]],
+        connected: Callable[[], Collection[NodeId]],
         heard: Callable[[Envelope], None],
-        forgotten: Callable[[str], None],
+        forgotten: Callable[[NodeId], None],
+        note: Note = unnoted,
     ) -> None:
         self._identity = identity
         self._verify = verify = VerifyOnce(verify)
@@ -84,15 +88,16 @@ class RecordSpread:
         self._connected = connected
         self._heard = heard
         self._forgotten = forgotten
+        self._note = note
         self._book = EnvelopeBook(identity.node_id, verify)
-        self._fetching: set[str] = set()
+        self._fetching: set[NodeId] = set()
         self._n_beats = 0
         self._n_beats_since_news = 0
         self._news = trio.Event()
         self._gossip: Gossip | None = None
         self.own = Envelope(node_id=identity.node_id, started_at_ms=started_at_ms, sequence=0)
-        self.exchange = RecordExchange(self._book, ask, self._take)
-        self.records: Mapping[str, bytes] = self._book.records()
+        self.exchange = RecordExchange(self._book, ask, self._take, self.blame)
+        self.records: Mapping[NodeId, bytes] = self._book.records()
 
     def begin(self, gossip: Gossip, addresses: tuple[str, ...], data_addresses: tuple[str, ...]) -> None:
         """From here on others hear of this node."""
@@ -119,11 +124,11 @@ class RecordSpread:
         self.own = msgspec.structs.replace(self.own, addresses=addresses)
         await self.publish(self.own.record)
 
-    def envelope(self, node_id: str) -> Envelope | None:
+    def envelope(self, node_id: NodeId) -> Envelope | None:
         return self._book.envelope(node_id)
 
-    def validate(self, topic: str, content: bytes) -> bool:
-        """Whether gossip is to be passed on."""
+    def validate(self, topic: str, content: bytes) -> bool | None:
+        """Whether gossip is to be passed on. None: it is of another version, which is nobody's fault."""
         try:
             if topic == MODELS:
                 unseal(content, Envelope, self._verify)
@@ -131,8 +136,23 @@ class RecordSpread:
                 unseal(content, Heartbeat, self._verify)
         except BadMessage as error:
             provoked_by(log, "gossip").debug("gossip on %s refused: %s", topic, error)
+            if isinstance(error, UnsupportedVersion):
+                return None
+            self._blame_author(error)
             return False
         return True
+
+    def blame(self, sender: NodeId, error: BadMessage) -> None:
+        """A peer has sent a statement that is refused, although each node checks what it passes on."""
+        if not isinstance(error, UnsupportedVersion):
+            self._note(sender, Deed.BROKE_PROTOCOL, str(error))
+            self._blame_author(error, sender)
+
+    def _blame_author(self, error: BadMessage, blamed: NodeId | None = None) -> None:
+        """Only a node whose signature proves that it said so, never the subject of a forged statement."""
+        author = error.author if isinstance(error, BadStatement) else None
+        if author not in (None, blamed, self._identity.node_id):
+            self._note(author, Deed.BROKE_PROTOCOL, str(error))
 
     def receive(self, topic: str, content: bytes) -> None:
         """Gossip that passed `validate`."""
@@ -145,7 +165,7 @@ class RecordSpread:
         ):
             self._fetch_soon(heartbeat.node_id)
 
-    def _take(self, sealed: bytes, ages_s: Mapping[str, float]) -> str:
+    def _take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
         now = trio.current_time()
         verdict, node_id = self._book.take(sealed, now, connected=self._connected(), ages_s=ages_s)
         if verdict == "refused" and node_id == self._identity.node_id:
@@ -158,7 +178,7 @@ class RecordSpread:
                 self._feed.announce(Change("record", node_id))
         return node_id
 
-    def _fetch_soon(self, node_id: str) -> None:
+    def _fetch_soon(self, node_id: NodeId) -> None:
         """Get a newer envelope of which a heartbeat told: from its writer, else from whoever is connected."""
         connected = self._connected()
         if node_id in self._fetching or len(self._fetching) >= _FETCHES_MAX or not connected:

@@ -11,6 +11,7 @@ import hashlib
 from collections import OrderedDict
 
 from swarmllm_proto.envelope import Verify
+from swarmllm_proto.identifiers import NodeId
 
 KEPT_MAX = 4096
 """Verdicts, those asked for last: about 1 MiB."""
@@ -27,7 +28,7 @@ class VerifyOnce:
     def __len__(self) -> int:
         return len(self._verdicts)
 
-    def __call__(self, node_id: str, content: bytes, signature: bytes) -> bool:
+    def __call__(self, node_id: NodeId, content: bytes, signature: bytes) -> bool:
         # A hash stands for the content: a thousand records would be too much to keep.
         key = (node_id, signature, hashlib.sha256(content).digest())
         verdict = self._verdicts.pop(key, None)

@@ -19,6 +19,7 @@ from swarmllm.swarm.discovery.dht.messages import MESSAGE_MAX_BYTES, Contact, Me
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class Asking:
         host: Host,
         nursery: trio.Nursery,
         protocol: str,
-        lets_in: Callable[[str], bool],
-        let_go: Callable[[str], None],
+        lets_in: Callable[[NodeId], bool],
+        let_go: Callable[[NodeId], None],
         peers_max: int,
     ) -> None:
         """`let_go(node_id)` ends the connection with a node that was asked in passing, when this one has

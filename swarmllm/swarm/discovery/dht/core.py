@@ -14,16 +14,19 @@ from swarmllm.swarm.discovery.dht.messages import Contact, Kind, Message
 from swarmllm.swarm.discovery.dht.providers import PROVIDERS_PER_KEY, ProviderBook
 from swarmllm.swarm.discovery.dht.table import BUCKET_SIZE, RoutingTable
 from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.identifiers import NodeId
 
 
 class Whereabouts(Protocol):
-    def __call__(self, node_id: str) -> tuple[Address, ...]:
+    def __call__(self, node_id: NodeId) -> tuple[Address, ...]:
         """Where a node says it is, as this node knows; empty: unknown."""
         ...
 
 
 class DhtCore:
-    def __init__(self, node_id: str, whereabouts: Whereabouts, connected: Callable[[], set[str]]) -> None:
+    def __init__(
+        self, node_id: NodeId, whereabouts: Whereabouts, connected: Callable[[], set[NodeId]]
+    ) -> None:
         self.node_id = node_id
         self.table = RoutingTable(node_id)
         self.providers = ProviderBook()
@@ -32,7 +35,7 @@ class DhtCore:
         self._whereabouts = whereabouts
         self._connected = connected
 
-    def answer(self, sender: str, message: Message, now: float) -> Message | None:
+    def answer(self, sender: NodeId, message: Message, now: float) -> Message | None:
         """None: nothing is said to that. Raises BadMessage for what no honest node asks."""
         match message.kind:
             case Kind.PING:
@@ -57,7 +60,7 @@ class DhtCore:
             raise BadMessage("key", "is missing")
         return message.key
 
-    def _closer(self, sender: str, key: bytes) -> tuple[Contact, ...]:
+    def _closer(self, sender: NodeId, key: bytes) -> tuple[Contact, ...]:
         """Connected ones first: others may have left since they answered."""
         nearest = self.table.closest(place(key), 2 * BUCKET_SIZE)
         connected = self._connected()
@@ -66,13 +69,13 @@ class DhtCore:
         placed = [self.placed(contact) for contact in told]
         return tuple(contact for contact in placed if contact.addresses)[:BUCKET_SIZE]
 
-    def _has(self, sender: str, key: bytes, now: float) -> tuple[Contact, ...]:
+    def _has(self, sender: NodeId, key: bytes, now: float) -> tuple[Contact, ...]:
         found = self.providers.find(key, now)[: PROVIDERS_PER_KEY // 4]
         if key in self.provided:
             found.insert(0, Contact(self.node_id, self._whereabouts(self.node_id)))
         return tuple(self.placed(contact) for contact in found if contact.node_id != sender)
 
-    def _add(self, sender: str, message: Message, now: float) -> None:
+    def _add(self, sender: NodeId, message: Message, now: float) -> None:
         """A node speaks for itself alone: whoever names another is not believed."""
         key = self._key(message)
         for contact in message.providers:

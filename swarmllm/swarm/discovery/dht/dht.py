@@ -22,6 +22,7 @@ from swarmllm.swarm.discovery.dht.serving import Serving
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.router import DhtMode, DhtStatistics
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,9 @@ class Dht:
         network_id: str = "",
         mode: DhtMode = "on",
         whereabouts: Whereabouts,
-        lets_in: Callable[[str], bool] = lambda node_id: True,
+        lets_in: Callable[[NodeId], bool] = lambda node_id: True,
         serves: Callable[[], bool] = lambda: True,
-        let_go: Callable[[str], None] = lambda node_id: None,
+        let_go: Callable[[NodeId], None] = lambda node_id: None,
         peers_max: int = PEERS_MAX,
     ) -> None:
         self._host = host
@@ -64,7 +65,7 @@ class Dht:
         self._asking = Asking(host, nursery, protocol_name(network_id), lets_in, let_go, peers_max)
         self._serving = Serving(self.core, serves)
         self._news = trio.Event()
-        self._met: set[str] = set()
+        self._met: set[NodeId] = set()
         self._told: dict[bytes, float] = {}
         self._n_known_when_told = 0
         self._n_lookups = 0
@@ -82,7 +83,7 @@ class Dht:
             self._n_lookups,
         )
 
-    def met(self, node_id: str) -> None:
+    def met(self, node_id: NodeId) -> None:
         """This node is connected now: if it speaks the protocol, it belongs into the table."""
         self._met.add(node_id)
         self._news.set()

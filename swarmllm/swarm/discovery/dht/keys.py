@@ -13,6 +13,8 @@ from functools import lru_cache
 from blake3 import blake3
 from libp2p.peer.id import ID
 
+from swarmllm_proto.identifiers import NodeId
+
 KEY_MAX_BYTES = 64
 """The longest multihash that is looked at; ours have 34."""
 _BLAKE3 = bytes((0x1E, 0x20))
@@ -41,10 +43,10 @@ def place(content: bytes) -> int:
 
 
 @lru_cache(4096)
-def node_key(node_id: str) -> bytes:
+def node_key(node_id: NodeId) -> bytes:
     """What FIND_NODE asks for."""
     return bytes(ID.from_base58(node_id).to_bytes())
 
 
-def node_place(node_id: str) -> int:
+def node_place(node_id: NodeId) -> int:
     return place(node_key(node_id))

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from swarmllm.swarm.discovery.dht.keys import node_place
 from swarmllm.swarm.discovery.dht.messages import Contact
+from swarmllm_proto.identifiers import NodeId
 
 N_CLOSEST = 20
 PARALLEL = 3
@@ -20,14 +21,14 @@ _NAMED_BY_ONE = 20
 
 
 class Lookup:
-    def __init__(self, place: int, node_id: str, start: Iterable[Contact]) -> None:
+    def __init__(self, place: int, node_id: NodeId, start: Iterable[Contact]) -> None:
         """`node_id`: this node, which is never asked."""
         self._place = place
         self._node_id = node_id
-        self._known: dict[str, tuple[int, Contact]] = {}
-        self._under_way: set[str] = set()
-        self._answered: set[str] = set()
-        self._failed: set[str] = set()
+        self._known: dict[NodeId, tuple[int, Contact]] = {}
+        self._under_way: set[NodeId] = set()
+        self._answered: set[NodeId] = set()
+        self._failed: set[NodeId] = set()
         self._learn(start)
 
     @property
@@ -47,12 +48,12 @@ class Lookup:
         self._under_way.add(candidates[0].node_id)
         return candidates[0]
 
-    def answered(self, node_id: str, closer: Iterable[Contact] = ()) -> None:
+    def answered(self, node_id: NodeId, closer: Iterable[Contact] = ()) -> None:
         self._under_way.discard(node_id)
         self._answered.add(node_id)
         self._learn(list(closer)[:_NAMED_BY_ONE])
 
-    def failed(self, node_id: str) -> None:
+    def failed(self, node_id: NodeId) -> None:
         self._under_way.discard(node_id)
         self._failed.add(node_id)
         self._known.pop(node_id, None)

@@ -18,6 +18,7 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.keys import KEY_MAX_BYTES
 from swarmllm.swarm.libp2p.wire_ids import node_id_of, packed, unpacked
 from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.identifiers import NodeId
 
 MESSAGE_MAX_BYTES = 64 * 1024
 """On the wire. Forty peers with eight addresses each are 20 KiB; the libp2p specification allows 4 MiB."""
@@ -40,7 +41,7 @@ class Kind(IntEnum):
 class Contact:
     """A node and where somebody says it is."""
 
-    node_id: str
+    node_id: NodeId
     addresses: tuple[Address, ...] = ()
 
 
@@ -86,10 +87,10 @@ def _peer(contact: Contact) -> kademlia_pb2.Message.Peer:
 
 
 def _contacts(peers: Sequence[kademlia_pb2.Message.Peer]) -> tuple[Contact, ...]:
-    found: dict[str, Contact] = {}
+    found: dict[NodeId, Contact] = {}
     for peer in peers[:CONTACTS_MAX]:
         node_id = node_id_of(peer.id)
-        if node_id:
+        if node_id is not None:
             found[node_id] = Contact(node_id, _addresses(peer.addrs))
     return tuple(found.values())
 

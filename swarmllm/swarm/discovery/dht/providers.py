@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarmllm.swarm.discovery.dht.messages import Contact
+from swarmllm_proto.identifiers import NodeId
 
 EXPIRY_S = 3 * 3600.0
 """libp2p's 48 h make a DHT return mostly the dead where nodes come and go by the hour."""
@@ -21,7 +22,7 @@ PROVIDERS_PER_KEY = 64
 
 @dataclass(slots=True)
 class _Key:
-    until_s: dict[str, tuple[Contact, float]] = field(default_factory=dict)
+    until_s: dict[NodeId, tuple[Contact, float]] = field(default_factory=dict)
 
 
 class ProviderBook:
@@ -29,7 +30,7 @@ class ProviderBook:
 
     def __init__(self) -> None:
         self._keys: dict[bytes, _Key] = {}
-        self._n_of_node: dict[str, int] = {}
+        self._n_of_node: dict[NodeId, int] = {}
 
     def __repr__(self) -> str:
         return f"<ProviderBook {len(self._keys)} keys>"

@@ -17,6 +17,7 @@ from swarmllm.swarm.discovery.dht.messages import MESSAGE_MAX_BYTES, decode, enc
 from swarmllm.swarm.libp2p.host import Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm_proto.errors import FrameTruncated, ProtocolError
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,12 @@ class Serving:
     def __init__(self, core: DhtCore, serves: Callable[[], bool] = lambda: True) -> None:
         self._core = core
         self._serves = serves
-        self._askers: dict[str, _Asker] = {}
+        self._askers: dict[NodeId, _Asker] = {}
         self._n_streams = 0
         self.n_answered = 0
         self.n_refused = 0
 
-    async def serve(self, sender: str, stream: Stream) -> None:
+    async def serve(self, sender: NodeId, stream: Stream) -> None:
         """One stream; the host closes it afterwards."""
         if not self._serves():
             await stream.reset()
@@ -73,7 +74,7 @@ class Serving:
             asker.n_streams -= 1
             self._n_streams -= 1
 
-    async def _answer_one(self, sender: str, asker: _Asker, stream: Stream) -> bool:
+    async def _answer_one(self, sender: NodeId, asker: _Asker, stream: Stream) -> bool:
         """False: the sender has nothing more to ask."""
         with trio.fail_after(READ_S):
             try:
@@ -106,7 +107,7 @@ class Serving:
         asker.allowance -= 1
         return True
 
-    def _asker(self, sender: str) -> _Asker:
+    def _asker(self, sender: NodeId) -> _Asker:
         if sender not in self._askers and len(self._askers) >= _ASKERS_MAX:
             idle = next((who for who, asker in self._askers.items() if not asker.n_streams), None)
             if idle is not None:

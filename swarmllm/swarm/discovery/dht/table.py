@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from swarmllm.swarm.discovery.dht.keys import node_place
 from swarmllm.swarm.discovery.dht.messages import Contact
+from swarmllm_proto.identifiers import NodeId
 
 BUCKET_SIZE = 20
 CONTACTS_MAX = 1024
@@ -30,11 +31,11 @@ class _Entry:
 class RoutingTable:
     """`now` is any clock that does not run backwards, in seconds."""
 
-    def __init__(self, node_id: str) -> None:
+    def __init__(self, node_id: NodeId) -> None:
         self._node_id = node_id
         self._place = node_place(node_id)
-        self._entries: dict[str, _Entry] = {}
-        self._buckets: defaultdict[int, dict[str, _Entry]] = defaultdict(dict)
+        self._entries: dict[NodeId, _Entry] = {}
+        self._buckets: defaultdict[int, dict[NodeId, _Entry]] = defaultdict(dict)
 
     def __repr__(self) -> str:
         return f"<RoutingTable {len(self._entries)} nodes>"
@@ -42,7 +43,7 @@ class RoutingTable:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, node_id: str) -> bool:
+    def __contains__(self, node_id: NodeId) -> bool:
         return node_id in self._entries
 
     def answered(self, contact: Contact, now: float) -> bool:
@@ -65,7 +66,7 @@ class RoutingTable:
         bucket[node_id] = self._entries[node_id] = entry
         return True
 
-    def failed(self, node_id: str) -> None:
+    def failed(self, node_id: NodeId) -> None:
         """It did not answer."""
         if (entry := self._entries.pop(node_id, None)) is not None:
             del self._buckets[_PLACE_BITS - (entry.place ^ self._place).bit_length()][node_id]

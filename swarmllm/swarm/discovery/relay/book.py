@@ -7,6 +7,7 @@ asked for more is better joined by a second one.
 from __future__ import annotations
 
 from swarmllm.swarm.discovery.relay.messages import Status
+from swarmllm_proto.identifiers import NodeId
 
 RESERVATIONS_MAX = 128
 RESERVED_S = 3600.0
@@ -21,8 +22,8 @@ class RelayBook:
     """`now` is any clock that does not run backwards, in seconds."""
 
     def __init__(self) -> None:
-        self._until_s: dict[str, float] = {}
-        self._circuits: dict[tuple[str, str], int] = {}
+        self._until_s: dict[NodeId, float] = {}
+        self._circuits: dict[tuple[NodeId, NodeId], int] = {}
 
     def __repr__(self) -> str:
         return f"<RelayBook {len(self._until_s)} reservations, {self.n_circuits} circuits>"
@@ -31,10 +32,10 @@ class RelayBook:
     def n_circuits(self) -> int:
         return sum(self._circuits.values())
 
-    def holders(self) -> set[str]:
+    def holders(self) -> set[NodeId]:
         return set(self._until_s)
 
-    def reserve(self, node_id: str, now: float) -> Status:
+    def reserve(self, node_id: NodeId, now: float) -> Status:
         """For RESERVED_S from now; again before they are over renews."""
         self._until_s = {n: until_s for n, until_s in self._until_s.items() if until_s > now}
         if node_id not in self._until_s and len(self._until_s) >= RESERVATIONS_MAX:
@@ -42,11 +43,11 @@ class RelayBook:
         self._until_s[node_id] = now + RESERVED_S
         return Status.OK
 
-    def lost(self, node_id: str) -> None:
+    def lost(self, node_id: NodeId) -> None:
         """It is no longer connected: nothing can be carried to it."""
         self._until_s.pop(node_id, None)
 
-    def begin(self, dialler: str, target: str, now: float) -> Status:
+    def begin(self, dialler: NodeId, target: NodeId, now: float) -> Status:
         """One more circuit; to be followed by `end` if this is OK."""
         if dialler == target:
             return Status.PERMISSION_DENIED
@@ -61,7 +62,7 @@ class RelayBook:
         self._circuits[dialler, target] = self._circuits.get((dialler, target), 0) + 1
         return Status.OK
 
-    def end(self, dialler: str, target: str) -> None:
+    def end(self, dialler: NodeId, target: NodeId) -> None:
         left = self._circuits[dialler, target] - 1
         if left:
             self._circuits[dialler, target] = left

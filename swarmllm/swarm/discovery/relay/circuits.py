@@ -30,6 +30,7 @@ from swarmllm.swarm.discovery.relay.relayed_connection import RelayedConnection
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +43,15 @@ ACCEPTING_MAX = 16
 class Circuits:
     """`on_inbound(node_id)` is told of connections that came through a relay; it runs while they live."""
 
-    def __init__(self, host: Host, on_inbound: Callable[[str], Awaitable[None]] | None = None) -> None:
+    def __init__(self, host: Host, on_inbound: Callable[[NodeId], Awaitable[None]] | None = None) -> None:
         self._host = host
         self._on_inbound = on_inbound
         self._n_accepting = 0
-        self.reserved_until_s: dict[str, float] = {}
+        self.reserved_until_s: dict[NodeId, float] = {}
         """By relay, in trio's time."""
         host.serve(STOP, self._accept)
 
-    async def reserve(self, relay_id: str) -> None:
+    async def reserve(self, relay_id: NodeId) -> None:
         """Raises NodeUnreachable. Not to be cancelled."""
         stream, answer = await self._ask(relay_id, Hop("reserve"))
         await _reset(stream)
@@ -59,7 +60,7 @@ class Circuits:
             raise NodeUnreachable(f"relay {relay_id} takes no reservation: {answer.status.name}")
         self.reserved_until_s[relay_id] = trio.current_time() + lasts_s
 
-    async def connect(self, relay_id: str, node_id: str) -> None:
+    async def connect(self, relay_id: NodeId, node_id: NodeId) -> None:
         """A connection with that node, through that relay. Raises NodeUnreachable. Not to be cancelled."""
         stream, answer = await self._ask(relay_id, Hop("connect", node_id))
         if answer.status is not Status.OK:
@@ -68,7 +69,7 @@ class Circuits:
         connection = RelayedConnection(stream, relay_id, answer.data_bytes)
         await self._host.adopt(connection, node_id, dialled=True)
 
-    async def _ask(self, relay_id: str, question: Hop) -> tuple[Stream, Hop]:
+    async def _ask(self, relay_id: NodeId, question: Hop) -> tuple[Stream, Hop]:
         stream = await self._host.open_stream(relay_id, HOP)
         try:
             await stream.write(framed(encode_hop(question)))
@@ -82,7 +83,7 @@ class Circuits:
             raise NodeUnreachable(f"relay {relay_id} does not answer what it was asked")
         return stream, answer
 
-    async def _accept(self, relay_id: str, stream: Stream) -> None:
+    async def _accept(self, relay_id: NodeId, stream: Stream) -> None:
         if self._n_accepting >= ACCEPTING_MAX:
             await stream.reset()
             return
@@ -90,17 +91,18 @@ class Circuits:
         try:
             with trio.fail_after(ANSWER_S):
                 asked = decode_stop(await read_framed(stream, MESSAGE_MAX_BYTES))
-            if asked.kind != "connect":
+            dialler = asked.node_id
+            if dialler is None:
                 status = Status.UNEXPECTED_MESSAGE
             elif self.reserved_until_s.get(relay_id, 0.0) <= trio.current_time():
                 status = Status.PERMISSION_DENIED
             else:
                 status = Status.OK
             await stream.write(framed(encode_stop(Stop("status", status=status))))
-            if status is not Status.OK:
+            if dialler is None or status is not Status.OK:
                 return
             connection = RelayedConnection(stream, relay_id)
-            await self._host.adopt(connection, asked.node_id, dialled=False)
+            await self._host.adopt(connection, dialler, dialled=False)
         except (ProtocolError, trio.TooSlowError, NodeUnreachable) as error:
             log.debug("a connection through relay %s: %s", relay_id, error)
             await stream.reset()
@@ -108,7 +110,7 @@ class Circuits:
         finally:
             self._n_accepting -= 1
         if self._on_inbound is not None:
-            await self._on_inbound(asked.node_id)
+            await self._on_inbound(dialler)
         # The stream is closed when this returns.
         await connection.ended.wait()
 

@@ -14,6 +14,7 @@ from libp2p.relay.circuit_v2.pb import circuit_pb2, dcutr_pb2
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p.wire_ids import node_id_of, packed, unpacked
 from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.identifiers import NodeId
 
 # The generated types know enumerations only as numbers of their own kind.
 _circuit: Any = circuit_pb2
@@ -47,7 +48,7 @@ class Hop:
     """Between a node and a relay."""
 
     kind: Literal["reserve", "connect", "status"]
-    node_id: str = ""
+    node_id: NodeId | None = None
     """Whom to connect with."""
     status: Status = Status.NONE
     expires_at: int = 0
@@ -61,7 +62,7 @@ class Stop:
     """Between a relay and the node that is dialled through it."""
 
     kind: Literal["connect", "status"]
-    node_id: str = ""
+    node_id: NodeId | None = None
     """Who dials."""
     status: Status = Status.NONE
 
@@ -93,7 +94,7 @@ def decode_hop(content: bytes) -> Hop:
     kind = _kind(kinds, parsed.type)
     expires_at = min(int(parsed.reservation.expire), 2**40)
     data_bytes = min(int(parsed.limit.data), 2**62)
-    return Hop(kind, _peer(parsed) if kind == "connect" else "", _status(parsed), expires_at, data_bytes)
+    return Hop(kind, _peer(parsed) if kind == "connect" else None, _status(parsed), expires_at, data_bytes)
 
 
 def encode_stop(message: Stop) -> bytes:
@@ -110,7 +111,7 @@ def decode_stop(content: bytes) -> Stop:
     parsed = _parse(_circuit.StopMessage, content)
     kinds: tuple[Literal["connect", "status"], ...] = ("connect", "status")
     kind = _kind(kinds, parsed.type)
-    return Stop(kind, _peer(parsed) if kind == "connect" else "", _status(parsed))
+    return Stop(kind, _peer(parsed) if kind == "connect" else None, _status(parsed))
 
 
 def encode_punch(message: Punch) -> bytes:
@@ -148,10 +149,10 @@ def _kind(kinds: tuple[T, ...], number: int) -> T:
     return kinds[number]
 
 
-def _peer(parsed: Any) -> str:
+def _peer(parsed: Any) -> NodeId:
     node_id = node_id_of(parsed.peer.id)
-    if not node_id:
-        raise BadMessage("peer.id", "is no node id")
+    if node_id is None:
+        raise BadMessage("peer.id", "is not a node id")
     return node_id
 
 

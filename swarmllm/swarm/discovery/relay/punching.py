@@ -30,6 +30,7 @@ from swarmllm.swarm.discovery.relay.messages import (
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm_proto.errors import BadMessage, ProtocolError
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -52,18 +53,18 @@ class Punching:
         host: Host,
         *,
         own_addresses: Callable[[], tuple[Address, ...]],
-        known_addresses: Callable[[str], tuple[Address, ...]],
-        on_direct: Callable[[str], Awaitable[None]],
+        known_addresses: Callable[[NodeId], tuple[Address, ...]],
+        on_direct: Callable[[NodeId], Awaitable[None]],
     ) -> None:
         self._host = host
         self._own_addresses = own_addresses
         self._known_addresses = known_addresses
         self._on_direct = on_direct
-        self._under_way: set[str] = set()
+        self._under_way: set[NodeId] = set()
         self.n_punched = 0
         host.serve(DCUTR, self._answer)
 
-    async def punch(self, node_id: str) -> None:
+    async def punch(self, node_id: NodeId) -> None:
         """The part of the one that was dialled through a relay. Never raises for the network's sake."""
         if node_id in self._under_way or len(self._under_way) >= AT_ONCE_MAX:
             return
@@ -80,7 +81,7 @@ class Punching:
             self._under_way.discard(node_id)
         await self._settle(node_id)
 
-    async def _settle(self, node_id: str) -> None:
+    async def _settle(self, node_id: NodeId) -> None:
         if self._host.is_direct(node_id):
             self.n_punched += 1
             provoked_by(log, node_id).info(
@@ -88,7 +89,7 @@ class Punching:
             )
             await self._on_direct(node_id)
 
-    async def _agree_and_dial(self, node_id: str) -> None:
+    async def _agree_and_dial(self, node_id: NodeId) -> None:
         try:
             stream = await self._host.open_stream(node_id, DCUTR)
         except NodeUnreachable as error:
@@ -110,7 +111,7 @@ class Punching:
             with trio.move_on_after(2.0):
                 await stream.reset()
 
-    async def _answer(self, sender: str, stream: Stream) -> None:
+    async def _answer(self, sender: NodeId, stream: Stream) -> None:
         if (
             len(self._under_way) >= AT_ONCE_MAX
             or sender in self._under_way
@@ -132,7 +133,7 @@ class Punching:
             self._under_way.discard(sender)
         await self._settle(sender)
 
-    async def _dial_all(self, node_id: str, addresses: tuple[Address, ...], *, as_listener: bool) -> None:
+    async def _dial_all(self, node_id: NodeId, addresses: tuple[Address, ...], *, as_listener: bool) -> None:
         async def dial(address: Address) -> None:
             try:
                 await self._host.dial_from_listening_port(node_id, address, as_listener=as_listener)

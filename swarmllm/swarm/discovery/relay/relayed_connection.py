@@ -15,13 +15,14 @@ from swarmllm.swarm.data.stream_fallback import StreamWire
 from swarmllm.swarm.data.wire import WireClosed
 from swarmllm.swarm.discovery.relay.book import CIRCUIT_BYTES
 from swarmllm.swarm.libp2p.host import Stream
+from swarmllm_proto.identifiers import NodeId
 
 _WRITE_S = 20.0
 _END_S = 2.0
 
 
 class RelayedConnection(ReadWriteCloser):  # type: ignore[misc]
-    def __init__(self, stream: Stream, relay_id: str, data_bytes: int = 0) -> None:
+    def __init__(self, stream: Stream, relay_id: NodeId, data_bytes: int = 0) -> None:
         """`data_bytes`: what the relay carries before it ends the circuit; 0: it did not say."""
         self._stream = stream
         self._data_bytes = data_bytes or CIRCUIT_BYTES

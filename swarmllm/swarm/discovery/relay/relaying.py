@@ -20,6 +20,7 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.addresses import CircuitAddress
 from swarmllm.swarm.discovery.relay.circuits import Circuits
 from swarmllm.swarm.libp2p.host import Host
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,8 @@ class Relaying:
         circuits: Circuits,
         *,
         is_hidden: Callable[[], bool],
-        connected: Callable[[], Collection[str]],
-        addresses: Callable[[str], Collection[str]],
+        connected: Callable[[], Collection[NodeId]],
+        addresses: Callable[[NodeId], Collection[str]],
         tell: Callable[[tuple[str, ...]], Awaitable[None]],
         randomness: random.Random,
     ) -> None:
@@ -55,12 +56,12 @@ class Relaying:
         self._addresses = addresses
         self._tell = tell
         self._random = randomness
-        self._asked_at_s: dict[str, float] = {}
+        self._asked_at_s: dict[NodeId, float] = {}
         self._told: tuple[str, ...] = ()
         self.n_detours = 0
 
     @property
-    def relays(self) -> tuple[str, ...]:
+    def relays(self) -> tuple[NodeId, ...]:
         """Through which this node can be reached now."""
         return tuple(sorted(self.circuits.reserved_until_s))
 
@@ -86,7 +87,7 @@ class Relaying:
             self._told = told
             await self._tell(told)
 
-    async def detour(self, node_id: str) -> None:
+    async def detour(self, node_id: NodeId) -> None:
         """A connection with a node none of whose addresses answers. Raises NodeUnreachable."""
         circuits = [circuit for text in self._addresses(node_id) if (circuit := CircuitAddress.parse(text))]
         by_relay = {
@@ -109,7 +110,7 @@ class Relaying:
                 return
         raise failure
 
-    def _worth_asking(self, now: float, connected: Collection[str]) -> list[str]:
+    def _worth_asking(self, now: float, connected: Collection[NodeId]) -> list[NodeId]:
         """Relays whose reservation is half over, then others, until there are enough."""
         held = self.circuits.reserved_until_s
         asked_at_s = {relay_id: self._asked_at_s.get(relay_id, 0.0) for relay_id in held}
@@ -127,7 +128,7 @@ class Relaying:
         ]
         return [*due, *self._random.sample(strangers, min(_ASKED_PER_LOOK, len(strangers)))]
 
-    async def _reserve(self, relay_id: str, now: float) -> None:
+    async def _reserve(self, relay_id: NodeId, now: float) -> None:
         if len(self._asked_at_s) >= _REMEMBERED_MAX:
             del self._asked_at_s[next(iter(self._asked_at_s))]
         self._asked_at_s[relay_id] = now
@@ -138,6 +139,6 @@ class Relaying:
         else:
             provoked_by(log, relay_id).info("node %s is this node's relay", relay_id)
 
-    def _circuit_addresses(self, relay_id: str) -> list[str]:
+    def _circuit_addresses(self, relay_id: NodeId) -> list[str]:
         found = [text for text in self._addresses(relay_id) if CircuitAddress.parse(text) is None]
         return [f"{text}/p2p/{relay_id}/p2p-circuit" for text in found[:ADDRESSES_PER_RELAY]]

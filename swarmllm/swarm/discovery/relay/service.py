@@ -33,6 +33,7 @@ from swarmllm.swarm.discovery.relay.messages import (
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class RelayService:
         self.n_bytes = 0
         host.serve(HOP, self.serve)
 
-    async def serve(self, sender: str, stream: Stream) -> None:
+    async def serve(self, sender: NodeId, stream: Stream) -> None:
         if self._n_asking >= STREAMS_MAX:
             await stream.reset()
             return
@@ -65,7 +66,7 @@ class RelayService:
             self._n_asking -= 1
         if asked.kind == "reserve":
             await self._reserve(sender, stream)
-        elif asked.kind == "connect":
+        elif asked.node_id is not None:
             await self._connect(sender, asked.node_id, stream)
         else:
             await _say(stream, Hop("status", status=Status.UNEXPECTED_MESSAGE))
@@ -76,7 +77,7 @@ class RelayService:
         for node_id in self.book.holders() - connected:
             self.book.lost(node_id)
 
-    async def _reserve(self, sender: str, stream: Stream) -> None:
+    async def _reserve(self, sender: NodeId, stream: Stream) -> None:
         # A circuit over a circuit would carry everything twice, and hide who is at its end.
         if self._host.is_relayed(stream):
             await _say(stream, Hop("status", status=Status.PERMISSION_DENIED))
@@ -86,7 +87,7 @@ class RelayService:
         expires_at = int(time.time() + RESERVED_S) if status is Status.OK else 0
         await _say(stream, Hop("status", status=status, expires_at=expires_at))
 
-    async def _connect(self, sender: str, target: str, stream: Stream) -> None:
+    async def _connect(self, sender: NodeId, target: NodeId, stream: Stream) -> None:
         if self._host.is_relayed(stream):
             await _say(stream, Hop("status", status=Status.PERMISSION_DENIED))
             return
@@ -107,7 +108,7 @@ class RelayService:
         finally:
             self.book.end(sender, target)
 
-    async def _call(self, sender: str, target: str) -> Stream | None:
+    async def _call(self, sender: NodeId, target: NodeId) -> Stream | None:
         """The stream to the node that is dialled, once it has agreed."""
         stream: Stream | None = None
         try:
