@@ -50,6 +50,7 @@ LAYERS = (
     "swarmllm.log_filter",
     "swarmllm.log_limit",
     "swarmllm.host_names",
+    "swarmllm.state_table",
     "swarmllm.errors",
     "swarmllm_proto",
     "swarmllm.bootstrap",
@@ -69,6 +70,8 @@ PURE = (
     "swarmllm.pipeline.job",
     "swarmllm.pipeline.repair.plan",
     "swarmllm.pipeline.processor",
+    "swarmllm.pipeline.stage.lifecycle",
+    "swarmllm.state_table",
     "swarmllm.supervision.policy",
     "swarmllm.supervision.table",
 )

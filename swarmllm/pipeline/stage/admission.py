@@ -146,7 +146,7 @@ class Sessions:
             n_rows=context.n_given_tokens - 1,
             ranges=[context.view.layers(stage) for stage in mine],
         )
-        broken.let_go(is_taken=True)
+        broken.taken_over()
         return kept
 
     async def _forget(self, context: RequestContext) -> None:
@@ -189,9 +189,10 @@ class Sessions:
             if session.view.origin != sender:
                 return False
             session.prefixes = prefixes
-            if not hold:
+            if hold:
+                session.stop(hold=True)
+            else:
                 session.let_go()
-            session.stop(hold=hold)
             return True
         self._cancelled[sender, request_id] = None
         while len(self._cancelled) > REMEMBERED_CANCELS:
@@ -202,7 +203,7 @@ class Sessions:
         """A node is gone."""
         for session in list(self.by_request.values()):
             session.lost(node_id)
-        for session in self.held.values():
+        for session in list(self.held.values()):
             if session.view.origin == node_id:
                 session.let_go()
 

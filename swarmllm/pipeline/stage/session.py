@@ -9,6 +9,10 @@ everything), when its origin or a neighbour is lost, when nothing arrives for to
 fails; the origin is then told, the slot in the worker is freed, and later messages with its id are ignored.
 Where it was another node's fault the slot is held for a while instead, because another pipeline may go on
 with what is in it.
+
+Where a request stands is one state of the table in `lifecycle`; every event passes it before it has an
+effect. An event that is impossible there is a defect of this program: it is logged, and ends this request
+alone.
 """
 
 from __future__ import annotations
@@ -26,9 +30,11 @@ from swarmllm.pipeline.repair.probing import MOVED_BYTES
 from swarmllm.pipeline.stage.arrivals import GivenPrompt, Item, NotFinite, Relay, Report, read_job
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.failure_reports import BAD_ROWS, UNUSABLE_ROWS, damage_report, report_of
+from swarmllm.pipeline.stage.lifecycle import LIFECYCLE, OVER, SessionEvent, SessionState
 from swarmllm.pipeline.stage.remote_stage import generate_for_origin, read_prompt
 from swarmllm.pipeline.stage.session_queue import SessionQueue
 from swarmllm.pipeline.stage.walker import FAULTS_OF_ROWS, OriginSide, RequestContext, Walker, is_unchecked
+from swarmllm.state_table import UnknownTransition
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import Router
@@ -71,7 +77,9 @@ class Session:
         self.context = context
         self.view = context.view
         self._log = provoked_by(log, self.view.origin)
+        self._state = LIFECYCLE.first
         self.done = trio.Event()
+        """Its work is over, and what it has here is freed or held."""
         self.n_jobs = 0
         self._compute = compute
         self._router = router
@@ -80,12 +88,8 @@ class Session:
         self.prefixes: tuple[StageBlocks, ...] = ()
         """What the origin called the rows in the end; without it they are kept as they were first named."""
         self._hold_s = hold_s
-        self._wants_hold = False
-        """Its end is to leave the slot as it is."""
-        self._is_held = False
-        """It has done so."""
-        self._is_taken = False
-        self._let_go = trio.Event()
+        self._may_hold = hold_s > 0 and context.wants == "tokens" and self.view.last > 0
+        self._left_hold = trio.Event()
         self._on_hold = on_hold
         self._on_end = on_end
         self._note = note
@@ -95,11 +99,8 @@ class Session:
         self._may_have_gaps = False
         self._overrun_by: NodeId | None = None
         """Who sent more at once than the window allows."""
-        self.has_begun = False
-        """Another node has sent something of it."""
         self._heard_at_s = float("-inf")
-        self._is_walking = False
-        self._runs_by_link = False
+        self._at_work_on: Item | None = None
         self._n_bytes: int | None = None
         """Received from the request's nodes, when somebody last asked."""
         # The origin of a request waits in its client's task (see chain); its session only works on demand.
@@ -108,7 +109,16 @@ class Session:
         self.assigned_s = trio.current_time()
 
     def __repr__(self) -> str:
-        return f"<Session {self.context.request_id} stages={len(self.view.stages)} jobs={self.n_jobs}>"
+        return f"<Session {self.context.request_id} {self._state.name} jobs={self.n_jobs}>"
+
+    @property
+    def state(self) -> SessionState:
+        return self._state
+
+    @property
+    def has_begun(self) -> bool:
+        """Something of it has come, by way of the daemons or by a link."""
+        return self._state is not SessionState.ASSIGNED
 
     def is_busy(self) -> bool:
         """Whether anything of this request happens here: work, or part of a large job that comes in. The
@@ -119,8 +129,9 @@ class Session:
         before, self._n_bytes = self._n_bytes, n_bytes
         is_moving = before is None or n_bytes - before > MOVED_BYTES
         has_turned = trio.current_time() - self._heard_at_s < LINK_NEWS_S
-        by_link = has_turned or self._runs_by_link
-        return self._is_walking or is_moving or by_link or not self._queue.is_empty
+        by_link = has_turned or self._state is SessionState.BY_LINK
+        is_walking = isinstance(self._at_work_on, Job | GivenPrompt | ReplayRows)
+        return is_walking or is_moving or by_link or not self._queue.is_empty
 
     def offer(self, job: Job) -> None:
         """A job of this node's own: the origin's side feeds the prompt, or repeats a token."""
@@ -130,14 +141,19 @@ class Session:
 
     def stop(self, *, hold: bool = False) -> None:
         """End the request on this node; `done` is set when everything is freed, or with `hold` when another
-        request may have what is left."""
-        self._wants_hold = hold
-        self._scope.cancel()
+        request may have what is left. The origin's side knows by itself whether one may."""
+        hold = hold or (self._origin_side is not None and self._origin_side.may_be_resumed)
+        if self._passes(SessionEvent.HOLD if hold and self._may_hold else SessionEvent.END):
+            self._scope.cancel()
 
-    def let_go(self, *, is_taken: bool = False) -> None:
-        """What is held is to be freed, or is another request's by now."""
-        self._is_taken = is_taken
-        self._let_go.set()
+    def let_go(self) -> None:
+        """End it, and nobody will go on with what it has here."""
+        if self._passes(SessionEvent.RELEASE):
+            self._scope.cancel()
+
+    def taken_over(self) -> None:
+        """What was held is another request's by now."""
+        self._passes(SessionEvent.TAKEN)
 
     def ask_replay(self, message: ReplayRows) -> None:
         """Of the origin's side: have rows sent once more."""
@@ -208,9 +224,9 @@ class Session:
 
     def turned(self, n_jobs: int, *, running: bool) -> None:
         """Jobs of this request went through this node's worker by links, and one may be there still."""
-        self.n_jobs += n_jobs
-        self._heard_at_s = trio.current_time()
-        self._runs_by_link = running
+        if self._passes(SessionEvent.LINK_RUNS if running else SessionEvent.LINK_RESTS):
+            self.n_jobs += n_jobs
+            self._heard_at_s = trio.current_time()
 
     def relay(self, receiver: NodeId, header: bytes, payload: bytes | memoryview) -> bool:
         """Send a job message of this node's worker. False: that is none of its business."""
@@ -223,16 +239,14 @@ class Session:
         """A node is gone. The origin's own session leaves the matter to its client's side (see chain)."""
         if node_id == self.view.origin:
             self.let_go()
-            self.stop()
         elif node_id in self.view.node_ids and self._origin_side is None:
-            self._wants_hold = True
             self.report(NodeUnreachable(f"node {node_id} disconnected"))
 
     def _refuse_rows(self, sender: NodeId, kind: str, text: str) -> None:
         """The request cannot go on here because of who sent them."""
         if self._origin_side is None:
             told = report_of(self.context.request_id, sender, kind, f"job refused: {text}")
-            self._put(Report(told, ends=True))
+            self._put(Report(told, ends=True), event=SessionEvent.FAILURE)
             return
         if kind == BAD_ROWS:
             self._origin_side.blame(sender)
@@ -244,26 +258,46 @@ class Session:
             self._origin_side.fail(error)
             self.stop()
             return
-        self._put(Report(self._as_message(error), ends=True))
+        self._put(Report(self._as_message(error), ends=True), event=self._failure(error))
+
+    def _failure(self, error: SwarmLLMError) -> SessionEvent:
+        """The origin's side decides by itself whether another pipeline may go on (see stop)."""
+        is_elsewhere = isinstance(error, NodeUnreachable) and self._origin_side is None
+        return SessionEvent.NODE_LOST if is_elsewhere and self._may_hold else SessionEvent.FAILURE
 
     async def run(self) -> None:
-        """Raises nothing but cancellation."""
+        """Raises nothing but cancellation, and UnknownTransition for a defect."""
+        try:
+            await self._work_and_clean_up()
+            if self._state is SessionState.HELD:
+                with trio.move_on_after(self._hold_s):
+                    await self._left_hold.wait()
+                if self._state is SessionState.HELD:
+                    self._pass(SessionEvent.EXPIRED)
+        finally:
+            if self._state is SessionState.HELD:
+                self._pass(SessionEvent.SHUT_DOWN)
+        if self._state is SessionState.LETTING_GO:
+            await self._free_slot()
+            self._pass(SessionEvent.FREED)
+
+    async def _work_and_clean_up(self) -> None:
         try:
             with self._scope:
                 await self._work()
         finally:
             self._queue.close()
-            with trio.CancelScope(shield=True), trio.move_on_after(CLEANUP_TIMEOUT_S):
+            with trio.CancelScope(shield=True):
                 if self._overrun_by is not None:
                     error = RemoteError("more jobs at once than the window allows")
                     await self._tell_failure(error, self._overrun_by)
-                try:
-                    await self._clean_up()
-                except Exception:
-                    self._log.exception("request %s could not be cleaned up", self.context.request_id)
-            if not self._is_held:
-                self._on_end(self)
-            self.done.set()
+                self._pass(SessionEvent.CLEAN_UP)
+                with trio.move_on_after(CLEANUP_TIMEOUT_S):
+                    try:
+                        await self._clean_up()
+                    except Exception:
+                        self._log.exception("request %s could not be cleaned up", self.context.request_id)
+            self._pass(SessionEvent.CLEANED if self.view.runs_layers else SessionEvent.NOTHING_KEPT)
             if self.view.runs_layers and self._origin_side is None:
                 provoked_by(log, self.view.origin).info(
                     "request %s of %s ended here after %d jobs",
@@ -271,58 +305,73 @@ class Session:
                     self.view.origin,
                     self.n_jobs,
                 )
-        if self._is_held:
-            await self._stay()
+
+    def _pass(self, event: SessionEvent) -> None:
+        """The event happens. Raises UnknownTransition, before any effect, where it cannot."""
+        before, after = self._state, LIFECYCLE.after(self._state, event)
+        if after is before:
+            return
+        self._state = after
+        if before is SessionState.HELD:
+            self._left_hold.set()
+        if after is SessionState.HELD:
+            self.done.set()
+            self._on_hold(self)
+        elif after in OVER and before not in OVER:
+            self._on_end(self)
+            self.done.set()
+
+    def _passes(self, event: SessionEvent) -> bool:
+        """The same for callers that are not this session's task. False: it cannot happen, and the request
+        ends."""
+        try:
+            self._pass(event)
+        except UnknownTransition:
+            if not self._scope.cancel_called:
+                self._log.exception("request %s is ended", self.context.request_id)
+            self._scope.cancel()
+            return False
+        return True
 
     def has_failed(self, error: Exception) -> None:
         """`run` raised what it should not have."""
         if self._origin_side is not None:
             self._origin_side.fail(SwarmLLMError(f"internal error ({type(error).__name__})"))
-        if not self.done.is_set():
-            self._on_end(self)
-            self.done.set()
-
-    async def _stay(self) -> None:
-        """What the request has here waits for another one, or for its time to be over."""
-        self._on_hold(self)
-        try:
-            with trio.move_on_after(self._hold_s):
-                await self._let_go.wait()
-        finally:
-            self._on_end(self)
-        if not self._is_taken:
-            await self._free_slot()
+        self._pass(SessionEvent.DEFECT)
 
     async def _work(self) -> None:
         while True:
             try:
                 with trio.fail_after(self._silence_timeout_s):
                     item = await self._queue.get()
-                self._is_walking = isinstance(item, Job | GivenPrompt | ReplayRows)
+                self._at_work_on = item
                 await self._handle(item)
-                self._is_walking = False
+                self._at_work_on = None
                 if isinstance(item, Report) and item.ends:
                     return
             except trio.TooSlowError:
                 if trio.current_time() - self._heard_at_s < self._silence_timeout_s:
                     continue
                 late = DeadlineExceeded(f"nothing arrived for {self._silence_timeout_s:g} s")
+                self._pass(SessionEvent.FAILURE)
                 await self._tell_failure(late)
                 return
             except SwarmLLMError as error:
                 if isinstance(item, Job) and item.sender and getattr(error, "kind", "") in FAULTS_OF_ROWS:
                     self._refuse_rows(item.sender, UNUSABLE_ROWS, error.message)
                     continue
-                self._wants_hold = self._wants_hold or isinstance(error, NodeUnreachable)
+                self._pass(self._failure(error))
                 await self._tell_failure(error)
                 return
             except ProtocolError as error:
+                self._pass(SessionEvent.FAILURE)
                 await self._tell_failure(WorkerError(f"cannot be sent on: {error}", kind="bad_message"))
                 return
             except Exception as error:
                 # A defect of ours costs this request, not the daemon; what it says may quote anything, so
                 # only its type travels.
                 self._log.exception("request %s failed", self.context.request_id)
+                self._pass(SessionEvent.FAILURE)
                 await self._tell_failure(SwarmLLMError(f"internal error ({type(error).__name__})"))
                 return
 
@@ -360,10 +409,7 @@ class Session:
                 self._log.info("its origin cannot be told: %s", unreachable)
 
     async def _clean_up(self) -> None:
-        if self._origin_side is not None:
-            self._wants_hold = self._origin_side.may_be_resumed
-        hold = self._wants_hold and self._hold_s > 0 and self.context.wants == "tokens" and self.view.last > 0
-        self._is_held = hold and self.view.runs_layers
+        hold = self._state is not SessionState.FREEING
         async with trio.open_nursery() as nursery:
             if self._origin_side is not None:
                 self.prefixes = last_names(self._origin_side, self.view.node_id)
@@ -371,7 +417,7 @@ class Session:
                 for node_id in {stage.node_id for stage in self.view.stages} & self._router.connected():
                     nursery.start_soon(self._cancel_at, node_id, hold)
             if self.view.runs_layers:
-                nursery.start_soon(self._hold_slot if self._is_held else self._free_slot)
+                nursery.start_soon(self._hold_slot if hold else self._free_slot)
 
     async def _cancel_at(self, node_id: NodeId, hold: bool) -> None:
         prefixes = last_names(self._origin_side, node_id)
@@ -395,12 +441,20 @@ class Session:
         except SwarmLLMError as error:
             self._log.info("slot of request %s not freed: %s", self.context.request_id, error)
 
-    def _put(self, item: Item, sender: NodeId | None = None, n_bytes: int = 0) -> None:
+    def _put(
+        self,
+        item: Item,
+        sender: NodeId | None = None,
+        n_bytes: int = 0,
+        event: SessionEvent = SessionEvent.JOB,
+    ) -> None:
         """`sender`: another node, where it is from one."""
-        self.has_begun |= bool(sender)
+        if not self._passes(event):
+            return
         if not self._queue.put(item, is_foreign=bool(sender), sender=sender, n_bytes=n_bytes):
             self._overrun_by = sender or self.view.node_id
-            self.stop()
+            self._passes(SessionEvent.FAILURE)
+            self._scope.cancel()
 
     def _as_message(self, error: SwarmLLMError) -> PipelineError:
         return report_of(self.context.request_id, self.view.node_id, error.code, error.message)
