@@ -7,9 +7,11 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from swarmllm_proto.limits import LAYERS_MAX
+
 CallId = Annotated[int, Meta(ge=0, le=2**53)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
-LayerIndex = Annotated[int, Meta(ge=0, le=65535)]
+LayerIndex = Annotated[int, Meta(ge=0, le=LAYERS_MAX)]
 Position = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 SizeBytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from swarmllm.errors import InvalidRequest
+from swarmllm_proto.limits import LAYERS_MAX
 
-MAX_LAYER = 65535
-"""The wire's layer indices are 16 bits wide."""
+MAX_LAYER = LAYERS_MAX
 
 _WRITTEN = re.compile(r"(\d{1,5}):(\d{1,5})", re.ASCII)
 
