@@ -24,7 +24,10 @@ from swarmllm.swarm.peers.trust import Deed
 from swarmllm.swarm.records.exchange import KIND_ENVELOPES
 from swarmllm.swarm.records.spread import RecordSpread
 from swarmllm_proto.envelope import Envelope, Heartbeat, unseal
+from swarmllm_proto.identifiers import Multiaddr, NodeId
 from swarmllm_proto.router_messages import KnownPeer, PeerExchangeResponse, encode_neighbour
+
+from .conftest import Libp2pSwarm, until
 
 NO_ID = "0OIl0OIl0OIl"
 DEAD_END = "/ip4/127.0.0.1/tcp/9"
@@ -174,10 +177,26 @@ async def test_a_dial_back_from_nowhere_is_blamed_and_another_peer_is_asked() ->
     assert "observed_ip" in note.told[0][2]
 
 
-async def test_a_node_whose_relay_is_none_does_not_end_those_that_dial_it(libp2p_swarm: Any) -> None:
-    """The node that heard of it dials, finds nobody, and takes the detour."""
-    node = await libp2p_swarm.start("node")
-    somebody = node_id_named("somebody")
-    assert not node.host.is_connected(NO_ID)
-    with pytest.raises(NodeUnreachable):
-        await node.host.dial(somebody, [])
+async def test_a_member_that_names_no_ids_ends_nobody_who_meets_it(libp2p_swarm: Libp2pSwarm) -> None:
+    """Its signed envelope names a relay without an id, its answer to a peer exchange a peer without one. The
+    third node hears of it from both others."""
+    hostile = await libp2p_swarm.start("hostile")
+    lie = forged(hostile._identity, started_at_ms=2**52, sequence=9, **LIES["addresses[1]"])
+    hostile.spread._book.write_own(hostile.spread.own, lie, trio.current_time())
+    peers = (
+        KnownPeer(node_id=NodeId(NO_ID), addresses=(Multiaddr(DEAD_END), Multiaddr("/ip4/127.0.0.1/tcp/10"))),
+    )
+    hostile._peer_exchange.answer = lambda sender, body: encode_neighbour(  # type: ignore[method-assign]
+        PeerExchangeResponse(peers=peers)
+    )
+    victim = await libp2p_swarm.start("victim")
+    await until(victim, lambda: hostile.node_id in victim.connected())
+    assert hostile.spread._gossip is not None
+    await hostile.spread._gossip.publish(MODELS, lie)
+    third = await libp2p_swarm.start("third")
+    await until(third, lambda: victim.node_id in third.connected())
+    for node in (victim, third):
+        assert node.spread.envelope(hostile.node_id) is None
+        assert not node.host.is_connected(NodeId(NO_ID))
+        with pytest.raises(NodeUnreachable):
+            await node.host.dial(node_id_named("somebody"), [])
