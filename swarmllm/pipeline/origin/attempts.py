@@ -120,7 +120,7 @@ class Attempts:
             start()
             yield chain
         except SwarmLLMError as error:
-            chain.is_given_up = True
+            chain.give_up()
             if chain.culprit is not None and chain.culprit != self._router.node_id:
                 failed.add(chain.culprit)
                 self._tell_everybody(context.request_id, chain.culprit, error)
@@ -132,6 +132,7 @@ class Attempts:
             del self.chains[context.request_id]
             judge(chain, self._note, self._suspects)
             session.stop()
+            chain.close()
             # The session tidies up by itself; a client with an error to show need not wait for all of it.
             with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_TIMEOUT_S):
                 await session.done.wait()

@@ -5,6 +5,9 @@ Everything the stages say arrives through `receive`, called from the router's ha
 and wakes the reader, so it never waits, and a slow client slows nobody else. What is buffered is bounded by
 the tokens asked for. Work (embedding chunks, repeating a token) goes to the request's session on this node,
 in order with the jobs that a stage here gets.
+
+Where an attempt stands is one state of the table in `lifecycle`; every event passes it before it has an
+effect.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import trio
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.pipeline.job import ComputeStep, Job
 from swarmllm.pipeline.origin.generation import Guesses, Shape, StageAccount, StageReport
+from swarmllm.pipeline.origin.lifecycle import LIFECYCLE, OVER, ChainEvent, ChainState
 from swarmllm.pipeline.origin.output import (
     BrokenPromise,
     Chunk,
@@ -73,6 +77,7 @@ class Chain:
         on_repeat: Callable[[], None] = lambda: None,
     ) -> None:
         stages = context.view.stages
+        self._state = LIFECYCLE.first
         self.context = context
         self.prompt = prompt
         self.n_cached_tokens = 0
@@ -101,20 +106,26 @@ class Chain:
         """While stages are built again."""
         self.is_rebuilt = False
         """It goes on with what another one left."""
-        self.is_given_up = False
-        """It has failed, if only in being assigned."""
         self._early = EarlyTokens[tuple[StreamingToken, bytes]]()
         self._buffer: deque[tuple[SampledToken, bytes]] = deque()
         self._reader = trio.lowlevel.ParkingLot()
         self._is_feeding = False
-        self._finished = False
         self._n_repeats = 0
         self._started_s = 0.0
         self._first_s = 0.0
         self._latest_s = 0.0
 
     def __repr__(self) -> str:
-        return f"<Chain {self.context.request_id} {self.window!r} tokens={self._tokens.n_received}>"
+        n_tokens = self._tokens.n_received
+        return f"<Chain {self.context.request_id} {self._state.name} {self.window!r} tokens={n_tokens}>"
+
+    @property
+    def state(self) -> ChainState:
+        return self._state
+
+    def _pass(self, event: ChainEvent) -> None:
+        """The event happens. Raises UnknownTransition where it cannot."""
+        self._state = LIFECYCLE.after(self._state, event)
 
     @property
     def route(self) -> tuple[StageReport, ...]:
@@ -130,7 +141,7 @@ class Chain:
     @property
     def is_complete(self) -> bool:
         """The last token has come."""
-        return self._finished
+        return self._state is ChainState.FINISHED
 
     @property
     def prefill_s(self) -> float:
@@ -159,6 +170,7 @@ class Chain:
 
     def start(self, session: Session, n_known_blocks: int = 0) -> None:
         """All stages have accepted: let the first chunks go, after what every stage has rows of."""
+        self._pass(ChainEvent.START)
         n_known = min(n_known_blocks * BLOCK_TOKENS, (len(self.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
         self.n_cached_tokens = min(n_known, self.context.n_prompt_tokens)
         self.window = PromptWindow(
@@ -181,6 +193,7 @@ class Chain:
         if is_anew(planned, len(left)):
             self.start(session)
             return
+        self._pass(ChainEvent.RESUME)
         self.is_rebuilt = True
         self._feeding = Feeding(planned, n_due, self._chunk_tokens) if planned else None
         self.window = PromptWindow(len(self.prompt), self._chunk_tokens, len(left) + 1, n_due)
@@ -190,7 +203,7 @@ class Chain:
     @property
     def may_be_resumed(self) -> bool:
         return (
-            (self.failure is not None or self.is_given_up)
+            self._state in (ChainState.FAILED, ChainState.GIVEN_UP)
             and self._tokens.n_received > 0
             and len(self.context.view.stages) > 1
         )
@@ -238,7 +251,7 @@ class Chain:
         return chunk
 
     def receive(self, sender: NodeId, message: OriginMessage, payload: bytes | memoryview) -> None:
-        if self._finished or self.failure is not None:
+        if self._state in OVER:
             return
         stages = self.context.view.stages
         try:
@@ -250,19 +263,36 @@ class Chain:
                 )
             else:
                 if isinstance(message, StreamingToken):
+                    self._require_possible(ChainEvent.TOKEN)
                     self._token(message, payload)
                 else:
+                    self._require_possible(ChainEvent.PROGRESS)
                     self._progress(message, payload)
         except BrokenPromise as error:
             self.blame(sender)
             self.fail(RemoteError(f"node {self._name(sender)} broke the protocol: {error}"))
 
+    def _require_possible(self, event: ChainEvent) -> None:
+        """Of what a stage says, which may come at a time at which nobody has asked it for anything."""
+        if event not in LIFECYCLE.rows[self._state]:
+            raise BrokenPromise(f"{event.value}, while {self._state.value}")
+
     def fail(self, error: Exception) -> None:
-        if self.failure is None and not self._finished:
+        was_over = self._state in OVER
+        self._pass(ChainEvent.FAILURE)
+        if not was_over:
             self.failure = error
             self._reader.unpark_all()
             if self._session is not None:
                 self._session.stop()
+
+    def give_up(self) -> None:
+        """Its reader has been told why it ends, if only in being assigned."""
+        self._pass(ChainEvent.GIVE_UP)
+
+    def close(self) -> None:
+        """Nobody reads what comes of it any more."""
+        self._pass(ChainEvent.CLOSE)
 
     def blame(self, node_id: NodeId) -> None:
         """The first node that is named is the culprit: what else fails is usually its consequence."""
@@ -282,7 +312,7 @@ class Chain:
         require_token(message.token, self.context.n_vocab, len(payload))
         require_stop_string(message, len(self.context.sampling.stop))
         self._early.put(message.index, (message, bytes(payload)), len(payload), self._tokens.n_received)
-        while not self._finished and (early := self._early.take(self._tokens.n_received)) is not None:
+        while self._state not in OVER and (early := self._early.take(self._tokens.n_received)) is not None:
             self._next_token(*early)
 
     def _next_token(self, message: StreamingToken, payload: bytes) -> None:
@@ -290,6 +320,7 @@ class Chain:
         if self._tokens.is_full and message.finish_reason is None:
             # Nobody is to go on from here, whatever the last stage says.
             message = msgspec.structs.replace(message, finish_reason="length")
+        self._pass(ChainEvent.TOKEN if message.finish_reason is None else ChainEvent.LAST)
         self._generated.append(message.token)
         self._latest_s = self._heard_s = trio.current_time()
         if message.index == self._n_resumed:
@@ -301,7 +332,6 @@ class Chain:
         self._reader.unpark_all()
         if message.finish_reason is not None:
             # Nobody needs to wait for the reader: all stages may free their slots now.
-            self._finished = True
             n_cached = min(message.n_cached_tokens, self.context.n_prompt_tokens)
             self.n_cached_tokens = max(self.n_cached_tokens, n_cached)
             assert self._session is not None
@@ -311,6 +341,7 @@ class Chain:
             self._repeat_token()
 
     def _progress(self, message: PrefillProgress, payload: bytes | memoryview) -> None:
+        self._pass(ChainEvent.PROGRESS)
         if self._feeding is None:
             is_news = self.window.passed(message.position)
         else:
@@ -332,6 +363,8 @@ class Chain:
             )
             return
         if message.damaged:
+            self._require_possible(ChainEvent.DAMAGE)
+            self._pass(ChainEvent.DAMAGE)
             self._repeat(sender, message.position)
             return
         here = self.context.view.node_id

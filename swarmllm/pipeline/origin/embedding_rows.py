@@ -16,6 +16,7 @@ import trio
 
 from swarmllm.errors import RemoteError
 from swarmllm.pipeline.origin.chain import Chain
+from swarmllm.pipeline.origin.lifecycle import ChainEvent
 from swarmllm.pipeline.origin.output import BrokenPromise, Chunk
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.walker import RequestContext
@@ -47,7 +48,7 @@ class RowsChain(Chain):
 
     async def all_rows(self) -> Tensor:
         """f32 [n_prompt_tokens, n_embd]. Raises SwarmLLMError."""
-        await self._wait(lambda: self._finished)
+        await self._wait(lambda: self.is_complete)
         return np.concatenate(self._rows)
 
     def next_chunk(self) -> Chunk | None:
@@ -70,7 +71,7 @@ class RowsChain(Chain):
             self._n_rows += len(rows)
         super()._progress(message, b"")
         if self._n_rows >= self.window.n_tokens:
-            self._finished = True
+            self._pass(ChainEvent.LAST)
             self._reader.unpark_all()
             assert self._session is not None
             self._session.stop()

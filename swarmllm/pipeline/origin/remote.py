@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import Shape
+from swarmllm.pipeline.origin.lifecycle import ChainEvent
 from swarmllm.pipeline.stage.session import Session
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.identifiers import NodeId
@@ -27,6 +28,7 @@ class RemoteChain(Chain):
         return ()
 
     def start(self, session: Session, n_known_blocks: int = 0) -> None:
+        self._pass(ChainEvent.START)
         self._begin(session)
         request = RemoteGenerateRequest(request_id=self.context.request_id, n_tokens=len(self.prompt))
         stage = self.context.view.stages[0]

@@ -1,0 +1,152 @@
+"""The table of an attempt's states on the origin, and what a stage may say in which of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm.errors import NodeUnreachable, RemoteError
+from swarmllm.pipeline.job import RequestView
+from swarmllm.pipeline.origin.chain import Chain
+from swarmllm.pipeline.origin.lifecycle import LIFECYCLE, OF_STAGES, OVER, ChainEvent, ChainState, diagram
+from swarmllm.pipeline.stage.failure_reports import damage_report
+from swarmllm.pipeline.stage.walker import OriginMessage, RequestContext
+from swarmllm.state_table import UnknownTransition
+from swarmllm.workerpool import ModelFile
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import PrefillProgress, Stage, StreamingToken
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "job-processor.md"
+SAYS: dict[str, OriginMessage] = {
+    "progress": PrefillProgress(request_id="r", position=0),
+    "token": StreamingToken(request_id="r", index=0, token=7),
+    "last token": StreamingToken(request_id="r", index=0, token=7, finish_reason="stop"),
+    "damage": damage_report("r", "b", 0),
+}
+
+
+class Session:
+    """Counts what a chain wants of its session."""
+
+    def __init__(self) -> None:
+        self.n_stops = self.n_offers = 0
+
+    def stop(self) -> None:
+        self.n_stops += 1
+
+    def offer(self, job: object) -> None:
+        self.n_offers += 1
+
+
+async def never(chain: Chain) -> None:
+    raise AssertionError("nobody waits for this chain")
+
+
+def a_chain() -> Chain:
+    stages = (Stage(node_id="a", start=0, end=6), Stage(node_id="b", start=6, end=12))
+    context = RequestContext(
+        "r", ModelFile("m", Path("/nowhere")), 4, 997, 8, Sampling(), RequestView("a", "a", stages, True)
+    )
+    return Chain(
+        context,
+        np.ones(8, np.int32),
+        chunk_tokens=4,
+        silence_timeout_s=1,
+        look_after_s=5,
+        look=never,
+        nicknames={"a": "", "b": ""},
+    )
+
+
+@pytest.mark.parametrize("says", SAYS)
+async def test_a_stage_that_answers_before_it_is_asked_breaks_the_protocol(says: str) -> None:
+    chain = a_chain()
+    chain.receive("b", SAYS[says], b"")
+    assert isinstance(chain.failure, RemoteError)
+    assert "while stages are asked to take part" in chain.failure.message
+    assert chain.culprit == "b"
+    assert not chain.may_be_resumed
+
+
+@pytest.mark.parametrize("says", SAYS)
+async def test_the_same_is_no_fault_once_the_chain_has_started(says: str) -> None:
+    chain, session = a_chain(), Session()
+    chain.start(session)  # type: ignore[arg-type]
+    chain.next_chunk()
+    chain.receive("b", SAYS[says], b"")
+    assert chain.failure is None
+    assert session.n_stops == (says == "last token")
+
+
+ACTIONS = [*SAYS, "lost", "give up"]
+
+
+@given(st.lists(st.sampled_from(ACTIONS), max_size=12))
+async def test_a_session_is_stopped_once_and_the_first_failure_stays(actions: list[str]) -> None:
+    chain, session = a_chain(), Session()
+    chain.start(session)  # type: ignore[arg-type]
+    chain.next_chunk()
+    failures = []
+    for action in actions:
+        was_over = chain.state in OVER
+        before = chain.n_generated, session.n_offers
+        if action == "lost":
+            chain.lost("b")
+        elif action == "give up":
+            if chain.state not in (ChainState.GIVEN_UP, ChainState.FINISHED):
+                chain.give_up()
+        else:
+            chain.receive("b", SAYS[action], b"")
+        if was_over:
+            assert (chain.n_generated, session.n_offers) == before
+        failures.append(chain.failure)
+        is_broken = chain.state in (ChainState.FAILED, ChainState.GIVEN_UP)
+        assert chain.may_be_resumed == (is_broken and chain.n_generated > 0)
+        assert chain.is_complete == (chain.state is ChainState.FINISHED)
+    told = [failure for failure in failures if failure is not None]
+    assert not told or set(map(id, told)) == {id(told[0])}
+    assert session.n_stops == (chain.failure is not None or chain.is_complete)
+    chain.close()
+    chain.fail(NodeUnreachable("too late"))
+    assert chain.failure is (told[0] if told else None)
+
+
+async def test_what_this_node_cannot_do_raises_before_any_effect() -> None:
+    chain, session = a_chain(), Session()
+    chain.start(session)  # type: ignore[arg-type]
+    window = chain.window
+    with pytest.raises(UnknownTransition, match="START is impossible in PREFILL"):
+        chain.start(session)  # type: ignore[arg-type]
+    assert chain.window is window
+    assert session.n_offers == 1
+    chain.close()
+    with pytest.raises(UnknownTransition, match="CLOSE is impossible in CLOSED"):
+        chain.close()
+
+
+@pytest.mark.parametrize("state", list(ChainState))
+def test_what_stages_say_is_impossible_only_while_they_are_asked(state: ChainState) -> None:
+    possible = LIFECYCLE.rows[state].keys() & OF_STAGES
+    assert possible == (frozenset() if state is ChainState.ASSIGNING else OF_STAGES)
+
+
+def test_every_state_is_reached_and_leads_to_the_end() -> None:
+    pairs = [(state, after) for state, row in LIFECYCLE.rows.items() for after in row.values()]
+    reaching_end, reached = {ChainState.CLOSED}, {LIFECYCLE.first}
+    for _ in ChainState:
+        reaching_end |= {state for state, after in pairs if after in reaching_end}
+        reached |= {after for state, after in pairs if state in reached}
+    assert reaching_end == reached == set(ChainState)
+    assert {event for row in LIFECYCLE.rows.values() for event in row} == set(ChainEvent)
+    for state in OVER:
+        assert LIFECYCLE.rows[state][ChainEvent.FAILURE] is state
+
+
+def test_the_documented_diagram_is_the_table() -> None:
+    assert f"```mermaid\n{diagram()}\n```" in DOCUMENT.read_text(), (
+        "docs/job-processor.md: paste what `python -m swarmllm.pipeline.origin.lifecycle` prints"
+    )
