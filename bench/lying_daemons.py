@@ -9,6 +9,8 @@ more.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import statistics
 from collections import deque
 from collections.abc import AsyncIterator
@@ -26,6 +28,7 @@ from bench.router_lies import RouterLie, lies_at, tell
 from bench.swarm_nodes import demo_nodes
 from bench.untruths import ADDRESSES, HONEST, LIVE, OWN, World
 from swarmllm.cli.demo_nodes import DemoNode
+from swarmllm.errors import SwarmLLMError
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm.swarm.settings import SwarmSettings
@@ -33,7 +36,7 @@ from swarmllm_proto.codec import encode_record
 from swarmllm_proto.swarm import NodeRecord
 
 HOLDINGS: Final = ("guide:0:4", "guide:4:8", "guide:8:12")
-LIES_PER_IDENTITY: Final = 5
+LIES_PER_IDENTITY: Final = 3
 START_S: Final = 120.0
 MEET_S: Final = 30.0
 BESIDE_S: Final = 60.0
@@ -120,13 +123,12 @@ class LyingDaemons:
     async def tell(self, lie: Lie, below: RouterLie) -> None:
         """Raises Broken."""
         if self._n_told % LIES_PER_IDENTITY == 0:
-            await self._new_identity()
+            await self._new_identity(below)
         self._n_told += 1
         router = self._router
         assert router is not None
         world = self._world(router.node_id)
-        names = {LIVE: "nobody's", OWN: world.own_id, **dict(zip(HONEST, world.honest_ids, strict=True))}
-        names |= dict(zip(ADDRESSES, world.addresses, strict=True))
+        names = _names(world)
         async with trio.open_nursery() as nursery:
             liar = Liar(router, world, lie, nursery.start_soon)
             liar.serve()
@@ -195,13 +197,17 @@ class LyingDaemons:
             addresses=tuple(daemon.addresses[0].partition("/p2p/")[0] for daemon in self.daemons),
         )
 
-    async def _new_identity(self) -> None:
+    async def _new_identity(self, below: RouterLie) -> None:
+        """It lies from the first question on."""
         await self._leave()
         folder = self.folder / f"liar-{self._n_told}"
         await trio.to_thread.run_sync(folder.mkdir)
-        bootstrap = tuple(daemon.addresses[0] for daemon in self.daemons)
-        settings = SwarmSettings(folder, "127.0.0.1", 0, 0, bootstrap=bootstrap, mdns=False)
+        settings = SwarmSettings(folder, "127.0.0.1", 0, 0, bootstrap=(), mdns=False)
         self._router = await self.nursery.start(self._live, settings)
+        lies_at(self._router, below, _names(self._world(self._router.node_id)))
+        for daemon in self.daemons:
+            with contextlib.suppress(SwarmLLMError):  # That one may have been faster.
+                await self._router.connect(daemon.addresses[0])
         honest_ids = {daemon.node_id for daemon in self.daemons}
         with trio.fail_after(MEET_S):
             while not honest_ids <= self._router.connected():  # noqa: ASYNC110 - of another process
@@ -221,6 +227,12 @@ class LyingDaemons:
             await self._gone.wait()
 
 
+def _names(world: World) -> dict[str, str]:
+    """What the symbols of a lie stand for."""
+    names = {LIVE: "nobody's", OWN: world.own_id, **dict(zip(HONEST, world.honest_ids, strict=True))}
+    return names | dict(zip(ADDRESSES, world.addresses, strict=True))
+
+
 @asynccontextmanager
 async def open_lying_daemons(folder: Path) -> AsyncIterator[LyingDaemons]:
     """Three daemons that know each other, and nobody who lies yet."""
@@ -238,6 +250,8 @@ async def open_lying_daemons(folder: Path) -> AsyncIterator[LyingDaemons]:
                     HonestDaemon(node, announced["node_id"], tuple(announced["addresses"]), client)
                 )
             await _complete(daemons)
+            # What the liar's own router thinks of it is nobody's business.
+            logging.getLogger("swarmllm").setLevel(logging.CRITICAL)
             async with trio.open_nursery() as nursery:
                 swarm = LyingDaemons(daemons, folder, nursery)
                 await swarm.begin()

@@ -189,8 +189,11 @@ async def tell(
     """Everything that it says unasked, to every honest node."""
     gossip = router.spread._gossip
     assert gossip is not None
-    for topic, statement in lie.statements:
+    for number, (topic, told) in enumerate(lie.statements):
+        statement = _newest(router, told, number)
         await gossip.publish(topic, _sealed(router, topic, encoded(filled(statement, names))))
+    # What it says as an honest node would is newer again.
+    router.spread.own = msgspec.structs.replace(router.spread.own, sequence=router.spread.own.sequence + 1000)
     for node_id in honest_ids:
         for kind, body in lie.asks:
             content = body if isinstance(body, bytes) else encoded(filled(body, names))
@@ -203,6 +206,15 @@ async def tell(
             await _quietly(_say(router, node_id, DHT_PROTOCOL, framed(message)))
         for protocol, content in lie.relay:
             await _quietly(_say(router, node_id, protocol, content))
+
+
+def _newest(router: Libp2pRouter, statement: Wire, number: int) -> Wire:
+    """What claims to be old is heard by nobody: made newer than all that the liar has said, but where it names
+    a sequence at its limit."""
+    if not isinstance(statement, dict) or statement.get("sequence") == 2**53:
+        return statement
+    own = router.spread.own
+    return statement | {"started_at_ms": own.started_at_ms, "sequence": own.sequence + 100 + number}
 
 
 def _sealed(router: Libp2pRouter, topic: str, body: bytes) -> bytes:
