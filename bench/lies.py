@@ -5,8 +5,9 @@ of three honest nodes: in memory (`lying_swarm`), or with `--daemons` real ones 
 (`lying_daemons`), to whom it lies below the daemons as well (`router_lies`). After each lie all honest
 nodes have to answer as before.
 
-Stops at the first lie that breaks anything and prints it, with the command that tells it again: a lie
-depends on the seed and its number only. The figures go to bench/results/lies.json, or lies-daemons.json.
+Stops at the first lie that breaks anything (`--keep-going`: does not) and prints it, with the command that
+tells it again: a lie depends on the seed and its number only. The figures go to bench/results/lies.json, or
+lies-daemons.json.
 """
 
 from __future__ import annotations
@@ -158,8 +159,10 @@ def run(
     lies_max: int | None = None,
     only: int | None = None,
     daemons: bool = False,
+    keep_going: bool = False,
 ) -> Figures:
-    """Tell lies for so long and no more than so many, or the one with that number."""
+    """Tell lies for so long and no more than so many, or the one with that number. `keep_going`: what was
+    broken is replaced by a new swarm."""
     figures, began_s = Figures(seed), time.monotonic()
 
     def numbers() -> Iterator[int]:
@@ -177,12 +180,17 @@ def run(
             figures.blocks.append(mark.n_blocks)
             figures.resident_mib.append(mark.resident_bytes / 2**20)
 
-    if daemons:
-        trio.run(with_daemons, figures, numbers(), watch)
-    else:
-        clock = MockClock(autojump_threshold=0.0)
-        with standing_still_for_threads(clock):
-            trio.run(in_memory, figures, numbers(), watch, clock=clock)
+    left = numbers()
+    while True:
+        n_broken = len(figures.broken)
+        if daemons:
+            trio.run(with_daemons, figures, left, watch)
+        else:
+            clock = MockClock(autojump_threshold=0.0)
+            with standing_still_for_threads(clock):
+                trio.run(in_memory, figures, left, watch, clock=clock)
+        if not keep_going or len(figures.broken) == n_broken:
+            break
     figures.seconds = round(time.monotonic() - began_s, 1)
     return figures
 
@@ -195,8 +203,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--only", type=int, help="tell the lie with this number, and no other")
     parser.add_argument("--daemons", action="store_true", help="real daemons on loopback")
+    parser.add_argument(
+        "--keep-going", action="store_true", help="after a lie that broke something, go on with a new swarm"
+    )
     options = parser.parse_args()
-    figures = run(options.seed, 60 * options.minutes, only=options.only, daemons=options.daemons)
+    figures = run(
+        options.seed,
+        60 * options.minutes,
+        only=options.only,
+        daemons=options.daemons,
+        keep_going=options.keep_going,
+    )
     faults = list(figures.faults())
     report = asdict(figures) | {"faults": faults}
     if options.only is None:

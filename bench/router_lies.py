@@ -209,8 +209,8 @@ async def tell(
 
 
 def _newest(router: Libp2pRouter, statement: Wire, number: int) -> Wire:
-    """What claims to be old is heard by nobody: made newer than all that the liar has said, but where it names
-    a sequence at its limit."""
+    """What claims to be old is heard by nobody: made newer than all that the liar has said, but where it
+    names a sequence at its limit."""
     if not isinstance(statement, dict) or statement.get("sequence") == 2**53:
         return statement
     own = router.spread.own
