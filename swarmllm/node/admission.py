@@ -79,7 +79,7 @@ class Admission:
     async def _begin(self, ticket: Ticket) -> None:
         news = self._news[ticket] = trio.Event()
         try:
-            self._tell(self._queue.submit(ticket))
+            self._tell(self._queue.submit(ticket, trio.current_time()))
         except Full:
             n_waiting = self._queue.n_waiting()
             text = f"This node is busy and {n_waiting} requests wait already."

@@ -8,6 +8,9 @@ what was configured, and platinum always finds room beside a node full of gold.
 Who waits is served by tier first and within a tier key by key, each in order; a key with a hundred requests
 and one with a single one take turns. A full queue makes room for a key that has fewer requests in it, at
 the cost of the newest request of the key that has most.
+
+Where several keys are in use, a key that has a turn leaves the last turn of each tier to the others. Where no
+other key has asked for OTHERS_S, it may take all turns.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ class Caller:
 
 
 LOCAL: Final = Caller()
+OTHERS_S: Final = 300.0
+"""A key that has asked within this time counts as in use."""
 
 
 @dataclass(eq=False, slots=True)
@@ -78,10 +83,13 @@ class TurnQueue:
         default_factory=lambda: {tier: OrderedDict() for tier in TIERS}
     )
     """By key, the one to be served next first."""
+    _asked_s: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    """By key: when it asked last. The earliest first; none is older than OTHERS_S."""
 
-    def submit(self, ticket: Ticket) -> Moves:
-        """Raises Full; then nothing has changed."""
+    def submit(self, ticket: Ticket, now_s: float = 0.0) -> Moves:
+        """Raises Full; then nobody has got or lost a place."""
         caller = ticket.caller
+        self._has_asked(caller.key_id, now_s)
         self._waiting[caller.tier].setdefault(caller.key_id, deque()).append(ticket)
         started = self._start()
         if ticket in started or self.n_waiting() <= self.max_waiting:
@@ -119,10 +127,11 @@ class TurnQueue:
     def has_room(self, caller: Caller) -> bool:
         """Whether one more request of this caller may run.
 
-        A key that has a turn leaves the last turn of each tier to others: however long its requests run, and
-        whether or not it reads the answers, another key need not wait for them.
+        A key that has a turn leaves the last turn of each tier to the other keys in use: however long its
+        requests run, and whether or not it reads the answers, another key need not wait for them.
         """
-        is_last_left = bool(caller.key_id) and self._has_turn(caller)
+        has_others = any(key_id != caller.key_id for key_id in self._asked_s)
+        is_last_left = bool(caller.key_id) and has_others and self._has_turn(caller)
         n_below = 0
         for each in TIERS:
             n_below += len(self._running[each])
@@ -130,6 +139,12 @@ class TurnQueue:
             if TIERS.index(each) >= TIERS.index(caller.tier) and n_below >= cap - (is_last_left and cap > 1):
                 return False
         return True
+
+    def _has_asked(self, key_id: str, now_s: float) -> None:
+        self._asked_s[key_id] = now_s
+        self._asked_s.move_to_end(key_id)
+        while now_s - next(iter(self._asked_s.values())) > OTHERS_S:
+            self._asked_s.popitem(last=False)
 
     def _has_turn(self, caller: Caller) -> bool:
         running = self._running[caller.tier]

@@ -198,6 +198,8 @@ async def test_a_key_leaves_the_last_turn_to_others_however_long_its_requests_ru
     """Sixteen requests that never end cost another key no 429."""
     admission = admission_of(8, 64, 30.0)
     endless = Caller("endless")
+    async with admission.turn(Caller("other")):
+        pass
     async with trio.open_nursery() as nursery:
         for _ in range(16):
             nursery.start_soon(partial(hold, admission, endless))

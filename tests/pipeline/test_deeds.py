@@ -9,15 +9,16 @@ from deadlines import PATIENCE_S
 from trio.testing import wait_all_tasks_blocked
 
 from bench.arithmetic import N_EMBD, FakePool, uncut
-from swarmllm.errors import NoPipeline, RemoteError, WorkerError
+from swarmllm.errors import NodeBusy, NoPipeline, RemoteError, WorkerError
 from swarmllm.pipeline import Prompt
+from swarmllm.swarm.byte_budget import ByteBudget, Kind, Limit
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.codec import decode_job, encode_job
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import tensor_bytes
 
-from .fakes import Swarm, open_swarm
+from .fakes import Swarm, computes, open_swarm
 
 PROMPT = "who may be trusted?"
 
@@ -88,3 +89,46 @@ async def test_a_distrusted_node_gets_no_work() -> None:
         swarm["a"].trust.note("b", Deed.WRONG_BYTES)
         with pytest.raises(NoPipeline):
             await ask(swarm)
+
+
+@pytest.mark.parametrize(
+    ("full", "other", "pools"),
+    [
+        ("b", "m", {"a": "0:4", "b": "4:8", "m": "4:8", "c": "8:12"}),
+        ("c", "m", {"a": "0:4", "b": "4:8", "c": "8:12", "m": "8:12"}),
+        ("b", "m", {"a": "0:0", "b": "0:12", "m": "0:12"}),
+    ],
+    ids=["middle", "last", "whole"],
+)
+async def test_a_stage_whose_room_others_used_up_is_busy_and_nobody_is_blamed(
+    full: str, other: str, pools: dict[str, str]
+) -> None:
+    """Another node answers instead, and no trust is lost anywhere."""
+    async with open_swarm({n: FakePool(*([r] if r != "0:0" else [])) for n, r in pools.items()}) as swarm:
+        budget = ByteBudget({kind: Limit(1000, 1000) for kind in Kind})
+        assert budget.reserve("others", Kind.JOBS, 750)
+        swarm[full].pipelines._sessions.budget = budget
+        said = {full: computes(swarm.entry.model_id, 1e-6), other: computes(swarm.entry.model_id, 1.0)}
+        for _ in range(3):
+            await swarm.tell("a", said)
+            assert await ask(swarm) == await uncut(PROMPT, 6)
+        await swarm.quiet()
+        assert budget.n_refused
+        for here in pools:
+            for there in pools:
+                assert set(deeds(swarm, here, there)) <= {"served"}
+        assert not swarm["a"].pipelines._suspects.ordered(trio.current_time())
+        for node_id in pools:
+            assert full not in swarm[node_id].pipelines._suspects.ordered(trio.current_time())
+        assert budget.n_bytes == 750
+
+
+async def test_an_origin_whose_room_others_used_up_doubts_nobody() -> None:
+    async with open_swarm({"b": FakePool("0:4"), "a": FakePool("4:8"), "c": FakePool("8:12")}) as swarm:
+        budget = swarm["a"].pipelines._sessions.budget = ByteBudget({kind: Limit(0, 0) for kind in Kind})
+        with pytest.raises(NodeBusy):
+            await ask(swarm)
+        assert budget.n_refused
+        assert deeds(swarm, "a", "b") == deeds(swarm, "a", "c") == {}
+        assert not swarm["a"].pipelines._suspects.ordered(trio.current_time())
+        await swarm.quiet()

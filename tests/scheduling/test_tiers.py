@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.keys import Tier
-from swarmllm.scheduling.tiers import TIERS, Caller, Full, Moves, RateLimits, Ticket, TurnQueue, tier_caps
+from swarmllm.scheduling.tiers import (
+    OTHERS_S,
+    TIERS,
+    Caller,
+    Full,
+    Moves,
+    RateLimits,
+    Ticket,
+    TurnQueue,
+    tier_caps,
+)
 
 CAPS = {"bronze": 1, "silver": 2, "gold": 4, "platinum": 8}
 
@@ -33,6 +43,7 @@ def test_no_cap_is_exceeded_and_no_wake_up_lost(
 ) -> None:
     """`leave` stands for the end of a run, a failure, a cancellation and a deadline: all are the same."""
     queue = TurnQueue(tier_caps(max_requests, 99), max_waiting)
+    queue.leave(queue.submit(Ticket(Caller("another"))).started[0])
     waiting: list[Ticket] = []
     running: list[Ticket] = []
 
@@ -78,6 +89,34 @@ def test_no_cap_is_exceeded_and_no_wake_up_lost(
         apply(queue.leave(running.pop(0)))
         check()
     assert not waiting
+
+
+def test_a_key_leaves_a_turn_only_to_keys_in_use() -> None:
+    queue = TurnQueue(dict.fromkeys(TIERS, 4), 99)
+    single, other = [Ticket(Caller("single")) for _ in range(5)], Ticket(Caller("other"))
+    for ticket in single:
+        queue.submit(ticket, 0.0)
+    assert [queue.is_running(ticket) for ticket in single] == [True, True, True, True, False]
+    # Another key asks: the first one that ends makes room for it, and the next for nobody else.
+    queue.submit(other, 1.0)
+    assert queue.leave(single[0]).started == (other,)
+    assert queue.leave(other).started == ()
+    assert queue.n_waiting() == 1
+    assert queue.leave(single[1]).started == (single[4],)
+    # After a while without another key all turns are the first one's again.
+    late = [Ticket(Caller("single")) for _ in range(2)]
+    assert queue.submit(late[0], 1.0 + OTHERS_S).started == ()
+    assert queue.submit(late[1], 2.0 + OTHERS_S).started == (late[0],)
+    assert list(queue._asked_s) == ["single"]
+
+
+@pytest.mark.parametrize("other", ["other", ""])
+def test_users_without_a_key_are_others_too(other: str) -> None:
+    queue = TurnQueue(dict.fromkeys(TIERS, 2), 99)
+    queue.leave(queue.submit(Ticket(Caller(other))).started[0])
+    for _ in range(2):
+        queue.submit(Ticket(Caller("key")))
+    assert (queue.n_running(), queue.n_waiting()) == (1, 1)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40))

@@ -11,7 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.pipeline.stage.arrivals import Relay
-from swarmllm.pipeline.stage.session_queue import SessionQueue
+from swarmllm.pipeline.stage.session_queue import Put, SessionQueue
 from swarmllm.swarm.byte_budget import LIMITS, ByteBudget, Kind, Limit
 from swarmllm.swarm.byte_budget_waiting import reserve_within
 from swarmllm.swarm.data.bulk import Bulk, BulkKind
@@ -83,13 +83,51 @@ async def test_requests_are_not_read_beyond_their_room(
 
         for n in range(2 * EXCHANGES_PER_PEER):
             nursery.start_soon(ask, f"peer{n % n_peers}")
-        await trio.sleep(5)
+        await trio.sleep(2)
         limit = LIMITS[Kind.REQUESTS]
         assert Stalled.n_read <= min(n_peers * limit.per_peer, limit.in_all)
         assert Stalled.n_read >= limit.per_peer - REQUEST_MAX - 1
         await trio.sleep(60)
         assert budget.n_bytes == 0
         nursery.cancel_scope.cancel()
+
+
+class Whole(Stalled):
+    """Gives all of its request, and keeps what is answered."""
+
+    def __init__(self, announced: int) -> None:
+        super().__init__(announced)
+        self._left += 1
+        self.written = b""
+        self.was_reset = False
+
+    async def write(self, data: bytes) -> None:
+        self.written += data
+
+    async def reset(self) -> None:
+        self.was_reset = True
+
+
+async def test_a_request_without_room_is_answered_busy_and_costs_no_trust(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    deeds: list[Deed] = []
+    host, budget = FakeHost(), ByteBudget({kind: Limit(2 * MIB, 2 * MIB) for kind in Kind})
+    async with trio.open_nursery() as nursery:
+        RequestProtocol(
+            host,  # type: ignore[arg-type]
+            nursery,
+            answer,
+            budget=budget,
+            note=lambda _node, deed, _detail="": deeds.append(deed),
+        )
+        assert budget.reserve("others", Kind.REQUESTS, MIB + MIB // 2)
+        stream = Whole(MIB)
+        await host.handler("honest", stream)
+    assert stream.written == (1).to_bytes(4, "little") + bytes((2,))
+    assert not stream.was_reset
+    assert deeds == []
+    assert trio.current_time() < 10
 
 
 async def test_a_length_that_none_may_have_costs_trust() -> None:
@@ -206,12 +244,14 @@ async def test_a_requests_queue_holds_so_many_bytes_of_a_sender() -> None:
     item = Relay("b", b"", b"")
 
     def put(target: SessionQueue, sender: str) -> bool:
-        return target.put(item, is_foreign=True, sender=sender, n_bytes=40)
+        was = target.put(item, is_foreign=True, sender=sender, n_bytes=40)
+        assert was is not Put.OVERRUN
+        return was is Put.QUEUED
 
     assert [put(queue, "a") for _ in range(3)] == [True, True, False]
     assert not put(other, "a")
     assert put(other, "b")
-    assert other.put(item, is_foreign=False)
+    assert other.put(item, is_foreign=False) is Put.QUEUED
     await queue.get()
     assert not put(queue, "a")
     await queue.get()

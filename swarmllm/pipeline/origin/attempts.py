@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, RemoteError, SwarmLLMError
+from swarmllm.errors import DeadlineExceeded, NodeBusy, RemoteError, SwarmLLMError
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import Source
 from swarmllm.pipeline.origin.local import open_local
@@ -123,8 +123,9 @@ class Attempts:
             chain.give_up()
             if chain.culprit is not None and chain.culprit != self._router.node_id:
                 failed.add(chain.culprit)
-                self._tell_everybody(context.request_id, chain.culprit, error)
-            elif isinstance(error, RemoteError | DeadlineExceeded):
+                if not isinstance(error, NodeBusy):
+                    self._tell_everybody(context.request_id, chain.culprit, error)
+            elif isinstance(error, RemoteError | DeadlineExceeded) and not isinstance(error, NodeBusy):
                 here = {self._router.node_id}
                 self._suspects.doubt(sorted(chain.doubted or chain.node_ids - here), trio.current_time())
             raise

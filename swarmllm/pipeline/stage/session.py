@@ -3,6 +3,8 @@ the end.
 
 Each request has its own task, so requests do not wait for each other. The queue is as long as the origin's
 window; a sender that overruns it ends the request, because waiting would hold up its other requests.
+A job for which the byte budget has no room ends it too: the node is busy, nobody is to blame, and the origin
+tries others.
 
 A session ends when the origin cancels (also after the last token: it alone knows when the client has
 everything), when its origin or a neighbour is lost, when nothing arrives for too long, or when a walk
@@ -22,7 +24,14 @@ from collections.abc import Callable
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError, SwarmLLMError, WorkerError
+from swarmllm.errors import (
+    DeadlineExceeded,
+    NodeBusy,
+    NodeUnreachable,
+    RemoteError,
+    SwarmLLMError,
+    WorkerError,
+)
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.job import Job
 from swarmllm.pipeline.origin.prefix_negotiation import give_names, last_names
@@ -32,7 +41,7 @@ from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.failure_reports import BAD_ROWS, UNUSABLE_ROWS, damage_report, report_of
 from swarmllm.pipeline.stage.lifecycle import LIFECYCLE, OVER, SessionEvent, SessionState
 from swarmllm.pipeline.stage.remote_stage import generate_for_origin, read_prompt
-from swarmllm.pipeline.stage.session_queue import SessionQueue
+from swarmllm.pipeline.stage.session_queue import Put, SessionQueue
 from swarmllm.pipeline.stage.walker import FAULTS_OF_ROWS, OriginSide, RequestContext, Walker, is_unchecked
 from swarmllm.state_table import UnknownTransition
 from swarmllm.swarm.byte_budget import ByteBudget
@@ -97,8 +106,8 @@ class Session:
         self._expected = [0] * len(self.view.stages)
         self._damaged_at: int | None = None
         self._may_have_gaps = False
-        self._overrun_by: NodeId | None = None
-        """Who sent more at once than the window allows."""
+        self._refused: tuple[SwarmLLMError, NodeId | None] | None = None
+        """Why an item was not queued, and whose fault that is, where it is anybody's."""
         self._heard_at_s = float("-inf")
         self._at_work_on: Item | None = None
         self._n_bytes: int | None = None
@@ -288,9 +297,8 @@ class Session:
         finally:
             self._queue.close()
             with trio.CancelScope(shield=True):
-                if self._overrun_by is not None:
-                    error = RemoteError("more jobs at once than the window allows")
-                    await self._tell_failure(error, self._overrun_by)
+                if self._refused is not None:
+                    await self._tell_failure(*self._refused)
                 self._pass(SessionEvent.CLEAN_UP)
                 with trio.move_on_after(CLEANUP_TIMEOUT_S):
                     try:
@@ -451,10 +459,16 @@ class Session:
         """`sender`: another node, where it is from one."""
         if not self._passes(event):
             return
-        if not self._queue.put(item, is_foreign=bool(sender), sender=sender, n_bytes=n_bytes):
-            self._overrun_by = sender or self.view.node_id
-            self._passes(SessionEvent.FAILURE)
-            self._scope.cancel()
+        put = self._queue.put(item, is_foreign=bool(sender), sender=sender, n_bytes=n_bytes)
+        if put is Put.QUEUED:
+            return
+        if put is Put.OVERRUN:
+            overrun = RemoteError("more jobs at once than the window allows")
+            self._refused = overrun, sender or self.view.node_id
+        else:
+            self._refused = NodeBusy(f"there is no room for a job of {n_bytes} bytes now"), None
+        self._passes(SessionEvent.FAILURE)
+        self._scope.cancel()
 
     def _as_message(self, error: SwarmLLMError) -> PipelineError:
         return report_of(self.context.request_id, self.view.node_id, error.code, error.message)

@@ -1,6 +1,7 @@
 """The queue of one request's session: bounded for what other nodes send, apart from what this node puts in.
 
-A sender that overruns its part breaks the protocol. What this node's own worker and the origin's side put in
+A sender that overruns its part breaks the protocol. A sender for whose bytes there is no room in the byte
+budget does not: others may have used it up. What this node's own worker and the origin's side put in
 is limited by the tokens asked for, comes in bursts when the processor is busy, and is nobody's fault.
 
 What another node sent also keeps its bytes reserved in the byte budget, until the item after it is asked for:
@@ -10,6 +11,7 @@ the worker holds it that long.
 from __future__ import annotations
 
 from collections import deque
+from enum import Enum, auto
 from typing import Final
 
 import trio
@@ -21,6 +23,17 @@ from swarmllm_proto.identifiers import NodeId
 SPARE_JOBS: Final = 8
 """Room beyond the window: repeats and credits."""
 OWN_MAX: Final = 4096
+
+
+class Put(Enum):
+    """What became of an item."""
+
+    QUEUED = auto()
+    """Or dropped, because the request is over."""
+    OVERRUN = auto()
+    """There were more items than the window allows."""
+    NO_ROOM = auto()
+    """The byte budget has no room for it, which need not be its sender's doing."""
 
 
 class SessionQueue:
@@ -36,20 +49,20 @@ class SessionQueue:
     def __repr__(self) -> str:
         return f"<SessionQueue {len(self._items)} items, {self._n_foreign} of other nodes>"
 
-    def put(self, item: Item, *, is_foreign: bool, sender: NodeId | None = None, n_bytes: int = 0) -> bool:
-        """`sender`: the node that it came from, with so many bytes. False: there is no room for it."""
+    def put(self, item: Item, *, is_foreign: bool, sender: NodeId | None = None, n_bytes: int = 0) -> Put:
+        """`sender`: the node that it came from, with so many bytes."""
         if self._is_closed:
-            return True
+            return Put.QUEUED
         n_own = len(self._items) - self._n_foreign
         if self._n_foreign >= self._foreign_max if is_foreign else n_own >= OWN_MAX:
-            return False
+            return Put.OVERRUN
         grant = self._budget.reserve(sender or "", Kind.JOBS, n_bytes) if n_bytes else None
         if n_bytes and grant is None:
-            return False
+            return Put.NO_ROOM
         self._items.append((item, is_foreign, grant))
         self._n_foreign += is_foreign
         self._came.set()
-        return True
+        return Put.QUEUED
 
     async def get(self) -> Item:
         """The next item. The one before has been dealt with."""

@@ -27,7 +27,7 @@ from struct import Struct
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
+from swarmllm.errors import DeadlineExceeded, NodeBusy, NodeUnreachable, RemoteError
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import Outcome, spawn
 from swarmllm.swarm.byte_budget import ByteBudget, Grant, Kind
@@ -128,7 +128,7 @@ class Bulk:
             reason = bytes(payload).decode("utf-8", "replace")
             question.fail(RemoteError(f"node {node_id}: {reason}"))
         elif kind == BulkKind.BUSY:
-            question.fail(RemoteError(f"node {node_id}: it is busy"))
+            question.fail(NodeBusy(f"node {node_id}: it is busy"))
 
     def lost(self, connection: Connection) -> None:
         """It has ended."""

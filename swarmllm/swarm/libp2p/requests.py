@@ -7,7 +7,8 @@ A stream per request costs some five small messages, which control messages can 
 fate; the request goes with the proposal of its stream, so that it takes one round trip.
 The read loop is exact. It checks the length and reserves room in the byte budget before it reads (the
 library's own request helper stops short above 4 MB); a request for which there is no room is not read
-meanwhile, and is refused in the end.
+meanwhile. If no room comes, it is read piece by piece, kept nowhere and answered with "busy": others may have
+used the room up, so it costs its sender neither trust nor the stream.
 
 Cancelling a blocked write leaves half a message in the connection's cipher stream and destroys every stream
 on it. So the exchange runs in a task of its own that the caller's cancellation does not reach: an abandoned
@@ -23,10 +24,10 @@ from struct import Struct
 
 import trio
 
-from swarmllm.errors import NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.errors import NodeBusy, NodeUnreachable, RemoteError, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import Outcome, spawn
-from swarmllm.swarm.byte_budget import ByteBudget, Grant, Kind
+from swarmllm.swarm.byte_budget import ByteBudget, Kind
 from swarmllm.swarm.byte_budget_waiting import reserve_within
 from swarmllm.swarm.dispatch import RequestRefused, UnreadableRequest
 from swarmllm.swarm.libp2p.host import Host, Stream
@@ -45,6 +46,8 @@ _LENGTH = Struct("<I")
 _BODY_MAX = REQUEST_MAX + 1
 _READ_BYTES = 64 * 1024
 _RECEIVE_S = 10.0
+_ROOM_S = 3.0
+"""A sender gives up 10 s after it asked, and is to hear before that that there is no room."""
 _RESPOND_S = 30.0
 _GRACE_S = 5.0
 _STUCK_S = 60.0
@@ -151,14 +154,18 @@ class RequestProtocol:
                 await stream.write(message)
             with exchange.reading:
                 size = await _read_size(stream)
-                with await self._reserve(node_id, Kind.ANSWERS, size, _RESPOND_S):
+                grant = await reserve_within(self._budget, node_id, Kind.ANSWERS, size, _RESPOND_S)
+                if grant is None:
+                    raise NodeBusy(f"there is no room here for {size} bytes of node {node_id}")
+                with grant:
                     status, response = await _read_content(stream, size)
                 complete = True
                 if status == _OK:
                     exchange.succeed(response)
                 else:
                     reason = response.decode("utf-8", "replace") if status == _REFUSED else "it is busy"
-                    exchange.fail(RemoteError(f"node {node_id}: {reason}"))
+                    error = RemoteError if status == _REFUSED else NodeBusy
+                    exchange.fail(error(f"node {node_id}: {reason}"))
         finally:
             await _end(stream, complete)
 
@@ -185,7 +192,13 @@ class RequestProtocol:
         except OutOfBounds as error:
             self._note(sender, Deed.BROKE_PROTOCOL, error.message)
             raise
-        with await self._reserve(sender, Kind.REQUESTS, size, _RECEIVE_S):
+        asked = await reserve_within(self._budget, sender, Kind.REQUESTS, size, _ROOM_S)
+        if asked is None:
+            with trio.fail_after(_RECEIVE_S):
+                await _discard(stream, size)
+                await _write(stream, _BUSY, b"")
+            return
+        with asked:
             with trio.fail_after(_RECEIVE_S):
                 kind, body = await _read_content(stream, size)
             try:
@@ -204,13 +217,6 @@ class RequestProtocol:
         if stuck.cancelled_caught:
             provoked_by(log, sender).warning("node %s does not take its response; it is cut off", sender)
             await self._host.close_hard(sender)
-
-    async def _reserve(self, node_id: NodeId, kind: Kind, n_bytes: int, seconds: float) -> Grant:
-        """Raises RemoteError."""
-        grant = await reserve_within(self._budget, node_id, kind, n_bytes, seconds)
-        if grant is None:
-            raise RemoteError(f"no room for {n_bytes} bytes of {kind} of node {node_id}")
-        return grant
 
 
 class OutOfBounds(RemoteError):
@@ -258,6 +264,12 @@ async def _read_exactly(stream: Stream, n_bytes: int) -> bytes:
             raise RemoteError("the stream ended early")
         received += piece
     return bytes(received)
+
+
+async def _discard(stream: Stream, n_bytes: int) -> None:
+    left = n_bytes
+    while left:
+        left -= len(await _read_exactly(stream, min(_READ_BYTES, left)))
 
 
 async def _end(stream: Stream, complete: bool) -> None:
