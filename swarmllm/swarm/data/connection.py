@@ -18,6 +18,9 @@ memory is bound than they hold. The writer task is never cancelled in the middle
 Noise message makes the rest undecipherable; a sender that is cancelled leaves its message to the writer if it
 has begun. A connection that must end is ended by closing its wire.
 
+**Where it stands** is one state of the table in `connection_states`; frames and this node's own decisions
+pass it before they have an effect.
+
 **Living.** See keepalive.
 """
 
@@ -34,6 +37,15 @@ import trio
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.connection_frames import VERSION, Hello, Kind, Outgoing, checked_hello
+from swarmllm.swarm.data.connection_states import (
+    ALIVE,
+    LEFT_BY_PEER,
+    LEFT_HERE,
+    LIFECYCLE,
+    TAKES_FRAMES,
+    ConnectionEvent,
+    ConnectionState,
+)
 from swarmllm.swarm.data.deliveries import RR_ACK_TIMEOUT_S, Deliveries
 from swarmllm.swarm.data.keepalive import SILENCE_S, Keepalive
 from swarmllm.swarm.data.throughput import Throughput
@@ -79,6 +91,7 @@ class Connection:
     ) -> None:
         """`give_way` is awaited between the slices of what a bulk connection carries, `reserve` before a
         large payload is received."""
+        self._state = LIFECYCLE.first
         self.node_id = node_id
         self.dialled = dialled
         self.bulk = bulk
@@ -92,10 +105,6 @@ class Connection:
         self.broke_protocol = False
         self.link_asked = ""
         """What the peer wants a link for, where that is how this ended; its wire is then still open."""
-        self.forsakes = False
-        """This node has turned to another connection: it sends no more messages here."""
-        self.is_forsaken = False
-        """The peer has."""
         self._marks: dict[bytes, trio.Event] = {}
         self.rtt_s: float | None = None
         self.n_bytes_sent = 0
@@ -121,11 +130,31 @@ class Connection:
 
     def __repr__(self) -> str:
         direction = "to" if self.dialled else "from"
-        return f"<Connection {self._wire.kind} {direction} {self.node_id} {self.ending or 'alive'}>"
+        state = self.ending or self._state.name
+        return f"<Connection {self._wire.kind} {direction} {self.node_id} {state}>"
+
+    @property
+    def state(self) -> ConnectionState:
+        return self._state
 
     @property
     def alive(self) -> bool:
-        return not self.ending
+        return self._state in ALIVE
+
+    @property
+    def forsakes(self) -> bool:
+        """This node has turned to another connection: it sends no more messages here."""
+        return self._state in LEFT_HERE
+
+    @property
+    def is_forsaken(self) -> bool:
+        """The peer has."""
+        return self._state in LEFT_BY_PEER
+
+    def _pass(self, event: ConnectionEvent) -> bool:
+        """The event happens; whether it changes the state. Raises UnknownTransition where it cannot."""
+        before, self._state = self._state, LIFECYCLE.after(self._state, event)
+        return self._state is not before
 
     @property
     def wire_kind(self) -> Literal["direct", "libp2p", "relay"]:
@@ -147,7 +176,9 @@ class Connection:
                 self._queue_control(Kind.HELLO, msgspec.msgpack.encode(hello))
                 await self._read()
         except* _LinkAsked:
-            self.ending = self.ending or "became a link"
+            if self.alive:
+                self._pass(ConnectionEvent.BECOME_LINK)
+                self.ending = "became a link"
         except* WireClosed as lost:
             self.end(str(lost.exceptions[0]))
         except* ProtocolError as wrong:
@@ -159,7 +190,9 @@ class Connection:
 
     def end(self, how: str) -> None:
         """Now. Whoever waits to send gets NodeUnreachable. Idempotent: the first reason stays."""
-        if self.ending:
+        was_alive = self.alive
+        self._pass(ConnectionEvent.END)
+        if not was_alive:
             return
         self.ending = how
         self._wire.abort()
@@ -211,17 +244,16 @@ class Connection:
 
     def forsake(self) -> None:
         """No message will follow."""
-        self.forsakes = True
-        if self.alive:
+        if self._pass(ConnectionEvent.LEAVE):
             self._enqueue(self._last)
 
     @property
     def is_over(self) -> bool:
         """Both ends have turned away, and this one has said so: an end without that word is a loss there."""
-        return self.is_forsaken and self._last.done.is_set()
+        return self._state is ConnectionState.PARTED
 
     def _require_alive(self) -> None:
-        if self.ending:
+        if not self.alive:
             raise NodeUnreachable(f"the connection to node {self.node_id} was lost: {self.ending}")
 
     def _write_at_once(self, pieces: list[bytes | memoryview]) -> bool:
@@ -269,6 +301,8 @@ class Connection:
             try:
                 await self._write(outgoing.pieces)
                 outgoing.failed = False
+                if outgoing is self._last:
+                    self._pass(ConnectionEvent.LAST_WRITTEN)
             except WireClosed as lost:
                 self.end(str(lost))
                 raise
@@ -332,16 +366,10 @@ class Connection:
 
     async def _take(self, frame: Frame) -> None:
         kind, header = (frame.header[0] if frame.header else None), frame.header[1:]
-        if not self.ready.is_set():
+        if self._state not in TAKES_FRAMES:
             if kind != Kind.HELLO:
                 raise WireClosed("the peer did not say hello")
-            hello = checked_hello(header)
-            if hello.link and not self.dialled:
-                self.link_asked = hello.link
-                raise _LinkAsked
-            self.bulk |= hello.bulk and not self.dialled
-            self._acknowledges = hello.acks
-            self.ready.set()
+            self._greeted(checked_hello(header))
         elif kind == Kind.MESSAGE:
             self._handling = True
             try:
@@ -359,12 +387,22 @@ class Connection:
         elif kind == Kind.ACK and len(header) == _NUMBER.size:
             self.deliveries.acknowledged(_NUMBER.unpack(header)[0], trio.current_time())
         elif kind == Kind.LAST:
-            self.is_forsaken = True
+            self._pass(ConnectionEvent.LAST)
             if self.is_over:
                 raise WireClosed("no longer needed")
         elif kind == Kind.GOODBYE:
             raise WireClosed("goodbye")
         # Other kinds belong to a later version, which may only add what can be ignored.
+
+    def _greeted(self, hello: Hello) -> None:
+        is_link = bool(hello.link) and not self.dialled
+        self._pass(ConnectionEvent.LINK_HELLO if is_link else ConnectionEvent.HELLO)
+        if is_link:
+            self.link_asked = hello.link
+            raise _LinkAsked
+        self.bulk |= hello.bulk and not self.dialled
+        self._acknowledges = hello.acks
+        self.ready.set()
 
     def _measure(self, echoed: bytes) -> None:
         if len(echoed) != _TIME.size:
