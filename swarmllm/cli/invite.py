@@ -62,23 +62,23 @@ def invite(addresses: tuple[str, ...], expires_days: float, data_dir: str | None
 
 @click.command(short_help="Join the swarm that an invitation is for.")
 @click.argument("invitation")
-@days_option("--overlap-days", 7.0, "How long this node accepts the key it had before.")
 @data_dir_option
 @json_option
-def join(invitation: str, overlap_days: float, data_dir: str | None, as_json: bool) -> None:
+def join(invitation: str, data_dir: str | None, as_json: bool) -> None:
     """Join the swarm that INVITATION is for; - reads it from standard input, out of the shell's history.
 
-    A member that joins its own network again takes over a new key, without a restart.
+    A member that joins its own network again takes over a new key, without a restart. The key it had before
+    ends when `swarmllm network rotate` said, which the invitation knows.
     """
     from swarmllm.swarm.membership.invitation import accept, from_text
 
     text = sys.stdin.read(TEXT_MAX) if invitation == "-" else invitation
-    now, overlap_s = time.time(), overlap_days * DAY_S
+    now = time.time()
     with failures_explained():
         invited = from_text(text, now)
         file = network_file(data_dir)
         before = file.read()
-        joined = file.change(lambda known: accept(invited, known, now, overlap_s))
+        joined = file.change(lambda known: accept(invited, known, now))
     if as_json:
         print_json({"network_id": joined.network_id, "private": joined.is_private})
         return

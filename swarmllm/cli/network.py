@@ -87,7 +87,7 @@ def show(data_dir: str | None, as_json: bool) -> None:
 
 
 @network.command(short_help="Make a new key; the old one is accepted for a while.")
-@days_option("--overlap-days", 7.0, "How long the old key is accepted.")
+@days_option("--overlap-days", 7.0, "How long the old key is accepted; 0: no more.")
 @data_dir_option
 @json_option
 def rotate(overlap_days: float, data_dir: str | None, as_json: bool) -> None:
@@ -95,7 +95,7 @@ def rotate(overlap_days: float, data_dir: str | None, as_json: bool) -> None:
 
     Give every member that is to stay a new invitation within that time (`swarmllm invite` here, `swarmllm
     join` there). A running daemon takes over the new key within seconds. Connections that were proven with
-    the old one end when it does.
+    the old one end when it does, at each member that has the new key: the end travels in the invitation.
     """
     from swarmllm.swarm.membership.network_key import new_secret
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,17 @@ def test_a_new_key_reaches_the_other_with_a_new_invitation(here: Path, tmp_path:
     )
     assert secrets_here == secrets_there
     assert json.loads(run(here, "network", "show", "--json").output)["old_keys_until"][0] > 0
+
+
+def test_no_overlap_means_now_at_every_member_that_has_the_new_key(here: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    run(here, "network", "create")
+    run(there, "join", run(here, "invite").stdout.strip())
+    run(here, "network", "rotate", "--overlap-days", "0")
+    run(there, "join", run(here, "invite").stdout.strip())
+    networks = [NetworkFile(folder).read() for folder in (here, there)]
+    assert networks[0].keys == networks[1].keys
+    assert all(network.accepted(time.time()) == (network.keys[0].secret,) for network in networks)
 
 
 def test_the_key_is_shown_only_inside_an_invitation(here: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,13 +28,13 @@ NOW = 1_000_000.0
 def test_an_invitation_carries_key_and_addresses() -> None:
     network = private_network(new_secret())
     text = to_text(invitation(network, (ADDRESS,), NOW + 1))
-    joined = accept(from_text(f" {text[:30]}\n{text[30:]} ", NOW), OPEN_SWARM, NOW, 10)
+    joined = accept(from_text(f" {text[:30]}\n{text[30:]} ", NOW), OPEN_SWARM, NOW)
     assert (joined.network_id, joined.accepted(NOW)) == (network.network_id, network.accepted(NOW))
     assert joined.bootstrap == (ADDRESS,)
 
 
 def test_an_invitation_to_the_open_swarm_carries_addresses_only() -> None:
-    joined = accept(from_text(to_text(invitation(OPEN_SWARM, (ADDRESS,), None)), NOW), OPEN_SWARM, NOW, 10)
+    joined = accept(from_text(to_text(invitation(OPEN_SWARM, (ADDRESS,), None)), NOW), OPEN_SWARM, NOW)
     assert not joined.is_private
     assert joined.bootstrap == (ADDRESS,)
 
@@ -75,7 +76,7 @@ def test_an_invitation_needs_an_address_that_can_be_dialled() -> None:
 def test_a_member_of_another_private_network_stays_there() -> None:
     invited = invitation(private_network(new_secret()), (ADDRESS,), None)
     with pytest.raises(InvalidRequest, match="another private network"):
-        accept(invited, private_network(new_secret()), NOW, 10)
+        accept(invited, private_network(new_secret()), NOW)
 
 
 def test_a_rotated_key_overlaps_with_the_one_before_and_keeps_the_network() -> None:
@@ -92,7 +93,59 @@ def test_an_invitation_from_before_a_rotation_takes_nothing_back() -> None:
     old = private_network(new_secret())
     stale = invitation(old, (ADDRESS,), None)
     rotated = old.rotated(new_secret(), NOW, 10)
-    assert accept(stale, rotated, NOW, 10).keys == rotated.keys
+    assert accept(stale, rotated, NOW).keys == rotated.keys
+
+
+def test_the_end_of_an_older_key_travels_in_the_invitation() -> None:
+    old, new = new_secret(), new_secret()
+    for overlap_s in (0, 10):
+        rotated = private_network(old).rotated(new, NOW, overlap_s)
+        joined = accept(
+            from_text(to_text(invitation(rotated, (ADDRESS,), None)), NOW), private_network(old), NOW
+        )
+        assert joined.accepted(NOW) == rotated.accepted(NOW)
+        assert joined.accepted(NOW + overlap_s) == (new,)
+
+
+def test_a_member_that_never_held_an_older_key_passes_its_end_on() -> None:
+    old, new = new_secret(), new_secret()
+    rotated = private_network(old).rotated(new, NOW, 10)
+    late = accept(invitation(rotated, (ADDRESS,), None), OPEN_SWARM, NOW)
+    assert late.accepted(NOW) == (new,)
+    joined = accept(invitation(late, (ADDRESS,), None), private_network(old), NOW + 1)
+    assert joined.accepted(NOW + 9) == (new, old)
+    assert joined.accepted(NOW + 10) == (new,)
+
+
+def test_two_rotations_end_each_key_at_its_own_time() -> None:
+    first, second, third = new_secret(), new_secret(), new_secret()
+    founder = private_network(first).rotated(second, NOW, 5).rotated(third, NOW, 100)
+    joined = accept(invitation(founder, (ADDRESS,), None), private_network(first), NOW)
+    assert joined.accepted(NOW + 4) == (third, first)
+    assert joined.accepted(NOW + 5) == (third,)
+
+
+def test_a_key_whose_end_is_not_named_ends_at_once() -> None:
+    old, new = new_secret(), new_secret()
+    unaware = msgspec.structs.replace(private_network(old), keys=(NetworkKey(secret=new),))
+    joined = accept(invitation(unaware, (ADDRESS,), None), private_network(old), NOW)
+    assert joined.accepted(NOW) == (new,)
+
+
+def test_a_later_invitation_may_end_an_older_key_sooner_and_never_later() -> None:
+    old, new = new_secret(), new_secret()
+    short, long = (private_network(old).rotated(new, NOW, overlap_s) for overlap_s in (1, 10))
+    for mine, theirs in ((short, long), (long, short)):
+        joined = accept(invitation(theirs, (ADDRESS,), None), mine, NOW)
+        assert joined.accepted(NOW) == (new, old)
+        assert joined.accepted(NOW + 1) == (new,)
+
+
+def test_a_key_that_two_rotations_replaced_does_not_come_back() -> None:
+    first = private_network(new_secret())
+    now = first.rotated(new_secret(), NOW, 10).rotated(new_secret(), NOW, 10)
+    with pytest.raises(InvalidRequest, match="replaced"):
+        accept(invitation(first, (ADDRESS,), None), now, NOW)
 
 
 def test_keys_are_private_on_disk_and_never_shown(tmp_path: Path) -> None:

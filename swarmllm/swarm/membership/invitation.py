@@ -1,4 +1,5 @@
-"""One string that lets somebody join: the network's key, where to find its nodes, and until when it is meant.
+"""One string that lets somebody join: the network's key, where to find its nodes, until when it is meant, and
+when the keys end that this one replaced.
 
     swarmllm-join-<base64url of MessagePack and 4 bytes of its BLAKE3>
 
@@ -21,12 +22,15 @@ from swarmllm.errors import InvalidRequest
 from swarmllm.swarm.discovery.addresses import NodeAddress
 from swarmllm.swarm.membership.network_key import (
     ADDRESSES_MAX,
+    ENDS_MAX,
     OPEN_SWARM,
     SECRET_BYTES,
+    KeyEnd,
     Network,
     NetworkId,
     NetworkKey,
     NodeAddressText,
+    key_id,
 )
 
 PREFIX = "swarmllm-join-"
@@ -43,6 +47,8 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True):
     addresses: Annotated[tuple[NodeAddressText, ...], Meta(min_length=1, max_length=ADDRESSES_MAX)]
     expires_at: Annotated[float, Meta(ge=0, le=1e11)] | None = None
     """Seconds since the epoch."""
+    replaced: Annotated[tuple[KeyEnd, ...], Meta(max_length=ENDS_MAX)] = ()
+    """Older keys of the network, by an id of each."""
 
     def __post_init__(self) -> None:
         if bool(self.network_id) != bool(self.secret) or len(self.secret) not in (0, SECRET_BYTES):
@@ -59,7 +65,14 @@ def invitation(network: Network, addresses: tuple[str, ...], expires_at: float |
     if not addresses:
         raise InvalidRequest("An invitation needs an address of a node.", field="address")
     secret = network.keys[0].secret if network.is_private else b""
-    return Invitation(_VERSION, network.network_id, secret, addresses[:ADDRESSES_MAX], expires_at)
+    return Invitation(
+        _VERSION,
+        network.network_id,
+        secret,
+        addresses[:ADDRESSES_MAX],
+        expires_at,
+        network.key_ends(),
+    )
 
 
 def to_text(invited: Invitation) -> str:
@@ -93,11 +106,12 @@ def from_text(text: str, now: float) -> Invitation:
     return invited
 
 
-def accept(invited: Invitation, network: Network, now: float, overlap_s: float) -> Network:
-    """The network after joining: a member who joins again has the newer key, and the older one for
-    `overlap_s`.
+def accept(invited: Invitation, network: Network, now: float) -> Network:
+    """The network after joining: a member who joins again has the newer key, and the older ones until the
+    invitation says that they end.
 
-    Raises InvalidRequest where this node belongs to another private network.
+    Raises InvalidRequest where this node belongs to another private network, and where the invitation's key
+    is known to have been replaced by one that this node has.
     """
     if network.is_private and network.network_id != invited.network_id:
         raise InvalidRequest(
@@ -108,8 +122,17 @@ def accept(invited: Invitation, network: Network, now: float, overlap_s: float) 
         return OPEN_SWARM.met_through((*invited.addresses, *network.bootstrap))
     if not network.is_private:
         keys = (NetworkKey(secret=invited.secret),)
-        return Network(network_id=invited.network_id, keys=keys, bootstrap=invited.addresses)
-    return network.rotated(invited.secret, now, overlap_s).met_through(invited.addresses)
+        return Network(
+            network_id=invited.network_id,
+            keys=keys,
+            bootstrap=invited.addresses,
+            replaced=invited.replaced,
+        )
+    if any(end.key_id == key_id(invited.secret) for end in network.replaced):
+        raise InvalidRequest(
+            "That invitation holds a key that has been replaced; ask for a new one.", field="invitation"
+        )
+    return network.taking(invited.secret, invited.replaced, now).met_through(invited.addresses)
 
 
 def _check(body: bytes) -> bytes:
