@@ -109,6 +109,7 @@ class Pipelines:
         self._nursery: trio.Nursery | None = None
         self._counts = PipelineStatistics()
         self._swarm_changed = trio.lowlevel.ParkingLot()
+        self._n_changes = 0
         self._suspects = Suspects()
         self._sessions = Sessions(
             pool, router, catalogue, settings, self._start_session, note, budget or ByteBudget()
@@ -155,6 +156,7 @@ class Pipelines:
                         self._look_for_lost()
                     if change.kind == "connected":
                         self._suspects.clear(change.node_id)
+                    self._n_changes += 1
                     self._swarm_changed.unpark_all()
             finally:
                 self._nursery = None
@@ -298,8 +300,16 @@ class Pipelines:
 
         tried: list[tuple[str, Assembly]] = []
         """Pipelines, by the request id that each had."""
+        n_changes = 0
+        """That the latest attempt knew of: what has changed since is not to be waited for again."""
+
+        async def pause(until_s: float) -> None:
+            if self._n_changes == n_changes:
+                await self._pause(until_s)
 
         def attempt(generated: tuple[int, ...], avoid: set[NodeId]) -> AbstractAsyncContextManager[Source]:
+            nonlocal n_changes
+            n_changes = self._n_changes
             # A retry prefers nothing: what it would prefer has just failed.
             is_first = source.n_attempts == 1
             self._here.own[request_id] = None
@@ -330,7 +340,7 @@ class Pipelines:
             return self._in_place_of(tried, opening)
 
         recovery = RetryPolicy(self._settings.failover_timeout_s)
-        source = Failover(request_id, attempt, recovery, self._pause)
+        source = Failover(request_id, attempt, recovery, pause)
         try:
             yield source
         finally:
