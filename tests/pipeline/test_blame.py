@@ -92,6 +92,60 @@ async def test_the_stage_that_refuses_bad_rows_keeps_its_trust_and_the_request_i
         await swarm.quiet()
 
 
+def no_token(message: LayerForward, payload: bytes) -> tuple[bytes, bytes | memoryview]:
+    if message.step == "embed" and message.position > len(PROMPT) + 2:
+        message = msgspec.structs.replace(message, token=2**31 - 1)
+    return encode_job(message, payload)
+
+
+@pytest.mark.parametrize("first", ["a", "h"])
+async def test_a_token_outside_the_vocabulary_ends_only_the_attempt(first: str) -> None:
+    """The last stage gives it to the first one in the midst of an answer. The stream goes on elsewhere."""
+    pools = {first: FakePool("0:6"), "liar": FakePool("6:12"), "m": FakePool("6:12"), "i": FakePool("0:6")}
+    async with open_swarm({"a": FakePool()} | pools) as swarm:
+        router, send = swarm["liar"].router, swarm["liar"].router.send
+
+        async def lie(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+            message = decode_job(header, payload)
+            if isinstance(message, LayerForward):
+                header, payload = no_token(message, bytes(payload))
+            await send(receiver, header, payload)
+
+        router.send = lie  # type: ignore[method-assign]
+        await prefer(swarm, "liar", "m")
+        with trio.fail_after(PATIENCE_S):
+            assert await ask(swarm) == await uncut(PROMPT, 6)
+        assert swarm[first].trust.score("liar") < NEUTRAL
+        assert swarm["a"].trust.score("m") >= NEUTRAL
+        assert swarm["a"].trust.score(first) >= NEUTRAL
+        assert swarm["a"].pipelines.statistics().recoveries == 1
+        # Whoever comes next is served too, by the same workers.
+        assert await ask(swarm) == await uncut(PROMPT, 6)
+        await swarm.quiet()
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["no part", "another stage"])
+async def test_a_token_for_a_request_of_others_costs_its_sender_only(part: bool) -> None:
+    pools = {"a": FakePool("0:4"), "liar": FakePool("4:8") if part else FakePool(), "h": FakePool("8:12")}
+    if not part:
+        pools["m"] = FakePool("4:8")
+    async with open_swarm(pools) as swarm:
+
+        async def intrude(position: int, layers: object) -> None:
+            for request_id in list(swarm["a"].pipelines._attempts.chains):
+                token = StreamingToken(request_id=request_id, index=0, token=1)
+                await swarm["liar"].router.send("a", *encode_job(token, b"no "))
+
+        pools["h"].before_forward = intrude
+        with trio.fail_after(PATIENCE_S):
+            assert await ask(swarm) == await uncut(PROMPT, 6)
+        await swarm.quiet()
+        assert swarm["a"].trust.explain("liar").counts["broke protocol"] >= 1
+        for here in pools:
+            for there in pools.keys() - {"liar"}:
+                assert set(swarm[here].trust.explain(there).counts) <= {"served"}
+
+
 async def test_without_another_holder_bad_rows_cost_the_honest_stage_nothing() -> None:
     pools = {"a": FakePool("0:4"), "liar": FakePool("4:8"), "h": FakePool("8:12")}
     async with open_swarm(pools) as swarm:

@@ -320,6 +320,11 @@ def test_rows_that_cannot_be_run_fail_their_request_and_not_the_worker(
     stranger.send(*encode_job(job(), payload))
     while isinstance(answer := last.receive_any().message, ipc.Turned):
         assert answer.running
+    if kind == "bad_tensor":
+        # The daemon refuses it as it refuses what comes to itself, and blames the sender.
+        assert answer == ipc.Arrived(sender=NODES[0])
+        assert isinstance(last.call(ipc.CloseLinks, peer=NODES[0]).message, ipc.Done)
+        return
     assert isinstance(answer, ipc.Error)
     assert (answer.kind, answer.request_id, answer.id, answer.fatal) == (kind, "r", 0, False)
     assert isinstance(last.call(ipc.CloseLinks, peer=NODES[0]).message, ipc.Done)

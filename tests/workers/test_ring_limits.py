@@ -1,6 +1,8 @@
-"""What one seat of the ring keeps of jobs that it cannot run as fast as they come."""
+"""What one seat of the ring keeps of jobs that it cannot run as fast as they come, and what it refuses."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from swarmllm_proto.codec import encode_job
 from swarmllm_proto.frames import Frame
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import tensor_bytes
+from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.link import LinkClosed
 from swarmllm_workers.ring.seats import SEAT_BYTES_MAX, SEAT_JOBS_MAX, Ring, Seat
 
@@ -58,3 +61,21 @@ def test_jobs_that_have_been_run_make_room() -> None:
         ring._arrive("a", job(4, 1, 64), False)
         ring.turn(seat, 0.0)
     assert seat.n_bytes_waiting == 0
+
+
+@pytest.mark.parametrize("kind", ["bad_message", "bad_tensor"])
+def test_what_a_worker_refuses_goes_to_the_daemon_which_knows_who_sent_it(kind: str) -> None:
+    """A token outside the vocabulary, or rows that are none: the link's other end is at fault, not this node."""
+    sent: list[Any] = []
+
+    def refuse(*_: Any) -> None:
+        raise CallError(kind, "no such token", "payload")
+
+    ring = Ring(lambda message, *_: sent.append(message), refuse, lambda *_: None)
+    ring.take_seat(seated()[1].message)
+    frame = job(4, 1, 64)
+    ring._arrive("a", frame, False)
+    (seat,) = ring._seats.values()
+    assert [message for message in sent if not isinstance(message, ipc.Turned)] == [ipc.Arrived(sender="a")]
+    assert not seat.waiting
+    assert not seat.is_running

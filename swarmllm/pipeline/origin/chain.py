@@ -250,6 +250,11 @@ class Chain:
         self._feed()
         return chunk
 
+    def may_say(self, sender: NodeId, message: OriginMessage) -> bool:
+        """False: no honest node says that. Stages give tokens to the node that assigned them, and to no
+        other."""
+        return not isinstance(message, StreamingToken) or sender == self.context.view.stages[-1].node_id
+
     def receive(self, sender: NodeId, message: OriginMessage, payload: bytes | memoryview) -> None:
         if self._state in OVER:
             return

@@ -68,6 +68,8 @@ def read_job(
     if message.step == "embed":
         if message.n_tokens != 1 or message.prefill_left:
             raise BadTensor("n_tokens", "a token is embedded alone")
+        if message.token >= context.n_vocab:
+            raise BadTensor("token", f"{message.token} of a vocabulary of {context.n_vocab}")
         job.token = message.token
         return job
     if len(message.timings) > message.stage:

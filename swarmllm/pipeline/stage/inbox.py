@@ -80,7 +80,10 @@ class Inbox:
         else:
             chain, own = self.chains.get(message.request_id), self.sessions.router.node_id
             accepted = chain is not None
-            if chain is not None:
+            if chain is not None and not chain.may_say(sender, message):
+                self.counts.messages_bad += 1
+                self.note(sender, Deed.BROKE_PROTOCOL, "a token of a request that it has no token of")
+            elif chain is not None:
                 chain.receive(sender, message, payload)
             elif isinstance(message, PipelineError) and message.node_id not in (own, sender):
                 # (Who speaks of itself reports, too late, to the origin of a pipeline that has broken.)

@@ -47,6 +47,8 @@ SEAT_JOBS_MAX: Final = 256
 """Jobs that came by a link for one seat and have not been run; an honest pipeline has a few under way."""
 SEAT_BYTES_MAX: Final = 32 * 2**20
 """Of their payloads."""
+_FAULTS_OF_SENDERS: Final = ("bad_message", "bad_tensor")
+"""The daemon refuses such a job too, and says whose it was."""
 
 Send = Callable[..., None]
 Take = Callable[["Seat", LayerForward, memoryview, float, bool], None]
@@ -336,6 +338,9 @@ class Ring:
         except CallError as error:
             seat.exit()
             seat.is_running = False
+            if error.kind in _FAULTS_OF_SENDERS:
+                self._hand_up(peer, frame)
+                return
             self._send(
                 ipc.Error(
                     kind=error.kind, message=error.message, field=error.field, request_id=job.request_id
