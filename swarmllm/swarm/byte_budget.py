@@ -151,6 +151,10 @@ class ByteBudget:
         limit = self._limits[kind]
         return n_bytes <= limit.per_peer and n_bytes - limit.guaranteed <= limit.shared
 
+    def is_for_others_to_give(self, peer: str, kind: Kind, n_bytes: int) -> bool:
+        """Whether the peer may have so many bytes more as soon as others have given theirs back."""
+        return self.can_ever_hold(kind, self.held(peer, kind) + n_bytes)
+
     def _take(self, peer: str, kind: Kind, n_bytes: int) -> bool:
         if n_bytes < 0:
             raise ValueError(f"{n_bytes} bytes cannot be reserved")

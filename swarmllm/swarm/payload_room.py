@@ -14,7 +14,8 @@ from swarmllm.swarm.data.wire import WireClosed
 
 UNRESERVED_BYTES: Final = 64 * 1024
 AT_ONCE_BYTES: Final = 1024 * 1024
-ROOM_S: Final = 10.0
+ROOM_S: Final = 30.0
+"""Payloads that hold the room either are quick or give way to this one; its sender waits meanwhile."""
 
 Reserve = Callable[[int, float], Awaitable[Grant | None]]
 """(bytes, seconds) -> room for them, if there is any within that time."""
@@ -27,7 +28,11 @@ class PayloadRoom:
         self._grant: Grant | None = None
 
     def __repr__(self) -> str:
-        return f"<PayloadRoom {self._n_held} bytes>"
+        return f"<PayloadRoom {self.n_bytes} bytes>"
+
+    @property
+    def n_bytes(self) -> int:
+        return self._grant.n_bytes if self._grant is not None else 0
 
     @property
     def is_in_use(self) -> bool:
@@ -55,12 +60,8 @@ class PayloadRoom:
             self._grant.release()
             self._grant = None
 
-    @property
-    def _n_held(self) -> int:
-        return self._grant.n_bytes if self._grant is not None else 0
-
     def _more(self, n_received: int, size: int) -> int:
         due = min(size, n_received + UNRESERVED_BYTES)
-        if self._reserve is None or size <= UNRESERVED_BYTES or due <= self._n_held:
+        if self._reserve is None or size <= UNRESERVED_BYTES or due <= self.n_bytes:
             return 0
-        return min(size - self._n_held, max(due - self._n_held, AT_ONCE_BYTES))
+        return min(size - self.n_bytes, max(due - self.n_bytes, AT_ONCE_BYTES))

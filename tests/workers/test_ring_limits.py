@@ -65,7 +65,7 @@ def test_jobs_that_have_been_run_make_room() -> None:
 
 @pytest.mark.parametrize("kind", ["bad_message", "bad_tensor"])
 def test_what_a_worker_refuses_goes_to_the_daemon_which_knows_who_sent_it(kind: str) -> None:
-    """A token outside the vocabulary, or rows that are none: the link's other end is at fault, not this node."""
+    """A token outside the vocabulary, or rows that are none: that is the other end's fault."""
     sent: list[Any] = []
 
     def refuse(*_: Any) -> None:

@@ -47,6 +47,7 @@ from swarmllm.swarm.data.connection_states import (
     ConnectionState,
 )
 from swarmllm.swarm.data.deliveries import RR_ACK_TIMEOUT_S, Deliveries
+from swarmllm.swarm.data.frame_pace import FramePace
 from swarmllm.swarm.data.keepalive import SILENCE_S, Keepalive
 from swarmllm.swarm.data.throughput import Throughput
 from swarmllm.swarm.data.wire import Wire, WireClosed
@@ -103,6 +104,7 @@ class Connection:
         self.retired = False
         """The peer has turned to a newer connection: what still arrives here is out of order."""
         self.broke_protocol = False
+        self.was_too_slow = False
         self.link_asked = ""
         """What the peer wants a link for, where that is how this ended; its wire is then still open."""
         self._marks: dict[bytes, trio.Event] = {}
@@ -112,6 +114,7 @@ class Connection:
         self.throughput = Throughput()
         self._give_way = give_way
         self._room = PayloadRoom(reserve)
+        self._pace = FramePace()
         self._wire = wire
         self._receive = receive
         self._queue: deque[Outgoing] = deque()
@@ -200,6 +203,22 @@ class Connection:
             outgoing.failed = True
             outgoing.done.set()
         self._queue.clear()
+
+    @property
+    def n_reserved_bytes(self) -> int:
+        """For the payload in progress."""
+        return self._room.n_bytes
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether that payload comes so slowly that it gives way to others."""
+        return not self._handling and self._pace.is_slow(trio.current_time(), self._decoder.payload_received)
+
+    def give_way(self) -> None:
+        """Others need the room of the payload in progress."""
+        self.was_too_slow = True
+        self.end("others need the room that its payload takes so slowly")
+        self._room.release()
 
     async def send(self, header: bytes, payload: bytes | memoryview) -> None:
         """Returns when the message is on its way. Raises NodeUnreachable."""
@@ -338,8 +357,11 @@ class Connection:
             self.throughput.arrived(n_bytes, now)
             if frames:
                 self.throughput.message_ended(now)
+                self._pace.ended()
             for frame in frames:
                 await self._take(frame)
+            if self._decoder.inside_frame:
+                self._pace.arrived(trio.current_time())
             if self._room.is_in_use or self._decoder.payload_size > UNRESERVED_BYTES:
                 await self._keep_room(is_new=bool(frames))
             n_chunks += 1
@@ -357,12 +379,14 @@ class Connection:
             room.release()
         if room.take_now(decoder.payload_received, decoder.payload_size):
             return
+        since_s = trio.current_time()
         self._handling = True
         try:
             await room.take(decoder.payload_received, decoder.payload_size)
         finally:
             self._handling = False
-            self._keepalive.heard(trio.current_time())
+            self._keepalive.heard(now := trio.current_time())
+            self._pace.excuse(now - since_s)
 
     async def _take(self, frame: Frame) -> None:
         kind, header = (frame.header[0] if frame.header else None), frame.header[1:]
@@ -435,5 +459,10 @@ class Connection:
                 raise WireClosed("silent")
             if state == "unknown":
                 self.deliveries.excuse(now)
+                self._pace.restart(now)
+            elif not self._handling and self._pace.is_late(now, self._decoder.payload_size):
+                self.was_too_slow = True
+                self.end("a message came too slowly")
+                raise WireClosed(self.ending)
             elif self.deliveries.is_overdue(now):
                 raise WireClosed(f"a message was not acknowledged for {RR_ACK_TIMEOUT_S:g} s")

@@ -17,7 +17,7 @@ learn of it now.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 
 import trio
@@ -25,13 +25,13 @@ import trio
 from swarmllm.errors import NodeUnreachable
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import contained, spawn, supervise
-from swarmllm.swarm.byte_budget import ByteBudget, Kind
-from swarmllm.swarm.byte_budget_waiting import reserve_within
+from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.data.bulk import Bulk
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.links import ask_for_link, give_link
 from swarmllm.swarm.data.neighbour import LinkStatus, Neighbour
 from swarmllm.swarm.data.noise_wire import HandshakeFailed, NoiseWire, shake_hands
+from swarmllm.swarm.data.payload_displacing import reserve_or_displace
 from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL, PROTOCOL
 from swarmllm.swarm.data.stream_opening import StreamOpening
 from swarmllm.swarm.data.transfer_pacing import TransferPacing
@@ -297,10 +297,13 @@ class DataPlane:
             dialled=dialled,
             bulk=bulk,
             give_way=self._give_way,
-            reserve=partial(reserve_within, self._budget, node_id, Kind.MESSAGES),
+            reserve=partial(reserve_or_displace, self._budget, self._receivers, node_id),
         )
         self._neighbours.setdefault(node_id, Neighbour()).connections.add(connection)
         return connection
+
+    def _receivers(self) -> Iterator[Connection]:
+        return (each for neighbour in self._neighbours.values() for each in neighbour.connections)
 
     async def _run(self, connection: Connection) -> None:
         provoked_by(log, connection.node_id).debug("%r begins", connection)
@@ -314,6 +317,8 @@ class DataPlane:
         self.bulk.lost(connection)
         if connection.broke_protocol:
             self._note(connection.node_id, Deed.BROKE_PROTOCOL, connection.ending)
+        if connection.was_too_slow:
+            self._note(connection.node_id, Deed.TOO_SLOW, connection.ending)
         if connection.link_asked:
             spawn(
                 self._nursery, "link", self._become_link, connection, failed=lambda _: connection.wire.abort()

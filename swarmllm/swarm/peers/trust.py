@@ -45,6 +45,7 @@ class Deed(StrEnum):
     BAD_REQUEST = "bad request"
     BROKE_PROTOCOL = "broke protocol"
     FLOODED = "flooded"
+    TOO_SLOW = "too slow"
     BAD_NUMBERS = "bad numbers"
     WRONG_BYTES = "wrong bytes"
 
@@ -80,6 +81,7 @@ EFFECTS: Final[dict[Deed, Effect]] = {
     Deed.BAD_REQUEST: Effect("it asked for what it should have refused itself", keeps=0.85),
     Deed.BROKE_PROTOCOL: Effect("it sent what the protocol does not allow", keeps=0.6, once_in_s=3.0),
     Deed.FLOODED: Effect("it sent more gossip than an honest node has", keeps=0.6, once_in_s=3.0),
+    Deed.TOO_SLOW: Effect("a message came from it too slowly", keeps=0.97, once_in_s=3.0),
     Deed.BAD_NUMBERS: Effect("it sent numbers that are not finite", keeps=0.45),
     Deed.WRONG_BYTES: Effect("it sent bytes of a model whose hash is wrong", keeps=0.45),
 }
