@@ -1,5 +1,7 @@
 """A batch of a few rows in the worker and in ggml's tiles: processor time; the rival is ggml as it comes.
 
+"worker" computes as it measured to be the fastest here, "ours" always with the worker's own kernels.
+
     python -m bench.small_batches --rounds 5
 
 A batch is one step of so many streams, or, of more than 8 rows, a prompt. Both sides are processes with the
@@ -23,17 +25,18 @@ import numpy as np
 from bench.figures import Figure, publish, ratios
 from bench.shapes import HALF_BILLION, build
 
-ROWS = (1, 2, 3, 4, 5, 7, 8)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8)
 PROMPTS = (64, 512)
 N_PROMPT = 64
 N_REPEATS = 4
 
 
-def serve(gguf: str, n_threads: int, *, tiles: bool) -> None:
+def serve(gguf: str, n_threads: int, side: str) -> None:
     """Answers each number of rows on stdin with milliseconds."""
-    if tiles:
+    if side == "tiles":
         import llama_cpp  # noqa: F401  (before the worker's package: it cannot stand before ggml any more)
     from swarmllm_workers.engine import small_batches
+    from swarmllm_workers.engine.kernel_tuning import KernelTuning
     from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 
     model = Model(Path(gguf))
@@ -42,7 +45,11 @@ def serve(gguf: str, n_threads: int, *, tiles: bool) -> None:
     tokens = (np.arange(N_PROMPT) % 250).astype(np.int32)
     for slot in range(max(ROWS)):
         context.decode(tokens, np.arange(N_PROMPT), slot, np.zeros(N_PROMPT, np.int8))
-    assert small_batches.is_asked() != tiles
+    assert small_batches.is_asked() != (side == "tiles")
+    tuning = KernelTuning("ours" if side == "ours" else "auto")
+    tuning.tune([Path(gguf)], n_threads)
+    for choice in tuning.choices:
+        print(choice, file=sys.stderr)
     for line in sys.stdin:
         n = int(line)
         best_s = float("inf")
@@ -61,9 +68,9 @@ def serve(gguf: str, n_threads: int, *, tiles: bool) -> None:
 
 
 class Side:
-    def __init__(self, gguf: Path, n_threads: int, *, tiles: bool) -> None:
+    def __init__(self, gguf: Path, n_threads: int, side: str) -> None:
         command = [sys.executable, "-m", "bench.small_batches", "--serve", str(gguf)]
-        command += ["--threads", str(n_threads), *(["--tiles"] if tiles else [])]
+        command += ["--threads", str(n_threads), "--side", side]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def milliseconds(self, n_rows: int) -> float:
@@ -80,7 +87,7 @@ class Side:
 
 
 def measure(arguments: argparse.Namespace, gguf: Path) -> None:
-    sides = {name: Side(gguf, arguments.threads, tiles=name == "tiles") for name in ("tiles", "worker")}
+    sides = {name: Side(gguf, arguments.threads, name) for name in ("tiles", "ours", "worker")}
     figures = {(name, n): Figure(f"{n} rows, {name}", "ms") for n in (*ROWS, *PROMPTS) for name in sides}
     for _ in range(arguments.rounds):
         for (name, n), figure in figures.items():
@@ -89,8 +96,9 @@ def measure(arguments: argparse.Namespace, gguf: Path) -> None:
         side.close()
     rows: list[tuple[Figure, Figure | None]] = []
     for n in (*ROWS, *PROMPTS):
-        theirs, ours = figures["tiles", n], figures["worker", n]
-        rows += [(theirs, None), (ours, ratios(ours, theirs))]
+        theirs = figures["tiles", n]
+        rows.append((theirs, None))
+        rows += [(ours, ratios(ours, theirs)) for ours in (figures["ours", n], figures["worker", n])]
     for name in sides:
         for n in ROWS[1:]:
             pairs = zip(figures[name, 1].values, figures[name, n].values, strict=True)
@@ -106,10 +114,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--tiles", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--side", default="worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve, arguments.threads, tiles=arguments.tiles)
+        serve(arguments.serve, arguments.threads, arguments.side)
         return
     with tempfile.TemporaryDirectory() as folder:
         measure(arguments, build(HALF_BILLION, Path(folder) / "half-billion.gguf"))

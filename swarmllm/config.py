@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from swarmllm_proto.ipc import FlashAttention, KvType
+from swarmllm_proto.ipc import FlashAttention, KernelMode, KvType
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=1, le=65536)]
@@ -167,6 +167,9 @@ class InferenceTable:
     kv_type: KvType = _setting("f16", "Keys and values; q8_0 is half as large, needs flash_attention.")
     flash_attention: FlashAttention = _setting(
         "auto", "libllama's fused attention: on, off, auto (if it can)."
+    )
+    kernels: KernelMode = _setting(
+        "auto", "Matrix products of Q8_0: auto (the fastest here, as measured), ggml, ours."
     )
     ngram_lookup_enabled: bool = _setting(True, "Guess tokens from the text so far; the text stays the same.")
     ngram_max_size: Annotated[int, Meta(ge=2, le=16)] = _setting(4, "Longest run of tokens looked up.")

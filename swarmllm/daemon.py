@@ -38,6 +38,7 @@ from swarmllm.models import Catalogue
 from swarmllm.node import Node
 from swarmllm.node.data_dir import (
     DOWNLOADS,
+    KERNEL_TIMINGS,
     SEGMENTS,
     open_catalogue,
     open_store,
@@ -282,6 +283,8 @@ def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
         max_model_bytes=int(config.resources.max_model_gib * 2**30),
         kv_type=inference.kv_type,
         flash_attention=inference.flash_attention,
+        kernels=inference.kernels,
+        kernel_timings=data_dir / KERNEL_TIMINGS,
         use_mlock=config.resources.use_mlock,
         ngram_max_size=inference.ngram_max_size if inference.ngram_lookup_enabled else 0,
         ngram_num_pred_tokens=inference.ngram_num_pred_tokens,

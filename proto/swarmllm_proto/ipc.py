@@ -38,6 +38,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     require_layer_range,
 )
 from swarmllm_proto.ipc_cuts import CheckCuts, CutsChecked
+from swarmllm_proto.ipc_kernels import KernelChoice, KernelMode, KernelWay  # noqa: F401
 from swarmllm_proto.ipc_prefix import (
     ExportPrefixSnapshot,
     ImportPrefixSnapshot,
@@ -106,6 +107,10 @@ class Open(DaemonMessage, frozen=True, tag=True):
     checked_unit: LayerIndex = 0
     """Of an architecture that is not in the table: a self-check, here or elsewhere, found parts of so many
     layers exact; 0: none did."""
+    kernels: KernelMode = "auto"
+    """"auto": measured at the first load of a row length, or read from `kernel_timings`."""
+    kernel_timings: Annotated[str, Meta(max_length=4096)] = ""
+    """File in which the measurement is kept; "": nowhere."""
 
 
 class Load(DaemonMessage, frozen=True, tag=True):
@@ -273,6 +278,8 @@ class Loaded(WorkerMessage, frozen=True, tag=True):
     """Of keys and values; this and `work_bytes` as predicted before loading."""
     work_bytes: SizeBytes = 0
     """What computing takes besides."""
+    kernels: Annotated[tuple[KernelChoice, ...], Meta(max_length=256)] = ()
+    """What was measured about the products of these layers; none where nothing was to be chosen."""
 
 
 class Tokens(WorkerMessage, frozen=True, tag=True):

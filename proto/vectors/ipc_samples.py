@@ -68,6 +68,8 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             swift_skip_ratio=0.25,
             journal_max_bytes=2**20,
             checked_unit=4,
+            kernels="ours",
+            kernel_timings="/data/kernel-timings.json",
         ),
         b"",
     ),
@@ -188,6 +190,36 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     (
         "loaded",
         ipc.Loaded(id=2, ranges=((0, 2), (6, 12)), weights_bytes=123_456_789, kv_bytes=2**33, work_bytes=77),
+        b"",
+    ),
+    (
+        "loaded-kernels",
+        ipc.Loaded(
+            id=2,
+            ranges=((0, 12),),
+            kernels=(
+                ipc.KernelChoice(
+                    type="Q8_0",
+                    k=896,
+                    n_threads=1,
+                    first_rows=1,
+                    last_rows=1,
+                    chosen="ggml-dots",
+                    ggml_ns=26_500,
+                    ours_ns=25_700,
+                ),
+                ipc.KernelChoice(
+                    type="Q8_0",
+                    k=896,
+                    n_threads=1,
+                    first_rows=33,
+                    last_rows=2**31 - 1,
+                    chosen="avx512",
+                    ggml_ns=411_000,
+                    ours_ns=318_000,
+                ),
+            ),
+        ),
         b"",
     ),
     (

@@ -20,6 +20,7 @@ from swarmllm.cli.chat import choose_model
 from swarmllm.cli.client import Client
 from swarmllm.cli.display import make_console, print_json, safe, table
 from swarmllm.cli.errors import EXIT_INTERRUPTED
+from swarmllm.cli.kernels import kernel_lines
 from swarmllm.cli.options import api_option, json_option
 from swarmllm.cli.timed_stream import Figures, figures, time_completion
 
@@ -125,6 +126,14 @@ def bench(
             raise SystemExit(EXIT_INTERRUPTED) from None
         query = {"model": name, "prompt_tokens": prompt_tokens[0], "output_tokens": output_tokens}
         plan = client.get(f"/api/admin/plan?{urlencode(query)}")
+        stats = client.get("/api/admin/stats")
+    loaded = {model["model_id"] for model in stats["models"] if model["name"] == name}
+    kernels = [
+        choice
+        for worker in stats["workers"]
+        if worker["model_id"] in loaded
+        for choice in worker.get("kernels", ())
+    ]
     route = " -> ".join(f"{stage['layers']}@{stage['nickname'] or stage['node']}" for stage in plan["stages"])
     if as_json:
         print_json(
@@ -133,12 +142,15 @@ def bench(
                 "output_tokens": output_tokens,
                 "rounds": rounds,
                 "route": route,
+                "kernels": kernels,
                 "results": [asdict(result) for result in results],
             }
         )
         return
     click.echo(f"{safe(name)}: answers of {output_tokens} tokens, route {safe(route)}\n")
     make_console().print(table(NUMBERS, map(_row, results), right=NUMBERS))
+    for line in kernel_lines(kernels):
+        click.echo(f"kernels here: {line}")
 
 
 def _with_progress(shapes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from swarmllm.cli.kernels import kernel_lines
 from swarmllm.config import Config
 
 Level = Literal["ok", "warning", "problem"]
@@ -196,6 +197,10 @@ def check_daemon(stats: dict[str, Any]) -> Iterator[Finding]:
                 f"a worker was started {worker['n_starts']} times; its last end: {worker['last_end'] or '-'}",
                 "see its log; out of memory is the usual reason",
             )
+    for line in dict.fromkeys(
+        line for worker in stats["workers"] for line in kernel_lines(worker.get("kernels", ()))
+    ):
+        yield Finding("kernels", "ok", line)
     for task in stats.get("tasks_failed", ()):
         state = {"waiting": "is started again soon", "given up": "was given up"}.get(
             task["state"], "runs again"

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 DOWNLOADS = "downloads"
 """In the data folder: what is on its way from the web."""
 SEGMENTS = "segments"
+KERNEL_TIMINGS = "kernel-timings.json"
 GUIDE_NAME = "guide"
 T = TypeVar("T")
 

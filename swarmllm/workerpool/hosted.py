@@ -25,7 +25,7 @@ from swarmllm.workerpool.settings import (
     WorkerSettings,
 )
 from swarmllm.workerpool.worker import OnNotice, Worker
-from swarmllm_proto.ipc import Load, Loaded, Open, Opened, Unload
+from swarmllm_proto.ipc import KernelChoice, Load, Loaded, Open, Opened, Unload
 
 log = logging.getLogger("swarmllm.workerpool")
 
@@ -45,6 +45,7 @@ class HostedModel:
         """As the worker told it: in order, apart from each other."""
         self.opened: Opened | None = None
         self.memory = ModelMemory()
+        self.kernels: tuple[KernelChoice, ...] = ()
         self.n_starts = 0
         self.inode: tuple[int, int] | None = None
         """Device and number of the file that the worker opened."""
@@ -165,6 +166,7 @@ class HostedModel:
                 given_back = self.memory.weights_bytes
                 self.wanted = ()
                 self.memory = ModelMemory()
+                self.kernels = ()
                 self.settings = self._configured
                 await self.stop("was stopped because its last layers were unloaded")
                 if on_progress is not None:
@@ -187,6 +189,7 @@ class HostedModel:
                 await self._starting.over()
             self.wanted = ()
             self.memory = ModelMemory()
+            self.kernels = ()
             self.settings = self._configured
             self._homes.clear()
             await self.stop(reason)
@@ -199,6 +202,7 @@ class HostedModel:
     def _hold(self, loaded: Loaded) -> None:
         self.wanted = tuple(LayerRange(start, end) for start, end in loaded.ranges)
         self.memory = memory_of(loaded)
+        self.kernels = loaded.kernels
 
     async def _start(self) -> Worker:
         settings = self.settings
@@ -249,12 +253,15 @@ class HostedModel:
                 swift_skip_ratio=settings.swift_skip_ratio,
                 journal_max_bytes=settings.journal_max_bytes,
                 checked_unit=self.model.checked_unit,
+                kernels=settings.kernels,
+                kernel_timings=str(settings.kernel_timings or ""),
             )
             self.opened, _ = await worker.call(message, Opened, timeout_s=settings.load_timeout_s)
             for layers in self.wanted:
                 load = Load(id=worker.new_id(), start=layers.start, end=layers.end)
                 loaded, _ = await worker.call(load, Loaded, timeout_s=settings.load_timeout_s)
                 self.memory = memory_of(loaded)
+                self.kernels = loaded.kernels
         except BaseException:
             worker.kill("could not be brought up")
             raise

@@ -11,7 +11,7 @@ from msgspec import Meta
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
 from swarmllm.models.cuts import checked_unit
-from swarmllm_proto.ipc import FlashAttention, KvType
+from swarmllm_proto.ipc import FlashAttention, KernelMode, KvType
 from swarmllm_proto.segment_names import FOLDER
 
 ContextCells = Annotated[int, Meta(ge=16, le=2**24)]
@@ -109,6 +109,9 @@ class WorkerSettings:
     """What the layers of one model may take by prediction; 0: what the machine has left."""
     kv_type: KvType = "f16"
     flash_attention: FlashAttention = "auto"
+    kernels: KernelMode = "auto"
+    kernel_timings: Path | None = None
+    """File in which workers keep what they measured of this machine; None: nowhere."""
     use_mlock: bool = False
     ngram_max_size: int = 4
     """Longest run of tokens that is looked up in the text so far, to guess what follows it; 0: none is."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.hosted import HostedModel
+from swarmllm_proto.ipc import KernelChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class WorkerStatistics:
     n_starts: int
     last_end: str
     """How the previous process ended."""
+    kernels: tuple[KernelChoice, ...] = ()
+    """What it measured of its matrix products."""
 
 
 def statistics_of(hosted: HostedModel) -> WorkerStatistics:
@@ -40,4 +43,5 @@ def statistics_of(hosted: HostedModel) -> WorkerStatistics:
         bytes_received=worker.bytes_received if worker else 0,
         n_starts=hosted.n_starts,
         last_end=hosted.last_end,
+        kernels=hosted.kernels,
     )

@@ -14,6 +14,16 @@ from swarmllm.cli import errors
 from swarmllm.cli.timed_stream import TimedStream, figures
 
 COMPLETIONS = "/v1/completions"
+KERNEL = {
+    "type": "Q8_0",
+    "k": 256,
+    "n_threads": 2,
+    "first_rows": 2,
+    "last_rows": 2,
+    "chosen": "avx2",
+    "ggml_ns": 70_000,
+    "ours_ns": 30_000,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +36,8 @@ def served(node: FakeNode) -> None:
     ]
     path = "/api/admin/plan?model=guide&prompt_tokens=64&output_tokens=5"
     node.on("GET", path, {"stages": stages})
+    workers = [{"model_id": "ab", "kernels": [KERNEL]}, {"model_id": "cd", "kernels": [KERNEL]}]
+    node.on("GET", "/api/admin/stats", {"models": [{"name": "guide", "model_id": "ab"}], "workers": workers})
 
 
 def answers(node: FakeNode, *texts: str) -> None:
@@ -48,6 +60,7 @@ def test_every_prompt_is_fresh_and_every_answer_has_its_length(
     shown = json.loads(result.stdout)
     assert shown["route"] == "0:4@kitchen -> 4:8@b"
     assert [each["n_streams"] for each in shown["results"]] == [1, 3]
+    assert shown["kernels"] == [KERNEL], "of this model's worker"
 
 
 def test_the_table_names_its_units(run: Callable[..., Result], node: FakeNode) -> None:
@@ -56,6 +69,7 @@ def test_the_table_names_its_units(run: Callable[..., Result], node: FakeNode) -
     assert "route 0:4@kitchen -> 4:8@b" in result.stdout
     assert "tokens/s" in result.stdout
     assert " ms" in result.stdout
+    assert "kernels here: Q8_0, rows of 256, 2 threads: 2 avx2 (us: ggml 70, ours 30)\n" in result.stdout
 
 
 def test_an_answer_without_text_is_a_failure(run: Callable[..., Result], node: FakeNode) -> None:

@@ -191,6 +191,23 @@ def test_what_the_daemon_says_is_judged(changes: dict[str, Any], expected: list[
     assert [finding for finding in found if finding[1] != "ok"] == expected
 
 
+def test_what_workers_measured_of_their_products_is_shown_once() -> None:
+    choice = {"type": "Q8_0", "k": 896, "n_threads": 1, "first_rows": 1, "last_rows": 1}
+    choice |= {"chosen": "ggml-dots", "ggml_ns": 26_500, "ours_ns": 48_000}
+    few = choice | {"first_rows": 9, "last_rows": 16, "chosen": "avx512"}
+    many = choice | {"first_rows": 33, "last_rows": 2**31 - 1, "ours_ns": 0}
+    worker = {"n_starts": 1, "last_end": "", "kernels": [choice, few, many, choice | {"k": 64}]}
+    found = list(checkup.check_daemon(STATS | {"workers": [worker, worker]}))
+    assert [(each.level, each.message) for each in found if each.check == "kernels"] == [
+        (
+            "ok",
+            "Q8_0, rows of 896, 1 thread: 1 ggml-dots (us: ggml 26, ours 48); "
+            "9-16 avx512 (us: ggml 26, ours 48); 33+ ggml-dots (us: ggml 26, ours not usable)",
+        ),
+        ("ok", "Q8_0, rows of 64, 1 thread: 1 ggml-dots (us: ggml 26, ours 48)"),
+    ]
+
+
 @pytest.fixture
 def well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with nothing wrong, and its configuration file."""

@@ -31,6 +31,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     ipc.TokenLogprob,
     ipc.KeptRows,
     ipc.GuessCount,
+    ipc.KernelChoice,
     *get_args(ipc.AnyDaemonMessage),
     *get_args(ipc.AnyWorkerMessage),
     *(swarm.NodeRecord, swarm.ShardAnnounce, swarm.NodeCapability),

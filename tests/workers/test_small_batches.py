@@ -11,6 +11,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from swarmllm_workers.engine import small_batches
+from swarmllm_workers.engine.kernel_choice import Way
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 
 from .conftest import MakeModel
@@ -57,20 +58,19 @@ def test_rows_of_a_small_batch_are_those_of_single_rows(make_model: MakeModel, t
 
 
 @pytest.fixture
-def kernels() -> Iterator[range]:
-    """Of this processor; 0 is ggml's own."""
-    best = small_batches.best_kernel()
-    yield range(best + 1)
-    small_batches.use_kernel(best)
+def kernels() -> Iterator[list[Way]]:
+    """Those of ours that this processor has."""
+    yield [way for way in Way if Way.TILES < way <= small_batches.last_way()]
+    small_batches.force(None)
 
 
-def test_products_of_q8_0_are_ggmls_to_the_bit(make_model: MakeModel, kernels: range) -> None:
+def test_products_of_q8_0_are_ggmls_to_the_bit(make_model: MakeModel, kernels: list[Way]) -> None:
     """In a batch of any size: up to 7 rows ggml takes dot products, above tiles."""
     path = make_model(Spec("llama", n_layers=2, n_embd=256, n_ff=8192 + 32, head_size=64, types=(Type.Q8_0,)))
     for n_rows in (1, 2, 3, 4, 5, 6, small_batches.ROWS_MAX, 9, N_STEPS):
         found = []
-        for kernel in kernels:
-            small_batches.use_kernel(kernel)
+        for way in (Way.DOTS if n_rows <= small_batches.ROWS_MAX else Way.TILES, Way.TILES, *kernels):
+            small_batches.force(way)
             found.append(logits(path, n_rows))
         assert all(np.array_equal(each, found[0]) for each in found), n_rows
         if n_rows == 1:
@@ -121,13 +121,15 @@ def product(a: np.ndarray, b: np.ndarray, n_threads: int) -> np.ndarray:
 
 @pytest.mark.parametrize("n_columns", range(1, 12))
 @pytest.mark.parametrize(("m", "k", "n_threads"), [(1, 1, 1), (37, 3, 1), (53, 28, 3), (8, 5, 2)])
-def test_kernels_compute_every_shape(m: int, k: int, n_threads: int, n_columns: int, kernels: range) -> None:
+def test_kernels_compute_every_shape(
+    m: int, k: int, n_threads: int, n_columns: int, kernels: list[Way]
+) -> None:
     """Also matrices of an odd number of rows, and shares of threads that are empty."""
     rng = np.random.default_rng(m * 100 + n_columns)
     a, b = blocks(rng, m, k, -128), blocks(rng, n_columns, k, -127)
     expected = dot_products(a, b)
-    for kernel in kernels[1:]:
-        small_batches.use_kernel(kernel)
+    for way in kernels:
+        small_batches.force(way)
         found = product(a, b, n_threads)
         assert np.array_equal(found, expected)
 

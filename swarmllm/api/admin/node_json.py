@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 import trio
 
 from swarmllm import __version__
@@ -209,7 +210,10 @@ def peer_json(view: PeerView, n_shown: int = PEER_MODELS_SHOWN) -> Json:
 
 
 def worker_json(worker: WorkerStatistics) -> Json:
-    return dataclasses.asdict(worker) | {"loaded": range_texts(worker.loaded)}
+    return dataclasses.asdict(worker) | {
+        "loaded": range_texts(worker.loaded),
+        "kernels": [msgspec.to_builtins(choice) for choice in worker.kernels],
+    }
 
 
 def range_texts(ranges: tuple[LayerRange, ...]) -> list[str]:

@@ -26,11 +26,19 @@ def stand_before_libllama(name: str) -> ctypes.CDLL | None:
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
-def tell_ggmls_own(library: ctypes.CDLL, function: str, variable: str) -> None:
-    """After libllama is loaded: the library's `variable` is where ggml's own `function` is. Found by name
-    among the mapped files, as a wheel holds the library three times, and another copy than the one in use has
-    empty tables."""
+def mapped_paths(prefix: str) -> list[Path]:
+    """The libraries in use whose file is called so. Found by name among the mapped files, as a wheel holds
+    each three times, and another copy than the one in use has empty tables."""
     mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    for path in sorted(name for name in mapped if Path(name).name.startswith("libggml-cpu")):
-        own = getattr(ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW), function)
+    return sorted(Path(name) for name in mapped if Path(name).name.startswith(prefix))
+
+
+def mapped_libraries(prefix: str) -> list[ctypes.CDLL]:
+    return [ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW) for path in mapped_paths(prefix)]
+
+
+def tell_ggmls_own(library: ctypes.CDLL, function: str, variable: str) -> None:
+    """After libllama is loaded: the library's `variable` is where ggml's own `function` is."""
+    for ggml in mapped_libraries("libggml-cpu"):
+        own = getattr(ggml, function)
         ctypes.c_void_p.in_dll(library, variable).value = ctypes.cast(own, ctypes.c_void_p).value

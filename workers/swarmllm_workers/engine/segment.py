@@ -80,6 +80,7 @@ class Segment:
         numbers: Mapping[str, int] | None = None,
     ) -> None:
         """`numbers`: metadata that counts instead of the file's."""
+        self.path = path
         self.start, self.end = start, end
         self.is_whole = start == 0 and end == n_layers
         self.has_head = end == n_layers

@@ -5,13 +5,13 @@ ggml computes one row of a batch by taking dot products, and two or more by tile
 they round differently, so what a request is told depends on who shares its batch. `small_batches.c` answers
 in the tiles' place that up to `ROWS_MAX` rows are none of their business.
 
-Products of Q8_0 it computes itself, of any number of rows, with the bits of ggml's dot products (its tiles of
-Q8_0 have the same). Measured with llama-cpp-python 0.3.36 on an EPYC with AVX-512, one thread, a 0.5B model,
-ms of the processor per batch of 1, 2, 4, 8, 64 and 512 rows: 14, 80, 116, 130, 358 and 2,810 by ggml; 12, 12,
-18, 28, 210 and 1,863 here. What makes the difference: the matrix is read once for all rows, in steps of some
-rows of it, each of which asks memory for the step after the next; a block's sign, size and scale are taken
-once for all rows; and two rows of the matrix share a register of 512 bits. (Row by row in ggml's own dot
-products it was 19, 40, 68 and 122 for 1, 2, 4 and 8 rows, when that was measured.)
+Products of Q8_0 it can compute itself, of any number of rows, with the bits of ggml's dot products (its
+tiles of Q8_0 have the same). The matrix is read once for all rows, and a block's sign, size and scale are
+taken once. Whether that is faster than ggml depends on the processor. With one row and the same kernel
+(BITS_512), a step of a 0.5B model took 12 ms instead of ggml's 14 on an EPYC with Zen 5, and 50 instead of 27
+on one with Zen 4, where asking memory for rows ahead is slower than the processor's own prefetching. So there
+are three kernels, and which of them, or of ggml's two ways, computes a product is measured on the machine
+(`kernel_tuning.py`) for each row length and number of rows. Ties go to ggml. Figures: docs/benchmarks.md.
 
 With up to ROWS_MAX rows, logits are those of a single row bit for bit for every type of `tests/workers/
 factory.py` but Q2_K and Q4_K, which ggml rearranges when it loads them: those up to three rows. From eight
@@ -24,14 +24,25 @@ Where no compiler was at hand, or another module had loaded libllama before, eve
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from swarmllm_proto.ipc_kernels import KernelMode
 from swarmllm_workers.engine import interposing
+from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, Way
+from swarmllm_workers.engine.kernel_choice import ROWS_MAX as ROWS_MAX
 
-ROWS_MAX: Final = 7
+_BLOCK: Final = 32
+_SHAPES_MAX: Final = 64
+_WAYS: Final = 16
+"""As small_batches.c has them."""
 
 _library: ctypes.CDLL | None = None
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (("k", ctypes.c_int64), ("ways", ctypes.c_uint8 * _WAYS))
 
 
 def find_library() -> Path | None:
@@ -47,25 +58,55 @@ def install() -> None:
     _library = interposing.stand_before_libllama("small_batches")
     if _library is not None:
         ctypes.c_int64.in_dll(_library, "swarmllm_rows_max").value = ROWS_MAX
-        if has_kernels():
-            _library.swarmllm_best_kernel.restype = ctypes.c_int64
-            use_kernel(best_kernel())
+        if has_ways():
+            _library.swarmllm_last_way.restype = ctypes.c_int64
+            use("auto")
 
 
-def has_kernels() -> bool:
-    """False where nothing was built, or before there were kernels."""
-    return hasattr(_library, "swarmllm_best_kernel")
+def has_ways() -> bool:
+    """False where nothing was built, or before there was a choice of ways."""
+    return hasattr(_library, "swarmllm_last_way")
 
 
-def best_kernel() -> int:
-    """Of those for Q8_0, what this processor can do: 2 (AVX-512), 1 (AVX2) or 0."""
-    return int(_library.swarmllm_best_kernel()) if _library is not None and has_kernels() else 0
+def last_way() -> Way:
+    """The last of the ways to compute a product of Q8_0 that this processor can go; it can go all before."""
+    return Way(_library.swarmllm_last_way()) if _library is not None and has_ways() else Way.TILES
 
 
-def use_kernel(kernel: int) -> None:
-    """From now on, in every model."""
-    if _library is not None and has_kernels():
-        ctypes.c_int64.in_dll(_library, "swarmllm_kernel").value = kernel
+def use(mode: KernelMode) -> None:
+    """Forget the table. "auto": until it is filled, and for what is not in it, single rows are ggml's, which
+    nothing is known to be slower than, and others ours."""
+    if _library is None or not has_ways():
+        return
+    ctypes.c_int64.in_dll(_library, "swarmllm_n_shapes").value = 0
+    unmeasured = (ctypes.c_uint8 * _WAYS).in_dll(_library, "swarmllm_unmeasured")
+    for at, rows in enumerate(ROW_CLASSES):
+        unmeasured[at] = _unmeasured(mode, rows.first)
+
+
+def _unmeasured(mode: KernelMode, n_rows: int) -> Way:
+    if mode == "ggml" or (mode == "auto" and n_rows == 1) or last_way() <= Way.TILES:
+        return Way.DOTS if n_rows <= ROWS_MAX else Way.TILES
+    return min(last_way(), Way.IN_ORDER if n_rows <= 2 else Way.AVX512)
+
+
+def fill_table(table: Mapping[int, Sequence[Way]]) -> None:
+    """For each row length, in numbers, the way of each of ROW_CLASSES. Between two batches only."""
+    if _library is None or not has_ways():
+        return
+    shapes = (_Shape * _SHAPES_MAX).in_dll(_library, "swarmllm_shapes")
+    n_shapes = min(len(table), _SHAPES_MAX)
+    for shape, (k, ways) in zip(shapes, table.items(), strict=False):
+        shape.k = k // _BLOCK
+        for at, way in enumerate(ways):
+            shape.ways[at] = way
+    ctypes.c_int64.in_dll(_library, "swarmllm_n_shapes").value = n_shapes
+
+
+def force(way: Way | None) -> None:
+    """From now on every product of Q8_0, whatever the table says; None: the table counts again."""
+    if _library is not None and has_ways():
+        ctypes.c_int64.in_dll(_library, "swarmllm_forced").value = -1 if way is None else way
 
 
 def connect() -> None:

@@ -21,6 +21,7 @@ from swarmllm_proto.tensors import decode_tensor, encode_tensor
 from swarmllm_workers.cache.prefix_manifest import PrefixManifest
 from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.kernel_tuning import KernelTuning
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.ring_work import RingWork
 from swarmllm_workers.ring.seats import TURNED_INTERVAL_S, Ring, Seat, Watch
@@ -75,6 +76,7 @@ class Handlers:
         self._runner: Runner | None = None
         self._lone_steps: LoneSteps | None = None
         self._speculation: Speculation | None = None
+        self._kernels = KernelTuning()
         self._decodings: dict[str, Decoding] = {}
         self._has_stepped = False
         """Nothing but lone steps has happened since `pause_ms` looked at everything."""
@@ -99,7 +101,9 @@ class Handlers:
             **self.grammars.by_type,
             **PrefixHandlers(self._opened, send).by_type,
             **EndingHandlers(lambda: self._engine, send, self._works_of, self._stop).by_type,
-            **LoadHandlers(self._opened, lambda: self._speculation, send, self._finish).by_type,
+            **LoadHandlers(
+                self._opened, lambda: self._speculation, lambda: self._kernels, send, self._finish
+            ).by_type,
         }
 
     @property
@@ -199,6 +203,8 @@ class Handlers:
         self._manifest = PrefixManifest(self._send) if message.tell_prefixes else None
         self.ring.has_spare_core = engine.settings.n_threads < len(os.sched_getaffinity(0))
         self._speculation = Speculation(engine, speculation_settings(message))
+        kept_in = Path(message.kernel_timings) if message.kernel_timings else None
+        self._kernels = KernelTuning(message.kernels, kept_in)
         self._lone_steps = LoneSteps(engine, self._decodings, self.ring)
         planner = Planner(
             chunk=min(message.prefill_chunk_tokens, CAPACITY - 1), batching=message.continuous_batching

@@ -6,11 +6,13 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from swarmllm_proto import ipc
 from swarmllm_workers.engine.cut_check import check_cuts
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.kernel_tuning import KernelTuning
 from swarmllm_workers.engine.segment_maker import LoadProgress
 from swarmllm_workers.schedule.work import Send
 from swarmllm_workers.speculation.speculation import Speculation
@@ -25,12 +27,14 @@ class LoadHandlers:
         self,
         opened: Callable[[], Engine],
         speculation: Callable[[], Speculation | None],
+        kernels: Callable[[], KernelTuning],
         send: Send,
         finish: Callable[[int], None],
     ) -> None:
         """`finish`: say goodbye to a call, and leave."""
         self._opened = opened
         self._speculation = speculation
+        self._kernels = kernels
         self._send = send
         self._finish = finish
         self.by_type: dict[type, Callable[[Any, memoryview], None]] = {
@@ -45,6 +49,10 @@ class LoadHandlers:
         if guesses is not None:
             guesses.load()
         engine.load(message.start, message.end, self._progress_of(message.id))
+        paths = [segment.path for segment in engine.segments]
+        if guesses is not None and guesses.settings.draft_path:
+            paths.insert(0, Path(guesses.settings.draft_path))
+        self._kernels().tune(paths, engine.settings.n_threads)
         if guesses is not None:
             guesses.loaded(self._progress_of(message.id))
         # What lives as long as the worker need not be looked through between two tokens.
@@ -98,5 +106,6 @@ class LoadHandlers:
                 weights_bytes=memory.weights_bytes,
                 kv_bytes=memory.kv_bytes,
                 work_bytes=memory.work_bytes,
+                kernels=self._kernels().choices,
             )
         )

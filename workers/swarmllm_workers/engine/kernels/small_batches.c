@@ -5,10 +5,11 @@
  * loaded answers instead. "false" means "not mine": ggml then takes the product of each row as it takes that of a
  * single one. Why, and what was measured: small_batches.py. It includes no header of ggml and links to nothing.
  *
- * The product of Q8_0 here reads the matrix once for all columns and asks memory for the rows after the next ones
- * meanwhile. Each sum is made of the same operations in the same order as `ggml_vec_dot_q8_0_q8_0` makes it on AVX2,
- * so it has the same bits: integer products of a block in eight sums of four, each times the product of both scales,
- * added up by fused multiply-adds, and the eight sums at last.
+ * The products of Q8_0 here read the matrix once for all columns. Two of them (BITS_256, BITS_512) take several rows of
+ * it at a time and ask memory for the rows after the next ones meanwhile, the third (IN_ORDER) takes one row after the
+ * other and leaves that to the processor. Each sum is made of the same operations in the same order as
+ * `ggml_vec_dot_q8_0_q8_0` makes it on AVX2, so it has the same bits: integer products of a block in eight sums of four,
+ * each times the product of both scales, added up by fused multiply-adds, and the eight sums at last.
  */
 #include <stdbool.h>
 #include <stddef.h>
@@ -17,12 +18,41 @@
 typedef bool (*product)(const void *params, int64_t m, int64_t n, int64_t k, const void *a, int64_t lda, const void *b,
                         int64_t ldb, void *c, int64_t ldc, int a_type, int b_type, int c_type);
 
+/* The ways to compute a product of Q8_0: ggml's dot products of each row, ggml's tiles, and those of this file. All
+ * have the same bits, and which is the fastest depends on the processor, so that it is measured (kernel_choice.py). */
+enum { DOTS = 0, TILES = 1, BITS_256 = 2, BITS_512 = 3, IN_ORDER = 4 };
+enum { F32 = 0, Q8_0 = 8, BLOCK = 32, BLOCKS_MAX = 1024, COLUMNS = 8, ROWS_MAX = 8, FAR_ENOUGH = 1 << 14 };
+enum { SHAPES_MAX = 64, CLASSES = 11 };
+
+/* How products with rows of `k` blocks are computed, for each class of numbers of columns (`class_of`). */
+struct shape {
+    int64_t k;
+    uint8_t ways[16];
+};
+
 product swarmllm_tiled;       /* ggml's own; NULL: there is none to be had */
 int64_t swarmllm_rows_max;    /* rows up to which each is computed alone */
 int64_t swarmllm_n_asked;     /* that ggml asks here; a count that races, to be compared with 0 */
-int64_t swarmllm_kernel;      /* 0: no product of Q8_0 here, 1: of 256 bits, 2: of 512 bits */
+int64_t swarmllm_forced = -1; /* the way of all products of Q8_0; -1: as the table says */
+int64_t swarmllm_n_shapes;    /* of the table, which is written only between two batches */
+struct shape swarmllm_shapes[SHAPES_MAX];
+uint8_t swarmllm_unmeasured[16]; /* the ways of shapes that are not in the table */
 
-enum { F32 = 0, Q8_0 = 8, BLOCK = 32, BLOCKS_MAX = 1024, COLUMNS = 8, ROWS_MAX = 8, FAR_ENOUGH = 1 << 14 };
+static int class_of(int64_t n) {
+    return n <= 8 ? (int)n - 1 : n <= 16 ? 8 : n <= 32 ? 9 : CLASSES - 1;
+}
+
+static int way_of(int64_t k, int64_t n) {
+    if (swarmllm_forced >= 0) {
+        return (int)swarmllm_forced;
+    }
+    for (int64_t i = 0; i < swarmllm_n_shapes; i++) {
+        if (swarmllm_shapes[i].k == k) {
+            return swarmllm_shapes[i].ways[class_of(n)];
+        }
+    }
+    return swarmllm_unmeasured[class_of(n)];
+}
 
 /* The head of ggml's `struct ggml_compute_params`, which is all that is looked at. */
 struct thread {
@@ -127,13 +157,39 @@ AVX512 INLINE void rows_512(const struct task *t, const int n_pairs, const int n
     }
 }
 
+/* One row of the matrix after the other, as it lies in memory: nothing is asked for ahead, which a processor that sees
+ * one stream does better by itself. */
+AVX512 INLINE void rows_in_order(const struct task *t, const int n_rows, const int n_columns) {
+    const __m256i zero = _mm256_setzero_si256();
+    for (int r = 0; r < n_rows; r++) {
+        const struct block *row = t->a + r * t->lda;
+        __m256 sums[COLUMNS];
+        UNROLL for (int j = 0; j < n_columns; j++) sums[j] = _mm256_setzero_ps();
+        for (int64_t l = 0; l < t->k; l++) {
+            const __m256i signs = values_of(row + l), size = _mm256_abs_epi8(signs);
+            const __mmask32 negative = _mm256_movepi8_mask(signs);
+            const __m256 scale = _mm256_set1_ps(_cvtsh_ss(row[l].scale));
+            UNROLL for (int j = 0; j < n_columns; j++) {
+                const __m256i b = values_of(t->b + j * t->ldb + l);
+                const __m256i y = _mm256_mask_sub_epi8(b, negative, zero, b);
+                const __m256 fours = _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(zero, size, y));
+                const __m256 scales = _mm256_mul_ps(scale, _mm256_set1_ps(t->scales[l * n_columns + j]));
+                sums[j] = _mm256_fmadd_ps(scales, fours, sums[j]);
+            }
+        }
+        UNROLL for (int j = 0; j < n_columns; j++) t->c[j * t->ldc + r] = sum_of_eight(sums[j]);
+    }
+}
+
 /* Of each number of columns the kernel for as many rows as leave its sums in registers, and that for the rows that
  * remain. */
 #define OF(columns, many)                                                                            \
     AVX2 static void many_256_##columns(const struct task *t) { rows_256(t, many > 4 ? 2 : 1, columns); } \
     AVX2 static void few_256_##columns(const struct task *t) { rows_256(t, 1, columns); }            \
     AVX512 static void many_512_##columns(const struct task *t) { rows_512(t, many / 2, columns); }  \
-    AVX512 static void few_512_##columns(const struct task *t) { rows_512(t, 1, columns); }
+    AVX512 static void few_512_##columns(const struct task *t) { rows_512(t, 1, columns); }          \
+    AVX512 static void many_order_##columns(const struct task *t) { rows_in_order(t, 8, columns); }    \
+    AVX512 static void few_order_##columns(const struct task *t) { rows_in_order(t, 1, columns); }
 OF(1, 8) OF(2, 8) OF(3, 8) OF(4, 8) OF(5, 6) OF(6, 6) OF(7, 6) OF(8, 4)
 #define EACH(name) name##1, name##2, name##3, name##4, name##5, name##6, name##7, name##8
 
@@ -145,6 +201,7 @@ static const struct {
 } kernels[] = {
     {{EACH(many_256_)}, {EACH(few_256_)}, {2, 2, 2, 2, 2, 2, 2, 1}, 1},
     {{EACH(many_512_)}, {EACH(few_512_)}, {8, 8, 8, 8, 6, 6, 6, 4}, 2},
+    {{EACH(many_order_)}, {EACH(few_order_)}, {8, 8, 8, 8, 8, 8, 8, 8}, 1},
 };
 
 AVX2 static void scales_of(const struct task *t, int n, float *scales) {
@@ -156,9 +213,9 @@ AVX2 static void scales_of(const struct task *t, int n, float *scales) {
 }
 
 /* `n` columns, at most COLUMNS, times rows [first, end) of the matrix. */
-static void product_of_rows(struct task task, int n, int64_t first, int64_t end) {
+static void product_of_rows(struct task task, int which, int n, int64_t first, int64_t end) {
     float scales[BLOCKS_MAX * COLUMNS];
-    const int which = (int)swarmllm_kernel - 1, n_few = kernels[which].n_few;
+    const int n_few = kernels[which].n_few;
     const int64_t n_many = kernels[which].n_many[n - 1];
     const int64_t group = n_many * task.lda * (int64_t)sizeof(struct block);
     struct task here = task;
@@ -189,14 +246,14 @@ static void product_of_rows(struct task task, int n, int64_t first, int64_t end)
     }
 }
 
-static bool compute(const struct thread *thread, int64_t m, int64_t n, struct task task) {
+static bool compute(const struct thread *thread, int way, int64_t m, int64_t n, struct task task) {
     if (task.k > BLOCKS_MAX) {
         return false;
     }
     const int64_t groups = (m + ROWS_MAX - 1) / ROWS_MAX;
     const int64_t first = groups * thread->index / thread->count * ROWS_MAX;
     const int64_t next = groups * (thread->index + 1) / thread->count * ROWS_MAX;
-    if (n == 1) { /* the same column twice, to the same place: with only one, a fifth slower (measured on Zen 5) */
+    if (n == 1 && way != IN_ORDER) { /* the same column twice, to the same place: with only one, a fifth slower (measured on Zen 5) */
         task.ldb = task.ldc = 0;
         n = 2;
     }
@@ -204,19 +261,20 @@ static bool compute(const struct thread *thread, int64_t m, int64_t n, struct ta
         struct task part = task;
         part.b += j * task.ldb;
         part.c += j * task.ldc;
-        product_of_rows(part, (int)(n - j < COLUMNS ? n - j : COLUMNS), first, next < m ? next : m);
+        product_of_rows(part, way - BITS_256, (int)(n - j < COLUMNS ? n - j : COLUMNS), first, next < m ? next : m);
     }
     return true;
 }
 
-__attribute__((visibility("default"))) int64_t swarmllm_best_kernel(void) {
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) {
-        return 0;
+/* The last way that this processor can go: all before it can be gone, too. */
+__attribute__((visibility("default"))) int64_t swarmllm_last_way(void) {
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) {
+        return TILES;
     }
     return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")
-               ? 2
-               : 1;
+               ? IN_ORDER
+               : BITS_256;
 }
 #else
 struct task {
@@ -231,21 +289,30 @@ struct task {
     int64_t ahead;
 };
 
-static bool compute(const struct thread *thread, int64_t m, int64_t n, struct task task) {
-    (void)thread, (void)m, (void)n, (void)task;
+static bool compute(const struct thread *thread, int way, int64_t m, int64_t n, struct task task) {
+    (void)thread, (void)way, (void)m, (void)n, (void)task;
     return false;
 }
 
-int64_t swarmllm_best_kernel(void) { return 0; }
+int64_t swarmllm_last_way(void) { return TILES; }
 #endif
 
 __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, int64_t m, int64_t n, int64_t k,
                                                             const void *a, int64_t lda, const void *b, int64_t ldb,
                                                             void *c, int64_t ldc, int a_type, int b_type, int c_type) {
     swarmllm_n_asked = 1;
-    if (swarmllm_kernel && a_type == Q8_0 && b_type == Q8_0 && c_type == F32 &&
-        compute(params, m, n, (struct task){k, a, lda, b, ldb, NULL, c, ldc, 0})) {
-        return true;
+    if (a_type == Q8_0 && b_type == Q8_0 && c_type == F32) {
+        const int way = way_of(k, n);
+        if (way == DOTS) {
+            return false;
+        }
+        if (way == TILES) {
+            return swarmllm_tiled != NULL &&
+                   swarmllm_tiled(params, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type);
+        }
+        if (compute(params, way, m, n, (struct task){k, a, lda, b, ldb, NULL, c, ldc, 0})) {
+            return true;
+        }
     }
     return n > swarmllm_rows_max && swarmllm_tiled != NULL &&
            swarmllm_tiled(params, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type);

@@ -1,0 +1,129 @@
+"""Which way computes products of so many rows: a table made of times, whatever the times are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm_workers.engine.kernel_choice import (
+    GAIN_MIN,
+    HOPELESS,
+    ROUNDS_MAX,
+    ROW_CLASSES,
+    RowClass,
+    Way,
+    choose,
+    ggmls_own,
+    race,
+    reference,
+)
+
+SINGLE, FEW, MANY = ROW_CLASSES[0], ROW_CLASSES[1], ROW_CLASSES[-1]
+times_of_ways = st.fixed_dictionaries({way: st.integers(1, 10**9) for way in Way})
+
+
+def test_classes_hold_every_number_of_rows_once() -> None:
+    assert ROW_CLASSES[0].first == 1
+    for rows, after in pairwise(ROW_CLASSES):
+        assert rows.first <= rows.last == after.first - 1
+
+
+def measured(rows: RowClass, times: dict[Way, int]) -> dict[Way, int]:
+    return {way: time_ns for way, time_ns in times.items() if way != Way.TILES or rows.first > 1}
+
+
+@given(st.sampled_from(ROW_CLASSES), times_of_ways, st.sets(st.sampled_from(Way)))
+def test_what_is_chosen_has_the_right_bits_and_is_not_slower_than_ggml(
+    rows: RowClass, times: dict[Way, int], unequal: set[Way]
+) -> None:
+    unequal -= {reference(rows.first)}
+    times = measured(rows, times)
+    choice = choose(rows, times, unequal)
+    assert choice.way not in unequal
+    allowed = {way: time_ns for way, time_ns in times.items() if way not in unequal}
+    theirs = [time_ns for way, time_ns in allowed.items() if way.is_ggmls]
+    assert choice.ggml_ns == min(theirs)
+    if choice.way.is_ggmls:
+        assert times[choice.way] * GAIN_MIN <= min(theirs)
+        assert all(allowed[way] >= GAIN_MIN * allowed[choice.way] for way in allowed)
+    else:
+        assert times[choice.way] == choice.ours_ns
+        assert times[choice.way] < min(theirs)
+
+
+@given(st.sampled_from(ROW_CLASSES), st.integers(1, 10**9))
+def test_ties_go_to_what_ggml_does_by_itself(rows: RowClass, time_ns: int) -> None:
+    assert choose(rows, measured(rows, dict.fromkeys(Way, time_ns))).way == ggmls_own(rows.first)
+
+
+def test_a_gain_of_a_few_percent_is_a_tie() -> None:
+    times = {Way.DOTS: 1000, Way.AVX512: 950}
+    assert choose(SINGLE, times).way == Way.DOTS
+    assert choose(SINGLE, times | {Way.AVX512: 949}).way == Way.AVX512
+
+
+def test_tiles_with_other_bits_leave_small_batches_to_dot_products_or_ours() -> None:
+    """Even where they are the fastest: rows of a small batch have the bits of single rows."""
+    times = {Way.DOTS: 2000, Way.TILES: 100, Way.AVX512: 500}
+    assert choose(FEW, times, {Way.TILES}).way == Way.AVX512
+    assert choose(FEW, times, {Way.TILES, Way.AVX512}).way == Way.DOTS
+    assert choose(FEW, times, {Way.TILES, Way.AVX512}).ours_ns is None
+
+
+def test_in_large_batches_the_bits_of_tiles_count() -> None:
+    assert reference(ROW_CLASSES[6].first) == Way.DOTS
+    assert reference(ROW_CLASSES[7].first) == reference(MANY.first) == Way.TILES
+    assert choose(MANY, {Way.DOTS: 1, Way.TILES: 100, Way.AVX2: 2}, {Way.DOTS, Way.AVX2}).way == Way.TILES
+
+
+class Machine:
+    """A clock that only computing moves, and a way's time in each round; others disturb the first."""
+
+    def __init__(self, rounds: Sequence[dict[Way, int]]) -> None:
+        self.now_s = 0.0
+        self.rounds = rounds
+        self.runs: dict[tuple[int, Way], int] = {}
+
+    def now(self) -> float:
+        return self.now_s
+
+    def run(self, n_rows: int, way: Way) -> int:
+        n_round = self.runs.get((n_rows, way), 0)
+        self.runs[n_rows, way] = n_round + 1
+        time_ns = self.rounds[min(n_round, len(self.rounds) - 1)][way]
+        self.now_s += time_ns / 1e9
+        return time_ns
+
+
+WAYS = (Way.DOTS, Way.TILES, Way.AVX512)
+
+
+def test_the_best_round_counts() -> None:
+    slow, quick = dict.fromkeys(WAYS, 1000), {Way.DOTS: 700, Way.TILES: 900, Way.AVX512: 800}
+    machine = Machine([slow, quick, slow])
+    found = race(WAYS, machine.run, machine.now, budget_s=1.0)
+    assert found[FEW] == quick
+    assert found[SINGLE] == {Way.DOTS: 700, Way.AVX512: 800}  # ggml has no tiles for one row
+    assert max(machine.runs.values()) == ROUNDS_MAX
+
+
+def test_the_first_round_is_whole_and_the_budget_ends_the_others() -> None:
+    machine = Machine([dict.fromkeys(WAYS, 10**6)])
+    found = race(WAYS, machine.run, machine.now, budget_s=0.0)
+    assert set(machine.runs.values()) == {1}
+    assert all(set(times) >= {Way.DOTS, Way.AVX512} for times in found.values())
+    assert [rows for rows, times in found.items() if Way.TILES not in times] == [SINGLE]
+    machine = Machine([dict.fromkeys(WAYS, 10**6)])
+    race(WAYS, machine.run, machine.now, budget_s=0.04)
+    assert sum(machine.runs.values()) == 40
+
+
+def test_what_is_hopeless_is_measured_once() -> None:
+    times = {Way.DOTS: 1000, Way.TILES: int(1000 * HOPELESS) + 1, Way.AVX512: int(1000 * HOPELESS)}
+    machine = Machine([times])
+    race(WAYS, machine.run, machine.now, budget_s=1.0)
+    assert machine.runs[2, Way.TILES] == 1
+    assert machine.runs[2, Way.AVX512] == machine.runs[2, Way.DOTS] == ROUNDS_MAX

@@ -1,0 +1,124 @@
+"""Which way products of Q8_0 are computed, for each number of rows: times in, a table out.
+
+Nothing here knows ggml or a clock. The order of the measurement (`race`) and the choice (`choose`) are
+functions of what `run` and `now` give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+ROWS_MAX: Final = 7
+"""Batches of up to so many rows give each row the bits that it has alone."""
+
+
+class Way(IntEnum):
+    """The numbers are those of `small_batches.c`."""
+
+    DOTS = 0
+    """ggml's dot products, row by row."""
+    TILES = 1
+    """ggml's tiles of four by four."""
+    AVX2 = 2
+    """Ours: two rows of the matrix at a time, with prefetching."""
+    AVX512 = 3
+    """Ours: eight rows of the matrix at a time, with prefetching."""
+    IN_ORDER = 4
+    """Ours: one row of the matrix after the other, with AVX-512 and no prefetching."""
+
+    @property
+    def is_ggmls(self) -> bool:
+        return self <= Way.TILES
+
+
+@dataclass(frozen=True)
+class RowClass:
+    """Numbers of rows that are computed in one way, and the one of them that is measured: the first is the
+    worst for kernels that take eight rows at a time."""
+
+    first: int
+    last: int
+
+
+ROW_CLASSES: Final = (
+    *(RowClass(n, n) for n in range(1, 9)),
+    RowClass(9, 16),
+    RowClass(17, 32),
+    RowClass(33, 2**31 - 1),
+)
+"""As `class_of` of `small_batches.c` has them."""
+
+GAIN_MIN: Final = 0.95
+"""A way is taken instead of ggml's own where it takes less than this share of its time: the rest is a tie."""
+HOPELESS: Final = 1.5
+"""A way that takes so many times what the best one takes is not measured again."""
+ROUNDS_MAX: Final = 8
+
+Times = Mapping[Way, int]
+"""Nanoseconds per product."""
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """For one class of numbers of rows."""
+
+    rows: RowClass
+    way: Way
+    ggml_ns: int
+    """Per product, of ggml's fastest way that has the right bits."""
+    ours_ns: int | None
+    """Of our fastest; None where none has the right bits."""
+
+
+def ggmls_own(n_rows: int) -> Way:
+    """What ggml does by itself."""
+    return Way.DOTS if n_rows == 1 else Way.TILES
+
+
+def reference(n_rows: int) -> Way:
+    """The way whose bits count: in small batches, a row's are those that it has alone."""
+    return Way.DOTS if n_rows <= ROWS_MAX else Way.TILES
+
+
+def choose(rows: RowClass, times: Times, unequal: Collection[Way] = ()) -> RowChoice:
+    """`times`: of every way that was measured, the reference among them. `unequal`: ways whose bits differ
+    from the reference's: never chosen. Ties go to ggml, and among its ways to what it does by itself."""
+    allowed = {way: time_ns for way, time_ns in times.items() if way not in unequal}
+    own = ggmls_own(rows.first) if ggmls_own(rows.first) in allowed else reference(rows.first)
+    theirs = _faster(allowed, own, [way for way in allowed if way.is_ggmls])
+    best = _faster(allowed, theirs, [way for way in allowed if not way.is_ggmls])
+    ggml_ns = min(time_ns for way, time_ns in allowed.items() if way.is_ggmls)
+    ours_ns = min((time_ns for way, time_ns in allowed.items() if not way.is_ggmls), default=None)
+    return RowChoice(rows, best, ggml_ns, ours_ns)
+
+
+def _faster(times: Times, incumbent: Way, others: Collection[Way]) -> Way:
+    """The fastest of the others where it is faster by more than a tie, else the incumbent."""
+    fastest = min(others, key=lambda way: (times[way], way), default=incumbent)
+    return fastest if times[fastest] < GAIN_MIN * times[incumbent] else incumbent
+
+
+def race(
+    ways: Collection[Way],
+    run: Callable[[int, Way], int],
+    now_s: Callable[[], float],
+    budget_s: float,
+) -> dict[RowClass, dict[Way, int]]:
+    """The least nanoseconds of each way, for each class. Ways take turns. The first round is always run
+    whole, later ones leave out what is hopeless and end with the budget."""
+    best: dict[RowClass, dict[Way, int]] = {rows: {} for rows in ROW_CLASSES}
+    ends_at = now_s() + budget_s
+    for n_round in range(ROUNDS_MAX):
+        for rows, times in best.items():
+            for way in sorted(ways):
+                if n_round and now_s() >= ends_at:
+                    return best
+                if way == Way.TILES and rows.first == 1:
+                    continue  # ggml has none for one row
+                if n_round and times[way] > HOPELESS * min(times.values()):
+                    continue
+                times[way] = min(times.get(way, 2**62), run(rows.first, way))
+    return best
