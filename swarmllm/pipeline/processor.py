@@ -1,8 +1,9 @@
 """The job processor: one table, from which the tests and the diagram in docs/job-processor.md are drawn.
 
-A walk on a node starts in VALIDATING and runs until DONE. In each state the driver acts, then one of the
-functions here looks at the job and says what came of it (an Outcome); the table gives the next state. A
-pair that is not in the table is a defect and raises.
+A walk on a node starts in VALIDATING and runs until DONE. In each state the driver computes what there is to
+compute, then one of the functions here looks at the job and says what comes of it (an Outcome). The outcome
+passes the table (`advance`) before the job moves on and before anybody is told; a pair that is not in the
+table is a defect and raises.
 
 The states and conditions are those of the Language Pipes job processor, read for pipelines whose last stage
 owns the head. There the origin owns embedding and head, and every token passes through it; here libllama's
@@ -23,16 +24,17 @@ decides".
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.job import ComputeStep, Job, RequestView
 from swarmllm.scheduling.route import composes
+from swarmllm.state_table import UnknownTransition
 from swarmllm_proto.identifiers import NodeId
 
 
-class State(Enum):
+class State(StrEnum):
     VALIDATING = "VALIDATING"
     EMBED = "EMBED"
     PROCESS_LAYERS = "PROCESS_LAYERS"
@@ -41,7 +43,7 @@ class State(Enum):
     DONE = "DONE"
 
 
-class Outcome(Enum):
+class Outcome(StrEnum):
     """What came of a state; the text is the edge's label in the diagram."""
 
     INCOMPLETE = "the job, its pipeline or a needed part of it is missing"
@@ -71,7 +73,6 @@ TRANSITIONS: Final[dict[tuple[State, Outcome], State]] = {
     (State.EMBED, Outcome.NOTHING_TO_EMBED): State.DONE,
     (State.EMBED, Outcome.NEXT_REMOTE): State.SEND,
     (State.EMBED, Outcome.NEXT_LOCAL): State.PROCESS_LAYERS,
-    (State.PROCESS_LAYERS, Outcome.INCOMPLETE): State.DONE,
     (State.PROCESS_LAYERS, Outcome.NEXT_REMOTE): State.SEND,
     (State.PROCESS_LAYERS, Outcome.NEXT_LOCAL): State.PROCESS_LAYERS,
     (State.PROCESS_LAYERS, Outcome.LAST_LAYER): State.VALIDATING,
@@ -85,11 +86,8 @@ TRANSITIONS: Final[dict[tuple[State, Outcome], State]] = {
 }
 
 
-class UnknownTransition(RuntimeError):
-    """An outcome that its state cannot have: a defect of this program, never of its input."""
-
-
 def next_state(state: State, outcome: Outcome) -> State:
+    """Raises UnknownTransition."""
     try:
         return TRANSITIONS[state, outcome]
     except KeyError:
@@ -126,31 +124,41 @@ def after_embed(job: Job, view: RequestView) -> Outcome:
 
 
 def after_layers(job: Job, view: RequestView) -> Outcome:
-    """`job.stage` has been computed. Moves the job on to the next stage, or at the last one to HEAD."""
-    if job.stage < (view.last if job.until is None else min(job.until, view.last)):
-        job.stage += 1
-        return Outcome.NEXT_LOCAL if view.is_here(job.stage) else Outcome.NEXT_REMOTE
-    job.step = ComputeStep.HEAD
-    if job.prefill_left > 0 and not view.prompt_here:
-        return Outcome.NEXT_REMOTE
-    return Outcome.LAST_LAYER
+    """`job.stage` has been computed."""
+    if _has_next_stage(job, view):
+        return Outcome.NEXT_LOCAL if view.is_here(job.stage + 1) else Outcome.NEXT_REMOTE
+    return Outcome.NEXT_REMOTE if job.prefill_left > 0 and not view.prompt_here else Outcome.LAST_LAYER
 
 
 def after_head(job: Job, view: RequestView) -> Outcome:
-    """`job.token` has been sampled. Moves the job on to the next position, at the first stage."""
+    """`job.token` has been sampled."""
     if job.finish_reason is not None:
         return Outcome.FINISHED
-    sampled_at = job.stage
-    job.stage = 0
-    job.position += job.n_tokens
-    job.n_tokens = 1
-    job.tensor = None
-    job.timings = ()
-    job.step = ComputeStep.EMBED
-    if sampled_at == 0:
-        job.step = ComputeStep.LAYER
+    if job.stage == 0:
         return Outcome.TOKEN_TO_LAYERS
     return Outcome.TOKEN_EMBEDDED_HERE if view.is_here(0) else Outcome.TOKEN_ELSEWHERE
+
+
+def advance(job: Job, state: State, outcome: Outcome, view: RequestView) -> State:
+    """The next state. Moves the job on to what is computed next: after layers the next stage or, at the last
+    one, HEAD; after the head the next position, at the first stage. Raises UnknownTransition, with the job as
+    it was."""
+    after = next_state(state, outcome)
+    if outcome is Outcome.PASSED_ON or outcome is Outcome.FINISHED:
+        return after
+    if state is State.PROCESS_LAYERS:
+        if _has_next_stage(job, view):
+            job.stage += 1
+        else:
+            job.step = ComputeStep.HEAD
+    elif state is State.HEAD:
+        job.step = ComputeStep.LAYER if outcome is Outcome.TOKEN_TO_LAYERS else ComputeStep.EMBED
+        job.stage = 0
+        job.position += job.n_tokens
+        job.n_tokens = 1
+        job.tensor = None
+        job.timings = ()
+    return after
 
 
 def destination(job: Job, view: RequestView) -> NodeId:
@@ -167,6 +175,10 @@ def diagram() -> str:
     ]
     lines.append(f"    {State.DONE.value} --> [*]")
     return "\n".join(lines)
+
+
+def _has_next_stage(job: Job, view: RequestView) -> bool:
+    return job.stage < (view.last if job.until is None else min(job.until, view.last))
 
 
 def _can_run(stage: int, view: RequestView, loaded: Iterable[LayerRange]) -> bool:

@@ -12,7 +12,7 @@ from bench.arithmetic import uncut
 from swarmllm.errors import NodeUnreachable, WorkerDied
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.route.suspects import MAX_PER_ACCUSER, SUSPECT_S, Suspects
+from swarmllm.pipeline.route.suspects import MAX_ACCUSERS, MAX_PER_ACCUSER, SUSPECT_S, Suspects
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm_proto.codec import decode_job
 from swarmllm_proto.ipc import Sampling
@@ -182,7 +182,23 @@ def test_suspicion_ends_by_itself_or_when_the_node_comes_back() -> None:
     assert suspects.now(SUSPECT_S) == frozenset()
 
 
-@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400), st.floats(0, 2)), max_size=300))
+def test_one_node_is_believed_of_no_more_than_a_few_others() -> None:
+    suspects = Suspects()
+    for number in range(MAX_PER_ACCUSER + 1):
+        suspects.accuse("a", str(number), 0.0)
+    assert len(suspects.now(0.0)) == MAX_PER_ACCUSER
+    suspects.accuse("b", "one more", 0.0)
+    assert len(suspects.now(0.0)) == MAX_PER_ACCUSER + 1
+
+
+def test_no_more_nodes_are_listened_to_than_there_is_room_for() -> None:
+    suspects = Suspects()
+    for number in range(MAX_ACCUSERS + 1):
+        suspects.accuse(f"accuser {number}", f"node {number}", 0.0)
+    assert len(suspects.now(0.0)) == MAX_ACCUSERS
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40), st.floats(0, 0.2)), max_size=300))
 def test_what_one_node_may_say_of_others_is_bounded(accusations: list[tuple[int, int, float]]) -> None:
     suspects, now_s = Suspects(), 0.0
     for accuser, node_id, gap_s in accusations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,7 +20,7 @@ from swarmllm.pipeline.processor import (
     TRANSITIONS,
     Outcome,
     State,
-    UnknownTransition,
+    advance,
     after_embed,
     after_head,
     after_layers,
@@ -29,6 +30,7 @@ from swarmllm.pipeline.processor import (
     next_state,
 )
 from swarmllm.pipeline.stage.walker import RequestContext, Walker
+from swarmllm.state_table import UnknownTransition
 from swarmllm.workerpool import ModelFile
 from swarmllm.workerpool.forward_result import ForwardResult
 from swarmllm_proto.codec import decode_job
@@ -52,13 +54,85 @@ def held(*ranges: str) -> list[LayerRange]:
     return [LayerRange.parse(text) for text in ranges]
 
 
-@pytest.mark.parametrize(("state", "outcome"), list(product(State, Outcome)))
-def test_a_pair_is_in_the_table_or_raises(state: State, outcome: Outcome) -> None:
-    if (state, outcome) in TRANSITIONS:
-        assert next_state(state, outcome) is TRANSITIONS[state, outcome]
-    else:
+VIEWS = [
+    view("o", "a"),
+    view("o", "o", "a"),
+    view("o", "a", "o"),
+    view("a", "a"),
+    view("a", "a", "b"),
+    view("a", "a", "a"),
+    view("a", "a", "b", "a"),
+    view("b", "a", "b"),
+]
+MADE_BY_THE_DRIVER = {
+    (State.PROCESS_LAYERS, Outcome.PASSED_ON),
+    (State.HEAD, Outcome.PASSED_ON),
+    (State.SEND, Outcome.SENT),
+}
+
+
+def jobs() -> Iterator[Job]:
+    choices = product(
+        ComputeStep, (0, 1, 2, 3), (0, 4), (None, 7), (None, ROWS), (None, 0, 1), (None, "stop")
+    )
+    for step, stage, left, token, tensor, until, finish_reason in choices:
+        yield Job(
+            step,
+            stage=stage,
+            prefill_left=left,
+            token=token,
+            tensor=tensor,
+            until=until,
+            finish_reason=finish_reason,  # type: ignore[arg-type]
+        )
+
+
+def test_the_table_has_what_can_come_of_each_state_and_nothing_else() -> None:
+    """Of every kind of job in every kind of pipeline."""
+    made = set(MADE_BY_THE_DRIVER)
+    for job, seen in product(jobs(), VIEWS):
+        for loaded in ([], held("0:2"), held("2:4"), held("0:2", "2:4", "4:6")):
+            made.add((State.VALIDATING, after_validating(job, seen, loaded)))
+        made.add((State.EMBED, after_embed(job, seen)))
+        if job.stage <= seen.last:
+            made.add((State.PROCESS_LAYERS, after_layers(job, seen)))
+            made.add((State.HEAD, after_head(job, seen)))
+    assert made == set(TRANSITIONS)
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_what_cannot_come_of_a_state_raises_and_leaves_the_job_as_it_was(state: State) -> None:
+    outcomes = [outcome for outcome in Outcome if (state, outcome) not in TRANSITIONS]
+    assert outcomes
+    for outcome in outcomes:
+        job = Job(ComputeStep.LAYER, position=5, n_tokens=2, token=7, tensor=ROWS)
+        before = replace(job)
         with pytest.raises(UnknownTransition, match=f"{state.name} cannot end with {outcome.name}"):
-            next_state(state, outcome)
+            advance(job, state, outcome, view("a", "a", "b"))
+        assert job == before
+
+
+async def test_an_outcome_passes_the_table_before_anybody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is missing stops the walk where nothing has left the node yet."""
+    sent: list[str] = []
+
+    class Listening:
+        async def send(self, node_id: str, header: bytes, payload: bytes = b"") -> None:
+            sent.append(node_id)
+
+    class Pool(FakePool):
+        async def forward(self, *args: object, **call: object) -> ForwardResult:  # type: ignore[override]
+            return ForwardResult(None, Token(request_id="r", index=0, token=7), b"x", 0.0)
+
+    missing = (State.HEAD, Outcome.TOKEN_ELSEWHERE)
+    without = {pair: state for pair, state in TRANSITIONS.items() if pair != missing}
+    monkeypatch.setattr("swarmllm.pipeline.processor.TRANSITIONS", without)
+    seen = view("b", "a", "b")
+    context = RequestContext("r", ModelFile("m", Path("/nowhere")), 4, 997, 1, Sampling(), seen)
+    walker = Walker(context, Pool("2:4"), Listening(), None)  # type: ignore[arg-type]
+    with pytest.raises(UnknownTransition, match="HEAD cannot end with TOKEN_ELSEWHERE"):
+        await walker.walk(Job(ComputeStep.LAYER, stage=1, position=5, n_tokens=1, tensor=ROWS))
+    assert sent == []
 
 
 def test_every_state_is_reached_and_leads_to_the_end() -> None:
@@ -69,6 +143,14 @@ def test_every_state_is_reached_and_leads_to_the_end() -> None:
     assert {State.VALIDATING, *TRANSITIONS.values()} == set(State)
     assert not [state for state, _ in TRANSITIONS if state is State.DONE]
     assert {outcome for _, outcome in TRANSITIONS} == set(Outcome)
+
+
+def layers_done(job: Job, seen: RequestView) -> State:
+    return advance(job, State.PROCESS_LAYERS, after_layers(job, seen), seen)
+
+
+def sampled_from(job: Job, seen: RequestView) -> State:
+    return advance(job, State.HEAD, after_head(job, seen), seen)
 
 
 def validated(job: Job, seen: RequestView, loaded: list[LayerRange]) -> State:
@@ -169,35 +251,30 @@ class TestEmbed:
 class TestProcessLayers:
     def test_to_send_when_the_next_layers_are_remote(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS)
-        assert next_state(State.PROCESS_LAYERS, after_layers(job, view("a", "a", "b"))) is State.SEND
+        assert layers_done(job, view("a", "a", "b")) is State.SEND
         assert (job.stage, destination(job, view("a", "a", "b"))) == (1, "b")
 
     def test_again_when_they_are_local(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS)
-        assert (
-            next_state(State.PROCESS_LAYERS, after_layers(job, view("a", "a", "a"))) is State.PROCESS_LAYERS
-        )
+        assert layers_done(job, view("a", "a", "a")) is State.PROCESS_LAYERS
         assert job.stage == 1
-
-    def test_to_done_without_a_local_segment(self) -> None:
-        assert next_state(State.PROCESS_LAYERS, Outcome.INCOMPLETE) is State.DONE
 
     def test_at_the_last_layer_the_step_becomes_head_and_the_next_iteration_decides(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS, stage=1)
         seen = view("b", "a", "b")
-        assert next_state(State.PROCESS_LAYERS, after_layers(job, seen)) is State.VALIDATING
+        assert layers_done(job, seen) is State.VALIDATING
         assert job.step is ComputeStep.HEAD
         assert validated(job, seen, held("2:4")) is State.HEAD
 
     def test_a_chunk_that_is_not_the_last_ends_with_a_note_to_the_origin(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS, stage=1, prefill_left=3)
-        assert next_state(State.PROCESS_LAYERS, after_layers(job, view("b", "a", "b"))) is State.SEND
+        assert layers_done(job, view("b", "a", "b")) is State.SEND
         assert destination(job, view("b", "a", "b")) == "o"
 
     def test_where_the_origin_runs_the_last_stage_the_next_chunk_follows(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS, stage=1, prefill_left=3)
         seen = view("o", "a", "o")
-        assert next_state(State.PROCESS_LAYERS, after_layers(job, seen)) is State.VALIDATING
+        assert layers_done(job, seen) is State.VALIDATING
         assert validated(job, seen, held("2:4")) is State.EMBED
 
 
@@ -211,7 +288,7 @@ class TestHead:
 
     def test_to_done_at_the_end_of_generation(self) -> None:
         job = self.sampled(1, finish_reason="stop")
-        assert next_state(State.HEAD, after_head(job, view("b", "a", "b"))) is State.DONE
+        assert sampled_from(job, view("b", "a", "b")) is State.DONE
 
     async def test_to_done_if_the_client_is_gone(self) -> None:
         """Its walk is cancelled wherever it is, and the slot is freed."""
@@ -227,18 +304,18 @@ class TestHead:
 
     def test_to_send_when_the_first_stage_is_elsewhere(self) -> None:
         job = self.sampled(1)
-        assert next_state(State.HEAD, after_head(job, view("b", "a", "b"))) is State.SEND
+        assert sampled_from(job, view("b", "a", "b")) is State.SEND
         assert destination(job, view("b", "a", "b")) == "a"
         assert (job.step, job.stage, job.position, job.n_tokens) == (ComputeStep.EMBED, 0, 15, 1)
 
     def test_to_embed_when_the_first_stage_is_here(self) -> None:
         job = self.sampled(2)
-        assert next_state(State.HEAD, after_head(job, view("a", "a", "b", "a"))) is State.EMBED
+        assert sampled_from(job, view("a", "a", "b", "a")) is State.EMBED
         assert (job.stage, job.position) == (0, 15)
 
     def test_to_process_layers_when_this_stage_is_also_the_first(self) -> None:
         job = self.sampled(0)
-        assert next_state(State.HEAD, after_head(job, view("a", "a"))) is State.PROCESS_LAYERS
+        assert sampled_from(job, view("a", "a")) is State.PROCESS_LAYERS
         assert (job.step, job.position, job.n_tokens) == (ComputeStep.LAYER, 15, 1)
 
 
@@ -283,10 +360,6 @@ class TestPassedOn:
         here = replace(passed_on, onward=False)
         told = await self.sent(view("b", "a", "b"), last(), here)
         assert told == [("a", "LayerForward"), ("o", "StreamingToken")]
-
-
-def test_send_ends_the_walk() -> None:
-    assert next_state(State.SEND, Outcome.SENT) is State.DONE
 
 
 def test_the_documented_diagram_is_the_table() -> None:

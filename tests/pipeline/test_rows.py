@@ -152,6 +152,15 @@ def a_chain() -> RowsChain:
     )
 
 
+def started() -> RowsChain:
+    """Both of its chunks are under way."""
+    chain = a_chain()
+    chain.start(type("Deaf", (), {"offer": lambda *_: None, "stop": lambda *_: None})())  # type: ignore[arg-type]
+    assert chain.next_chunk()
+    assert chain.next_chunk()
+    return chain
+
+
 @pytest.mark.parametrize(
     ("position", "payload"),
     [
@@ -165,10 +174,19 @@ def a_chain() -> RowsChain:
     ],
 )
 async def test_rows_that_cannot_be_meant_end_the_request(position: int, payload: bytes) -> None:
-    chain = a_chain()
+    chain = started()
     chain.receive("b", PrefillProgress(request_id="r", position=position), payload)
     assert isinstance(chain.failure, RemoteError)
     assert chain.culprit == "b"
+
+
+async def test_rows_that_can_be_meant_are_taken() -> None:
+    chain = started()
+    rows = b"".join(encode_tensor(np.ones((4, 4), np.float32)))
+    chain.receive("b", PrefillProgress(request_id="r", position=4), rows)
+    assert (chain.failure, chain.is_complete) == (None, False)
+    chain.receive("b", PrefillProgress(request_id="r", position=8), rows)
+    assert (await chain.all_rows()).shape == (8, 4)
 
 
 def test_no_chunk_is_the_last() -> None:

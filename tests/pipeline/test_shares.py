@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from bench.arithmetic import FakePool, uncut
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.stage.arrivals import Relay
-from swarmllm.pipeline.stage.session_queue import OWN_MAX, SessionQueue
+from swarmllm.pipeline.stage.session_queue import OWN_MAX, Put, SessionQueue
 from swarmllm.pipeline.stage.shares import FIRST_JOB_S, WANT_S, Place, Shares
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_response, encode_request
@@ -131,15 +131,15 @@ def test_no_more_places_are_taken_than_there_are_and_none_that_is_used_is_lost(
 async def test_what_a_node_puts_into_its_own_queue_leaves_the_part_of_others_free() -> None:
     queue, item = SessionQueue(2), Relay("x", b"", b"")
     for _ in range(OWN_MAX):
-        assert queue.put(item, is_foreign=False)
+        assert queue.put(item, is_foreign=False) is Put.QUEUED
     n_foreign = 0
-    while queue.put(item, is_foreign=True):
+    while queue.put(item, is_foreign=True) is Put.QUEUED:
         n_foreign += 1
     assert n_foreign == 2 * 3 + 8
     for _ in range(OWN_MAX + 1):
         await queue.get()
-    assert queue.put(item, is_foreign=True)
-    assert not queue.put(item, is_foreign=True)
+    assert queue.put(item, is_foreign=True) is Put.QUEUED
+    assert queue.put(item, is_foreign=True) is Put.OVERRUN
 
 
 @pytest.mark.parametrize("n", [1, 8])

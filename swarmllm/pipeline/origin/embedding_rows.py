@@ -64,7 +64,7 @@ class RowsChain(Chain):
         if not is_sound or not np.isfinite(rows).all():
             raise BrokenPromise(f"rows of {rows.dtype} {rows.shape}, or with numbers that are none")
         start = message.position - len(rows)
-        if start > self._n_rows:
+        if not 0 <= start <= self._n_rows:
             raise BrokenPromise(f"rows from {start} on where {self._n_rows} come next")
         if start == self._n_rows:
             self._rows.append(rows)

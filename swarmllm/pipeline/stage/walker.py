@@ -26,12 +26,12 @@ from swarmllm.pipeline.origin.output import Chunk
 from swarmllm.pipeline.processor import (
     Outcome,
     State,
+    advance,
     after_embed,
     after_head,
     after_layers,
     after_validating,
     destination,
-    next_state,
 )
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.swarm.router import Router
@@ -146,7 +146,7 @@ class Walker:
         """The token that has just been sampled is on its way to the first stage, and to the origin if that is
         there."""
         self._untold: tuple[StreamingToken, bytes] | None = None
-        self._actions: dict[State, Callable[[Job], Awaitable[Outcome]]] = {
+        self._actions: dict[State, Callable[[Job], Awaitable[State]]] = {
             State.VALIDATING: self._validate,
             State.EMBED: self._embed,
             State.PROCESS_LAYERS: self._process_layers,
@@ -158,10 +158,7 @@ class Walker:
         """From VALIDATING to DONE. Raises SwarmLLMError where the request cannot go on here."""
         state = State.VALIDATING
         while state is not State.DONE:
-            outcome = await self._actions[state](job)
-            if outcome is Outcome.INCOMPLETE:
-                self._raise_incomplete(job)
-            state = next_state(state, outcome)
+            state = await self._actions[state](job)
 
     async def replay(self, message: ReplayRows) -> None:
         """Rows that have left a stage here go to the next one once more. Raises SwarmLLMError."""
@@ -193,17 +190,26 @@ class Walker:
         else:
             await self._router.send(self._view.origin, *encode_job(message, piece))
 
-    async def _validate(self, job: Job) -> Outcome:
-        return after_validating(job, self._view, self._compute.loaded(self._context.model.model_id))
+    def _advance(self, job: Job, state: State, outcome: Outcome) -> State:
+        """What comes of a state passes the table, before the job moves and anybody is told. Raises
+        WorkerError."""
+        after = advance(job, state, outcome, self._view)
+        if outcome is Outcome.INCOMPLETE:
+            self._raise_incomplete(job)
+        return after
 
-    async def _embed(self, job: Job) -> Outcome:
+    async def _validate(self, job: Job) -> State:
+        loaded = self._compute.loaded(self._context.model.model_id)
+        return self._advance(job, State.VALIDATING, after_validating(job, self._view, loaded))
+
+    async def _embed(self, job: Job) -> State:
         first_is_here = self._view.is_here(0)
         if job.token is None:
             await self._embed_chunk(job, first_is_here)
         elif first_is_here:
             job.tensor = np.array([job.token], np.int32)
             job.step = ComputeStep.LAYER
-        return after_embed(job, self._view)
+        return self._advance(job, State.EMBED, after_embed(job, self._view))
 
     async def _embed_chunk(self, job: Job, first_is_here: bool) -> None:
         assert self._origin_side is not None, "only the origin holds a prompt"
@@ -217,7 +223,7 @@ class Walker:
         job.tensor = rows if first_is_here else await self._compute.embed(self._context.model, rows)
         job.step = ComputeStep.LAYER
 
-    async def _process_layers(self, job: Job) -> Outcome:
+    async def _process_layers(self, job: Job) -> State:
         stage, tensor = job.stage, job.tensor
         if tensor is None:
             assert job.token is not None
@@ -237,7 +243,7 @@ class Walker:
             ring=self._ring_hint(job, samples),
         )
         if result.onward and result.token is None:
-            return Outcome.PASSED_ON
+            return self._advance(job, State.PROCESS_LAYERS, Outcome.PASSED_ON)
         self._has_sampled |= samples
         self._passed_on, job.resent = result.onward, False
         job.tensor, job.sampled, job.piece = result.tensor, result.token, result.piece
@@ -251,12 +257,13 @@ class Walker:
         job.timings = (*job.timings, StageTiming(stage, result.compute_s, busy_s))
         job.since_s = now_s
         outcome = after_layers(job, self._view)
+        after = self._advance(job, State.PROCESS_LAYERS, outcome)
         if outcome is Outcome.LAST_LAYER and job.prefill_left > 0:
             await self.tell_origin(self._progress(job), self._passed_rows(job))
             job.token = None
-        return outcome
+        return after
 
-    async def _head(self, job: Job) -> Outcome:
+    async def _head(self, job: Job) -> State:
         sampled = job.sampled
         assert sampled is not None, "the last stage's forward samples"
         job.token, job.finish_reason = sampled.token, sampled.finish_reason
@@ -270,16 +277,17 @@ class Walker:
             stopped_by=sampled.stopped_by,
         )
         outcome = after_head(job, self._view)
+        if self._passed_on and outcome is not Outcome.FINISHED:
+            outcome = Outcome.PASSED_ON
+        after = self._advance(job, State.HEAD, outcome)
         origin_is_first = self._view.origin == self._view.stages[0].node_id
-        if self._passed_on:
-            if not origin_is_first:
-                await self.tell_origin(told, job.piece)
-            return outcome if outcome is Outcome.FINISHED else Outcome.PASSED_ON
+        if self._passed_on and origin_is_first:
+            return after
         if outcome is Outcome.TOKEN_ELSEWHERE and not origin_is_first:
             self._untold = (told, job.piece)
         else:
             await self.tell_origin(told, job.piece)
-        return outcome
+        return after
 
     def _ring_hint(self, job: Job, samples: bool) -> RingHint:
         """A chunk of the prompt keeps to the daemons' way, where others may still be ahead of it."""
@@ -288,11 +296,12 @@ class Walker:
         waited_s = max(0.0, trio.current_time() - job.since_s)
         return RingHint(job.stage, job.timings, waited_s, job.resent)
 
-    async def _send(self, job: Job) -> Outcome:
+    async def _send(self, job: Job) -> State:
+        after = self._advance(job, State.SEND, Outcome.SENT)
         receiver = destination(job, self._view)
         if job.step is ComputeStep.HEAD:
             await self._send_to(receiver, self._progress(job), self._passed_rows(job))
-            return Outcome.SENT
+            return after
         embedded = job.step is ComputeStep.LAYER
         forward = LayerForward(
             request_id=self._context.request_id,
@@ -310,7 +319,7 @@ class Walker:
         if self._untold is not None:
             told, self._untold = self._untold, None
             await self.tell_origin(*told)
-        return Outcome.SENT
+        return after
 
     async def _send_to(self, receiver: NodeId, message: JobMessage, payload: Payload = b"") -> None:
         await self.relay(receiver, *encode_job(message, payload))
