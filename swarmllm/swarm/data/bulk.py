@@ -40,6 +40,8 @@ from swarmllm_proto.limits import REQUEST_MAX
 
 log = logging.getLogger(__name__)
 
+_PEERS_MAX = 1024
+"""For more, those are forgotten that could not be reached."""
 PENDING_MAX = 32
 _HELLO_S = 5.0
 _NO_WAY_S = 10.0
@@ -69,6 +71,10 @@ class _Peer:
     retry_at_s: float = 0.0
     is_looking: bool = False
     """For a better way than `connection`."""
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.connection is not None or self.dialling.locked() or self.is_looking
 
 
 class Bulk:
@@ -154,6 +160,8 @@ class Bulk:
             self._end_if_replaced(connection)
 
     async def _connection(self, node_id: NodeId) -> Connection:
+        if len(self._peers) >= _PEERS_MAX:
+            self._peers = {each: peer for each, peer in self._peers.items() if peer.is_in_use}
         peer = self._peers.setdefault(node_id, _Peer())
         async with peer.dialling:
             if peer.connection is None or not peer.connection.alive:

@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 1024
 CONNECTIONS_PER_PEER = 6
+_NEIGHBOURS_MAX = 2 * CONNECTIONS_MAX
+"""For more, those are forgotten that could not be reached."""
 HANDSHAKES_MAX = 64
 """Accepted connections of which the peer is not known yet; for more the oldest make room."""
 
@@ -149,6 +151,8 @@ class DataPlane:
 
     async def reach(self, node_id: NodeId) -> Connection:
         """The connection to send on, established if need be. Raises NodeUnreachable."""
+        if len(self._neighbours) >= _NEIGHBOURS_MAX:
+            self._forget_unreachable()
         neighbour = self._neighbours.setdefault(node_id, Neighbour())
         async with neighbour.establishing:
             if neighbour.sending is not None and neighbour.sending.alive:
@@ -156,6 +160,11 @@ class DataPlane:
             live = [c for c in self.connections(node_id) if not c.retired and not c.forsakes]
             neighbour.sending = live[0] if live else await self._establish(node_id, neighbour)
             return neighbour.sending
+
+    def _forget_unreachable(self) -> None:
+        for node_id, each in list(self._neighbours.items()):
+            if not each.connections and not each.establishing.locked() and each.turning is None:
+                del self._neighbours[node_id]
 
     async def open_link(self, node_id: NodeId, purpose: str) -> LinkEnd:
         """Raises NodeUnreachable."""

@@ -45,6 +45,8 @@ _RETRY_S = 5.0
 _TCP_S = 3.0
 _PEERS_ASKED = 3
 _ASKERS_MAX = 1024
+AT_ONCE_MAX = 8
+"""Nodes that are dialled back, each at 32 addresses at most; who is refused asks another node."""
 _MULTISTREAM = b"\x13/multistream/1.0.0\n"
 _NOISE = b"\x07/noise\n"
 
@@ -64,6 +66,7 @@ class DialBacks:
         self._envelope = envelope
         self._observed_ip = observed_ip
         self._last_s: dict[NodeId, float] = {}
+        self._n_under_way = 0
 
     async def answer(self, sender: NodeId, body: bytes) -> bytes:
         """Raises RequestRefused."""
@@ -77,17 +80,23 @@ class DialBacks:
         self._admit(sender)
         control: list[DialBack] = []
         data: list[DialBack] = []
-        async with trio.open_nursery() as nursery:
-            for address in usable(envelope.addresses):
-                nursery.start_soon(self._try, sender, address, True, control)
-            for address in usable(envelope.data_addresses):
-                nursery.start_soon(self._try, sender, address, False, data)
+        self._n_under_way += 1
+        try:
+            async with trio.open_nursery() as nursery:
+                for address in usable(envelope.addresses):
+                    nursery.start_soon(self._try, sender, address, True, control)
+                for address in usable(envelope.data_addresses):
+                    nursery.start_soon(self._try, sender, address, False, data)
+        finally:
+            self._n_under_way -= 1
         ip = self._observed_ip(sender)
         if "%" in ip:  # a link-local address with its zone, which means something on this machine only
             ip = ""
         return encode_neighbour(DialBackResponse(control=tuple(control), data=tuple(data), observed_ip=ip))
 
     def _admit(self, sender: NodeId) -> None:
+        if self._n_under_way >= AT_ONCE_MAX:
+            raise RequestRefused("others are being dialled back")
         now = trio.current_time()
         if now - self._last_s.get(sender, -math.inf) < DIAL_BACK_EVERY_S:
             raise RequestRefused("asked again too soon")

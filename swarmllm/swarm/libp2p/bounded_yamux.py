@@ -5,8 +5,8 @@ reads a frame of 16 MiB for a stream that does not exist; and it opens as many s
 which all peers together may have 10,000. So any stranger could fill this node's memory, or use up the streams
 of everybody else. Here
 
-- a frame larger than FRAME_MAX_BYTES, a byte beyond the window or a stream beyond STREAMS_PER_CONNECTION ends
-  the connection;
+- a frame larger than FRAME_MAX_BYTES, a byte beyond the window, a stream beyond STREAMS_PER_CONNECTION or
+  more than UNREAD_PER_CONNECTION unread in all its streams ends the connection;
 - where all connections together hold more unread bytes or streams than is good, the one with the most of them
   ends. That is never one of many that use little.
 """
@@ -31,6 +31,9 @@ STREAMS_PER_CONNECTION = 512
 """Opened by the peer. Another node of ours has at most 256 open, and closes them a moment before this one."""
 STREAMS_MAX = 8_000
 UNREAD_MAX_BYTES = 256 * 1024 * 1024
+UNREAD_PER_CONNECTION = 32 * 1024 * 1024
+"""Three times what the streams of another node of ours hold at most, while this one reads none of them."""
+_COUNT_PER_CONNECTION_BYTES = UNREAD_PER_CONNECTION // 8
 _COUNT_AGAIN_BYTES = UNREAD_MAX_BYTES // 8
 
 
@@ -73,11 +76,21 @@ class BoundedYamux(Yamux):  # type: ignore[misc]
         super().__init__(*arguments, **options)
         self.streams: dict[int, Any] = _Streams(self)
         self.stream_buffers: dict[int, bytearray] = _Buffers(self)
+        self._arrived_bytes = 0
         _allowance.include(self)
 
     @property
     def n_unread_bytes(self) -> int:
         return sum(len(buffer) for buffer in self.stream_buffers.values())
+
+    def bytes_came(self, n_bytes: int) -> None:
+        """Counted now and then, as the library lets go of streams in a dozen places. Raises Overrun."""
+        self._arrived_bytes += n_bytes
+        if self._arrived_bytes < _COUNT_PER_CONNECTION_BYTES:
+            return
+        self._arrived_bytes = 0
+        if self.n_unread_bytes > UNREAD_PER_CONNECTION:
+            raise Overrun("more unread than a connection may have")
 
     def end(self, why: str) -> None:
         provoked_by(log, str(self.peer_id)).warning("the connection with %s is ended: %s", self.peer_id, why)
@@ -119,19 +132,22 @@ class _Buffers(dict[int, bytearray]):
     def __setitem__(self, number: int, _empty: bytearray) -> None:
         connection = self._connection()
         stream = connection.streams.get(number) if connection is not None else None
-        super().__setitem__(number, _Buffer(stream))
+        super().__setitem__(number, _Buffer(stream, self._connection))
 
 
 class _Buffer(bytearray):
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, connection: weakref.ref[BoundedYamux]) -> None:
         super().__init__()
         self._stream = stream
+        self._connection = connection
 
     def extend(self, data: Any) -> None:
         # Never less than what the peer was told that it may send.
         if self._stream is not None and len(self) + len(data) > self._stream.target_recv_window:
             raise Overrun("more than the window")
         super().extend(data)
+        if (connection := self._connection()) is not None:
+            connection.bytes_came(len(data))
         _allowance.bytes_came(len(data))
 
 

@@ -26,6 +26,12 @@ from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm_proto.identifiers import NodeId
 
 _WORTH_REFUSING_BYTES = 1024
+SEEN_MAX = 65_536
+"""Ids of messages, each kept for two minutes after it was heard last: about 12 MiB. One that is forgotten and
+comes again is checked again, and is no news."""
+RECENT_MAX_BYTES = 32 * 2**20
+"""Of messages, each kept for some seconds for neighbours that missed it. What does not fit is passed on
+all the same, and a node that missed it learns of it by comparing records."""
 _sender: ContextVar[NodeId | None] = ContextVar("gossip_sender", default=None)
 """The peer whose stream this task reads."""
 
@@ -56,6 +62,13 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
             self.note(sender, Deed.FLOODED)
             return False
         return super()._is_subscribed_to_msg(msg) and not self._is_msg_seen(msg)
+
+    def _mark_msg_seen(self, msg: Any) -> None:
+        super()._mark_msg_seen(msg)
+        seen = self.seen_messages
+        with seen.lock:
+            while len(seen.cache) > SEEN_MAX:
+                del seen.cache[next(iter(seen.cache))]
 
     async def push_msg(self, msg_forwarder: ID, msg: Any) -> None:
         if msg.from_id or msg.seqno or msg.signature or msg.key:
@@ -102,9 +115,15 @@ class _ContentCache(MessageCache):  # type: ignore[misc]
     def __init__(self, window_size: int, history_size: int, pubsub: Any) -> None:
         super().__init__(window_size, history_size)
         self._pubsub = pubsub
+        self.n_bytes = 0
 
     def put(self, msg: Any) -> None:
         message_id = self._pubsub.get_message_id(msg)
-        if message_id not in self.msgs:
+        if message_id not in self.msgs and self.n_bytes + len(msg.data) <= RECENT_MAX_BYTES:
             self.msgs[message_id] = msg
+            self.n_bytes += len(msg.data)
             self.history[0].append(CacheEntry(message_id, msg.topicIDs))
+
+    def shift(self) -> None:
+        self.n_bytes -= sum(len(self.msgs[entry.mid].data) for entry in self.history[-1])
+        super().shift()

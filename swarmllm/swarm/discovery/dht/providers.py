@@ -18,6 +18,8 @@ KEYS_MAX = 16_384
 KEYS_PER_NODE = 512
 """Two for each model: by its id and by its name."""
 PROVIDERS_PER_KEY = 64
+ENTRIES_MAX = 65_536
+"""Of all keys: with all the addresses that one may have, about 100 MiB."""
 
 
 @dataclass(slots=True)
@@ -31,13 +33,14 @@ class ProviderBook:
     def __init__(self) -> None:
         self._keys: dict[bytes, _Key] = {}
         self._n_of_node: dict[NodeId, int] = {}
+        self._n_entries = 0
 
     def __repr__(self) -> str:
         return f"<ProviderBook {len(self._keys)} keys>"
 
     def __len__(self) -> int:
         """Entries, not keys."""
-        return sum(self._n_of_node.values())
+        return self._n_entries
 
     def add(self, key: bytes, contact: Contact, now: float) -> bool:
         """Whether it has been written down."""
@@ -45,13 +48,15 @@ class ProviderBook:
         if held is None or contact.node_id not in held.until_s:
             n_keys = self._n_of_node.get(contact.node_id, 0)
             n_there = len(held.until_s) if held else 0
-            if n_keys >= KEYS_PER_NODE or n_there >= PROVIDERS_PER_KEY:
+            is_full = self._n_entries >= ENTRIES_MAX
+            if is_full or n_keys >= KEYS_PER_NODE or n_there >= PROVIDERS_PER_KEY:
                 return False
             if held is None:
                 if len(self._keys) >= KEYS_MAX:
                     return False
                 held = self._keys[key] = _Key()
             self._n_of_node[contact.node_id] = n_keys + 1
+            self._n_entries += 1
         held.until_s[contact.node_id] = contact, now + EXPIRY_S
         return True
 
@@ -68,6 +73,7 @@ class ProviderBook:
             for node_id, (_, until_s) in list(held.until_s.items()):
                 if until_s <= now:
                     del held.until_s[node_id]
+                    self._n_entries -= 1
                     self._n_of_node[node_id] -= 1
                     if not self._n_of_node[node_id]:
                         del self._n_of_node[node_id]
