@@ -21,7 +21,7 @@ WAITED_FOR = {
     # Several peers or addresses are asked at once, and the answers awaited.
     "downloads/shared_digests.py": {"_ask_around", "run"},
     "pipeline/origin/assignment.py": {"assign"},
-    "pipeline/repair/probing.py": {"find_fault"},
+    "pipeline/repair/probing.py": {"probe"},
     "swarm/discovery/dht/dht.py": {"run", "_search", "_tell_all"},
     "swarm/discovery/happy_eyeballs.py": {"first_to_answer"},
     "swarm/discovery/reachability.py": {"answer"},

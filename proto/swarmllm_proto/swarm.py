@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm_proto.ipc import (
     FinishReason,
@@ -250,6 +250,10 @@ class StageState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The node takes part in this request of this origin."""
     busy: bool = False
     """Something of it happens here: a job waits, is computed or comes in."""
+    n_received: Position | UnsetType = UNSET
+    """Rows below this have come to the stage here; unset: they come by links, or several stages are here."""
+    n_sent: Position | UnsetType = UNSET
+    """Rows below this have left it; unset as above."""
 
 
 class FetchPiece(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -218,6 +218,7 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
         ),
     ),
     ("stage-state", swarm.StageState(request_id=REQUEST_ID, known=True, busy=True)),
+    ("stage-state-rows", swarm.StageState(request_id=REQUEST_ID, known=True, n_received=9, n_sent=5)),
     ("piece", swarm.Piece(status="ok", data=memoryview(bytes(range(256))))),
     ("digests", Digests(status="part", known=(DigestRun(0, bytes(range(32))),))),
     (

@@ -36,6 +36,7 @@ from swarmllm.pipeline.route.hop_overhead import learn
 from swarmllm.pipeline.route.inputs import Load
 from swarmllm.pipeline.route.local_load import LocalLoad
 from swarmllm.pipeline.route.observed_compute import ObservedCompute
+from swarmllm.pipeline.route.pace import Pace
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, RequestSize, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects, sparing
 from swarmllm.pipeline.settings import PipelineSettings
@@ -336,7 +337,16 @@ class Pipelines:
                 self._counts.retries += 1
             context = replace(request_context(assignment, entry, self._node_id), session=session)
             self._here.own[request_id] = held_here(context)
-            opening = self._attempts.open(context, assignment, rows, avoid)
+
+            def elsewhere_s(suspected: Collection[NodeId]) -> float | None:
+                try:
+                    other = self._assemble(entry, size, avoid, (), suspected=suspected)
+                except NoPipeline:
+                    return None
+                return None if other.node_ids.issuperset(suspected) else other.cost_s
+
+            pace = Pace(assembly.first_s, assembly.token_s, elsewhere_s)
+            opening = self._attempts.open(context, assignment, rows, avoid, pace)
             return self._in_place_of(tried, opening)
 
         recovery = RetryPolicy(self._settings.failover_timeout_s)
@@ -372,11 +382,13 @@ class Pipelines:
         avoid: set[NodeId],
         previous: Sequence[Stage],
         broken: Assembly | None = None,
+        suspected: Collection[NodeId] = (),
     ) -> Assembly:
         """Without those who may fail, as far as there are others. Raises NoPipeline."""
         load = self._load(entry, size, n_asking=1)
         choose = partial(self._routes.choose, entry, size, load, previous=previous, broken=broken)
-        return sparing(choose, avoid, self._suspects.ordered(trio.current_time()))
+        suspects = dict.fromkeys((*sorted(suspected), *self._suspects.ordered(trio.current_time())))
+        return sparing(choose, avoid, list(suspects))
 
     async def _pause(self, until_s: float) -> None:
         with trio.CancelScope(deadline=until_s):

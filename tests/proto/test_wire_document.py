@@ -115,7 +115,10 @@ def describe(kind: inspect.Type) -> str:
     raise AssertionError(f"wire.md has no words for {kind}")
 
 
-def describe_default(value: object) -> str:
+def describe_default(field: inspect.Field) -> str:
+    value = field.default
+    if not field.required and value is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT:
+        return "absent"
     if value is msgspec.NODEFAULT:
         return "required"
     if isinstance(value, msgspec.Struct):
@@ -126,7 +129,7 @@ def describe_default(value: object) -> str:
 def expected_rows(struct: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
     info = inspect.type_info(struct)
     assert isinstance(info, inspect.StructType)
-    return [(f.encode_name, describe(f.type), describe_default(f.default)) for f in info.fields]
+    return [(f.encode_name, describe(f.type), describe_default(f)) for f in info.fields]
 
 
 def sections() -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 import trio
+from msgspec import UNSET
 
 from swarmllm.errors import DeadlineExceeded, NodeBusy, RemoteError, SwarmLLMError
 from swarmllm.pipeline.origin.chain import Chain
@@ -23,8 +24,9 @@ from swarmllm.pipeline.origin.prefix_names import prefix_names
 from swarmllm.pipeline.origin.prefix_negotiation import agree
 from swarmllm.pipeline.origin.remote import RemoteChain
 from swarmllm.pipeline.repair.blame import judge
-from swarmllm.pipeline.repair.probing import find_fault
+from swarmllm.pipeline.repair.probing import probe
 from swarmllm.pipeline.repair.rebuild import what_is_left
+from swarmllm.pipeline.route.pace import Pace
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
@@ -80,14 +82,19 @@ class Attempts:
         self._start_soon = partial(spawn, nursery, "request")
 
     def open(
-        self, context: RequestContext, assignment: PipelineAssignment, tokens: Tensor, failed: set[NodeId]
+        self,
+        context: RequestContext,
+        assignment: PipelineAssignment,
+        tokens: Tensor,
+        failed: set[NodeId],
+        pace: Pace,
     ) -> AbstractAsyncContextManager[Source]:
         """Adds to `failed` the node because of which it fails."""
         if is_local(context):
             return open_local(self._pool, context, tokens, self._nickname(self._router.node_id))
         may_send_tokens = not self._settings.local_embedding_privacy
         kind = RemoteChain if len(assignment.stages) == 1 and may_send_tokens else Chain
-        return self.open_chain(context, assignment, tokens, failed, kind)
+        return self.open_chain(context, assignment, tokens, failed, kind, pace)
 
     @asynccontextmanager
     async def open_chain(
@@ -97,6 +104,7 @@ class Attempts:
         tokens: Tensor,
         failed: set[NodeId],
         kind: type[AnyChain],
+        pace: Pace | None = None,
     ) -> AsyncIterator[AnyChain]:
         """Adds to `failed` the node because of which it fails."""
         names = {stage.node_id: self._nickname(stage.node_id) for stage in context.view.stages}
@@ -110,6 +118,7 @@ class Attempts:
             nicknames=names,
             on_repeat=self._count_repeat,
             names=prefix_names(self._secret, assignment),
+            pace=pace,
         )
         session = self._sessions.open(context, chain)
         self.chains[context.request_id] = chain
@@ -123,6 +132,8 @@ class Attempts:
             chain.give_up()
             if chain.culprit is not None and chain.culprit != self._router.node_id:
                 failed.add(chain.culprit)
+                if chain.has_stalled:
+                    self._suspects.doubt([chain.culprit], trio.current_time())
                 if not isinstance(error, NodeBusy):
                     self._tell_everybody(context.request_id, chain.culprit, error)
             elif isinstance(error, RemoteError | DeadlineExceeded) and not isinstance(error, NodeBusy):
@@ -167,20 +178,33 @@ class Attempts:
                 self._start_soon(partial(self._tell, node_id, header, payload))
 
     async def _look(self, chain: Chain) -> None:
-        """It has been silent: is anybody at work?"""
-        context = chain.context
+        """It has been silent, or is too slow: who is at work, and is that worth waiting for?"""
+        context, timeout_s = chain.context, self._settings.ack_timeout_s / 2
         session = self._sessions.by_request.get(context.request_id)
-        finding = await find_fault(
+        n_due = chain.n_due
+        found = await probe(
             self._router,
             context.request_id,
-            context.view.node_ids - {self._router.node_id},
+            context.view.stages,
+            n_due,
+            UNSET if session is None else session.rows()[1],
             session is not None and session.is_busy(),
-            self._settings.ack_timeout_s / 2,
+            timeout_s,
         )
-        if finding is not None and chain.silent_s >= self._settings.ack_timeout_s / 2:
-            if finding.culprit is not None:
-                chain.blame(finding.culprit)
-            chain.fail(finding.error)
+        if chain.n_due != n_due:
+            return  # Something has come meanwhile.
+        if found.error is not None and chain.silent_s >= timeout_s:
+            if found.waits_for and found.culprit is not None:
+                chain.stalled(found.culprit)
+            elif found.culprit is not None:
+                chain.blame(found.culprit)
+            chain.doubted = found.waits_for
+            chain.fail(found.error)
+        elif chain.pace is not None:
+            suspected = found.waits_for or chain.node_ids - {self._router.node_id}
+            if chain.pace.is_worth_changing(chain.waited_s, suspected):
+                chain.doubted = suspected
+                chain.fail(DeadlineExceeded("the pipeline is far slower than planned"))
 
     def _tell_everybody(self, request_id: str, culprit: NodeId, error: SwarmLLMError) -> None:
         if self._start_soon is None:

@@ -36,6 +36,7 @@ from swarmllm.pipeline.origin.output import (
 from swarmllm.pipeline.origin.prefix_names import PrefixNames
 from swarmllm.pipeline.repair.plan import Left, is_anew, rebuilds
 from swarmllm.pipeline.repair.rebuild import Feeding
+from swarmllm.pipeline.route.pace import Pace
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm.pipeline.stage.failure_reports import (
     BAD_ROWS,
@@ -52,6 +53,8 @@ from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
 
+SLOW_LOOK_S = 0.25
+"""A token of a pipeline that is too slow is looked for as soon."""
 MAX_REPEATS = 3
 """Damaged jobs that one request survives; more means that something is broken, not unlucky."""
 
@@ -75,6 +78,7 @@ class Chain:
         nicknames: Mapping[NodeId, str],
         names: PrefixNames | None = None,
         on_repeat: Callable[[], None] = lambda: None,
+        pace: Pace | None = None,
     ) -> None:
         stages = context.view.stages
         self._state = LIFECYCLE.first
@@ -93,6 +97,9 @@ class Chain:
         """The node that failed, where that is known."""
         self.doubted: frozenset[NodeId] = frozenset()
         """Nodes of which one failed, where it cannot be known which."""
+        self.has_stalled = False
+        """The culprit had work and did none."""
+        self.pace = pace
         self._look_after_s = look_after_s
         self._look = look
         self._heard_s = 0.0
@@ -221,7 +228,8 @@ class Chain:
         while not is_there():
             if self.failure is not None:
                 raise self.failure
-            with trio.move_on_after(self._look_after_s) as patience:
+            look_after_s = min(self._look_after_s, SLOW_LOOK_S) if self.is_slow else self._look_after_s
+            with trio.move_on_after(look_after_s) as patience:
                 await self._reader.park()
             if patience.cancelled_caught:
                 await self._silent()
@@ -235,6 +243,35 @@ class Chain:
     def silent_s(self) -> float:
         """Since when nothing has come."""
         return trio.current_time() - self._heard_s
+
+    @property
+    def n_due(self) -> int | None:
+        """The results of all rows but the last of so many have come; None while stages are built again."""
+        if self._feeding is not None:
+            return None
+        n_new = self._tokens.n_received - self._n_resumed
+        return len(self.prompt) + n_new if n_new else self.window.n_passed + 1
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether tokens come far more slowly than was planned."""
+        n_decoded = self.account.n_decoded
+        return self.pace is not None and self.pace.is_slow(n_decoded, self.decode_s)
+
+    @property
+    def waited_s(self) -> float:
+        """How long a pipeline as slow as this has kept the client waiting; 0 while it is as planned."""
+        if self.pace is None:
+            return 0.0
+        if self.is_slow:
+            return self.decode_s + self.silent_s
+        return self.silent_s if self.pace.is_late(self.silent_s, self.has_begun) else 0.0
+
+    def stalled(self, node_id: NodeId) -> None:
+        """It has had work and does none."""
+        self.has_stalled = self.culprit is None
+        self.doubted = frozenset({node_id})
+        self.blame(node_id)
 
     async def _silent(self) -> None:
         if self.silent_s < self._silence_timeout_s:

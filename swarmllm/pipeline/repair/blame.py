@@ -22,5 +22,5 @@ def judge(chain: Chain, note: Note, suspects: Suspects) -> None:
                 note(node_id, Deed.SERVED)
                 suspects.served(node_id)
     elif chain.culprit not in (None, here) and not isinstance(failure, NodeBusy | ContextFull):
-        lost = isinstance(failure, NodeUnreachable)
-        note(chain.culprit, Deed.LOST if lost else Deed.FAILED, type(failure).__name__)
+        deed = Deed.LOST if isinstance(failure, NodeUnreachable) else Deed.FAILED
+        note(chain.culprit, Deed.STALLED if chain.has_stalled else deed, type(failure).__name__)

@@ -59,6 +59,12 @@ class Assembly:
     """It is the pipeline of this conversation's last turn."""
     ways_s: float | None = field(default=None, compare=False)
     """See `hop_handling`."""
+    cost_s: float = field(default=0.0, compare=False)
+    """What the request is expected to take."""
+    first_s: float = field(default=0.0, compare=False)
+    """Of it, until the first token."""
+    token_s: float = field(default=0.0, compare=False)
+    """Of it, from one token to the next."""
 
     @property
     def node_ids(self) -> frozenset[NodeId]:

@@ -19,10 +19,12 @@ from swarmllm.pipeline.route.hop_overhead import undisturbed_ways_s
 from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.scheduling.candidates import candidates
+from swarmllm.scheduling.cheapest import route_cost_s
 from swarmllm.scheduling.constraints import Constraints
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
+from swarmllm.scheduling.route import RouteStage
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import NodeId
@@ -68,8 +70,8 @@ class RoutePlanner:
         where that is worth it. Raises NoPipeline."""
         question = replace(self._question(entry, size, load), avoid=avoid, previous=previous)
         if broken is not None:
-            return mend(question, broken) or assemble(question)
-        chosen = assemble(question)
+            return _timed(mend(question, broken) or assemble(question), question.circumstances)
+        chosen = _timed(assemble(question), question.circumstances)
         return replace(chosen, ways_s=undisturbed_ways_s(chosen.stages, question.circumstances))
 
     async def plan(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Plan:
@@ -119,3 +121,17 @@ class RoutePlanner:
             {peer.node_id: peer.bytes_per_s for peer in peers if peer.bytes_per_s},
             self._observations.coordinate,
         )
+
+
+def _timed(assembly: Assembly, known: RouteInputs) -> Assembly:
+    """With what the request is expected to take."""
+    route = [RouteStage(stage.node_id, LayerRange(stage.start, stage.end)) for stage in assembly.stages]
+    work = known.workload
+    first = replace(known, workload=replace(work, n_output_tokens=1))
+    token = replace(known, workload=replace(work, n_prompt_tokens=0, n_output_tokens=1))
+    return replace(
+        assembly,
+        cost_s=route_cost_s(route, known),
+        first_s=route_cost_s(route, first),
+        token_s=route_cost_s(route, token),
+    )

@@ -24,7 +24,7 @@ from swarmllm.pipeline.origin.prefix_negotiation import PATIENCE_S, give_names
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.occupancy import Held, held_here
-from swarmllm.pipeline.stage.session import Session
+from swarmllm.pipeline.stage.session import NO_ROWS, Session
 from swarmllm.pipeline.stage.shares import FIRST_JOB_S, Place, Shares
 from swarmllm.pipeline.stage.walker import OriginSide, RequestContext
 from swarmllm.scheduling.route import composes
@@ -212,7 +212,8 @@ class Sessions:
         session = self.by_request.get(request_id)
         known = session is not None and session.view.origin == sender
         busy = known and session is not None and session.is_busy()
-        return StageState(request_id=request_id, known=known, busy=busy)
+        rows = session.rows() if known and session is not None else NO_ROWS
+        return StageState(request_id=request_id, known=known, busy=busy, n_received=rows[0], n_sent=rows[1])
 
     def n_for_others(self) -> int:
         return sum(self._is_of_others(session) for session in self.by_request.values())

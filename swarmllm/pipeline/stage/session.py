@@ -23,6 +23,7 @@ import logging
 from collections.abc import Callable
 
 import trio
+from msgspec import UNSET, UnsetType
 
 from swarmllm.errors import (
     DeadlineExceeded,
@@ -67,6 +68,9 @@ LINK_NEWS_S = 5.0
 """Jobs that came by links so long ago count as work under way."""
 
 
+NO_ROWS = UNSET, UNSET
+
+
 class Session:
     def __init__(
         self,
@@ -104,6 +108,8 @@ class Session:
         self._note = note
         self._scope = trio.CancelScope()
         self._expected = [0] * len(self.view.stages)
+        self._n_received = 0
+        self._has_links = False
         self._damaged_at: int | None = None
         self._may_have_gaps = False
         self._refused: tuple[SwarmLLMError, NodeId | None] | None = None
@@ -141,6 +147,14 @@ class Session:
         by_link = has_turned or self._state is SessionState.BY_LINK
         is_walking = isinstance(self._at_work_on, Job | GivenPrompt | ReplayRows)
         return is_walking or is_moving or by_link or not self._queue.is_empty
+
+    def rows(self) -> tuple[int | UnsetType, int | UnsetType]:
+        """Rows below these have come to the stage here, and have left it; unset: they come by links, or
+        several stages are here."""
+        n_stages = sum(self.view.is_here(stage) for stage in range(self.view.last + 1))
+        if self._has_links or n_stages > 1:
+            return NO_ROWS
+        return self._n_received, self._walker.n_sent
 
     def offer(self, job: Job) -> None:
         """A job of this node's own: the origin's side feeds the prompt, or repeats a token."""
@@ -205,6 +219,7 @@ class Session:
         if self._damaged_at is not None and message.position <= self._damaged_at:
             self._damaged_at = None
         self._expected[stage] = message.position + message.n_tokens
+        self._n_received = max(self._n_received, self._expected[stage])
         self._put(job, sender, len(payload))
         return True
 
@@ -233,6 +248,7 @@ class Session:
 
     def turned(self, n_jobs: int, *, running: bool) -> None:
         """Jobs of this request went through this node's worker by links, and one may be there still."""
+        self._has_links = True
         if self._passes(SessionEvent.LINK_RUNS if running else SessionEvent.LINK_RESTS):
             self.n_jobs += n_jobs
             self._heard_at_s = trio.current_time()

@@ -141,6 +141,8 @@ class Walker:
         self._router = router
         self._origin_side = origin_side
         self._has_sampled = False
+        self.n_sent = 0
+        """Rows below this have left this node."""
         self._last_want: Literal["none", "normed"] = "normed" if context.wants == "normed" else "none"
         self._passed_on = False
         """The token that has just been sampled is on its way to the first stage, and to the origin if that is
@@ -159,6 +161,7 @@ class Walker:
         state = State.VALIDATING
         while state is not State.DONE:
             state = await self._actions[state](job)
+        self.n_sent = max(self.n_sent, job.position + job.n_tokens)
 
     async def replay(self, message: ReplayRows) -> None:
         """Rows that have left a stage here go to the next one once more. Raises SwarmLLMError."""

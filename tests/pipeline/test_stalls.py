@@ -1,0 +1,221 @@
+"""A stage that takes work and does none, or does it far too slowly, costs a client seconds, not minutes, and
+itself its trust where it was idle; honest stages keep theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import trio
+from msgspec import UNSET, UnsetType
+from trio.testing import MockClock
+
+from bench.arithmetic import FakePool, uncut
+from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.repair.probing import judge_states
+from swarmllm.pipeline.route.pace import Pace
+from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN
+from swarmllm_proto.codec import decode_job, decode_request, encode_job, encode_response
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import (
+    LayerForward,
+    PipelineError,
+    PrefillProgress,
+    ProbeStage,
+    Stage,
+    StageState,
+    StreamingToken,
+)
+
+from .fakes import Swarm, computes, open_swarm
+
+PROMPT = "who is at work?"
+N_TOKENS = 8
+
+
+async def ask(swarm: Swarm) -> float:
+    """How long it took, by the mock clock."""
+    began_s = trio.current_time()
+    async with swarm["a"].pipelines.generate(
+        Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=N_TOKENS)
+    ) as generation:
+        text = "".join([piece.text async for piece in generation])
+    assert text == await uncut(PROMPT, N_TOKENS)
+    return trio.current_time() - began_s
+
+
+def three_stages() -> dict[str, FakePool]:
+    return {"a": FakePool("0:4"), "liar": FakePool("4:8"), "m": FakePool("4:8"), "h": FakePool("8:12")}
+
+
+async def boast(swarm: Swarm) -> None:
+    """The liar announces that it computes for nothing."""
+    model_id = swarm.entry.model_id
+    await swarm.tell("a", {"liar": computes(model_id, 1e-12), "m": computes(model_id, 1e-3)})
+
+
+def be_silent(swarm: Swarm, *, busy: bool, rows: tuple[int | UnsetType, int | UnsetType]) -> list[str]:
+    """The liar acknowledges and does nothing; it says of itself that it is so far. Returns the ids of the
+    assignments that it gets."""
+    node, asked = swarm["liar"], []
+    real = node.pipelines.on_request
+
+    async def answer(sender: str, body: bytes) -> bytes:
+        request = decode_request(body)
+        if isinstance(request, ProbeStage):
+            state = StageState(
+                request_id=request.request_id, known=True, busy=busy, n_received=rows[0], n_sent=rows[1]
+            )
+            return encode_response(state)
+        asked.append(request.request_id)
+        return await real(sender, body)
+
+    async def nothing(sender: str, header: bytes, payload: memoryview) -> None:
+        pass
+
+    node.router.serve(answer, nothing)
+    return asked
+
+
+ADMITS, DENIES, CLAIMS_DONE, SILENT = (1000, 0), (0, 0), (1000, 1000), (UNSET, UNSET)
+
+
+@pytest.mark.parametrize("rows", [ADMITS, DENIES, CLAIMS_DONE, SILENT])
+@pytest.mark.parametrize("busy", [True, False])
+async def test_a_silent_stage_is_left_for_its_rival_within_seconds(
+    busy: bool, rows: tuple[int | UnsetType, int | UnsetType], patient_clock: MockClock
+) -> None:
+    async with open_swarm(three_stages()) as swarm:
+        asked = be_silent(swarm, busy=busy, rows=rows)
+        await boast(swarm)
+        assert await ask(swarm) < 30
+        for _ in range(19):
+            assert await ask(swarm) < 1
+        assert len(asked) == 1
+        trust = swarm["a"].trust
+        assert all(trust.score(other) >= NEUTRAL for other in "mh")
+        if not busy and rows in (ADMITS, DENIES):
+            assert trust.score("liar") < NEUTRAL
+        swarm.kill("liar")
+        assert await ask(swarm) < 1
+
+
+async def test_a_stage_that_stalls_again_and_again_is_out_of_all_routes(patient_clock: MockClock) -> None:
+    pools = {"a": FakePool("0:4"), "liar": FakePool("4:8"), "h": FakePool("8:12")}
+    async with open_swarm(pools) as swarm:
+        be_silent(swarm, busy=False, rows=ADMITS)
+        for _ in range(20):
+            with pytest.raises(Exception, match=r"does not do its part|no connected node|cannot run now"):
+                await ask(swarm)
+        assert swarm["a"].trust.score("liar") < WORK_MIN
+        assert swarm["a"].trust.score("h") >= NEUTRAL
+        swarm.kill("liar")
+        await swarm.start("m", FakePool("4:8"))
+        with trio.fail_after(60):
+            while "m" not in swarm["a"].registry.nodes():
+                await trio.lowlevel.checkpoint()
+        assert await ask(swarm) < 1
+
+
+async def test_a_stage_that_gives_a_token_every_five_seconds_is_left(patient_clock: MockClock) -> None:
+    pools = {"a": FakePool("0:4"), "liar": FakePool("4:12"), "m": FakePool("4:12")}
+    async with open_swarm(pools) as swarm:
+        router, send = swarm["liar"].router, swarm["liar"].router.send
+
+        async def slowly(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+            if isinstance(decode_job(header, payload), StreamingToken):
+                await trio.sleep(4.9)
+            await send(receiver, header, payload)
+
+        router.send = slowly  # type: ignore[method-assign]
+        await boast(swarm)
+        assert await ask(swarm) < 25
+        assert await ask(swarm) < 1
+        assert swarm["a"].trust.score("m") >= NEUTRAL
+
+
+async def test_a_slow_stage_without_a_rival_is_waited_for(patient_clock: MockClock) -> None:
+    async with open_swarm({"a": FakePool("0:4"), "slow": FakePool("4:12")}) as swarm:
+        router, send = swarm["slow"].router, swarm["slow"].router.send
+
+        async def slowly(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
+            await trio.sleep(4.9)
+            await send(receiver, header, payload)
+
+        router.send = slowly  # type: ignore[method-assign]
+        assert await ask(swarm) > 30
+        assert swarm["a"].pipelines.statistics().recoveries == 0
+        assert swarm["a"].trust.score("slow") >= NEUTRAL
+
+
+async def test_progress_that_is_repeated_resets_no_deadline(patient_clock: MockClock) -> None:
+    pools = {"a": FakePool("0:4"), "liar": FakePool("4:12"), "m": FakePool("4:12")}
+    async with open_swarm(pools) as swarm:
+        node = swarm["liar"]
+
+        async def again_and_again(request_id: str) -> None:
+            while True:
+                await node.router.send("a", *encode_job(PrefillProgress(request_id=request_id, position=1)))
+                await trio.sleep(2)
+
+        async def repeat(sender: str, header: bytes, payload: memoryview) -> None:
+            message = decode_job(header, payload)
+            if isinstance(message, LayerForward):
+                node.router.start(again_and_again, message.request_id)
+
+        node.router.serve(node.pipelines.on_request, repeat)
+        await boast(swarm)
+        assert await ask(swarm) < 30
+        assert await ask(swarm) < 1
+
+
+async def test_accusations_of_many_exclude_nobody_who_is_needed() -> None:
+    pools = {"a": FakePool("0:4"), "m": FakePool("4:12")}
+    pools |= {f"liar{index}": FakePool("0:1") for index in range(6)}
+    async with open_swarm(pools) as swarm:
+        for index in range(6):
+            error = PipelineError(request_id="x", node_id="m", kind="worker_died", message="it failed")
+            for _ in range(10):
+                await swarm[f"liar{index}"].router.send("a", *encode_job(error))
+        await ask(swarm)
+        assert swarm["a"].trust.score("m") >= NEUTRAL
+
+
+STAGES = tuple(Stage(node_id=node, start=at, end=at + 4) for at, node in ((0, "a"), (4, "b"), (8, "c")))
+
+
+@pytest.mark.parametrize(
+    ("told", "waits_for", "culprit"),
+    [
+        ({"b": (5, 0), "c": (0, 0)}, "b", "b"),
+        ({"b": (5, 5), "c": (0, 0)}, "bc", None),
+        ({"b": (5, 5), "c": (5, 4)}, "c", "c"),
+        ({"b": (5, 5), "c": (5, 5)}, "c", "c"),
+        ({"b": (0, 0), "c": (0, 0)}, "b", "b"),
+        ({"b": (UNSET, UNSET), "c": (0, 0)}, "", None),
+        ({"b": (5, UNSET), "c": (0, 0)}, "bc", None),
+        ({"b": (0, 0), "c": (5, 0)}, "c", "c"),
+    ],
+)
+def test_the_node_that_has_the_row_is_asked_for_it(
+    told: Mapping[str, tuple[int | UnsetType, int | UnsetType]], waits_for: str, culprit: str | None
+) -> None:
+    states = {
+        node: StageState(request_id="x", known=True, n_received=rows[0], n_sent=rows[1])
+        for node, rows in told.items()
+    }
+    found = judge_states(STAGES, "a", states, 5, 5, False, 1.0)
+    assert (found.waits_for, found.culprit) == (frozenset(waits_for), culprit)
+    assert judge_states(STAGES, "a", states, 5, 5, True, 1.0).error is None
+
+
+def test_a_change_waits_until_the_client_has_waited_as_long_as_it_costs() -> None:
+    pace = Pace(1.0, 0.01, lambda suspected: 30.0)
+    assert not pace.is_worth_changing(29.9, ())
+    assert pace.is_worth_changing(30.0, ())
+    assert not Pace(1.0, 0.01).is_worth_changing(1e9, ())
+    assert not pace.is_late(10.0, has_begun=False)
+    assert pace.is_late(10.1, has_begun=False)
+    assert not pace.is_slow(2, 100.0)
+    assert not pace.is_slow(10, 10.0)
+    assert pace.is_slow(10, 10.1)
