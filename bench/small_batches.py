@@ -87,15 +87,16 @@ class Side:
 
 
 def measure(arguments: argparse.Namespace, gguf: Path) -> None:
+    prompts = () if arguments.no_prompts else PROMPTS
     sides = {name: Side(gguf, arguments.threads, name) for name in ("tiles", "ours", "worker")}
-    figures = {(name, n): Figure(f"{n} rows, {name}", "ms") for n in (*ROWS, *PROMPTS) for name in sides}
+    figures = {(name, n): Figure(f"{n} rows, {name}", "ms") for n in (*ROWS, *prompts) for name in sides}
     for _ in range(arguments.rounds):
         for (name, n), figure in figures.items():
             figure.values.append(sides[name].milliseconds(n))
     for side in sides.values():
         side.close()
     rows: list[tuple[Figure, Figure | None]] = []
-    for n in (*ROWS, *PROMPTS):
+    for n in (*ROWS, *prompts):
         theirs = figures["tiles", n]
         rows.append((theirs, None))
         rows += [(ours, ratios(ours, theirs)) for ours in (figures["ours", n], figures["worker", n])]
@@ -104,6 +105,7 @@ def measure(arguments: argparse.Namespace, gguf: Path) -> None:
             pairs = zip(figures[name, 1].values, figures[name, n].values, strict=True)
             rows.append((Figure(f"{n} streams / 1 stream, {name}", "x", [n * a / b for a, b in pairs]), None))
     command = f"python -m bench.small_batches --rounds {arguments.rounds} --threads {arguments.threads}"
+    command += " --no-prompts" * arguments.no_prompts
     publish(f"small-batches-{arguments.threads}-threads", command, rows)
 
 
@@ -113,6 +115,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-prompts", action="store_true", help="steps only")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     parser.add_argument("--side", default="worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
