@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -186,6 +187,23 @@ def test_a_long_question_again_begins_after_what_every_node_has(nodes: tuple[Dae
     assert n_cached[0] == 0
     assert n_cached[1] == n_cached[2] == (first.usage.prompt_tokens - 1) // 64 * 64 > 0
     assert several.usage.prompt_tokens == first.usage.prompt_tokens
+
+
+BLAME = {"flooded", "damaged", "broke protocol", "bad numbers", "bad request", "too slow"}
+WATCHED_S = 8.0
+"""A few heartbeats, record exchanges and rounds of the mesh's upkeep."""
+
+
+def test_honest_nodes_hold_nothing_against_each_other(nodes: tuple[DaemonProcess, ...]) -> None:
+    for node in nodes:
+        ask(node)
+    until_s = time.monotonic() + WATCHED_S
+    wait_for(lambda: time.monotonic() >= until_s, PATIENCE_S, "the time to be over")
+    for node in nodes:
+        for other in nodes:
+            if other is not node:
+                told = node.http.get(f"/api/admin/peers/{other.node_id}").json()["trust"]
+                assert not BLAME & told["counts"].keys(), told
 
 
 def test_every_node_can_be_the_origin(nodes: tuple[DaemonProcess, ...]) -> None:

@@ -377,3 +377,33 @@ def test_large_records_give_way_to_small_ones_and_connected_nodes_keep_theirs() 
     assert THIRD.node_id not in kept.node_ids()
     kept.take(envelope(OTHER, 1, record=b"small now"), 2)
     assert kept.n_bytes == sum(entry.n_bytes for entry in kept._entries.values())
+
+
+async def test_replays_of_old_envelopes_cost_nobody_anything() -> None:
+    """They are checked once, change nothing, go no further and are held against nobody."""
+    counting, deeds, heard = Counting(), list[tuple[object, ...]](), list[Envelope]()
+    async with trio.open_nursery() as nursery:
+        spread = RecordSpread(
+            ME,
+            counting,
+            1,
+            nursery,
+            ChangeFeed(),
+            ask=no_answer,
+            connected=lambda: (),
+            heard=heard.append,
+            forgotten=lambda _: None,
+            note=lambda *deed: deeds.append(deed),
+        )
+        old, new = envelope(OTHER, 1), envelope(OTHER, 2)
+        for sealed in (old, new):
+            assert spread.validate(MODELS, sealed) is True
+            spread.receive(MODELS, sealed)
+        for _ in range(1000):
+            assert spread.validate(MODELS, old) is None
+            spread.receive(MODELS, old)
+        assert spread.validate(MODELS, new) is True
+        assert [each.sequence for each in heard] == [1, 2]
+        assert counting.n_asked == 2
+        assert deeds == []
+        nursery.cancel_scope.cancel()

@@ -128,10 +128,14 @@ class RecordSpread:
         return self._book.envelope(node_id)
 
     def validate(self, topic: str, content: bytes) -> bool | None:
-        """Whether gossip is to be passed on. None: it is of another version, which is nobody's fault."""
+        """Whether gossip is to be passed on. None: it is of another version of the protocol, or older than
+        what is known here. Neither is anybody's fault, and an old envelope is of no use to others."""
         try:
             if topic == MODELS:
-                unseal(content, Envelope, self._verify)
+                envelope = unseal(content, Envelope, self._verify)
+                known = self._book.envelope(envelope.node_id)
+                if known is not None and known.version > envelope.version:
+                    return None
             else:
                 unseal(content, Heartbeat, self._verify)
         except BadMessage as error:
