@@ -1,0 +1,107 @@
+"""The changes that `python -m bench.mutants` makes parse, come one at a time, and follow from the seed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from bench.mutant_tests import test_map as map_of_tests
+from bench.mutants import Verdict, drawn_mutants, report
+from bench.mutations import Mutation, mutations, sampled
+
+ROOT = Path(__file__).parent.parent
+SOURCE = dedent('''
+    """A text: 1 < 2."""
+    LIMIT = 3
+
+    def admit(self, size: int = 4, *, name: str = "ä") -> bool:
+        """One < two."""
+        if self.held + size > LIMIT and not self.is_closed:
+            _log.info("%d", size + 5)
+            raise TooMuch(f"{size} > {LIMIT + 6}")
+        self.held += size
+        await trio.lowlevel.checkpoint()
+        self.tell(min(size, 7))
+        return True
+''')
+
+
+def named(source: str) -> set[str]:
+    return {f"{x.before} -> {x.after}" for x in mutations(source)}
+
+
+def test_limits_counters_conditions_and_statements_are_changed() -> None:
+    condition = "self.held + size > LIMIT and not self.is_closed"
+    assert named(SOURCE) == {
+        f"{condition} -> (not (self.held + size > LIMIT and (not self.is_closed)))",
+        f"{condition} -> (self.held + size > LIMIT or not self.is_closed)",
+        f"{condition} -> (self.held + size > LIMIT)",
+        f"{condition} -> (not self.is_closed)",
+        "self.held + size > LIMIT -> (self.held + size >= LIMIT)",
+        "self.held + size -> (self.held - size)",
+        "not self.is_closed -> bool(self.is_closed)",
+        'raise TooMuch(f"{size} > {LIMIT + 6}") -> pass',
+        "self.held += size -> pass",
+        "self.held += size -> self.held -= size",
+        "self.tell(min(size, 7)) -> pass",
+        "min -> max",
+        "7 -> 8",
+        "True -> False",
+    }
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "swarmllm/swarm/byte_budget.py",
+        "swarmllm/pipeline/stage/inbox.py",
+        "workers/swarmllm_workers/schedule/slots.py",
+    ],
+)
+def test_a_mutation_changes_one_place_and_still_parses(path: str) -> None:
+    source = (ROOT / path).read_text()
+    found = mutations(source)
+    unchanged = ast.dump(ast.parse(source))
+    assert found
+    for mutation in found:
+        changed = mutation.applied(source)
+        assert ast.dump(ast.parse(changed)) != unchanged, mutation.name
+        assert changed.startswith(source.encode()[: mutation.start].decode())
+        assert changed.endswith(source.encode()[mutation.end :].decode())
+    assert len({x.name for x in found}) == len(found)
+
+
+def test_the_changes_of_a_seed_are_always_the_same() -> None:
+    first, again, other = (drawn_mutants(seed, "swarmllm/scheduling") for seed in (1, 1, 2))
+    assert [x.name for x in first] == [x.name for x in again]
+    assert [x.name for x in first] != [x.name for x in other]
+    assert {x.name for x in first} == {x.name for x in other}
+
+
+def test_rooms_take_turns_and_a_new_change_leaves_the_order_of_the_others() -> None:
+    few = [Mutation("f", "bound", i, 0, 0, f"x < {i}", f"x <= {i}") for i in range(20)]
+    more = [*few, Mutation("g", "bound", 1, 0, 0, "y < 1", "y <= 1")]
+    drawn = sampled({"a": few[:10], "b": few[10:]}, 3)
+    assert all(drawn[i] in few[:10] and drawn[i + 1] in few[10:] for i in range(0, 20, 2))
+    alone, beside = sampled({"a": few}, 3), sampled({"a": more}, 3)
+    assert [x for x in beside if x.function == "f"] == alone
+
+
+def test_the_nearest_tests_come_first_and_none_starts_a_process() -> None:
+    tests = map_of_tests(ROOT)
+    nearest = tests.nearest("swarmllm.swarm.byte_budget")
+    assert nearest[0] == "tests/swarm/test_byte_budget.py"
+    assert "tests/swarm/test_router_contract.py" in tests.nearest("swarmllm.swarm.libp2p_router")
+    assert "tests/workers/test_worker_process.py" not in tests.tests
+
+
+def test_a_hang_counts_as_noticed_and_is_listed_apart() -> None:
+    statuses = ("killed", "killed", "timed out", "survived")
+    text = report(Verdict(f"m:{i}", "swarm/data", i, "bound", x) for i, x in enumerate(statuses))
+    assert "| swarm/data | 4 | 2 | 1 | 1 | 0 |" in text
+    assert "3 of 4 (75.0%)" in text
+    assert "Survived:\n\n- line 3: `m:3`" in text
+    assert "Timed out:\n\n- `m:2`" in text
