@@ -117,3 +117,13 @@ async def test_what_is_no_announcement_is_passed_over(junk: str) -> None:
 async def test_what_cannot_be_looked_up_is_passed_over(error: Exception) -> None:
     listener = mdns._Listener(trio.lowlevel.current_trio_token(), b"", Finder().take)
     listener.add_service(Failing(error), mdns.SERVICE, X)  # type: ignore[arg-type]
+
+
+async def test_a_node_that_announces_a_new_address_is_found_there() -> None:
+    finder = Finder()
+    listener = mdns._Listener(trio.lowlevel.current_trio_token(), b"", finder.take)
+    for port in (1, 2):
+        told = listener.add_service if port == 1 else listener.update_service
+        told(Answering(announced(X, port=port)), mdns.SERVICE, X)  # type: ignore[arg-type]
+        await trio.testing.wait_all_tasks_blocked()
+        assert finder.found == {X: [Address(LOOPBACK, port)]}
