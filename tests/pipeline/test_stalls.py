@@ -10,12 +10,15 @@ import trio
 from msgspec import UNSET, UnsetType
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool, uncut
+from bench.arithmetic import FakePool, fake_entry, uncut
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.repair.probing import judge_states
+from swarmllm.pipeline.route.inputs import FASTEST_BYTES_PER_S, Links, Load, circumstances, workload
 from swarmllm.pipeline.route.pace import Pace
+from swarmllm.scheduling.observation import PREFILL_ROWS, Observations
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN
 from swarmllm_proto.codec import decode_job, decode_request, encode_job, encode_response
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import (
     LayerForward,
@@ -179,6 +182,17 @@ async def test_accusations_of_many_exclude_nobody_who_is_needed() -> None:
                 await swarm[f"liar{index}"].router.send("a", *encode_job(error))
         await ask(swarm)
         assert swarm["a"].trust.score("m") >= NEUTRAL
+
+
+def test_no_node_is_believed_to_read_weights_faster_than_any_machine() -> None:
+    manifest = fake_entry().manifest
+    n_bytes = sum(shard.size_bytes for shard in manifest.shards if shard.kind == "layer") / manifest.n_layers
+    said = {NodeId("b"): computes(manifest.model_id, 1e-30)}
+    known = circumstances(
+        NodeId("a"), manifest, workload(manifest, 9, 9), list(said), said, Links(), Observations(), Load()
+    )
+    assert known.speeds[NodeId("b")].decode_s == pytest.approx(n_bytes / FASTEST_BYTES_PER_S)
+    assert known.speeds[NodeId("b")].prefill_s >= n_bytes / FASTEST_BYTES_PER_S / PREFILL_ROWS
 
 
 STAGES = tuple(Stage(node_id=node, start=at, end=at + 4) for at, node in ((0, "a"), (4, "b"), (8, "c")))

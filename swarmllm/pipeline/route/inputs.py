@@ -19,7 +19,7 @@ from swarmllm.models.manifest import Manifest
 from swarmllm.pipeline.stage.occupancy import Room
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import HOP_HANDLING_S, NodeSpeed, RouteInputs, Workload
-from swarmllm.scheduling.observation import Latency, MachineSpeed, Observations, roofline
+from swarmllm.scheduling.observation import PREFILL_ROWS, Latency, MachineSpeed, Observations, roofline
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import NodeCapability
 
@@ -29,6 +29,8 @@ LEAN = 0.05
 """So much more than it takes may another node's computing count, for each origin and node another part of it:
 origins that choose in the same second, from the same records, would otherwise all choose the same nodes of
 many that are alike."""
+FASTEST_BYTES_PER_S = 10e12
+"""No machine reads weights faster; who announces less time for a row of a layer is taken to need this."""
 ROW_BYTES_PER_VALUE = 4
 """Hidden states travel as float32."""
 
@@ -70,14 +72,18 @@ def circumstances(
 ) -> RouteInputs:
     """`capabilities`: what other nodes say of themselves."""
     model_id = manifest.model_id
+    layer_bytes, layer_weights = _layer_size(manifest)
+    least_s = layer_bytes / FASTEST_BYTES_PER_S
     observed = {
-        node_id: _observed(capabilities[node_id], model_id) for node_id in node_ids if node_id in capabilities
+        node_id: _observed(capabilities[node_id], model_id, least_s)
+        for node_id in node_ids
+        if node_id in capabilities
     }
     machines = {
-        node_id: MachineSpeed(said.memory_bytes_per_s, said.flops) for node_id, said in capabilities.items()
+        node_id: MachineSpeed(min(said.memory_bytes_per_s, FASTEST_BYTES_PER_S), said.flops)
+        for node_id, said in capabilities.items()
     }
     observed[origin], machines[origin] = observations.latency(model_id), observations.machine
-    layer_bytes, layer_weights = _layer_size(manifest)
     guessed = {
         node_id: roofline(machines.get(node_id, MachineSpeed()), layer_bytes, layer_weights)
         for node_id in {*node_ids, origin}
@@ -152,10 +158,13 @@ def _completed(observed: Mapping[str, float | None], guessed: Mapping[str, float
     return {node_id: known.get(node_id, typical_s) for node_id in guessed}
 
 
-def _observed(capability: NodeCapability, model_id: str) -> Latency:
+def _observed(capability: NodeCapability, model_id: str, least_s: float) -> Latency:
+    """`least_s`: to read a layer's weights, for one row; rows of a prompt share a reading."""
     for latency in capability.observed_latencies:
         if latency.model_id == model_id:
-            return Latency(latency.decode_s or None, latency.prefill_s or None)
+            decode_s = max(latency.decode_s, least_s) if latency.decode_s else None
+            prefill_s = max(latency.prefill_s, least_s / PREFILL_ROWS) if latency.prefill_s else None
+            return Latency(decode_s, prefill_s)
     return Latency()
 
 
