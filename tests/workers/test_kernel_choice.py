@@ -12,6 +12,7 @@ from swarmllm_workers.engine.kernel_choice import (
     GAIN_MIN,
     HOPELESS,
     ROUNDS_MAX,
+    ROUNDS_MIN,
     ROW_CLASSES,
     RowClass,
     Way,
@@ -110,20 +111,27 @@ def test_the_best_round_counts() -> None:
     assert max(machine.runs.values()) == ROUNDS_MAX
 
 
-def test_the_first_round_is_whole_and_the_budget_ends_the_others() -> None:
+def test_another_program_in_the_first_rounds_leaves_no_way_out() -> None:
+    disturbed, quick = dict.fromkeys(WAYS, 1000) | {Way.DOTS: 10**7}, dict.fromkeys(WAYS, 1000)
+    machine = Machine([disturbed, disturbed, quick])
+    found = race(WAYS, machine.run, machine.now, budget_s=0.0)
+    assert found[SINGLE][Way.DOTS] == found[FEW][Way.DOTS] == 1000
+
+
+def test_the_first_rounds_are_whole_and_the_budget_ends_the_others() -> None:
     machine = Machine([dict.fromkeys(WAYS, 10**6)])
     found = race(WAYS, machine.run, machine.now, budget_s=0.0)
-    assert set(machine.runs.values()) == {1}
+    assert set(machine.runs.values()) == {ROUNDS_MIN}
     assert all(set(times) >= {Way.DOTS, Way.AVX512} for times in found.values())
     assert [rows for rows, times in found.items() if Way.TILES not in times] == [SINGLE]
     machine = Machine([dict.fromkeys(WAYS, 10**6)])
-    race(WAYS, machine.run, machine.now, budget_s=0.04)
-    assert sum(machine.runs.values()) == 40
+    race(WAYS, machine.run, machine.now, budget_s=0.1)
+    assert sum(machine.runs.values()) == 100
 
 
-def test_what_is_hopeless_is_measured_once() -> None:
+def test_what_is_hopeless_is_left_out_of_later_rounds() -> None:
     times = {Way.DOTS: 1000, Way.TILES: int(1000 * HOPELESS) + 1, Way.AVX512: int(1000 * HOPELESS)}
     machine = Machine([times])
     race(WAYS, machine.run, machine.now, budget_s=1.0)
-    assert machine.runs[2, Way.TILES] == 1
+    assert machine.runs[2, Way.TILES] == ROUNDS_MIN
     assert machine.runs[2, Way.AVX512] == machine.runs[2, Way.DOTS] == ROUNDS_MAX

@@ -55,6 +55,8 @@ GAIN_MIN: Final = 0.95
 """A way is taken instead of ggml's own where it takes less than this share of its time: the rest is a tie."""
 HOPELESS: Final = 1.5
 """A way that takes so many times what the best one takes is not measured again."""
+ROUNDS_MIN: Final = 3
+"""Of every way, whatever the first ones took: another program may have run in one of them."""
 ROUNDS_MAX: Final = 8
 
 Times = Mapping[Way, int]
@@ -107,18 +109,18 @@ def race(
     now_s: Callable[[], float],
     budget_s: float,
 ) -> dict[RowClass, dict[Way, int]]:
-    """The least nanoseconds of each way, for each class. Ways take turns. The first round is always run
+    """The least nanoseconds of each way, for each class. Ways take turns. The first rounds are always run
     whole, later ones leave out what is hopeless and end with the budget."""
     best: dict[RowClass, dict[Way, int]] = {rows: {} for rows in ROW_CLASSES}
     ends_at = now_s() + budget_s
     for n_round in range(ROUNDS_MAX):
         for rows, times in best.items():
             for way in sorted(ways):
-                if n_round and now_s() >= ends_at:
+                if n_round >= ROUNDS_MIN and now_s() >= ends_at:
                     return best
                 if way == Way.TILES and rows.first == 1:
                     continue  # ggml has none for one row
-                if n_round and times[way] > HOPELESS * min(times.values()):
+                if n_round >= ROUNDS_MIN and times[way] > HOPELESS * min(times.values()):
                     continue
                 times[way] = min(times.get(way, 2**62), run(rows.first, way))
     return best
