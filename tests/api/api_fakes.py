@@ -128,7 +128,7 @@ class FakePipelines:
         finally:
             call.ended.set()
 
-    async def rows(self, tokens: Any, entry: CatalogueEntry) -> Rows:
+    async def rows(self, tokens: Any, entry: CatalogueEntry, *, request_id: str) -> Rows:
         await trio.lowlevel.checkpoint()
         return Rows(np.ones((len(tokens), entry.manifest.n_embd), np.float32), ())
 

@@ -14,7 +14,7 @@ from api_fakes import Stand, open_node, serve_node
 from deadlines import PATIENCE_S
 
 from swarmllm.config import Config, ModelTable
-from swarmllm.errors import InvalidRequest, ModelNotFound, WorkerError
+from swarmllm.errors import ConfigError, ModelNotFound, WorkerError
 from swarmllm.guide import DRAFT_PATH, GUIDE_PATH
 from swarmllm.models import LayerRange
 from swarmllm_proto.codec import decode_record
@@ -259,7 +259,8 @@ async def test_what_the_configuration_names_is_loaded_at_start(tmp_path: Path) -
 
 @pytest.mark.parametrize("entry", ["gide", "guide:0:99", "guide:4", "guide:"])
 async def test_a_start_that_cannot_be_meant_fails_with_the_reason(tmp_path: Path, entry: str) -> None:
-    with pytest.RaisesGroup(pytest.RaisesExc(InvalidRequest), allow_unwrapped=True, flatten_subgroups=True):
+    refused = pytest.RaisesExc(ConfigError, check=lambda error: error.field == "model.load")
+    with pytest.RaisesGroup(refused, allow_unwrapped=True, flatten_subgroups=True):
         async with open_node(tmp_path, config=Config(model=ModelTable(load=(entry,)))):
             pass
 

@@ -72,7 +72,7 @@ def test_a_flood_of_names_keeps_neither_members_nor_newcomers_out() -> None:
 
 def test_without_a_network_who_has_most_gives_way_and_the_modest_stay() -> None:
     n_of_each = {"modest": 2, "greedy": 6, "idle": 0}
-    assert who_makes_room(n_of_each, "new", 9, stranger) == ""
+    assert who_makes_room(n_of_each, "new", 9, stranger) is None
     assert who_makes_room(n_of_each, "new", 8, stranger) == "greedy"
     assert who_makes_room(n_of_each, "greedy", 8, stranger) == "greedy"
     passing = {"idle": Standing.PASSING, "modest": Standing.PASSING}
