@@ -381,8 +381,8 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     *(swarm, swarm_prefix, swarm_resume, swarm_vision, file_digests, neighbours, envelope, data_plane),
     envelope_book,
 )
-INSIDE: Final = frozenset({envelope._Signed})
-"""Made by sealing what the lie is about."""
+INSIDE: Final = frozenset({envelope._Signed, envelope._Author, neighbours._Versioned})
+"""Made by sealing what the lie is about, or a part of another message that is read before the rest."""
 
 JOBS: Final[tuple[type, ...]] = get_args(swarm.JobMessage)
 REQUESTS: Final[tuple[type, ...]] = get_args(file_digests.AnyRequest)
