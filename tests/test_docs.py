@@ -74,6 +74,15 @@ def test_links_between_files_lead_somewhere(page: Path) -> None:
     assert [link for link in relative_links(page) if not (page.parent / link).exists()] == []
 
 
+FOLDERS = "swarmllm|workers|proto|tests|bench|docs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_files_and_folders_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(rf"`((?:{FOLDERS})/[\w./-]*\w)`", page.read_text("utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_the_index_lists_every_document() -> None:
     listed = set(relative_links(ROOT / "docs" / "README.md"))
     there = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
