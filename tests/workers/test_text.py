@@ -170,6 +170,18 @@ def test_arguments_of_tool_calls_are_objects_for_the_template() -> None:
     assert render(source, messages) == '{"a": 1}'
 
 
+def test_what_templates_mark_as_generated_is_rendered_as_it_is() -> None:
+    source = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}"
+        "{% generation %}[{{ message.content }}{% if loop.last %}!{% endif %}]{% endgeneration %}"
+        "{% else %}<{{ message.content }}>{% endif %}{% endfor %}"
+    )
+    messages: list[dict[str, object]] = [*USER, {"role": "assistant", "content": "Hi"}]
+    assert render(source, messages) == "<Hello>[Hi!]"
+    with pytest.raises(CallError, match="does not compile"):
+        render("{% generation %}never ended", messages)
+
+
 def test_model_without_template_speaks_chatml() -> None:
     messages: list[dict[str, object]] = [{"role": "system", "content": "S"}, *USER]
     assert render("", messages) == (

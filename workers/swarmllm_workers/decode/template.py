@@ -13,7 +13,8 @@ from datetime import datetime
 from typing import Any, Final, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from swarmllm_proto.ipc import Effort
@@ -55,6 +56,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`: marks what the assistant said, for training. Transformers
+    renders what it encloses as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 def _raise_exception(message: object) -> NoReturn:
     raise _Refused(str(message))
 
@@ -72,7 +84,9 @@ class ChatTemplate:
     """Compiled once. Raises CallError bad_template where the source does not compile."""
 
     def __init__(self, source: str, *, bos_text: str, eos_text: str) -> None:
-        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
         environment.filters["tojson"] = _tojson
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         self._tokens = {"bos_token": bos_text, "eos_token": eos_text}
