@@ -28,7 +28,20 @@ from bench.lying_swarm import (
     open_lying_swarm,
     standing_still_for_threads,
 )
-from bench.untruths import INSIDE, TOLD, all_message_types, drawn, encoded, filled, types_within, wire_values
+from bench.untruths import (
+    ADDRESSES,
+    HONEST,
+    INSIDE,
+    OWN,
+    TOLD,
+    all_message_types,
+    drawn,
+    encoded,
+    filled,
+    types_within,
+    wire_values,
+)
+from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto import swarm as messages
 from swarmllm_proto.swarm import ObservedLatency
@@ -54,7 +67,9 @@ def test_a_message_type_that_nobody_tells_of_is_noticed(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", TOLD, ids=lambda kind: kind.__name__)
 def test_most_untruths_are_well_formed_and_some_are_not(kind: type) -> None:
-    names = {"@self": "12D3KooW", "@honest": "12D3KooW"}
+    names = {OWN: node_id_named("self")}
+    names |= {name: node_id_named(f"honest{n}") for n, name in enumerate(HONEST)}
+    names |= {address: f"/ip4/192.0.2.{n + 1}/tcp/4001" for n, address in enumerate(ADDRESSES)}
     n_read, n_refused = 0, 0
     for value in drawn(wire_values(kind, guide_world()), SEED, 120):
         try:
