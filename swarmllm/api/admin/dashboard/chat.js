@@ -6,10 +6,14 @@ import { call, pieces } from "./link.js";
 import { markdown } from "./markdown.js";
 import { hops, timeBar } from "./routes.js";
 
-const turns = [];
+let conversation = begin();
 let running = null;
-let chosen = null;
 let names = null;
+
+/** `model` is the model that is asked. It is `fixed` once the person chose it or asked it: then only the person changes it. */
+function begin(model = null, fixed = false) {
+  return { turns: [], model, fixed, refused: false };
+}
 
 /** The models that can answer: from the event stream, or asked for where the key may not read that. */
 async function refresh(root, state) {
@@ -22,25 +26,36 @@ export function renderChat(root, state) {
   if (state.models) names = state.models.models.filter((model) => model.complete).map((model) => model.name);
   else if (names === null && state.link.status === "limited") { names = []; refresh(root, state).catch(() => {}); }
   const ready = names || [];
-  if (!ready.includes(chosen)) chosen = ready[0] || null;
+  if (!conversation.fixed && !ready.includes(conversation.model)) conversation.model = ready[0] || null;
+  const { turns, model } = conversation;
+  const isAvailable = ready.includes(model);
+  if (isAvailable) conversation.refused = false;
+  const choose = (event) => {
+    if (event.target.value === conversation.model) return;
+    Object.assign(conversation, { model: event.target.value, fixed: true, refused: false });
+    again();
+  };
   const again = () => renderChat(root, state);
   const log = root.querySelector(".log");
   const atEnd = !log || log.scrollHeight - log.scrollTop - log.clientHeight < 60;
   show(root,
     h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" }, turns.length ? turns.map(turn) : intro(ready, state)),
     !ready.length && turns.length > 0 && h("p", { class: "small bad", "data-key": "nobody", role: "status" }, nobody(state), " ", h("a", { href: "#models" }, "Models")),
-    h("form", { class: "composer", "data-key": "composer", onsubmit: (event) => { event.preventDefault(); send(root, again); } },
+    h("form", { class: "composer", "data-key": "composer", onsubmit: (event) => { event.preventDefault(); send(root, state); } },
       h("label", { class: "sr", for: "prompt" }, "Message"),
-      h("textarea", { id: "prompt", rows: "2", placeholder: chosen ? `Ask ${chosen} something` : "No model is ready", onkeydown: (event) => {
-        if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(root, again); }
+      h("textarea", { id: "prompt", rows: "2", placeholder: model ? `Ask ${model} something` : "No model is ready", onkeydown: (event) => {
+        if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(root, state); }
       } }),
       h("div", { class: "row between" },
         h("div", { class: "row" },
           h("label", { class: "sr", for: "model" }, "Model"),
-          h("select", { id: "model", disabled: !ready.length, onchange: (event) => { chosen = event.target.value; } }, ready.map((name) => h("option", { value: name, selected: name === chosen }, name))),
-          turns.length > 0 && h("button", { type: "button", class: "quiet", onclick: () => { running?.abort(); turns.length = 0; again(); } }, "New conversation")),
+          h("select", { id: "model", disabled: !model, value: model, oninput: choose, onchange: choose },
+            (model && !isAvailable ? [model, ...ready] : ready).map((name) => h("option", { value: name, "data-key": name }, ready.includes(name) ? name : `${name} (unavailable)`))),
+          turns.length > 0 && h("button", { type: "button", class: "quiet", onclick: () => { running?.abort(); conversation = begin(model, conversation.fixed); again(); } }, "New conversation")),
         running ? h("button", { type: "button", "data-key": "stop", onclick: () => running?.abort() }, "Stop")
-          : h("button", { type: "submit", class: "primary", "data-key": "send", disabled: !chosen }, "Send"))),
+          : h("button", { type: "submit", class: "primary", "data-key": "send", disabled: !model }, "Send"))),
+    model && !isAvailable && h("p", { class: "small bad", "data-key": conversation.refused ? "refused" : "unavailable", role: conversation.refused ? "alert" : "status" },
+      `${conversation.refused ? "Not sent: " : ""}${model} is not available now. Wait until it is back, or choose another model.`),
     h("div", { class: "sr", role: "status" }, running ? "The model is answering." : turns.at(-1)?.swarm ? "The answer is complete." : ""));
   if (atEnd) { const now = root.querySelector(".log"); now.scrollTop = now.scrollHeight; }
 }
@@ -74,10 +89,14 @@ function way({ swarm, finish, tokens }) {
   return h("div", { class: "way" }, hops(swarm.route), timeBar(swarm.route), h("div", { class: "muted small" }, facts.filter(Boolean).join(" · ")));
 }
 
-async function send(root, again) {
+async function send(root, state) {
   const box = root.querySelector("#prompt");
   const text = box.value.trim();
-  if (!text || running || !chosen) return;
+  const { turns, model } = conversation;
+  const again = () => renderChat(root, state);
+  if (!text || running || !model) return;
+  if (!names?.includes(model)) { conversation.refused = true; again(); return; }
+  conversation.fixed = true;
   box.value = "";
   const answer = { role: "assistant", content: "" };
   const messages = turns.filter((each) => each.content && !each.error).map(({ role, content }) => ({ role, content }));
@@ -85,7 +104,7 @@ async function send(root, again) {
   running = new AbortController();
   again();
   try {
-    const body = { model: chosen, messages: [...messages, { role: "user", content: text }], stream: true, stream_options: { include_usage: true } };
+    const body = { model, messages: [...messages, { role: "user", content: text }], stream: true, stream_options: { include_usage: true } };
     const reply = await call("POST", "v1/chat/completions", body, running.signal);
     for await (const event of pieces(reply, "\n\n")) {
       if (!event.startsWith("data: {")) continue;

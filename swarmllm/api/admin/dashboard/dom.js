@@ -4,19 +4,20 @@ const SVG = "http://www.w3.org/2000/svg";
 const KEPT = new Set(["style", "open"]); // the second is the reader's
 const SVG_TAGS = new Set(["svg", "path"]);
 
-/** Attributes: `class`, `style` (an object; custom properties too), `onclick` and the like, anything else by name. */
+/** Attributes: `class`, `style` (an object; custom properties too), `onclick` and the like, a select's `value`, anything else by name. */
 export function h(tag, attributes, ...children) {
   const element = SVG_TAGS.has(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
     if (value === null || value === undefined || value === false) continue;
     if (name === "style") for (const [key, text] of Object.entries(value)) element.style.setProperty(key, text);
     else if (name.startsWith("on")) element[name] = value;
-    else element.setAttribute(name, value === true ? "" : value);
+    else if (name !== "value" || tag !== "select") element.setAttribute(name, value === true ? "" : value);
   }
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
     element.append(child instanceof Node ? child : String(child));
   }
+  if (tag === "select") element.value = attributes?.value ?? "";
   return element;
 }
 
@@ -52,5 +53,7 @@ function adjust(old, fresh) {
   for (const { name } of [...old.attributes]) if (!KEPT.has(name) && !fresh.hasAttribute(name)) old.removeAttribute(name);
   for (const { name, value } of fresh.attributes) if (name !== "style" && old.getAttribute(name) !== value) old.setAttribute(name, value);
   for (const name of ["onclick", "onsubmit", "onchange", "oninput", "onkeydown"]) if (old[name] !== fresh[name]) old[name] = fresh[name];
+  const { value } = fresh; // Read first: a select loses its options to `old`.
   adjustChildren(old, [...fresh.childNodes]);
+  if (old.nodeName === "SELECT" && old.value !== value) old.value = value;
 }
