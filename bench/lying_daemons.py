@@ -251,7 +251,9 @@ async def open_lying_daemons(folder: Path) -> AsyncIterator[LyingDaemons]:
                 )
             await _complete(daemons)
             # What the liar's own router thinks of it is nobody's business.
-            logging.getLogger("swarmllm").setLevel(logging.CRITICAL)
+            ours = logging.getLogger("swarmllm")
+            stack.callback(ours.setLevel, ours.level)
+            ours.setLevel(logging.CRITICAL)
             async with trio.open_nursery() as nursery:
                 swarm = LyingDaemons(daemons, folder, nursery)
                 await swarm.begin()

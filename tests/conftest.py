@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 import swarmllm_workers  # noqa: F401  (before any test loads libllama: small_batches.py)
@@ -17,3 +20,16 @@ settings.register_profile(
     "suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A daemon in the test's own process sets up the log, which must not change what later tests see."""
+    root, ours = logging.getLogger(), logging.getLogger("swarmllm")
+    handlers, levels = root.handlers[:], (root.level, ours.level)
+    yield
+    for handler in root.handlers[:]:
+        if handler not in handlers and type(handler) is logging.StreamHandler:
+            root.removeHandler(handler)
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])

@@ -15,7 +15,7 @@ from deadlines import PATIENCE_S
 from download_stand import PIECE_BYTES, SETTINGS, Stand, guide
 
 from swarmllm.models import CatalogueEntry, LayerRange, needed_tensors
-from swarmllm.swarm.in_memory.network import InMemoryNetwork
+from swarmllm.swarm.in_memory.network import InMemoryNetwork, node_id_named
 
 NAME = "guide-q8_0"
 THIRDS = {"a": "0:4", "b": "4:8", "c": "8:12"}
@@ -27,7 +27,7 @@ def open_node(
 ) -> AbstractAsyncContextManager[Stand]:
     """One of several; what it has outlasts it."""
     (folder / name).mkdir(exist_ok=True)
-    return open_stand(folder / name, network=network, node_id=name, **options)
+    return open_stand(folder / name, network=network, node_id=node_id_named(name), **options)
 
 
 def wanted(layers: str) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from shelf import Shelf
 
 from swarmllm.downloads.spans import n_bytes
 from swarmllm.guide import GUIDE_PATH
-from swarmllm.swarm.in_memory.network import InMemoryNetwork
+from swarmllm.swarm.in_memory.network import InMemoryNetwork, node_id_named
 from swarmllm_proto.codec import encode_response
 from swarmllm_proto.file_digests import DigestRun, Digests
 from swarmllm_proto.swarm import Piece
@@ -115,10 +115,10 @@ async def test_contradictions_are_named_and_nothing_is_merged(tmp_path: Path, sh
         await until(lambda: all(stands[name].gathering.views()[0].contradictions for name in "abcd"))
         for name in "ab":
             (view,) = stands[name].gathering.views()
-            assert view.contradictions == (("blk.9.ffn_up.weight", ("c", "d")),)
+            assert view.contradictions == (("blk.9.ffn_up.weight", (node_id_named("c"), node_id_named("d"))),)
             assert view.waits_for == "the hashes of layers 8:12, head"
         (view,) = stands["c"].gathering.views()
-        assert view.contradictions == (("blk.9.ffn_up.weight", ("c", "d")),)
+        assert view.contradictions == (("blk.9.ffn_up.weight", (node_id_named("c"), node_id_named("d"))),)
         assert view.waits_for == "nodes that contradict each other to agree"
         assert stands["c"].catalogue.list() == ()
         # Whoever has the wrong file removes it; then the others need nothing more.

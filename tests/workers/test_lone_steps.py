@@ -126,10 +126,12 @@ class Stage:
             (decode_job(each.header, each.payload), bytes(each.payload)) for each in self._after.receive()
         ]
 
-    def errors(self) -> list[tuple[str, str]]:
-        errors = [(each.kind, each.message) for each in self.said if isinstance(each, ipc.Error)]
+    def refusals(self) -> list[tuple[str, str]]:
+        """Errors, and jobs that are handed up to the daemon because they are their sender's fault."""
+        refusals = [(each.kind, each.message) for each in self.said if isinstance(each, ipc.Error)]
+        refusals += [("handed up", each.sender) for each in self.said if isinstance(each, ipc.Arrived)]
         self.said.clear()
-        return errors
+        return refusals
 
     def close(self) -> None:
         self.handlers.close()
@@ -215,7 +217,7 @@ def test_what_cannot_be_run_is_refused_in_the_words_of_the_works(
         stage.seat(request_id)
         fields = {"request_id": request_id, "step": "layer", "stage": 1, "position": 1, "n_tokens": 1}
         stage.deliver((LayerForward(**(fields | changed)), payload), alone=alone)
-        refusals.append(stage.errors())
+        refusals.append(stage.refusals())
         assert stage.deliver(stage.job(request_id, 1), alone=alone) == (not alone), "the request is as it was"
     assert refusals[0] == refusals[1] != []
 
@@ -224,7 +226,7 @@ def test_a_token_that_there_is_not_is_refused(stages: MakeStage) -> None:
     stage = stages(0, 4)
     stage.seat("r")
     stage.deliver(stage.job("r", 1, seed=10**6))
-    assert [kind for kind, _ in stage.errors()] == ["bad_tensor"]
+    assert stage.refusals() == [("handed up", "before")]
 
 
 def test_a_step_that_is_repeated_goes_back_to_its_position(stages: MakeStage) -> None:
@@ -259,7 +261,7 @@ def test_a_failure_inside_is_told_and_frees_nothing_that_is_in_use(
     with monkeypatch.context() as broken:
         broken.setattr(stage.handlers._opened().segments[0]._context, "decode", fail)
         stage.deliver(stage.job("r", 1))
-    assert stage.errors() == [("engine", "RuntimeError: boom")]
+    assert stage.refusals() == [("engine", "RuntimeError: boom")]
 
 
 def test_after_lone_steps_the_daemon_is_told_in_time(stages: MakeStage) -> None:
