@@ -12,11 +12,12 @@ from bench.arithmetic import FakePool, fake_entry
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard, TensorEntry
 from swarmllm.pipeline.origin.prompt import Prompt
-from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
+from swarmllm.pipeline.route.inputs import SLOWEST_LAYER_S, Links, Load, circumstances, workload
 from swarmllm.pipeline.route.observed_compute import ObservedCompute
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.occupancy import Held, Room, room_left
+from swarmllm.scheduling.cheapest import cheapest_route
 from swarmllm.scheduling.cost import LINK_BYTES_PER_S, UNMEASURED_RTT_S, RouteInputs
 from swarmllm.scheduling.observation import MachineSpeed, Observations
 from swarmllm.workerpool.settings import ModelFile
@@ -62,6 +63,17 @@ def believed(
         observations or Observations(),
         load or Load(),
     )
+
+
+@pytest.mark.parametrize("announced", [1e300, 1e-300, 5e-324])
+def test_announced_times_at_the_limits_of_numbers_overflow_nothing(announced: float) -> None:
+    """numpy's warning about an overflow is an error in tests."""
+    known = believed({"a": ran(announced), "b": ran(1e300), "c": NodeCapability(memory_bytes_per_s=5e-324)})
+    for speed in known.speeds.values():
+        assert 0 < speed.decode_s <= SLOWEST_LAYER_S
+        assert 0 < speed.prefill_s <= SLOWEST_LAYER_S
+    holders = {"o": [LayerRange(0, 2)], "a": [LayerRange(2, 4)], "b": [LayerRange(2, 4)]}
+    assert cheapest_route(4, 1, holders, known)
 
 
 def test_what_a_node_observed_is_believed() -> None:

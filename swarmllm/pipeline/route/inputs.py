@@ -31,6 +31,8 @@ origins that choose in the same second, from the same records, would otherwise a
 many that are alike."""
 FASTEST_BYTES_PER_S = 10e12
 """No machine reads weights faster; who announces less time for a row of a layer is taken to need this."""
+SLOWEST_LAYER_S = 3600.0
+"""A longer time makes no route worse, and sums of this one stay finite."""
 ROW_BYTES_PER_VALUE = 4
 """Hidden states travel as float32."""
 
@@ -150,12 +152,13 @@ def _lack(said: NodeCapability, n_active: int, work: Workload) -> str:
 
 
 def _completed(observed: Mapping[str, float | None], guessed: Mapping[str, float | None]) -> dict[str, float]:
-    known = {node_id: seconds for node_id, seconds in observed.items() if seconds}
+    known = {node_id: min(seconds, SLOWEST_LAYER_S) for node_id, seconds in observed.items() if seconds}
+    guessed = {node_id: guess and min(guess, SLOWEST_LAYER_S) for node_id, guess in guessed.items()}
     off = [known[node_id] / guess for node_id, guess in guessed.items() if guess and node_id in known]
     scale = statistics.median(off) if off else 1.0
     known = {node_id: guess * scale for node_id, guess in guessed.items() if guess} | known
     typical_s = statistics.median(known.values()) if known else EQUAL_FOR_ALL_S
-    return {node_id: known.get(node_id, typical_s) for node_id in guessed}
+    return {node_id: min(known.get(node_id, typical_s), SLOWEST_LAYER_S) for node_id in guessed}
 
 
 def _observed(capability: NodeCapability, model_id: str, least_s: float) -> Latency:
