@@ -14,7 +14,7 @@ A container keeps its modification time, whatever is added, because segment file
 recognised by that time; it moves on when damage is found.
 
 Layers that are loaded move to segment files beside the container and leave holes in it, so that nothing lies
-on the disk twice (see `places`).
+on the disk twice (see `tensor_locations`).
 
 Every method blocks; call it in a thread. One process at a time (the daemon locks its data folder).
 """

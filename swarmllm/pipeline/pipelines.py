@@ -2,8 +2,8 @@
 
 `generate` opens at the first token, not before: until then a failure is still a plain refusal with a
 status, and one more attempt may be made with whoever is alive now, without any client having seen a
-character. From then on a stream outlives its pipeline (see `lasting`). An attempt that failed is cleaned up
-before the next one starts, under another request id, so that nothing late can be mistaken.
+character. From then on a stream outlives its pipeline (see `repair.failover`). An attempt that failed is
+cleaned up before the next one starts, under another request id, so that nothing late can be mistaken.
 """
 
 from __future__ import annotations

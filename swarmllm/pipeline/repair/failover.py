@@ -1,7 +1,7 @@
 """Tokens from one pipeline after the other: a stream that outlives the nodes it runs on.
 
 When a pipeline breaks, another one is assembled from who is alive: the old one with others in the place of
-lost stages (see `mending`), or a new one, which computes the prompt and the tokens that were generated so far
+lost stages (see `plan`), or a new one, which computes the prompt and the tokens that were generated so far
 as one prompt. It sets its sampler to where the old one was, and goes on with the next token. Nothing is lost,
 because a token counts when it is here and everything that was on its way is computed again; nothing comes
 twice, because the new pipeline has a request id of its own and its first token is the one after the last that

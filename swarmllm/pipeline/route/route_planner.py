@@ -1,7 +1,7 @@
 """Who runs which layers of a request, from what this node knows at this moment.
 
 Gathers (registry: holdings and what nodes say of themselves; router: who is how far; pool: what is loaded
-here) and hands on to the pure part: `circumstances` for what that means, `assembly` for the choice.
+here) and hands on to the pure part: `inputs` for what that means, `assembly` for the choice.
 """
 
 from __future__ import annotations
