@@ -27,7 +27,10 @@ def _logging_as_before() -> Iterator[None]:
     """A daemon in the test's own process sets up the log, which must not change what later tests see."""
     root, ours = logging.getLogger(), logging.getLogger("swarmllm")
     handlers, levels = root.handlers[:], (root.level, ours.level)
+    filters = {handler: handler.filters[:] for handler in handlers}
     yield
+    for handler, before in filters.items():  # caplog's handler is one for the whole run
+        handler.filters[:] = before
     for handler in root.handlers[:]:
         if handler not in handlers and type(handler) is logging.StreamHandler:
             root.removeHandler(handler)
