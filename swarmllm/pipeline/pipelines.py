@@ -35,6 +35,7 @@ from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.hop_overhead import learn
 from swarmllm.pipeline.route.inputs import Load
 from swarmllm.pipeline.route.local_load import LocalLoad
+from swarmllm.pipeline.route.measuring import measure
 from swarmllm.pipeline.route.observed_compute import ObservedCompute
 from swarmllm.pipeline.route.pace import Pace
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, RequestSize, RoutePlanner
@@ -49,6 +50,7 @@ from swarmllm.pipeline.stage.occupancy import EXPECTED_OUTPUT_TOKENS, Room, held
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.peer_speeds import PeerSpeeds
 from swarmllm.scheduling.plan import Plan
 from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.byte_budget import ByteBudget
@@ -103,7 +105,11 @@ class Pipelines:
         self._router = router
         self._registry = registry
         self._pool = pool = ObservedCompute(pool, observations)
-        self._routes = RoutePlanner(node_id, router, registry, pool, observations, settings.constraints)
+        self._speeds = PeerSpeeds()
+        self._routes = RoutePlanner(
+            node_id, router, registry, pool, observations, settings.constraints, self._speeds
+        )
+        self._note = note
         self._affinity = Affinity()
         self._node_id = node_id
         self._settings = settings
@@ -347,7 +353,7 @@ class Pipelines:
 
             pace = Pace(assembly.first_s, assembly.token_s, elsewhere_s)
             opening = self._attempts.open(context, assignment, rows, avoid, pace)
-            return self._in_place_of(tried, opening)
+            return self._in_place_of(tried, opening, entry.model_id, has_generated=bool(generated))
 
         recovery = RetryPolicy(self._settings.failover_timeout_s)
         source = Failover(request_id, attempt, recovery, pause)
@@ -362,14 +368,29 @@ class Pipelines:
 
     @asynccontextmanager
     async def _in_place_of(
-        self, tried: list[tuple[str, Assembly]], opening: AbstractAsyncContextManager[Source]
+        self,
+        tried: list[tuple[str, Assembly]],
+        opening: AbstractAsyncContextManager[Source],
+        model_id: str,
+        *,
+        has_generated: bool,
     ) -> AsyncIterator[Source]:
         """The last of `tried`: what the others have left, and this one has not taken over, is let go of."""
         async with opening as source:
             self._let_go(tried[:-1])
             del tried[:-1]
-            yield source
-            learn(self._observations, source, tried[-1][1].ways_s)
+            assembly = tried[-1][1]
+            try:
+                yield source
+            finally:
+                if not has_generated:
+                    self._measure(source, assembly, model_id)
+            learn(self._observations, source, assembly.ways_s)
+
+    def _measure(self, source: Source, assembly: Assembly, model_id: str) -> None:
+        announced_s = partial(self._routes.announced_s, model_id)
+        now_s = trio.current_time()
+        measure(self._speeds, source, assembly, model_id, self._node_id, announced_s, self._note, now_s)
 
     def _let_go(self, broken: Sequence[tuple[str, Assembly]]) -> None:
         for request_id, assembly in broken:

@@ -65,6 +65,10 @@ class Assembly:
     """Of it, until the first token."""
     token_s: float = field(default=0.0, compare=False)
     """Of it, from one token to the next."""
+    travel_s: float = field(default=0.0, compare=False)
+    """Of that, on the way between the stages."""
+    n_active: Mapping[NodeId, int] = field(default_factory=dict, compare=False)
+    """Requests that ran on its nodes already, as they say."""
 
     @property
     def node_ids(self) -> frozenset[NodeId]:

@@ -1,6 +1,7 @@
 """From what this node knows of itself and its peers to what the route is chosen by.
 
-Each latency is taken from the best source there is: forwards observed on that node; else its roofline (see
+Each latency is taken from the best source there is: what this node has measured of another; else forwards
+that were observed on that node, as it announces; else its roofline (see
 `scheduling.observation`), scaled by how far the rooflines of the observed nodes were from the truth, so that
 an estimate competes with measurements on the same footing; else the median of what is known of others. Where
 nothing at all is known, all nodes are equal and the network decides.
@@ -14,6 +15,7 @@ import statistics
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from swarmllm.models.manifest import Manifest
 from swarmllm.pipeline.stage.occupancy import Room
@@ -33,6 +35,7 @@ FASTEST_BYTES_PER_S = 10e12
 """No machine reads weights faster; who announces less time for a row of a layer is taken to need this."""
 SLOWEST_LAYER_S = 3600.0
 """A longer time makes no route worse, and sums of this one stay finite."""
+NOTHING_MEASURED: Mapping[NodeId, float] = MappingProxyType({})
 ROW_BYTES_PER_VALUE = 4
 """Hidden states travel as float32."""
 
@@ -71,8 +74,10 @@ def circumstances(
     links: Links,
     observations: Observations,
     load: Load,
+    measured_s: Mapping[NodeId, float] = NOTHING_MEASURED,
 ) -> RouteInputs:
-    """`capabilities`: what other nodes say of themselves."""
+    """`capabilities`: what other nodes say of themselves. `measured_s`: what this node has measured of
+    them, per layer and row in decode."""
     model_id = manifest.model_id
     layer_bytes, layer_weights = _layer_size(manifest)
     least_s = layer_bytes / FASTEST_BYTES_PER_S
@@ -80,6 +85,11 @@ def circumstances(
         node_id: _observed(capabilities[node_id], model_id, least_s)
         for node_id in node_ids
         if node_id in capabilities
+    }
+    observed |= {
+        node_id: _measured(observed.get(node_id, Latency()), layer_s)
+        for node_id, layer_s in measured_s.items()
+        if node_id in node_ids
     }
     machines = {
         node_id: MachineSpeed(min(said.memory_bytes_per_s, FASTEST_BYTES_PER_S), said.flops)
@@ -169,6 +179,13 @@ def _observed(capability: NodeCapability, model_id: str, least_s: float) -> Late
             prefill_s = max(latency.prefill_s, least_s / PREFILL_ROWS) if latency.prefill_s else None
             return Latency(decode_s, prefill_s)
     return Latency()
+
+
+def _measured(announced: Latency, decode_s: float) -> Latency:
+    """Who is slower in decode than announced is taken to be slower in prefill by as much."""
+    if not announced.decode_s or not announced.prefill_s:
+        return Latency(decode_s, announced.prefill_s)
+    return Latency(decode_s, announced.prefill_s * max(1.0, decode_s / announced.decode_s))
 
 
 def _layer_size(manifest: Manifest) -> tuple[float, float]:

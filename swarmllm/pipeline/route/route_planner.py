@@ -6,7 +6,7 @@ here) and hands on to the pure part: `inputs` for what that means, `assembly` fo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import trio
@@ -17,12 +17,14 @@ from swarmllm.pipeline.repair.plan import mend
 from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route
 from swarmllm.pipeline.route.hop_overhead import undisturbed_ways_s
 from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
+from swarmllm.pipeline.route.measuring import travel_s
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.scheduling.candidates import candidates
 from swarmllm.scheduling.cheapest import route_cost_s
 from swarmllm.scheduling.constraints import Constraints
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.peer_speeds import PeerSpeeds
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.route import RouteStage
 from swarmllm.swarm.records.registry import Registry
@@ -49,6 +51,7 @@ class RoutePlanner:
         pool: Compute,
         observations: Observations,
         constraints: Constraints,
+        speeds: PeerSpeeds,
     ) -> None:
         self._node_id = node_id
         self._router = router
@@ -56,6 +59,7 @@ class RoutePlanner:
         self._pool = pool
         self._observations = observations
         self._constraints = constraints
+        self._speeds = speeds
 
     def choose(
         self,
@@ -112,7 +116,19 @@ class RoutePlanner:
             self._links(),
             self._observations,
             load,
+            self._measured(entry.model_id, node_ids),
         )
+
+    def _measured(self, model_id: str, node_ids: Iterable[NodeId]) -> dict[NodeId, float]:
+        now_s = trio.current_time()
+        found = {node_id: self._speeds.layer_s(model_id, node_id, now_s) for node_id in node_ids}
+        return {node_id: layer_s for node_id, layer_s in found.items() if layer_s is not None}
+
+    def announced_s(self, model_id: str, node_id: NodeId) -> float | None:
+        """What a node says now that a row of a layer takes it in decode; None: nothing."""
+        record = self._registry.node(node_id)
+        said = record.capability.observed_latencies if record is not None else ()
+        return next((each.decode_s or None for each in said if each.model_id == model_id), None)
 
     def _links(self) -> Links:
         peers = self._router.peers()
@@ -134,4 +150,6 @@ def _timed(assembly: Assembly, known: RouteInputs) -> Assembly:
         cost_s=route_cost_s(route, known),
         first_s=route_cost_s(route, first),
         token_s=route_cost_s(route, token),
+        travel_s=travel_s([stage.node_id for stage in route], known.rtt_s, known.hop_handling_s),
+        n_active={stage.node_id: known.speeds[stage.node_id].n_active for stage in route},
     )

@@ -42,6 +42,7 @@ class Deed(StrEnum):
     LOST = "lost"
     FAILED = "failed"
     STALLED = "stalled"
+    OVERSTATED = "overstated"
     DAMAGED = "damaged"
     BAD_REQUEST = "bad request"
     BROKE_PROTOCOL = "broke protocol"
@@ -79,6 +80,7 @@ EFFECTS: Final[dict[Deed, Effect]] = {
     Deed.LOST: Effect("it disappeared while it had work of ours", keeps=0.97),
     Deed.FAILED: Effect("its part of a request failed", keeps=0.9),
     Deed.STALLED: Effect("it had work of ours, and did none of it", keeps=0.9),
+    Deed.OVERSTATED: Effect("it is far slower than it announced", keeps=0.975),
     Deed.DAMAGED: Effect("a job arrived from it with a wrong digest", keeps=0.85, once_in_s=3.0),
     Deed.BAD_REQUEST: Effect("it asked for what it should have refused itself", keeps=0.85),
     Deed.BROKE_PROTOCOL: Effect("it sent what the protocol does not allow", keeps=0.6, once_in_s=3.0),

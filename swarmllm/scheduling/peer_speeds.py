@@ -1,0 +1,107 @@
+"""How fast other nodes ran the layers of each model, as this node has measured it with its own requests.
+
+What a node announces of its speed is believed until this node has measured it. A measurement is the time from
+one token to the next, less what ran here and what travelled; no other clock than this node's is asked. Where
+one other node took part, all of it is that node's. Where several did, each is counted what it says it
+computed, and of what nobody explains a share by its layers: an honest node beside a liar looks slow, too,
+until it is measured with others. So only a node that was alone is held to what it announced.
+
+Pure: the clock comes in as `now_s`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from swarmllm_proto.identifiers import NodeId
+
+LEAST_TOKENS: Final = 4
+"""A mean over fewer says little."""
+BELIEVED_S: Final = 600.0
+"""Afterwards what the node announces counts again, until the next request: whoever was busy once must not
+stay without work."""
+CONTRADICTION: Final = 10.0
+"""So many times slower than announced. An honest node announces the average of its own forwards once a
+second; a processor that is shared with others makes both slow."""
+CONTRADICTIONS_MIN: Final = 3
+"""So often in a row, before trust is lost: an average over a fifth of each forward has followed by then."""
+PEERS_MAX: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """One stage on another node."""
+
+    node_id: NodeId
+    n_layers: int
+    told_s: float
+    """What the stage says that it computes per token."""
+
+
+def layer_times(stages: Sequence[StageTime], spent_s: float) -> dict[NodeId, float]:
+    """Seconds per layer and row, by node. `spent_s`: per token, on all of these nodes together."""
+    told_s = sum(stage.told_s for stage in stages)
+    n_layers = sum(stage.n_layers for stage in stages)
+    if spent_s <= 0 or n_layers < 1:
+        return {}
+    scale = min(1.0, spent_s / told_s) if told_s > 0 else 0.0
+    unexplained_s = max(0.0, spent_s - told_s)
+    times_s: dict[NodeId, float] = {}
+    layers: dict[NodeId, int] = {}
+    for stage in stages:
+        took_s = stage.told_s * scale + unexplained_s * stage.n_layers / n_layers
+        times_s[stage.node_id] = times_s.get(stage.node_id, 0.0) + took_s
+        layers[stage.node_id] = layers.get(stage.node_id, 0) + stage.n_layers
+    return {node_id: took_s / layers[node_id] for node_id, took_s in times_s.items()}
+
+
+@dataclass(slots=True)
+class _Measured:
+    layer_s: float
+    at_s: float
+    n_contradictions: int = 0
+    """In a row."""
+
+
+class PeerSpeeds:
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, NodeId], _Measured] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<PeerSpeeds {len(self._known)}>"
+
+    def observe(
+        self,
+        model_id: str,
+        node_id: NodeId,
+        layer_s: float,
+        now_s: float,
+        *,
+        announced_s: float | None,
+        was_alone: bool,
+    ) -> bool:
+        """One request's mean. True: it is time to hold the node to what it announced."""
+        known = self._known.pop((model_id, node_id), None)
+        measured = _Measured(layer_s, now_s)
+        if known is not None:
+            if now_s - known.at_s < BELIEVED_S:
+                measured.layer_s = (known.layer_s + layer_s) / 2
+            measured.n_contradictions = known.n_contradictions
+        if was_alone:
+            is_contradicted = announced_s is not None and layer_s > CONTRADICTION * announced_s
+            measured.n_contradictions = measured.n_contradictions + 1 if is_contradicted else 0
+        is_due = measured.n_contradictions >= CONTRADICTIONS_MIN
+        if is_due:
+            measured.n_contradictions = 0
+        self._known[model_id, node_id] = measured
+        while len(self._known) > PEERS_MAX:
+            self._known.popitem(last=False)
+        return is_due
+
+    def layer_s(self, model_id: str, node_id: NodeId, now_s: float) -> float | None:
+        """Decode, per layer and row; None: not measured lately."""
+        known = self._known.get((model_id, node_id))
+        return known.layer_s if known is not None and now_s - known.at_s < BELIEVED_S else None
