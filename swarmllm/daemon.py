@@ -56,6 +56,7 @@ from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
 from swarmllm.supervision import Supervision, supervise, supervise_started
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.peer_lists import PeerLists
+from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm.swarm.peers.trust_keeper import Trust, open_trust
 from swarmllm.swarm.records.registry import Registry
@@ -138,9 +139,10 @@ async def open_daemon(
     catalogue = await when_free(open_catalogue, data_dir)
     settings = swarm_settings(config, data_dir)
     watchdog = LoopWatchdog()
+    directory = PeerDirectory()
     async with (
-        open_trust(data_dir, settings.lists) as trust,
-        open_libp2p_router(settings, trust.note, trust.has_merit, trust.may_connect) as router,
+        open_trust(data_dir, settings.lists, directory.trust) as trust,
+        open_libp2p_router(settings, trust.note, trust.has_merit, trust.may_connect, directory) as router,
         _open_rooms(config, data_dir, catalogue, router, trust, watchdog) as (whereabouts, apply),
         trio.open_nursery() as nursery,
     ):

@@ -49,8 +49,9 @@ from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity, load_or_create_identity, verify
 from swarmllm.swarm.membership.network_key import NetworkFile
 from swarmllm.swarm.peers.connection_limits import Standings
+from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.peers.known_peers import KnownPeers, open_peer_memory
-from swarmllm.swarm.peers.liveness import Liveness
+from swarmllm.swarm.peers.liveness import ConnectedPeers, Liveness
 from swarmllm.swarm.peers.trust import Note, unnoted
 from swarmllm.swarm.records.exchange import KIND_APPLICATION, KIND_DIAL_BACK, KIND_PEERS
 from swarmllm.swarm.records.spread import TOPIC_SIZES_BYTES, RecordSpread, next_incarnation
@@ -86,8 +87,11 @@ class Libp2pRouter:
         started_at_ms: int,
         memory: KnownPeers,
         settings: SwarmSettings,
+        directory: PeerDirectory,
         note: Note = unnoted,
     ) -> None:
+        self.directory = directory
+        self._connected = ConnectedPeers(directory.liveness)
         self.budget = ByteBudget.of_mib(settings.strangers_mib)
         self._identity = identity
         self._gater = gater
@@ -111,7 +115,14 @@ class Libp2pRouter:
             note=note,
         )
         self._liveness = Liveness(
-            host, nursery, self._feed, dialler, self._requests, self._greet, gater.standing
+            host,
+            nursery,
+            self._feed,
+            dialler,
+            self._requests,
+            self._greet,
+            gater.standing,
+            directory.liveness,
         )
         self.host = host
         self.plane = DataPlane(
@@ -153,7 +164,7 @@ class Libp2pRouter:
         self._to_self = MemoryLink(identity.node_id, self._deliver, LinkQuality())
 
     def __repr__(self) -> str:
-        return f"<Libp2pRouter {self.node_id} connected={len(self._liveness.connected_since_s)}>"
+        return f"<Libp2pRouter {self.node_id} connected={len(self._connected)}>"
 
     @property
     def node_id(self) -> NodeId:
@@ -179,13 +190,13 @@ class Libp2pRouter:
         await self.spread.publish(bytes(record))
 
     def connected(self) -> frozenset[NodeId]:
-        return frozenset(self._liveness.connected_since_s)
+        return frozenset(self._connected)
 
     def peers(self) -> tuple[PeerInfo, ...]:
-        since_s = self._liveness.connected_since_s
         return tuple(
-            peer_info(node_id, self.spread.envelope(node_id), self.plane.status(node_id), since_s[node_id])
-            for node_id in sorted(since_s)
+            peer_info(node_id, self.spread.envelope(node_id), self.plane.status(node_id), since_s)
+            for node_id in sorted(self._connected)
+            if (since_s := self._connected.since_s(node_id)) is not None
         )
 
     def changes(self) -> AbstractAsyncContextManager[AsyncIterator[Change]]:
@@ -203,13 +214,13 @@ class Libp2pRouter:
         if node_id == self.node_id:
             return await self._request_to_self(body, timeout_s)
         # A peer may have greeted this node before this node has greeted it: to answer it must be possible.
-        if node_id not in self._liveness.connected_since_s and not self.host.is_connected(node_id):
+        if node_id not in self._connected and not self.host.is_connected(node_id):
             raise NodeUnreachable(f"node {node_id} is not connected")
         return await self._requests.request(node_id, KIND_APPLICATION, bytes(body), timeout_s=timeout_s)
 
     async def fetch(self, node_id: NodeId, body: bytes, *, timeout_s: float = 10.0) -> bytes | memoryview:
         check_request(body)
-        if node_id == self.node_id or node_id not in self._liveness.connected_since_s:
+        if node_id == self.node_id or node_id not in self._connected:
             return await self.request(node_id, body, timeout_s=timeout_s)
         began_s = trio.current_time()
         try:
@@ -223,12 +234,12 @@ class Libp2pRouter:
         if node_id == self.node_id:
             await self._to_self.send(bytes(header), bytes(payload), size_bytes)
             return
-        if node_id not in self._liveness.connected_since_s and not self.plane.has_connection(node_id):
+        if node_id not in self._connected and not self.plane.has_connection(node_id):
             raise NodeUnreachable(f"node {node_id} is not connected")
         await self.plane.send(node_id, header, payload)
 
     async def open_link(self, node_id: NodeId, purpose: str) -> LinkEnd:
-        if node_id not in self._liveness.connected_since_s:
+        if node_id not in self._connected:
             raise NodeUnreachable(f"node {node_id} is not connected")
         return await self.plane.open_link(node_id, purpose)
 
@@ -279,7 +290,7 @@ class Libp2pRouter:
         spawn(self._nursery, "peer", self._peer_exchange.learn_from, node_id)
 
     def _where_peers_are(self) -> list[tuple[NodeId, tuple[Multiaddr, ...]]]:
-        envelopes = [self.spread.envelope(node_id) for node_id in self._liveness.connected_since_s]
+        envelopes = [self.spread.envelope(node_id) for node_id in self._connected]
         return [(envelope.node_id, envelope.addresses) for envelope in envelopes if envelope is not None]
 
     async def _ask_kind(self, kind: int, node_id: NodeId, body: bytes) -> bytes:
@@ -325,15 +336,17 @@ def open_libp2p_router(
     note: Note = unnoted,
     has_merit: Callable[[NodeId], bool] = lambda node_id: False,
     may_connect: Callable[[NodeId], bool] = lambda node_id: True,
+    directory: PeerDirectory | None = None,
 ) -> AbstractAsyncContextManager[Libp2pRouter]:
     """Join the swarm until the context is left; leaving says goodbye. `has_merit` and `may_connect`: see
-    trust_keeper.
+    trust_keeper. `directory`: where this node's rooms keep what they hold of peers.
 
     Raises ConfigError (folder in use, unreadable identity, port taken) and InvalidRequest (an address in the
     settings). What is raised inside the context comes out as it is, unless something else fails at the same
     time.
     """
-    return unwrapped(_running_router(settings, note, has_merit, may_connect))
+    directory = PeerDirectory() if directory is None else directory
+    return unwrapped(_running_router(settings, note, has_merit, may_connect, directory))
 
 
 @asynccontextmanager
@@ -342,6 +355,7 @@ async def _running_router(
     note: Note,
     has_merit: Callable[[NodeId], bool],
     may_connect: Callable[[NodeId], bool],
+    directory: PeerDirectory,
 ) -> AsyncIterator[Libp2pRouter]:
     bootstrap = [NodeAddress.parse(text, field="bootstrap") for text in settings.bootstrap]
     ips = await trio.to_thread.run_sync(announced_ips, settings.listen_host, settings.announce)
@@ -353,14 +367,17 @@ async def _running_router(
         network_file = NetworkFile(settings.data_dir)
         network = await trio.to_thread.run_sync(network_file.read)
         bootstrap += [NodeAddress.parse(text, field="data_dir") for text in network.bootstrap]
-        memory = await trio.to_thread.run_sync(open_peer_memory, settings.data_dir, network.network_id)
+        memory = await trio.to_thread.run_sync(
+            open_peer_memory, settings.data_dir, network.network_id, directory.remembered
+        )
         named = {*settings.lists.allow, *(where.node_id for where in bootstrap)}
-        standings = Standings(named, {node_id for node_id, _ in memory.known}, has_merit)
+        standings = Standings(named, directory.remembered, has_merit)
         gater = ConnectionGater(
             network,
             lambda node_id: settings.lists.lets_in(node_id) and may_connect(node_id),
             file=network_file,
             standing=standings,
+            peers=directory.membership_keys,
         )
         listeners = await open_listeners(settings.listen_host, settings.data_port)
         async with AsyncExitStack() as stack:
@@ -372,7 +389,9 @@ async def _running_router(
             # it.
             stack.callback(nursery.cancel_scope.cancel)
             host = Host(identity, gater)
-            router = Libp2pRouter(identity, gater, host, nursery, started_at_ms, memory, settings, note)
+            router = Libp2pRouter(
+                identity, gater, host, nursery, started_at_ms, memory, settings, directory, note
+            )
             spread = router.spread
             gossip = Gossip(network.network_id, spread.validate, spread.receive, TOPIC_SIZES_BYTES, note)
 

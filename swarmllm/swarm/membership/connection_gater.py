@@ -35,6 +35,7 @@ from swarmllm.errors import ConfigError
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.membership.network_key import KEYS_MAX, OPEN_SWARM, Network, NetworkFile
 from swarmllm.swarm.peers.connection_limits import Standing, stranger
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.identifiers import NodeId, is_node_id
 
 log = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ class ConnectionGated(HandshakeFailure):  # type: ignore[misc]
 
 
 class ConnectionGater:
-    """`lets_in(node_id)` is the settings' word on a node, `standing(node_id)` what it is to this one. `clock`
-    is in seconds since the epoch."""
+    """`lets_in(node_id)` is the settings' word on a node, `standing(node_id)` what it is to this one. `peers`
+    holds the key that each has proved to know. `clock` is in seconds since the epoch."""
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class ConnectionGater:
         *,
         file: NetworkFile | None = None,
         standing: Callable[[NodeId], Standing] = stranger,
+        peers: Parts[bytes] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._network = network
@@ -69,7 +71,7 @@ class ConnectionGater:
         self._seen = file.state() if file else None
         self._clock = clock
         self.standing = standing
-        self._proved_with: dict[NodeId, bytes] = {}
+        self._proved_with: Parts[bytes] = Parts.alone() if peers is None else peers
 
     @property
     def network_id(self) -> str:
@@ -98,7 +100,8 @@ class ConnectionGater:
         """Of the connected nodes, those whose proof was made with a key that is no longer accepted, or that
         are no longer let in. Forgets the proofs of all others."""
         accepted = self._network.accepted(self._clock())
-        self._proved_with = {n: s for n, s in self._proved_with.items() if n in connected}
+        for node_id in [each for each in self._proved_with if each not in connected]:
+            self._proved_with.drop(node_id)
         gone = [n for n, secret in self._proved_with.items() if secret not in accepted]
         return [*gone, *(n for n in connected if n not in gone and not self._lets_in(n))]
 
@@ -113,7 +116,7 @@ class ConnectionGater:
             if self._network.is_private:
                 with trio.fail_after(PROOF_S):
                     secret = await (self._prove_first(session) if dialled else self._prove_second(session))
-                self._proved_with[node_id] = secret
+                self._proved_with.put(node_id, secret)
         except ConnectionGated:
             await session.close()
             raise

@@ -16,6 +16,7 @@ from pathlib import Path
 import trio
 
 from swarmllm.errors import StoreLocked
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.store import PeerStore
 from swarmllm_proto.identifiers import Multiaddr, NodeId
 
@@ -24,23 +25,37 @@ log = logging.getLogger(__name__)
 REMEMBERED_S = 30 * 86_400.0
 _SAVE_EVERY_S = 30.0
 
-Connected = Callable[[], Iterable[tuple[NodeId, tuple[Multiaddr, ...]]]]
+Addresses = tuple[Multiaddr, ...]
+Connected = Callable[[], Iterable[tuple[NodeId, Addresses]]]
 """(node id, addresses) of the peers connected now."""
 
 
 class KnownPeers:
-    """`known` is what earlier runs left, latest first; `network_id`: nodes of other networks are not
+    """Of each peer that an earlier run left, its addresses. `network_id`: nodes of other networks are not
     mixed."""
 
-    def __init__(self, store: PeerStore, network_id: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        store: PeerStore,
+        network_id: str,
+        peers: Parts[Addresses] | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._store = store
         self._network_id = network_id
         self._clock = clock
-        self.known: list[tuple[NodeId, tuple[Multiaddr, ...]]] = []
+        self._known: Parts[Addresses] = Parts.alone() if peers is None else peers
         try:
-            self.known = store.peers(network_id, clock() - REMEMBERED_S)
+            for node_id, addresses in store.peers(network_id, clock() - REMEMBERED_S):
+                self._known.put(node_id, addresses)
         except StoreLocked as error:
             log.warning("the nodes of earlier runs are not known this time: %s", error.message)
+
+    @property
+    def known(self) -> list[tuple[NodeId, Addresses]]:
+        """Latest first."""
+        return list(self._known.items())
 
     async def run(self, connected: Connected) -> None:
         """Save now and then, until cancelled, and once more at the end."""
@@ -62,6 +77,6 @@ class KnownPeers:
             log.warning("peers could not be remembered: %s", error)
 
 
-def open_peer_memory(data_dir: Path, network_id: str) -> KnownPeers:
+def open_peer_memory(data_dir: Path, network_id: str, peers: Parts[Addresses] | None = None) -> KnownPeers:
     """Blocking."""
-    return KnownPeers(PeerStore(data_dir), network_id)
+    return KnownPeers(PeerStore(data_dir), network_id, peers)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import trio
@@ -39,6 +40,7 @@ from swarmllm.swarm.peers.connection_limits import (
     stranger,
     who_gives_way,
 )
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.router import Change
 from swarmllm_proto.identifiers import NodeId
 
@@ -63,6 +65,48 @@ _SURPLUS_S = 2.0
 """Between looks at a peer with more than one connection."""
 
 
+@dataclass(eq=False, slots=True)
+class PeerLiveness:
+    """Kept while any of it is set."""
+
+    connected_since_s: float | None = None
+    """By trio's clock; None: it does not count as connected."""
+    greeting: trio.Event | None = None
+    """There while records are being exchanged; set afterwards."""
+    is_thinning: bool = False
+    """A task waits for surplus connections to fall idle."""
+    gives_way: bool = False
+    """Its connections are being ended for want of places."""
+
+    @property
+    def is_empty(self) -> bool:
+        is_connected = self.connected_since_s is not None or self.greeting is not None
+        return not (is_connected or self.is_thinning or self.gives_way)
+
+
+class ConnectedPeers(Collection[NodeId]):
+    """The peers that count as connected at the moment it is asked, those of longest standing first. The only
+    place that says so."""
+
+    def __init__(self, peers: Parts[PeerLiveness]) -> None:
+        self._peers = peers
+
+    def __contains__(self, node_id: object) -> bool:
+        peer = self._peers.get(node_id)  # type: ignore[arg-type]
+        return peer is not None and peer.connected_since_s is not None
+
+    def __iter__(self) -> Iterator[NodeId]:
+        return (node_id for node_id, peer in self._peers.items() if peer.connected_since_s is not None)
+
+    def __len__(self) -> int:
+        return sum(peer.connected_since_s is not None for peer in self._peers.values())
+
+    def since_s(self, node_id: NodeId) -> float | None:
+        """By trio's clock; None: it does not count."""
+        peer = self._peers.get(node_id)
+        return None if peer is None else peer.connected_since_s
+
+
 class Liveness:
     """`greet(node_id)` exchanges records; it raises an error of our tree when the peer does not answer as a
     node."""
@@ -76,6 +120,7 @@ class Liveness:
         requests: RequestProtocol,
         greet: Callable[[NodeId], Awaitable[None]],
         standing: Callable[[NodeId], Standing] = stranger,
+        peers: Parts[PeerLiveness] | None = None,
     ) -> None:
         self._host = host
         self._nursery = nursery
@@ -84,15 +129,11 @@ class Liveness:
         self._requests = requests
         self._standing = standing
         self._exchange_records = greet
-        self._greeting: dict[NodeId, trio.Event] = {}
+        self._peers: Parts[PeerLiveness] = Parts.alone() if peers is None else peers
+        self.connected = ConnectedPeers(self._peers)
         self._greetings = trio.Semaphore(GREETINGS_MAX)
-        self._thinning: set[NodeId] = set()
         self._keepalives = Libp2pHearts(host.muxers, nursery)
-        self._giving_way: set[NodeId] = set()
-        """Nodes whose connections are being ended for want of places."""
         self._plane: DataPlane | None = None
-        self.connected_since_s: dict[NodeId, float] = {}
-        """By node id, by trio's clock. The connected peers are its keys."""
 
     def begin(self, plane: DataPlane) -> None:
         self._plane = plane
@@ -103,9 +144,9 @@ class Liveness:
         from them. Raises NodeUnreachable, Unanswering."""
         await self._host.dial(node_id, addresses)
         with trio.move_on_after(_DIAL_AND_GREET_S):
-            if (greeted := self._greeting.get(node_id)) is not None:
-                await greeted.wait()
-        if node_id not in self.connected_since_s:
+            if (greeting := self._greeting(node_id)) is not None:
+                await greeting.wait()
+        if node_id not in self.connected:
             raise Unanswering(f"node {node_id} takes a connection and does not answer")
 
     def drop(self, node_id: NodeId, how: str) -> None:
@@ -116,27 +157,45 @@ class Liveness:
         self._dialler.lost(node_id, trio.current_time(), on_purpose=how in ("goodbye", GAVE_WAY))
         spawn(self._nursery, "peer", self._host.close_hard, node_id)
 
+    def _peer(self, node_id: NodeId) -> PeerLiveness:
+        return self._peers.get(node_id) or self._peers.put(node_id, PeerLiveness())
+
+    def _settle(self, node_id: NodeId) -> None:
+        """Nothing is kept of a peer of which there is nothing to say."""
+        peer = self._peers.get(node_id)
+        if peer is not None and peer.is_empty:
+            self._peers.drop(node_id)
+
+    def _greeting(self, node_id: NodeId) -> trio.Event | None:
+        peer = self._peers.get(node_id)
+        return None if peer is None else peer.greeting
+
     def _count(self, node_id: NodeId) -> None:
-        self.connected_since_s[node_id] = trio.current_time()
+        peer = self._peers.put_last(node_id, self._peer(node_id))
+        peer.connected_since_s = trio.current_time()
         provoked_by(log, node_id).info("node %s connected", node_id)
         self._feed.announce(Change("connected", node_id))
 
     def _count_no_more(self, node_id: NodeId, how: str) -> None:
-        was_connected = self.connected_since_s.pop(node_id, None) is not None
+        was_connected = node_id in self.connected
+        if was_connected:
+            self._peer(node_id).connected_since_s = None
+            self._settle(node_id)
         self._requests.lose(node_id)
         if was_connected:
             provoked_by(log, node_id).info("node %s disconnected: %s", node_id, how)
             self._feed.announce(Change("disconnected", node_id))
 
     def _libp2p_connected(self, node_id: NodeId) -> None:
-        self._giving_way.discard(node_id)
+        self._gives_way_no_more(node_id)
         if self._make_room() == node_id:
             return
-        if node_id not in self._thinning and self._host.surplus(node_id):
-            self._thinning.add(node_id)
+        peer = self._peer(node_id)
+        if not peer.is_thinning and self._host.surplus(node_id):
+            peer.is_thinning = True
             spawn(self._nursery, "peer", self._thin_out, node_id, failed=partial(self._has_failed, node_id))
-        if node_id not in self._greeting and node_id != self._host.node_id:
-            self._greeting[node_id] = trio.Event()
+        if peer.greeting is None and node_id != self._host.node_id:
+            peer.greeting = trio.Event()
             spawn(
                 self._nursery,
                 "peer",
@@ -144,18 +203,25 @@ class Liveness:
                 node_id,
                 failed=partial(self._has_failed, node_id),
             )
+        self._settle(node_id)
+
+    def _gives_way_no_more(self, node_id: NodeId) -> None:
+        if (peer := self._peers.get(node_id)) is not None:
+            peer.gives_way = False
+            self._settle(node_id)
 
     def _make_room(self) -> NodeId | None:
         """The node that had to give way for the connection that has just been made."""
         counted = self._host.n_connections()
-        staying = {node_id: n for node_id, n in counted.items() if node_id not in self._giving_way}
+        leaving = {node_id for node_id, peer in self._peers.items() if peer.gives_way}
+        staying = {node_id: n for node_id, n in counted.items() if node_id not in leaving}
         if sum(staying.values()) <= CONNECTIONS_MAX:
             return None
         node_id = who_gives_way(
             Candidate(node_id, self._standing(node_id), network_of(self._host.remote_ip(node_id)), n)
             for node_id, n in staying.items()
         )
-        self._giving_way.add(node_id)
+        self._peer(node_id).gives_way = True
         self.drop(node_id, GAVE_WAY)
         return node_id
 
@@ -167,12 +233,17 @@ class Liveness:
                 await trio.sleep(_SURPLUS_S)
                 await self._host.end_idle_surplus(node_id)
         finally:
-            self._thinning.discard(node_id)
+            self._thinned_out(node_id)
+
+    def _thinned_out(self, node_id: NodeId) -> None:
+        if (peer := self._peers.get(node_id)) is not None:
+            peer.is_thinning = False
+            self._settle(node_id)
 
     async def _greet(self, node_id: NodeId) -> None:
         try:
             is_new = await self._answers_as_a_node(node_id) and (
-                self._host.is_connected(node_id) and node_id not in self.connected_since_s
+                self._host.is_connected(node_id) and node_id not in self.connected
             )
             if is_new:
                 self._count(node_id)
@@ -189,13 +260,15 @@ class Liveness:
             await self._reach_early(node_id)
 
     def _greeted(self, node_id: NodeId) -> None:
-        if (greeting := self._greeting.pop(node_id, None)) is not None:
+        if (greeting := self._greeting(node_id)) is not None:
+            self._peer(node_id).greeting = None
+            self._settle(node_id)
             greeting.set()
 
     def _has_failed(self, node_id: NodeId, error: Exception) -> None:
         """By an error in this file: the peer's connections end, and it is dialled anew."""
         self._greeted(node_id)
-        self._thinning.discard(node_id)
+        self._thinned_out(node_id)
         self.drop(node_id, "an error here")
 
     async def _answers_as_a_node(self, node_id: NodeId) -> bool:
@@ -240,7 +313,7 @@ class Liveness:
         if self._host.node_id > node_id:
             await trio.sleep(_LARGER_ID_WAITS_S)
         plane = self._plane
-        if plane is not None and node_id in self.connected_since_s and not plane.has_connection(node_id):
+        if plane is not None and node_id in self.connected and not plane.has_connection(node_id):
             try:
                 await plane.reach(node_id)
             except NodeUnreachable as error:
@@ -248,11 +321,11 @@ class Liveness:
 
     async def _watch(self, node_id: NodeId) -> None:
         """Until there is a data connection, the end of which is the end of the peer."""
-        since_s = self.connected_since_s.get(node_id)
+        since_s = self.connected.since_s(node_id)
 
         def is_over() -> bool:
             has_data_connection = self._plane is not None and self._plane.has_connection(node_id)
-            return has_data_connection or self.connected_since_s.get(node_id) != since_s
+            return has_data_connection or self.connected.since_s(node_id) != since_s
 
         while since_s is not None and await self._keepalives.falls_silent(node_id, is_over):
             self._count_no_more(node_id, "silent")
@@ -261,17 +334,17 @@ class Liveness:
             if waiting.cancelled_caught:
                 self.drop(node_id, "silent for too long")
                 return
-            is_greeted_anew = node_id in self._greeting or node_id in self.connected_since_s
+            is_greeted_anew = self._greeting(node_id) is not None or node_id in self.connected
             if is_greeted_anew or not self._host.is_connected(node_id):
                 return
             self._count(node_id)
             spawn(self._nursery, "peer", self._reach_early, node_id)
-            since_s = self.connected_since_s[node_id]
+            since_s = self.connected.since_s(node_id)
 
     def _libp2p_disconnected(self, node_id: NodeId) -> None:
-        self._giving_way.discard(node_id)
+        self._gives_way_no_more(node_id)
         self._dialler.wake()
-        if node_id not in self.connected_since_s:
+        if node_id not in self.connected:
             return
         if self._plane is not None and self._plane.has_connection(node_id):
             self._dialler.lost(node_id, trio.current_time(), on_purpose=False)
@@ -287,5 +360,5 @@ class Liveness:
 
     async def _await_libp2p(self, node_id: NodeId) -> None:
         await trio.sleep(_LIBP2P_GRACE_S)
-        if node_id in self.connected_since_s and not self._host.is_connected(node_id):
+        if node_id in self.connected and not self._host.is_connected(node_id):
             self.drop(node_id, "libp2p lost it and did not find it again")

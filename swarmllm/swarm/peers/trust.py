@@ -20,6 +20,7 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.identifiers import NodeId
 
 NEUTRAL: Final = 0.5
@@ -109,6 +110,7 @@ class Reputation:
     at: float = 0.0
     counts: dict[Deed, int] = field(default_factory=dict)
     recent: deque[Entry] = field(default_factory=lambda: deque(maxlen=KEPT_DEEDS))
+    is_unsaved: bool = field(default=False, compare=False)
 
     def copy(self) -> Reputation:
         return Reputation(self.score, self.at, dict(self.counts), self.recent.copy())
@@ -151,10 +153,16 @@ def _is_part_of_a_burst(reputation: Reputation, deed: Deed, now: float) -> bool:
 class TrustBook:
     """Every reputation this node has formed; the least recently touched go first when there are too many."""
 
-    def __init__(self, lists: PeerLists = NO_LISTS, *, nodes_max: int = NODES_MAX) -> None:
+    def __init__(
+        self,
+        lists: PeerLists = NO_LISTS,
+        peers: Parts[Reputation] | None = None,
+        *,
+        nodes_max: int = NODES_MAX,
+    ) -> None:
         self.lists = lists
         self._nodes_max = nodes_max
-        self._known: dict[NodeId, Reputation] = {}
+        self._known: Parts[Reputation] = Parts.alone() if peers is None else peers
 
     def __repr__(self) -> str:
         return f"<TrustBook {len(self._known)} nodes>"
@@ -169,7 +177,7 @@ class TrustBook:
 
     def note(self, node_id: NodeId, deed: Deed, now: float, detail: str = "") -> float:
         """The score after it."""
-        reputation = self._known.pop(node_id, None) or Reputation(at=now)
+        reputation = self._known.get(node_id) or Reputation(at=now)
         if _is_part_of_a_burst(reputation, deed, now):
             reputation.counts[deed] = reputation.counts.get(deed, 0) + 1
             self._put(node_id, reputation)
@@ -204,8 +212,10 @@ class TrustBook:
         counts = {str(deed): n for deed, n in known.counts.items()}
         return Explanation(score, may_work(score), listed, counts, tuple(reversed(known.recent)))
 
+    def unsaved(self) -> dict[NodeId, Reputation]:
+        return {node_id: each for node_id, each in self._known.items() if each.is_unsaved}
+
     def _put(self, node_id: NodeId, reputation: Reputation) -> None:
-        self._known.pop(node_id, None)
-        self._known[node_id] = reputation
+        self._known.put_last(node_id, reputation)
         if len(self._known) > self._nodes_max:
-            del self._known[next(iter(self._known))]
+            self._known.drop_first()

@@ -15,8 +15,17 @@ from swarmllm.errors import StoreLocked
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import supervise
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.store import PeerStore
-from swarmllm.swarm.peers.trust import NEUTRAL, Deed, Explanation, TrustBook, may_connect, may_work
+from swarmllm.swarm.peers.trust import (
+    NEUTRAL,
+    Deed,
+    Explanation,
+    Reputation,
+    TrustBook,
+    may_connect,
+    may_work,
+)
 from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
@@ -32,17 +41,18 @@ class Trust:
         lists: PeerLists = NO_LISTS,
         store: PeerStore | None = None,
         *,
+        peers: Parts[Reputation] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._book = TrustBook(lists)
+        self._book = TrustBook(lists, peers)
         self._store = store
         self._clock = clock
-        self._changed: set[NodeId] = set()
         self._is_loaded = store is None
 
     def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None:
         score = self._book.note(node_id, deed, self._clock(), detail)
-        self._changed.add(node_id)
+        if (reputation := self._book.reputation(node_id)) is not None:
+            reputation.is_unsaved = True
         if deed not in (Deed.SERVED, Deed.GAVE_BYTES):
             provoked_by(log, node_id).info("node %s: %s; trust is now %.2f", node_id, deed, score)
 
@@ -100,22 +110,27 @@ class Trust:
 
     async def save(self) -> None:
         await self.load()
-        if self._store is None or not self._is_loaded or not self._changed:
+        unsaved = self._book.unsaved()
+        if self._store is None or not self._is_loaded or not unsaved:
             return
-        changed, self._changed = self._changed, set()
         # Copied here, because deeds go on while the thread writes.
-        reputations = {n: r.copy() for n in changed if (r := self._book.reputation(n)) is not None}
+        copies = {node_id: reputation.copy() for node_id, reputation in unsaved.items()}
+        for reputation in unsaved.values():
+            reputation.is_unsaved = False
         try:
-            await trio.to_thread.run_sync(self._store.keep_reputations, reputations)
+            await trio.to_thread.run_sync(self._store.keep_reputations, copies)
         except (sqlite3.Error, StoreLocked) as error:
             log.warning("trust could not be saved: %s", error)
-            self._changed |= changed
+            for reputation in unsaved.values():
+                reputation.is_unsaved = True
 
 
 @asynccontextmanager
-async def open_trust(data_dir: Path, lists: PeerLists = NO_LISTS) -> AsyncIterator[Trust]:
+async def open_trust(
+    data_dir: Path, lists: PeerLists = NO_LISTS, peers: Parts[Reputation] | None = None
+) -> AsyncIterator[Trust]:
     """As this node left it, and kept until the context is left."""
-    trust = Trust(lists, await trio.to_thread.run_sync(PeerStore, data_dir))
+    trust = Trust(lists, await trio.to_thread.run_sync(PeerStore, data_dir), peers=peers)
     await trust.load()
     async with trio.open_nursery() as nursery:
         supervise(nursery, "trust", trust.run)

@@ -1,0 +1,40 @@
+"""The directory of peers: one object per peer with all that this node holds of it.
+
+Each room defines its part and keeps it by its own limits (see `parts`); here the parts are put together.
+What is not state of a peer stays where it is: the DHT's k-buckets and providers, which model is held by which
+nodes, circuits between two others, what one lookup or one message comes to, and the settings' lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarmllm.swarm.peers.known_peers import Addresses
+from swarmllm.swarm.peers.liveness import PeerLiveness
+from swarmllm.swarm.peers.parts import Parts, PeerTable
+from swarmllm.swarm.peers.trust import Reputation
+from swarmllm_proto.identifiers import NodeId
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    node_id: NodeId
+    n_parts: int = 0
+    liveness: PeerLiveness | None = None
+    trust: Reputation | None = None
+    remembered: Addresses | None = None
+    """Where it was in an earlier run."""
+    membership_key: bytes | None = None
+    """The key of the network with which it has proved its membership."""
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.node_id} with {self.n_parts} parts>"
+
+
+class PeerDirectory(PeerTable):
+    def __init__(self) -> None:
+        super().__init__(Peer)
+        self.liveness: Parts[PeerLiveness] = Parts(self, "liveness")
+        self.trust: Parts[Reputation] = Parts(self, "trust")
+        self.remembered: Parts[Addresses] = Parts(self, "remembered")
+        self.membership_keys: Parts[bytes] = Parts(self, "membership_key")
