@@ -99,7 +99,7 @@ class HeardRouter:
     def __init__(self, identity: Identity, nursery: trio.Nursery) -> None:
         self.node_id = identity.node_id
         self.feed = ChangeFeed()
-        self._connected: frozenset[str] = frozenset()
+        self._connected: set[str] = set()
         self.spread = RecordSpread(
             identity,
             verify,
@@ -107,7 +107,7 @@ class HeardRouter:
             nursery,
             self.feed,
             ask=self.request,
-            connected=self.connected,
+            connected=self._connected,
             heard=lambda envelope: None,
             forgotten=lambda node_id: None,
         )
@@ -119,10 +119,10 @@ class HeardRouter:
         await self.spread.publish(record)
 
     def connected(self) -> frozenset[str]:
-        return self._connected
+        return frozenset(self._connected)
 
     def connect_all(self, node_ids: list[str]) -> None:
-        self._connected = frozenset(node_ids)
+        self._connected |= set(node_ids)
         for node_id in node_ids:
             self.feed.announce(Change("connected", node_id))
 

@@ -176,6 +176,7 @@ async def _open_rooms(
             trust.may_work,
             lambda node_id: trust.score(node_id) >= trust_min,
             lambda found: trust.note(found.node_id, Deed.BROKE_PROTOCOL, str(found)),
+            router.directory.registry,
         )
         await supervise_started(nursery, "registry", follow_router, registry, router)
         observations = Observations()

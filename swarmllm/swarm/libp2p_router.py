@@ -109,10 +109,11 @@ class Libp2pRouter:
             nursery,
             self._feed,
             ask=self._ask,
-            connected=self.connected,
+            connected=self._connected,
             heard=self._heard,
             forgotten=dialler.forget,
             note=note,
+            parts=directory.records,
         )
         self._liveness = Liveness(
             host,

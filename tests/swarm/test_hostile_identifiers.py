@@ -63,7 +63,7 @@ def spread_of(nursery: trio.Nursery, tmp_path: Path, note: Notes, ask: Any = Non
         nursery,
         ChangeFeed(),
         ask=ask,
-        connected=lambda: {FORWARDER},
+        connected={FORWARDER},
         heard=heard,
         forgotten=lambda _: None,
         note=note,

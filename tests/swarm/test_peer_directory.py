@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from dataclasses import fields, is_dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,7 +112,9 @@ def test_a_part_alone_keeps_a_peer_only_while_it_is_there(node_ids: set[NodeId])
 
 def test_each_part_of_a_peer_is_one_rooms_and_of_its_type() -> None:
     held = PeerDirectory()
-    names = {parts._name: parts for parts in vars(held).values() if isinstance(parts, Parts)}
+    rooms = [getattr(held, name) for name in vars(held)]
+    rooms += [getattr(room, each.name) for room in rooms if is_dataclass(room) for each in fields(room)]
+    names = {parts._name: parts for parts in rooms if isinstance(parts, Parts)}
     assert names.keys() == typing.get_type_hints(Peer).keys() - {"node_id", "n_parts"}
     source = typing.get_type_hints(Peer, vars(directory))
     for name, parts in names.items():

@@ -248,7 +248,7 @@ async def test_news_is_followed_by_a_heartbeat_soon(autojump_clock: trio.testing
             nursery,
             ChangeFeed(),
             ask=no_answer,
-            connected=tuple,
+            connected=(),
             heard=lambda _: None,
             forgotten=lambda _: None,
         )
@@ -296,7 +296,7 @@ async def test_one_envelope_is_verified_once_however_it_comes() -> None:
             nursery,
             ChangeFeed(),
             ask=ask,
-            connected=lambda: {OTHER.node_id},
+            connected={OTHER.node_id},
             heard=lambda envelope: None,
             forgotten=lambda node_id: None,
         )
@@ -390,7 +390,7 @@ async def test_replays_of_old_envelopes_cost_nobody_anything() -> None:
             nursery,
             ChangeFeed(),
             ask=no_answer,
-            connected=lambda: (),
+            connected=(),
             heard=heard.append,
             forgotten=lambda _: None,
             note=lambda *deed: deeds.append(deed),

@@ -13,6 +13,11 @@ from swarmllm.swarm.peers.known_peers import Addresses
 from swarmllm.swarm.peers.liveness import PeerLiveness
 from swarmllm.swarm.peers.parts import Parts, PeerTable
 from swarmllm.swarm.peers.trust import Reputation
+from swarmllm.swarm.records.envelope_book import HeldEnvelope
+from swarmllm.swarm.records.model_index import IndexedRecord
+from swarmllm.swarm.records.prefix_index import Beginning
+from swarmllm.swarm.records.registry import Announced, RegistryParts
+from swarmllm.swarm.records.spread import RecordParts
 from swarmllm_proto.identifiers import NodeId
 
 
@@ -27,6 +32,14 @@ class Peer:
     membership_key: bytes | None = None
     """The key of the network with which it has proved its membership."""
 
+    envelope: HeldEnvelope | None = None
+    fetching_record: bool | None = None
+    announced: Announced | None = None
+    is_present: bool | None = None
+    is_distrusted: bool | None = None
+    indexed_record: IndexedRecord | None = None
+    prefixes: tuple[Beginning, ...] | None = None
+
     def __repr__(self) -> str:
         return f"<Peer {self.node_id} with {self.n_parts} parts>"
 
@@ -38,3 +51,11 @@ class PeerDirectory(PeerTable):
         self.trust: Parts[Reputation] = Parts(self, "trust")
         self.remembered: Parts[Addresses] = Parts(self, "remembered")
         self.membership_keys: Parts[bytes] = Parts(self, "membership_key")
+        self.records = RecordParts(Parts(self, "envelope"), Parts(self, "fetching_record"))
+        self.registry = RegistryParts(
+            announced=Parts(self, "announced"),
+            present=Parts(self, "is_present"),
+            distrusted=Parts(self, "is_distrusted"),
+            indexed=Parts(self, "indexed_record"),
+            prefixes=Parts(self, "prefixes"),
+        )

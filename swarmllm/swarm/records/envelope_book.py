@@ -7,14 +7,15 @@ ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.envelope import Envelope, Verify, unseal
 from swarmllm_proto.identifiers import NodeId
 
@@ -39,8 +40,8 @@ class Digest(msgspec.Struct, frozen=True, array_like=True):
 Digests = Annotated[tuple[Digest, ...], Meta(max_length=NODES_MAX)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+@dataclass(eq=False, slots=True)
+class HeldEnvelope:
     envelope: Envelope
     sealed: bytes
     heard_at_s: float
@@ -58,17 +59,22 @@ class EnvelopeBook:
     """`now` is any clock that does not run backwards, in seconds."""
 
     def __init__(
-        self, node_id: NodeId, verify: Verify, *, nodes_max: int = NODES_MAX, bytes_max: int = BYTES_MAX
+        self,
+        node_id: NodeId,
+        verify: Verify,
+        peers: Parts[HeldEnvelope] | None = None,
+        *,
+        nodes_max: int = NODES_MAX,
+        bytes_max: int = BYTES_MAX,
     ) -> None:
+        """`peers` holds this node's own envelope too."""
         self._node_id = node_id
         self._verify = verify
         self._nodes_max = nodes_max
         self._bytes_max = bytes_max
         self.n_bytes = 0
         """Of the envelopes of other nodes."""
-        self._entries: dict[NodeId, _Entry] = {}
-        self._records: dict[NodeId, bytes] = {}
-        """Of `_entries` those that are not empty: changed with each, never made anew."""
+        self._entries: Parts[HeldEnvelope] = Parts.alone() if peers is None else peers
 
     def __repr__(self) -> str:
         return f"<EnvelopeBook {len(self._entries)} nodes>"
@@ -77,7 +83,7 @@ class EnvelopeBook:
         return len(self._entries)
 
     def write_own(self, envelope: Envelope, sealed: bytes, now: float) -> None:
-        self._put(_Entry(envelope, sealed, now))
+        self._put(HeldEnvelope(envelope, sealed, now))
 
     def take(
         self,
@@ -97,11 +103,11 @@ class EnvelopeBook:
         heard_at_s = now - min(ages_s.get(node_id, 0.0), EXPIRY_S)
         if held is not None and held.envelope.version >= envelope.version:
             if held.envelope.version == envelope.version:
-                self._entries[node_id] = replace(held, heard_at_s=max(held.heard_at_s, heard_at_s))
+                held.heard_at_s = max(held.heard_at_s, heard_at_s)
             return "known", node_id
         if node_id == self._node_id:
             return "refused", node_id
-        entry = _Entry(envelope, sealed, heard_at_s)
+        entry = HeldEnvelope(envelope, sealed, heard_at_s)
         if held is None and len(self._entries) >= self._nodes_max and not self._make_room(connected):
             return "refused", node_id
         more = entry.n_bytes - (held.n_bytes if held is not None else 0)
@@ -116,7 +122,7 @@ class EnvelopeBook:
         if held is None:
             return True
         if version >= held.envelope.version:
-            self._entries[node_id] = replace(held, heard_at_s=now)
+            held.heard_at_s = now
         return version > held.envelope.version
 
     def digests(self, now: float) -> tuple[Digest, ...]:
@@ -140,8 +146,7 @@ class EnvelopeBook:
             if held is None or held.envelope.version < (digest.started_at_ms, digest.sequence):
                 wanted[digest.node_id] = digest.age_s
             elif held.envelope.version == (digest.started_at_ms, digest.sequence):
-                heard_at_s = max(held.heard_at_s, now - digest.age_s)
-                self._entries[digest.node_id] = replace(held, heard_at_s=heard_at_s)
+                held.heard_at_s = max(held.heard_at_s, now - digest.age_s)
         return wanted
 
     def sealed(self, node_ids: Iterable[NodeId], size_max_bytes: int) -> list[bytes]:
@@ -165,49 +170,76 @@ class EnvelopeBook:
 
     def records(self) -> Mapping[NodeId, bytes]:
         """By node id, without the empty ones: as it is whenever it is looked at."""
-        return MappingProxyType(self._records)
+        return _Records(self._entries)
 
     def expire(self, now: float, connected: Collection[NodeId]) -> list[NodeId]:
         """Forget who was not heard for EXPIRY_S and is not connected; whom it forgot."""
-        gone = self._silent(lambda entry: now - entry.heard_at_s >= EXPIRY_S, connected)
+        silent = self._silent(connected)
+        gone = [node_id for node_id, entry in silent if now - entry.heard_at_s >= EXPIRY_S]
         for node_id in gone:
             self._drop(node_id)
         return gone
 
     def _make_room(self, connected: Collection[NodeId]) -> bool:
-        candidates = self._silent(lambda _: True, connected)
+        candidates = self._silent(connected)
         if not candidates:
             return False
-        self._drop(min(candidates, key=lambda node_id: self._entries[node_id].heard_at_s))
+        self._drop(min(candidates, key=lambda each: each[1].heard_at_s)[0])
         return True
 
     def _make_bytes(self, writer: NodeId, more: int, connected: Collection[NodeId]) -> bool:
         """The largest go first, which honest nodes have none of; what is as small as the new one stays."""
-        others = [n for n in self._silent(lambda _: True, connected) if n != writer]
-        for node_id in sorted(others, key=lambda n: -self._entries[n].n_bytes):
-            if self.n_bytes + more <= self._bytes_max or self._entries[node_id].n_bytes <= more:
+        others = [each for each in self._silent(connected) if each[0] != writer]
+        for node_id, entry in sorted(others, key=lambda each: -each[1].n_bytes):
+            if self.n_bytes + more <= self._bytes_max or entry.n_bytes <= more:
                 break
             self._drop(node_id)
         return self.n_bytes + more <= self._bytes_max
 
-    def _put(self, entry: _Entry) -> None:
-        node_id, record = entry.envelope.node_id, entry.envelope.record
+    def _put(self, entry: HeldEnvelope) -> None:
+        node_id = entry.envelope.node_id
         if node_id != self._node_id:
             held = self._entries.get(node_id)
             self.n_bytes += entry.n_bytes - (held.n_bytes if held is not None else 0)
-        self._entries[node_id] = entry
-        if record:
-            self._records[node_id] = record
-        else:
-            self._records.pop(node_id, None)
+        self._entries.put(node_id, entry)
 
     def _drop(self, node_id: NodeId) -> None:
-        self.n_bytes -= self._entries.pop(node_id).n_bytes
-        self._records.pop(node_id, None)
+        if (entry := self._entries.drop(node_id)) is not None:
+            self.n_bytes -= entry.n_bytes
 
-    def _silent(self, condition: Callable[[_Entry], bool], connected: Collection[NodeId]) -> list[NodeId]:
+    def _silent(self, connected: Collection[NodeId]) -> list[tuple[NodeId, HeldEnvelope]]:
         return [
-            node_id
+            (node_id, entry)
             for node_id, entry in self._entries.items()
-            if node_id != self._node_id and node_id not in connected and condition(entry)
+            if node_id != self._node_id and node_id not in connected
         ]
+
+
+class _Records(Mapping[NodeId, bytes]):
+    def __init__(self, entries: Parts[HeldEnvelope]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, node_id: NodeId) -> bytes:
+        entry = self._entries.get(node_id)
+        if entry is None or not entry.envelope.record:
+            raise KeyError(node_id)
+        return entry.envelope.record
+
+    def __iter__(self) -> Iterator[NodeId]:
+        return (node_id for node_id, entry in self._entries.items() if entry.envelope.record)
+
+    def __len__(self) -> int:
+        return sum(bool(entry.envelope.record) for entry in self._entries.values())
+
+    def items(self) -> ItemsView[NodeId, bytes]:
+        return _RecordItems(self)
+
+
+class _RecordItems(ItemsView[NodeId, bytes]):
+    """Without a look-up for each: all of them are looked at after every change."""
+
+    _mapping: _Records
+
+    def __iter__(self) -> Iterator[tuple[NodeId, bytes]]:
+        entries = self._mapping._entries.items()
+        return ((node_id, record) for node_id, entry in entries if (record := entry.envelope.record))

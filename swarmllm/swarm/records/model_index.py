@@ -8,14 +8,16 @@ asked for and kept until one of them says something else.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, zip_longest
+from operator import itemgetter
 from typing import Final
 
 from swarmllm.models.catalogue import MIN_ID_PREFIX
 from swarmllm.models.layers import LayerRange
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
 
@@ -89,14 +91,26 @@ class _Model:
     """None: to be worked out."""
 
 
+@dataclass(eq=False, slots=True)
+class IndexedRecord:
+    """A node's record that is in the index, and what it comes to."""
+
+    record: NodeRecord
+    said: dict[str, _Said] = field(default_factory=dict)
+    """By model id, in the order in which the node names them."""
+
+
 class ModelIndex:
-    def __init__(self, node_id: NodeId, on_contradiction: Callable[[Contradiction], None]) -> None:
+    def __init__(
+        self,
+        node_id: NodeId,
+        on_contradiction: Callable[[Contradiction], None],
+        peers: Parts[IndexedRecord] | None = None,
+    ) -> None:
         self._node_id = node_id
         self._on_contradiction = on_contradiction
         self._models: dict[str, _Model] = {}
-        self._by_node: dict[NodeId, dict[str, _Said]] = {}
-        """In the order in which the node names them."""
-        self._records: dict[NodeId, NodeRecord] = {}
+        self._nodes: Parts[IndexedRecord] = Parts.alone() if peers is None else peers
         self._ids_of: dict[str, dict[str, int]] = {}
         """Name -> model id -> how many nodes call it so."""
         self._ids_with: dict[str, set[str]] = {}
@@ -109,21 +123,22 @@ class ModelIndex:
         return len(self._models)
 
     @property
-    def nodes(self) -> KeysView[NodeId]:
+    def nodes(self) -> Collection[NodeId]:
         """Those whose records are in here."""
-        return self._records.keys()
+        return self._nodes
 
     def put(self, node_id: NodeId, record: NodeRecord | None) -> None:
         """All that the node says now, or nothing."""
-        if record is self._records.get(node_id):
+        indexed = self._nodes.get(node_id)
+        if record is (indexed and indexed.record):
             return
-        before = self._by_node.get(node_id, {})
+        before = indexed.said if indexed else {}
+        after: dict[str, _Said] = {}
         if record is None:
-            del self._records[node_id]
-            after: dict[str, _Said] = {}
+            self._nodes.drop(node_id)
         else:
-            self._records[node_id] = record
             after = _said(record)
+            self._nodes.put(node_id, IndexedRecord(record, after))
         for model_id, said in before.items():
             if after.get(model_id) != said:
                 self._take_out(node_id, model_id, said)
@@ -132,10 +147,6 @@ class ModelIndex:
                 self._put_in(node_id, model_id, said)
         if list(before) != list(after):
             self.version += 1
-        if after:
-            self._by_node[node_id] = after
-        else:
-            self._by_node.pop(node_id, None)
 
     def announcers(self, model_id: str) -> Iterable[NodeId]:
         model = self._models.get(model_id)
@@ -180,8 +191,9 @@ class ModelIndex:
         """`limit` model ids, one of each node in turn, this node's first."""
         if len(self._models) <= limit:
             return list(self._models)
-        chosen = dict.fromkeys(islice(self._by_node.get(self._node_id, ()), limit))
-        others = [iter(self._by_node[node_id]) for node_id in sorted(self._by_node)]
+        own = self._nodes.get(self._node_id)
+        chosen = dict.fromkeys(islice(own.said if own else (), limit))
+        others = [iter(indexed.said) for _, indexed in sorted(self._nodes.items(), key=itemgetter(0))]
         for turn in zip_longest(*others):
             for model_id in turn:
                 if len(chosen) >= limit:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import PrefixCacheAnnounce
 
@@ -30,9 +31,11 @@ class PrefixMatch:
 
 
 class PrefixIndex:
-    def __init__(self, nodes_max: int = NODES_MAX) -> None:
+    def __init__(
+        self, nodes_max: int = NODES_MAX, *, peers: Parts[tuple[Beginning, ...]] | None = None
+    ) -> None:
         self._nodes_max = nodes_max
-        self._by_node: dict[NodeId, tuple[Beginning, ...]] = {}
+        self._by_node: Parts[tuple[Beginning, ...]] = Parts.alone() if peers is None else peers
         self._nodes_of: dict[Beginning, set[NodeId]] = {}
 
     def __len__(self) -> int:
@@ -45,12 +48,12 @@ class PrefixIndex:
         beginnings = tuple(islice(dict.fromkeys(said), NODE_PREFIXES_MAX))
         if not beginnings or len(self._by_node) >= self._nodes_max:
             return
-        self._by_node[node_id] = beginnings
+        self._by_node.put(node_id, beginnings)
         for beginning in beginnings:
             self._nodes_of.setdefault(beginning, set()).add(node_id)
 
     def forget(self, node_id: NodeId) -> None:
-        for beginning in self._by_node.pop(node_id, ()):
+        for beginning in self._by_node.drop(node_id) or ():
             nodes = self._nodes_of[beginning]
             nodes.remove(node_id)
             if not nodes:
@@ -58,7 +61,7 @@ class PrefixIndex:
 
     def count(self, node_id: NodeId) -> int:
         """Beginnings that the node has announced."""
-        return len(self._by_node.get(node_id, ()))
+        return len(self._by_node.get(node_id) or ())
 
     def longest(
         self, model_id: str, hashes: Sequence[bytes], counts: Callable[[NodeId], bool]

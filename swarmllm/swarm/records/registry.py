@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from swarmllm.models.layers import LayerRange
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.records.model_index import Contradiction as Contradiction
 from swarmllm.swarm.records.model_index import Holder as Holder
-from swarmllm.swarm.records.model_index import ModelIndex
+from swarmllm.swarm.records.model_index import IndexedRecord, ModelIndex
 from swarmllm.swarm.records.model_index import SwarmModel as SwarmModel
-from swarmllm.swarm.records.prefix_index import PrefixIndex, PrefixMatch
+from swarmllm.swarm.records.prefix_index import Beginning, PrefixIndex, PrefixMatch
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import NodeId
@@ -37,6 +39,29 @@ def _unheard(contradiction: Contradiction) -> None:
     """For a registry that tells nobody."""
 
 
+@dataclass(eq=False, slots=True)
+class Announced:
+    """What a node has said of itself."""
+
+    content: bytes
+    """As it came last, whether it could be read or not."""
+    record: NodeRecord | None = None
+    """The last that could be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryParts:
+    """What the registry keeps of each node, this one included."""
+
+    announced: Parts[Announced] = field(default_factory=Parts.alone)
+    present: Parts[bool] = field(default_factory=Parts.alone)
+    """Nodes that the registry has been told are connected."""
+    distrusted: Parts[bool] = field(default_factory=Parts.alone)
+    """Those of them with a record that may not work."""
+    indexed: Parts[IndexedRecord] = field(default_factory=Parts.alone)
+    prefixes: Parts[tuple[Beginning, ...]] = field(default_factory=Parts.alone)
+
+
 class Registry:
     def __init__(
         self,
@@ -44,6 +69,7 @@ class Registry:
         may_work: Callable[[NodeId], bool] = lambda node_id: True,
         may_share: Callable[[NodeId], bool] = lambda node_id: True,
         on_contradiction: Callable[[Contradiction], None] = _unheard,
+        parts: RegistryParts | None = None,
     ) -> None:
         """`may_work(node_id)`: whether what that node offers counts (see trust.py); `may_share(node_id)`:
         whether what it says of kept KV does. `on_contradiction` hears of a node that gives a model of this
@@ -51,42 +77,62 @@ class Registry:
         self._node_id = node_id
         self._may_work = may_work
         self._may_share = may_share
-        self._prefixes = PrefixIndex()
-        self._records: dict[NodeId, NodeRecord] = {}
-        self._connected: frozenset[NodeId] = frozenset()
-        self._index = ModelIndex(node_id, on_contradiction)
-        self._distrusted: set[NodeId] = set()
-        """Connected nodes with a record that may not work."""
+        parts = parts or RegistryParts()
+        self._announced = parts.announced
+        self._present = parts.present
+        self._distrusted = parts.distrusted
+        self._prefixes = PrefixIndex(peers=parts.prefixes)
+        self._index = ModelIndex(node_id, on_contradiction, parts.indexed)
         self._listed: tuple[object, Sequence[str]] | None = None
 
     def __repr__(self) -> str:
-        return f"<Registry records={len(self._records)} connected={len(self._connected)}>"
+        return f"<Registry records={len(self._announced)} connected={len(self._present)}>"
 
     def apply(self, node_id: NodeId, record: bytes) -> NodeRecord:
         """Take over what `node_id` says about itself; a bad record leaves its last good one in place.
 
         Raises swarmllm_proto.errors.ProtocolError, naming the field: undecodable, or another node's.
         """
+        announced = self._announced.get(node_id) or self._announced.put(node_id, Announced(record))
+        announced.content = record
         decoded = decode_record(record)
         if decoded.node_id != node_id:
             raise BadMessage("node_id", f"{node_id} may not write the record of {decoded.node_id}")
-        self._records[node_id] = decoded
+        announced.record = decoded
         self._prefixes.put(node_id, decoded.prefix_caches)
         self._place(node_id)
         return decoded
 
     def forget(self, node_id: NodeId) -> None:
-        self._records.pop(node_id, None)
+        self._announced.drop(node_id)
         self._prefixes.forget(node_id)
         self._place(node_id)
 
     def set_connected(self, node_ids: Iterable[NodeId]) -> None:
-        before, self._connected = self._connected, frozenset(node_ids)
-        for node_id in before ^ self._connected:
-            self._place(node_id)
+        now = frozenset(node_ids)
+        for node_id in self.connected() ^ now:
+            self.set_present(node_id, node_id in now)
+
+    def set_present(self, node_id: NodeId, is_present: bool) -> None:
+        """Whether that node is connected."""
+        if is_present:
+            self._present.put(node_id, True)
+        else:
+            self._present.drop(node_id)
+        self._place(node_id)
 
     def connected(self) -> frozenset[NodeId]:
-        return self._connected
+        """As it has been told."""
+        return frozenset(self._present)
+
+    def announcers(self) -> list[NodeId]:
+        """Whose records have come, whether they could be read or not."""
+        return list(self._announced)
+
+    def content(self, node_id: NodeId) -> bytes | None:
+        """The record that was applied last, as it came."""
+        announced = self._announced.get(node_id)
+        return announced.content if announced else None
 
     @property
     def version(self) -> int:
@@ -95,16 +141,17 @@ class Registry:
 
     def node(self, node_id: NodeId) -> NodeRecord | None:
         """The last record heard of a node, connected or not."""
-        return self._records.get(node_id)
+        announced = self._announced.get(node_id)
+        return announced.record if announced else None
 
     def working_nodes(self) -> dict[NodeId, NodeRecord]:
         """The records of this node and of those that are connected and may work."""
-        self._settle(self._connected)
-        return {n: self._records[n] for n in self._index.nodes}
+        self._settle(self._present)
+        return {n: record for n in self._index.nodes if (record := self.node(n)) is not None}
 
     def nodes(self) -> Mapping[NodeId, NodeRecord]:
         """Every record heard, connected or not."""
-        return self._records
+        return {n: each.record for n, each in self._announced.items() if each.record is not None}
 
     def holders(self, model_id: str) -> list[Holder]:
         """Ranges that are ready on connected nodes and this one, ordered by range, then node id."""
@@ -133,7 +180,7 @@ class Registry:
         """Ids of models that connected nodes and this one hold or have files of. Where there are more than
         `limit`, nodes take turns: the first that each names, then the second of each, this node first. So
         nobody's announcements push out those of others."""
-        self._settle(self._connected)
+        self._settle(self._present)
         key = (self._index.version, limit)
         if self._listed is None or self._listed[0] != key:
             self._listed = key, self._index.fair_choice(limit)
@@ -150,12 +197,12 @@ class Registry:
 
     def n_models(self) -> int:
         """How many there are in all."""
-        self._settle(self._connected)
+        self._settle(self._present)
         return len(self._index)
 
     def named(self, name: str, limit: int = LISTED_MAX) -> list[SwarmModel]:
         """Models of this id or, as some node calls them, of this name; by id, `limit` of them."""
-        self._settle(self._connected)
+        self._settle(self._present)
         found = sorted(itertools.islice(self._index.called(name), limit))
         models = (self._index.model(model_id) for model_id in found)
         return [model for model in models if model is not None]
@@ -168,7 +215,7 @@ class Registry:
     def files_named(self, name_or_id: str, limit: int = LISTED_MAX) -> dict[str, dict[NodeId, FileAnnounce]]:
         """Model id -> node id -> what that node has of the models of which some other connected node gives
         files under this name, or whose ids begin like this (from `MIN_ID_PREFIX` characters on)."""
-        self._settle(self._connected)
+        self._settle(self._present)
         called = itertools.chain(self._index.called(name_or_id), self._index.beginning_with(name_or_id))
         files: dict[str, dict[NodeId, FileAnnounce]] = {}
         for model_id in called:
@@ -198,7 +245,7 @@ class Registry:
         changed = [
             node_id
             for node_id in node_ids
-            if node_id in self._records
+            if self.node(node_id) is not None
             and node_id != self._node_id
             and (node_id in self._distrusted) == self._may_work(node_id)
         ]
@@ -211,11 +258,13 @@ class Registry:
 
     def _place(self, node_id: NodeId) -> None:
         """What the node says now counts in full or not at all."""
-        record = self._records.get(node_id)
+        record = self.node(node_id)
         counts = record is not None and self._counts(node_id)
-        is_distrusted = record is not None and node_id in self._connected and not counts
-        (self._distrusted.add if is_distrusted else self._distrusted.discard)(node_id)
+        if record is not None and node_id in self._present and not counts:
+            self._distrusted.put(node_id, True)
+        else:
+            self._distrusted.drop(node_id)
         self._index.put(node_id, record if counts else None)
 
     def _counts(self, node_id: NodeId) -> bool:
-        return node_id == self._node_id or (node_id in self._connected and self._may_work(node_id))
+        return node_id == self._node_id or (node_id in self._present and self._may_work(node_id))

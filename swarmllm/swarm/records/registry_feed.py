@@ -29,22 +29,19 @@ async def follow_router(
     registry: Registry, router: Router, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
     """Run for ever; started once the registry holds everything the router knew at the call."""
-    seen: dict[NodeId, bytes] = {}
     async with router.changes() as changes:
-        await _catch_up(registry, router, seen)
+        await _catch_up(registry, router)
         task_status.started()
         async for _ in changes:
-            await _catch_up(registry, router, seen)
+            await _catch_up(registry, router)
 
 
-async def _catch_up(registry: Registry, router: Router, seen: dict[NodeId, bytes]) -> None:
-    records = dict(router.records())
+async def _catch_up(registry: Registry, router: Router) -> None:
+    records = dict(router.records().items())
     await _take_over_connections(registry, router)
-    for node_id in seen.keys() - records.keys():
-        del seen[node_id]
+    for node_id in [each for each in registry.announcers() if each not in records]:
         registry.forget(node_id)
-    for node_id in [node_id for node_id, record in records.items() if seen.get(node_id) is not record]:
-        seen[node_id] = records[node_id]
+    for node_id in [n for n, record in records.items() if registry.content(n) is not record]:
         _apply(registry, node_id, records[node_id])
         await trio.lowlevel.checkpoint()
     await _take_over_connections(registry, router)
@@ -54,7 +51,7 @@ async def _take_over_connections(registry: Registry, router: Router) -> None:
     """One node at a time, those that have left first: each takes its announcements along."""
     known, now = registry.connected(), router.connected()
     for node_id in (*(known - now), *(now - known)):
-        registry.set_connected(registry.connected() ^ {node_id})
+        registry.set_present(node_id, node_id in now)
         await trio.lowlevel.checkpoint()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -22,8 +23,9 @@ from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import CircuitAddress
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
-from swarmllm.swarm.records.envelope_book import EnvelopeBook
+from swarmllm.swarm.records.envelope_book import EnvelopeBook, HeldEnvelope
 from swarmllm.swarm.records.exchange import Ask, RecordExchange
 from swarmllm.swarm.records.verify_once import VerifyOnce
 from swarmllm.swarm.router import Change
@@ -56,6 +58,15 @@ _FETCHES_MAX = 8
 _INCARNATION_NAME = "incarnation"
 
 
+@dataclass(frozen=True, slots=True)
+class RecordParts:
+    """What is kept here of each node, this one included."""
+
+    envelopes: Parts[HeldEnvelope] = field(default_factory=Parts.alone)
+    fetching: Parts[bool] = field(default_factory=Parts.alone)
+    """Nodes whose newer envelope is being asked for."""
+
+
 class Signer(Protocol):
     @property
     def node_id(self) -> NodeId: ...
@@ -76,11 +87,14 @@ class RecordSpread:
         feed: ChangeFeed,
         *,
         ask: Ask,
-        connected: Callable[[], Collection[NodeId]],
+        connected: Collection[NodeId],
         heard: Callable[[Envelope], None],
         forgotten: Callable[[NodeId], None],
         note: Note = unnoted,
+        parts: RecordParts | None = None,
     ) -> None:
+        """`connected`: the peers that are, whenever it is looked at."""
+        parts = parts or RecordParts()
         self._identity = identity
         self._verify = verify = VerifyOnce(verify)
         self._nursery = nursery
@@ -89,8 +103,8 @@ class RecordSpread:
         self._heard = heard
         self._forgotten = forgotten
         self._note = note
-        self._book = EnvelopeBook(identity.node_id, verify)
-        self._fetching: set[NodeId] = set()
+        self._book = EnvelopeBook(identity.node_id, verify, parts.envelopes)
+        self._fetching = parts.fetching
         self._n_beats = 0
         self._n_beats_since_news = 0
         self._news = trio.Event()
@@ -171,7 +185,7 @@ class RecordSpread:
 
     def _take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
         now = trio.current_time()
-        verdict, node_id = self._book.take(sealed, now, connected=self._connected(), ages_s=ages_s)
+        verdict, node_id = self._book.take(sealed, now, connected=self._connected, ages_s=ages_s)
         if verdict == "refused" and node_id == self._identity.node_id:
             provoked_by(log, node_id).error(
                 "another node uses this node's identity; was the data folder copied?"
@@ -184,11 +198,11 @@ class RecordSpread:
 
     def _fetch_soon(self, node_id: NodeId) -> None:
         """Get a newer envelope of which a heartbeat told: from its writer, else from whoever is connected."""
-        connected = self._connected()
+        connected = self._connected
         if node_id in self._fetching or len(self._fetching) >= _FETCHES_MAX or not connected:
             return
         source = node_id if node_id in connected else random.choice(list(connected))
-        self._fetching.add(node_id)
+        self._fetching.put(node_id, True)
 
         async def fetch() -> None:
             try:
@@ -196,7 +210,7 @@ class RecordSpread:
             except SwarmLLMError as error:
                 provoked_by(log, node_id).debug("the envelope of %s was not to be had: %s", node_id, error)
             finally:
-                self._fetching.discard(node_id)
+                self._fetching.drop(node_id)
 
         spawn(self._nursery, "peer", fetch)
 
@@ -226,7 +240,7 @@ class RecordSpread:
     async def _keep_house(self) -> None:
         while True:
             await trio.sleep(_HOUSEKEEPING_S)
-            for node_id in self._book.expire(trio.current_time(), self._connected()):
+            for node_id in self._book.expire(trio.current_time(), self._connected):
                 self._forgotten(node_id)
                 self._feed.announce(Change("record", node_id))
 
