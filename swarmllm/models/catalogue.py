@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,9 +29,10 @@ from swarmllm.database import open_database
 from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, StoreFull
 from swarmllm.models import names
 from swarmllm.models.entry import CatalogueEntry
-from swarmllm.models.hashing import FileState, Progress, hash_model
+from swarmllm.models.hashing import Progress, hash_model
 from swarmllm.models.identity import is_same_content
 from swarmllm.models.manifest import Manifest, TensorEntry
+from swarmllm.models.model_files import FileState, PartFile, first_file
 from swarmllm.models.names import check_name, normalise_name
 from swarmllm.models.tensor_digest import CHUNK_BYTES, DIGEST_BYTES
 
@@ -75,13 +77,21 @@ CREATE TABLE IF NOT EXISTS chunk_lists (
 ) STRICT
 """,
     names.TABLE,
+    """
+CREATE TABLE IF NOT EXISTS parts (
+    model_id TEXT PRIMARY KEY,
+    parts BLOB NOT NULL
+) STRICT
+""",
 )
 """`containers`: the models whose files the store owns, and `tensors`: what those hold of them (see
-`store.py`). `chunk_lists`: of tensors of more than one chunk (see `tensor_digest`)."""
+`store.py`). `chunk_lists`: of tensors of more than one chunk (see `tensor_digest`). `parts`: the files of
+models that are in several; `size_bytes` and `mtime_ns` of such a model are those of `FileState`."""
 
 _COLUMNS = "model_id, name, path, size_bytes, mtime_ns, manifest"
 
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
+_parts_decoder = msgspec.msgpack.Decoder(tuple[PartFile, ...])
 
 
 class Catalogue:
@@ -106,28 +116,27 @@ class Catalogue:
         return f"<Catalogue {self._path}>"
 
     def add(self, path: Path, name: str | None = None, progress: Progress | None = None) -> CatalogueEntry:
-        """Hash the GGUF at `path` and remember it; the same unchanged file is not hashed twice.
+        """Hash the GGUF at `path` and remember it; the same unchanged file is not hashed twice. Of a model
+        in several files, `path` is any of them, or their folder.
 
         A model that is known under another name keeps that one too. Where the file that is known is as it
         was, it stays the model's file and the new name is a further one; else `path` and the new name take
         its place. Takes the name over from an entry whose file is this one or is gone. Raises BadModel,
         InvalidRequest (name), and Conflict where another model has the name.
         """
-        path = path.expanduser().absolute()
         if name is not None:
             check_name(name)
-        manifest, state = self._remembered(path) or self._hashed(path, progress)
-        wanted = name if name is not None else self._known_name(manifest) or normalise_name(manifest.name)
-        return self._insert(
-            CatalogueEntry(manifest.model_id, wanted, path, manifest, state), takes_over=False
-        )
+        path = first_file(path.expanduser().absolute())
+        read = self._remembered(path) or self._hashed(path, progress)
+        wanted = name or self._known_name(read.manifest) or normalise_name(read.manifest.name)
+        return self._insert(_read_entry(wanted, path, read), takes_over=False)
 
     def ensure(self, path: Path, name: str) -> CatalogueEntry:
         """`add` for a model that belongs to the program itself: the name is always its own, whatever had it
         before."""
         path = path.absolute()
-        manifest, state = self._remembered(path) or self._hashed(path, None)
-        return self._insert(CatalogueEntry(manifest.model_id, name, path, manifest, state), takes_over=True)
+        read = self._remembered(path) or self._hashed(path, None)
+        return self._insert(_read_entry(name, path, read), takes_over=True)
 
     def list(self) -> tuple[CatalogueEntry, ...]:
         """Every model, by name. Does not look at the files."""
@@ -177,11 +186,13 @@ class Catalogue:
             return entry
         if not is_same_content(entry.path, entry.manifest, partial(self.chunk_list, entry.model_id)):
             raise entry.has_changed()
+        entry = replace(entry, state=now, parts=_touched(entry.parts))
         with self.database() as database:
             database.execute(
                 "UPDATE models SET mtime_ns = ? WHERE model_id = ?", (now.mtime_ns, entry.model_id)
             )
-        return replace(entry, state=now)
+            _write_parts(database, entry)
+        return entry
 
     def revise(self, model_id: str, manifest: Manifest) -> CatalogueEntry:
         """Replace what was derived of a model, which stays the same. Raises ModelNotFound."""
@@ -268,22 +279,19 @@ class Catalogue:
                 "the models again"
             ) from error
 
-    def _remembered(self, path: Path) -> tuple[Manifest, FileState] | None:
+    def _remembered(self, path: Path) -> _Read | None:
         with self.database() as database:
             rows = database.execute(f"SELECT {_COLUMNS} FROM models WHERE path = ?", (str(path),)).fetchall()
-            entries = [_entry(row) for row in rows]
+            entries = [_entry(row, *_stored(database, row[0])) for row in rows]
         for entry in entries:
-            try:
-                if FileState.of(path.stat()) == entry.state:
-                    return entry.manifest, entry.state
-            except OSError:
-                return None
+            if entry.is_as_hashed():
+                return _Read(entry.manifest, entry.state, entry.parts)
         return None
 
-    def _hashed(self, path: Path, progress: Progress | None) -> tuple[Manifest, FileState]:
+    def _hashed(self, path: Path, progress: Progress | None) -> _Read:
         hashed = hash_model(path, progress)
         self.keep_chunk_lists(hashed.manifest.model_id, hashed.chunk_lists)
-        return hashed.manifest, hashed.state
+        return _Read(hashed.manifest, hashed.state, hashed.parts)
 
     def _known_name(self, manifest: Manifest) -> str | None:
         with self.database() as database:
@@ -334,7 +342,34 @@ class Catalogue:
         names.drop_names(database, row[0])
 
 
+class _Read(NamedTuple):
+    """What is known of a file that was read whole, now or before."""
+
+    manifest: Manifest
+    state: FileState
+    parts: tuple[PartFile, ...]
+
+
+def _read_entry(name: str, path: Path, read: _Read) -> CatalogueEntry:
+    manifest, state, parts = read
+    return CatalogueEntry(manifest.model_id, name, path, manifest, state, parts=parts)
+
+
+def _touched(parts: tuple[PartFile, ...]) -> tuple[PartFile, ...]:
+    """With the modification times that the files have now."""
+    return tuple(msgspec.structs.replace(part, mtime_ns=Path(part.path).stat().st_mtime_ns) for part in parts)
+
+
+def _write_parts(database: sqlite3.Connection, entry: CatalogueEntry) -> None:
+    if entry.parts:
+        database.execute(
+            "INSERT OR REPLACE INTO parts VALUES (?, ?)",
+            (entry.model_id, msgspec.msgpack.encode(entry.parts)),
+        )
+
+
 def _write(database: sqlite3.Connection, entry: CatalogueEntry) -> None:
+    _write_parts(database, entry)
     database.execute(
         f"INSERT INTO models ({_COLUMNS}, added_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
         (
@@ -350,7 +385,7 @@ def _write(database: sqlite3.Connection, entry: CatalogueEntry) -> None:
 
 
 def _forget(database: sqlite3.Connection, model_id: str) -> None:
-    for table in ("models", "containers", "tensors"):
+    for table in ("models", "containers", "tensors", "parts"):
         database.execute(f"DELETE FROM {table} WHERE model_id = ?", (model_id,))
 
 
@@ -360,14 +395,15 @@ def _forget_chunks(database: sqlite3.Connection, model_id: str) -> None:
 
 def _stored(
     database: sqlite3.Connection, model_id: str
-) -> tuple[frozenset[str] | None, bool, tuple[str, ...]]:
-    """(tensors present, pinned, further names)"""
+) -> tuple[frozenset[str] | None, bool, tuple[str, ...], tuple[PartFile, ...]]:
+    """(tensors present, pinned, further names, parts)"""
     further = names.further_names(database, model_id)
     row = database.execute("SELECT pinned FROM containers WHERE model_id = ?", (model_id,)).fetchone()
     if row is None:
-        return None, False, further
+        kept = database.execute("SELECT parts FROM parts WHERE model_id = ?", (model_id,)).fetchone()
+        return None, False, further, _parts_decoder.decode(kept[0]) if kept else ()
     rows = database.execute("SELECT name FROM tensors WHERE model_id = ? AND complete", (model_id,))
-    return frozenset(name for (name,) in rows), bool(row[0]), further
+    return frozenset(name for (name,) in rows), bool(row[0]), further, ()
 
 
 def _entry(
@@ -375,6 +411,7 @@ def _entry(
     present: frozenset[str] | None = None,
     pinned: bool = False,
     further: tuple[str, ...] = (),
+    parts: tuple[PartFile, ...] = (),
 ) -> CatalogueEntry:
     model_id, name, path, size_bytes, mtime_ns, manifest = row
     return CatalogueEntry(
@@ -386,4 +423,5 @@ def _entry(
         present,
         pinned,
         further,
+        parts,
     )

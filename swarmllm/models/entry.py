@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmllm.errors import BadModel
-from swarmllm.models.hashing import FileState
 from swarmllm.models.manifest import Manifest, TensorEntry
+from swarmllm.models.model_files import FileState, PartFile, joint_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,7 @@ class CatalogueEntry:
     model_id: str
     name: str
     path: Path
+    """Of several files, the first."""
     manifest: Manifest
     state: FileState
     """How the file looked when it was hashed."""
@@ -27,6 +28,8 @@ class CatalogueEntry:
     """It is not removed to make room."""
     further_names: tuple[str, ...] = ()
     """Other names that lead to it."""
+    parts: tuple[PartFile, ...] = ()
+    """The files of a model that the user has in parts; empty for one file."""
 
     @property
     def is_stored(self) -> bool:
@@ -42,10 +45,11 @@ class CatalogueEntry:
     def check_file(self) -> FileState:
         """How the file looks now. Raises BadModel where it is gone or has another size. Blocking."""
         try:
-            now = FileState.of(self.path.stat())
+            now = self._file_now()
         except OSError as error:
+            place = error.filename or self.path
             raise BadModel(
-                f"the file of model {self.name} cannot be read ({self.path}: {error.strerror}); put it back"
+                f"the file of model {self.name} cannot be read ({place}: {error.strerror}); put it back"
                 f" or add the model again from where it is now: swarmllm models add PATH --name {self.name}"
             ) from error
         if now.size_bytes == self.state.size_bytes:
@@ -56,6 +60,15 @@ class CatalogueEntry:
                 f" swarmllm models rm {self.name}, then load it again"
             )
         raise self.has_changed()
+
+    def _file_now(self) -> FileState:
+        if not self.parts:
+            return FileState.of(self.path.stat())
+        found = [Path(part.path).stat() for part in self.parts]
+        for part, each in zip(self.parts, found, strict=True):
+            if each.st_size != part.size_bytes:
+                raise self.has_changed()
+        return joint_state(self.state.size_bytes, found)
 
     def is_as_hashed(self) -> bool:
         """Whether the file is there and looks as it did. Blocking."""

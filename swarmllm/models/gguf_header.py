@@ -18,6 +18,7 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import BinaryIO
 
 from gguf import GGML_QUANT_SIZES
@@ -43,6 +44,7 @@ MAX_KEPT_ITEMS = 4096
 """Longer arrays (vocabularies, merges, scores) are validated and skipped; per-layer arrays are far below.
 The same number bounds what all kept arrays hold together, sixteen times over."""
 MAX_DIMENSIONS = 4
+DEFAULT_ALIGNMENT = 32
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {
@@ -85,6 +87,9 @@ class GgufHeader:
     tensors: tuple[HeaderTensor, ...]
     """In the order in which their bytes lie in the file."""
     data_offset: int
+    end_offset: int
+    """Of the header; up to `data_offset` there is padding."""
+    alignment: int
 
     def text(self, key: str) -> str:
         """Raises BadModel where the key is missing or no string."""
@@ -122,17 +127,34 @@ class GgufHeader:
         return self.keys[key].value
 
 
-def read_header(file: BinaryIO) -> GgufHeader:
+class HeaderIncomplete(BadModel):
+    """The bytes end before the header does."""
+
+
+def read_header(file: BinaryIO, max_bytes: int = MAX_HEADER_BYTES) -> GgufHeader:
     """Parse and check the header of an open GGUF. `file` must be seekable and buffered. Raises BadModel."""
-    size_bytes = os.fstat(file.fileno()).st_size
+    return _parse(file, os.fstat(file.fileno()).st_size, max_bytes)
+
+
+def parse_header(start: bytes, size_bytes: int, max_bytes: int = MAX_HEADER_BYTES) -> GgufHeader:
+    """The header of a file of `size_bytes` that begins with `start`. Raises HeaderIncomplete where `start`
+    ends inside the header, BadModel."""
+    header = _parse(BytesIO(start), size_bytes, max_bytes)
+    if header.end_offset > len(start):
+        raise HeaderIncomplete("the header is not here as a whole")
+    return header
+
+
+def _parse(file: BinaryIO, size_bytes: int, max_bytes: int) -> GgufHeader:
     file.seek(0)
-    return _HeaderParser(file, size_bytes).parse()
+    return _HeaderParser(file, size_bytes, max_bytes).parse()
 
 
 class _HeaderParser:
-    def __init__(self, file: BinaryIO, size_bytes: int) -> None:
+    def __init__(self, file: BinaryIO, size_bytes: int, max_bytes: int) -> None:
         self._file = file
         self._size_bytes = size_bytes
+        self._max_bytes = max_bytes
         self._at = 0
         self._kept_items = 0
 
@@ -161,15 +183,17 @@ class _HeaderParser:
             start = self._at
             value, n_items = self._value(name)
             keys[name] = HeaderKey(start, self._at - start, value, n_items)
-        alignment = 32
+        alignment = DEFAULT_ALIGNMENT
         if "general.alignment" in keys:
             stated = keys["general.alignment"].value
             if not isinstance(stated, int) or stated < 8 or stated > 2**20 or stated & (stated - 1):
                 raise BadModel("GGUF key general.alignment is not a power of two between 8 and 2^20")
             alignment = stated
         relative = [self._tensor_info(alignment) for _ in range(n_tensors)]
-        data_offset = -(-self._at // alignment) * alignment
-        return GgufHeader(version, keys, self._place(relative, data_offset), data_offset)
+        end_offset = self._at
+        data_offset = -(-end_offset // alignment) * alignment
+        tensors = self._place(relative, data_offset)
+        return GgufHeader(version, keys, tensors, data_offset, end_offset, alignment)
 
     def _place(self, relative: list[HeaderTensor], data_offset: int) -> tuple[HeaderTensor, ...]:
         placed: list[HeaderTensor] = []
@@ -284,7 +308,7 @@ class _HeaderParser:
         self._advance(n_bytes, what)
         raw = self._file.read(n_bytes)
         if len(raw) != n_bytes:
-            raise BadModel("the file shrank while it was read")
+            raise HeaderIncomplete("the file shrank while it was read")
         return raw
 
     def _skip(self, n_bytes: int, what: str) -> None:
@@ -295,5 +319,5 @@ class _HeaderParser:
         if self._at + n_bytes > self._size_bytes:
             raise BadModel(f"the file is truncated inside its header ({what})")
         self._at += n_bytes
-        if self._at > MAX_HEADER_BYTES:
-            raise BadModel(f"the header is longer than {MAX_HEADER_BYTES} bytes")
+        if self._at > self._max_bytes:
+            raise BadModel(f"the header is longer than {self._max_bytes} bytes")

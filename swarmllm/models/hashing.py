@@ -6,10 +6,8 @@ Blocking; callers run it in a thread and may raise from `progress` to give up.
 
 from __future__ import annotations
 
-import os
-import stat
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,7 +15,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from swarmllm.errors import BadModel
-from swarmllm.models.gguf_header import GgufHeader, read_header
+from swarmllm.models.gguf_header import GgufHeader
 from swarmllm.models.layers import MAX_LAYER
 from swarmllm.models.manifest import (
     EMBEDDING_INDEX,
@@ -31,29 +29,16 @@ from swarmllm.models.manifest import (
     make_shard,
     tensor_place,
 )
-from swarmllm.models.tensor_digest import TensorHasher, digest_of
+from swarmllm.models.model_files import FileState, ModelFiles, PartFile, open_model
+from swarmllm.models.parallel_hashing import READ_BYTES, ParallelHashing, Progress
+from swarmllm.models.tensor_digest import digest_of
 from swarmllm_proto.cut_rules import cut_rule
+from swarmllm_proto.split_files import split_stem
 
-Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all). What it raises ends the work and reaches the caller."""
-
-READ_BYTES = 4 * 2**20
-"""Some chunks at once, few enough to stay in the cache."""
+__all__ = ["READ_BYTES", "FileState", "Hashed", "Progress", "build_manifest", "hash_model", "manifest_of"]
 
 MAY_LACK_TENSORS = frozenset({"deci"})
 """Nemotron's pruned models have layers without attention and feed-forward: nothing is left of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileState:
-    """How a file looked; another state means that what was learned from it no longer holds."""
-
-    size_bytes: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileState:
-        return cls(status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +50,8 @@ class Hashed:
     """For which it holds."""
     chunk_lists: dict[str, bytes]
     """By the tensors' names."""
+    parts: tuple[PartFile, ...] = ()
+    """Of a model in several files."""
 
 
 def build_manifest(path: Path, progress: Progress | None = None) -> Manifest:
@@ -73,28 +60,16 @@ def build_manifest(path: Path, progress: Progress | None = None) -> Manifest:
 
 
 def hash_model(path: Path, progress: Progress | None = None) -> Hashed:
-    """`build_manifest`, with all that was seen on the way."""
-    try:
-        # O_NONBLOCK: opening a pipe that nobody writes to would otherwise never return.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb", buffering=2**20) as file:
-            before = os.fstat(file.fileno())
-            if not stat.S_ISREG(before.st_mode):
-                raise BadModel(f"{path} is not a regular file")
-            header = read_header(file)
-            check_model(header)
-            chunk_lists = _hash_tensors(file, header, progress or (lambda done, total: None))
-            digests = {name: digest_of(chunk_list) for name, chunk_list in chunk_lists.items()}
-            manifest = manifest_of(file, header, digests, path.stem)
-            if FileState.of(os.fstat(file.fileno())) != FileState.of(before):
-                raise BadModel(f"{path} was changed while it was read; add it again when it is complete")
-            return Hashed(manifest, FileState.of(before), chunk_lists)
-    except OSError as error:
-        raise BadModel(f"{path} cannot be read: {error.strerror or error}") from error
-    except BadModel as error:
-        if str(path) in error.message:
-            raise
-        raise BadModel(f"{path}: {error.message}", field=error.field) from error
+    """`build_manifest`, with all that was seen on the way. `path`: the file, or any part of several."""
+    with open_model(path) as files:
+        before = files.state()
+        check_model(files.header)
+        chunk_lists = _hash_tensors(files, progress or (lambda done, total: None))
+        digests = {name: digest_of(chunk_list) for name, chunk_list in chunk_lists.items()}
+        manifest = manifest_of(files.header_file, files.header, digests, split_stem(path.name))
+        if files.state() != before:
+            raise BadModel(f"{path} was changed while it was read; add it again when it is complete")
+        return Hashed(manifest, before, chunk_lists, files.parts)
 
 
 def check_model(header: GgufHeader) -> tuple[str, int]:
@@ -107,8 +82,6 @@ def check_model(header: GgufHeader) -> tuple[str, int]:
         or " " in architecture
     ):
         raise BadModel("GGUF key general.architecture is not a word")
-    if header.count("split.count", default=1) > 1:
-        raise BadModel("this is one part of a split GGUF; join the parts first (llama-gguf-split --merge)")
     n_blocks = header.count(f"{architecture}.block_count", maximum=MAX_LAYER)
     n_layers = n_blocks - header.count(f"{architecture}.nextn_predict_layers", default=0)
     if n_layers <= 0:
@@ -153,26 +126,12 @@ def _model_name(header: GgufHeader, fallback_name: str) -> str:
     return entry.value if entry and isinstance(entry.value, str) and entry.value.strip() else fallback_name
 
 
-def _hash_tensors(file: BinaryIO, header: GgufHeader, progress: Progress) -> dict[str, bytes]:
+def _hash_tensors(files: ModelFiles, progress: Progress) -> dict[str, bytes]:
     """The chunk list of each tensor."""
-    total_bytes = sum(tensor.size_bytes for tensor in header.tensors)
-    done_bytes = 0
-    chunk_lists: dict[str, bytes] = {}
-    buffer = memoryview(bytearray(READ_BYTES))
-    for tensor in header.tensors:
-        hasher = TensorHasher()
-        file.seek(tensor.offset)
-        left = tensor.size_bytes
-        while left:
-            n = file.readinto(buffer[: min(left, READ_BYTES)])  # type: ignore[attr-defined]
-            if not n:
-                raise BadModel("the file shrank while it was read")
-            hasher.update(buffer[:n])
-            left -= n
-            done_bytes += n
-            progress(done_bytes, total_bytes)
-        chunk_lists[tensor.name] = hasher.chunk_list()
-    return chunk_lists
+    hashing = ParallelHashing()
+    for tensor in files.header.tensors:
+        hashing.add(tensor.name, *files.place(tensor.name, tensor.offset), tensor.size_bytes)
+    return hashing.run(progress)
 
 
 def _shards(

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from swarmllm.errors import BadModel
-from swarmllm.models.gguf_header import read_header
 from swarmllm.models.hashing import manifest_of
 from swarmllm.models.manifest import Manifest, TensorEntry
+from swarmllm.models.model_files import ModelFiles, open_model
 from swarmllm.models.tensor_digest import CHUNK_BYTES, TensorHasher, is_chunk
 
 N_CHUNKS: Final = 64
@@ -24,13 +24,19 @@ N_CHUNKS: Final = 64
 
 
 def header_is_right(path: Path, manifest: Manifest) -> bool:
-    """Whether `path` begins with the header of this model, in the same layout. Raises OSError."""
-    digests = {tensor.name: tensor.blake3 for tensor in manifest.tensors}
+    """Whether `path` begins with the header of this model, in the same layout; of parts, their headers
+    together."""
     try:
-        with path.open("rb", buffering=2**20) as file:
-            found = manifest_of(file, read_header(file), digests, manifest.name)
+        with open_model(path) as files:
+            return _has_header(files, manifest)
     except BadModel:
         return False
+
+
+def _has_header(files: ModelFiles, manifest: Manifest) -> bool:
+    """Raises BadModel."""
+    digests = {tensor.name: tensor.blake3 for tensor in manifest.tensors}
+    found = manifest_of(files.header_file, files.header, digests, manifest.name)
     offsets = {tensor.name: tensor.offset for tensor in manifest.tensors}
     return (
         found.model_id == manifest.model_id
@@ -46,26 +52,27 @@ def is_same_content(
         (tensor, start) for tensor in manifest.tensors for start in range(0, tensor.size_bytes, CHUNK_BYTES)
     ]
     try:
-        if not header_is_right(path, manifest):
-            return False
-        with path.open("rb", buffering=0) as file:
+        with open_model(path) as files:
+            if not _has_header(files, manifest):
+                return False
             known: dict[str, bytes | None] = {}
             for tensor, start in random.sample(chunks, min(N_CHUNKS, len(chunks))):
                 if tensor.name not in known:
                     known[tensor.name] = chunk_list(tensor)
-                if not _is_right(file.fileno(), tensor, start, known[tensor.name]):
+                if not _is_right(files, tensor, start, known[tensor.name]):
                     return False
-    except OSError:
+    except BadModel:
         return False
     return True
 
 
-def _is_right(file: int, tensor: TensorEntry, start: int, chunk_list: bytes | None) -> bool:
+def _is_right(files: ModelFiles, tensor: TensorEntry, start: int, chunk_list: bytes | None) -> bool:
+    file, offset = files.place(tensor.name, tensor.offset)
     if chunk_list is not None:
         n_bytes = min(CHUNK_BYTES, tensor.size_bytes - start)
-        return is_chunk(chunk_list, start, os.pread(file, n_bytes, tensor.offset + start))
+        return is_chunk(chunk_list, start, os.pread(file, n_bytes, offset + start))
     hasher = TensorHasher()
     for at in range(0, tensor.size_bytes, CHUNK_BYTES):
         n_bytes = min(CHUNK_BYTES, tensor.size_bytes - at)
-        hasher.update(os.pread(file, n_bytes, tensor.offset + at))
+        hasher.update(os.pread(file, n_bytes, offset + at))
     return hasher.hexdigest() == tensor.blake3

@@ -50,6 +50,11 @@ class TensorHasher:
         return digest_of(self.chunk_list())
 
 
+def chunk_digest(data: bytes | memoryview) -> bytes:
+    """The entry of one chunk in the chunk list."""
+    return blake3(data).digest()
+
+
 def digest_of(chunk_list: bytes) -> str:
     """The digest, as 64 hexadecimal digits, of the tensor that has this chunk list."""
     return chunk_list.hex() if len(chunk_list) == DIGEST_BYTES else blake3(chunk_list).hexdigest()
@@ -64,4 +69,4 @@ def is_chunk(chunk_list: bytes, offset: int, data: bytes | memoryview) -> bool:
     """Whether `data` are the chunk that begins at `offset` of the tensor."""
     index, rest = divmod(offset, CHUNK_BYTES)
     expected = chunk_list[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-    return not rest and blake3(data).digest() == expected
+    return not rest and chunk_digest(data) == expected

@@ -57,8 +57,8 @@ def segments_of(entry: CatalogueEntry, copies: Path | None) -> list[SegmentPlace
         named = {path: parse_segment_name(path.name) for path in _files(folder)}
     else:
         folder = copies
-        state = entry.state
-        prefix = copy_prefix(str(entry.path.resolve()), state.size_bytes, state.mtime_ns)
+        size_bytes = sum(part.size_bytes for part in entry.parts) or entry.state.size_bytes
+        prefix = copy_prefix(str(entry.path.resolve()), size_bytes, entry.state.mtime_ns)
         named = {path: parse_copy_name(path.name, prefix) for path in _files(folder)}
     return [SegmentPlace(path, name) for path, name in named.items() if name is not None]
 

@@ -220,7 +220,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "layers without end": (gguf_bytes({**LLAMA, "llama.block_count": 2**32 - 1}), "llama.block_count"),
     "a layer is missing": (gguf_bytes({**LLAMA, "llama.block_count": 3}), "layer 2 of 3 has no tensors"),
     "a layer too many": (gguf_bytes({**LLAMA, "llama.block_count": 1}), "beyond the 1 layers"),
-    "part of a split": (gguf_bytes({**LLAMA, "split.count": 3}), "split GGUF"),
+    "part of a split": (gguf_bytes({**LLAMA, "split.count": 3}), "one of 3 parts of a model"),
     "width is text": (gguf_bytes({**LLAMA, "llama.embedding_length": "8"}), "llama.embedding_length"),
 }
 

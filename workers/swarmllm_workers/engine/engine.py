@@ -26,14 +26,14 @@ from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.engine.cutting import Cuts
 from swarmllm_workers.engine.embedding import Embedding
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.engine.memory import Memory, predict, refuse_beside
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.engine.ranges import Range, join, merge, subtract
 from swarmllm_workers.engine.segment import EngineSettings, Segment, Span
-from swarmllm_workers.engine.segment_file import n_layers_of, refuse_split
+from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.engine.segment_maker import LoadProgress, SegmentMaker
+from swarmllm_workers.engine.split_source import open_source
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.schedule.held_requests import HeldRequests
 from swarmllm_workers.schedule.segment_route import Route, find_path
@@ -49,8 +49,7 @@ class Engine:
         self, path: Path, cache_dir: Path, settings: EngineSettings, *, owns_path: bool = False
     ) -> None:
         """`owns_path`: the file is nobody else's, its layers may move to segment files."""
-        self.source = GgufFile(path)
-        refuse_split(self.source)
+        self.source = open_source(path)
         self.settings = settings
         self.architecture_name = self.source.text("general.architecture")
         self.name = self.source.text("general.name", path.stem)

@@ -100,6 +100,8 @@ class TensorInfo:
     offset: int
     """From the start of the file."""
     size_bytes: int
+    path: Path
+    """The file."""
 
 
 class GgufFile:
@@ -107,6 +109,8 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.paths: tuple[Path, ...] = (path,)
+        """The files of the model (see `split_source`)."""
         try:
             with path.open("rb") as file:
                 self.size_bytes = file.seek(0, 2)
@@ -153,7 +157,10 @@ class GgufFile:
 
     def tensor_data(self, tensor: TensorInfo) -> np.ndarray:
         """The tensor's bytes, u8 [size_bytes]: a view of the file."""
-        return np.frombuffer(self.map, np.uint8, tensor.size_bytes, tensor.offset)
+        return np.frombuffer(self._map_of(tensor), np.uint8, tensor.size_bytes, tensor.offset)
+
+    def _map_of(self, tensor: TensorInfo) -> mmap.mmap:
+        return self.map
 
     def _read_header(self) -> None:
         name = self.path.name
@@ -185,7 +192,9 @@ class GgufFile:
                 raise CallError("bad_model", f"tensor {tensor_name} lies outside of {name}", "path")
             if tensor_name in self.tensors:
                 raise CallError("bad_model", f"tensor {tensor_name} appears twice", "path")
-            self.tensors[tensor_name] = TensorInfo(tensor_name, shape, tensor_type, data_start + offset, size)
+            self.tensors[tensor_name] = TensorInfo(
+                tensor_name, shape, tensor_type, data_start + offset, size, self.path
+            )
 
     def _unpack(self, form: str) -> int:
         (number,) = struct.unpack_from(form, self.map, self._at)

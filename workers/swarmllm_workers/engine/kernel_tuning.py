@@ -28,6 +28,7 @@ from swarmllm_workers.engine.kernel_choice import (
 )
 from swarmllm_workers.engine.kernel_timings import Shape, Timings
 from swarmllm_workers.engine.product_timing import ProductBench, matrices
+from swarmllm_workers.engine.split_source import files_of
 from swarmllm_workers.errors import CallError
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class KernelTuning:
         rows, and our kernels the rest."""
         if self._mode != "auto" or small_batches.last_way() <= Way.TILES:
             return
-        for path in paths:
+        for path in (file for each in paths for file in files_of(each)):
             try:
                 source = GgufFile(path)
             except CallError as error:

@@ -30,6 +30,7 @@ from llama_cpp import llama_cpp as lib
 from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_proto.source_paths import without_folders
 from swarmllm_workers.engine import huge_pages, row_attention, small_batches
+from swarmllm_workers.engine.split_source import files_of
 from swarmllm_workers.errors import CallError, Interrupted
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ class Model:
             params.kv_overrides = _overrides(numbers)
         _recent_complaints.clear()
         if use_mmap and not vocab_only:
-            huge_pages.read_in(path)
+            for file in files_of(path):
+                huge_pages.read_in(file)
         handle = lib.llama_model_load_from_file(os.fsencode(path), params)
         if handle is None:
             raise _complaint(f"{path.name} cannot be loaded")

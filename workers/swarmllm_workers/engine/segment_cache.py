@@ -16,6 +16,7 @@ from typing import Final
 
 from swarmllm_proto.architectures import Architecture
 from swarmllm_proto.segment_names import copy_name, copy_prefix
+from swarmllm_proto.split_files import joint_mtime_ns
 from swarmllm_workers.engine import segment_file
 from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.ranges import Range
@@ -31,8 +32,9 @@ class SegmentCache:
         self._folder = folder
         self._source = source
         self._quota_bytes = quota_bytes
-        status = source.path.stat()
-        self._prefix = copy_prefix(str(source.path.resolve()), status.st_size, status.st_mtime_ns)
+        files = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in source.paths)]
+        mtime_ns = files[0][1] if len(files) == 1 else joint_mtime_ns(files)
+        self._prefix = copy_prefix(str(source.path.resolve()), sum(size for size, _ in files), mtime_ns)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:

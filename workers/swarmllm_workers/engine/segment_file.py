@@ -79,17 +79,6 @@ def n_layers_of(source: GgufFile) -> int:
     return n_layers
 
 
-def refuse_split(source: GgufFile) -> None:
-    n_files = source.integer("split.count", 1)
-    if n_files > 1:
-        raise CallError(
-            "bad_model",
-            f"{source.path.name} is one of {n_files} parts of a model: "
-            "merge them with llama-gguf-split --merge",
-            "path",
-        )
-
-
 def plan_values(
     source: GgufFile, architecture: Architecture, start: int, end: int, n_vocab: int
 ) -> dict[str, Value]:
@@ -240,7 +229,7 @@ def cut(
     temporary = target.with_name(f"{UNFINISHED}{target.name}.{os.getpid()}")
     try:
         with ExitStack() as stack, temporary.open("wb") as writer:
-            paths = {source.path, *(path for path, _ in places.values())}
+            paths = {*source.paths, *(path for path, _ in places.values())}
             readers = {path: stack.enter_context(path.open("rb")).fileno() for path in paths}
             os.ftruncate(writer.fileno(), size)
             total = sum(tensor.size_bytes for tensor in tensors if tensor.source is not None)
@@ -249,7 +238,9 @@ def cut(
                 pages.write(0, header)
                 for tensor, offset in zip(tensors, offsets, strict=True):
                     if tensor.source is not None:
-                        path, read_at = places.get(tensor.source.name, (source.path, tensor.source.offset))
+                        path, read_at = places.get(
+                            tensor.source.name, (tensor.source.path, tensor.source.offset)
+                        )
                         for n in _copy(readers[path], read_at, pages, offset, tensor.size_bytes):
                             done += n
                             if progress is not None:

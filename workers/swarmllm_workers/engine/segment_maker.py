@@ -13,6 +13,7 @@ from swarmllm_workers.engine.ranges import Range
 from swarmllm_workers.engine.segment import EngineSettings, Segment
 from swarmllm_workers.engine.segment_cache import SegmentCache
 from swarmllm_workers.engine.segment_home import SegmentHome
+from swarmllm_workers.engine.split_source import files_of
 
 LoadProgress: TypeAlias = Callable[[int, int], None]
 
@@ -61,7 +62,7 @@ class SegmentMaker:
         else:
             assert architecture is not None  # cut_rule lets no other model be cut
             path = self._files.ensure(architecture, start, end, progress)
-        size_bytes = path.stat().st_size
+        size_bytes = sum(each.stat().st_size for each in files_of(path))
 
         def on_progress(fraction: float) -> None:
             if progress is not None:

@@ -14,13 +14,13 @@ from typing import Final
 import numpy as np
 
 from swarmllm_workers.decode.vocabulary import Vocabulary
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
 from swarmllm_workers.engine.memory import available_bytes, predict, refuse_what_does_not_fit
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.engine.small_batches import ROWS_MAX
+from swarmllm_workers.engine.split_source import open_source
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.speculation.drafting import Draft, Worth
 
@@ -36,7 +36,7 @@ class DraftModel:
         self.token_s = 0.0
         """Of a prompt, as measured last."""
         try:
-            source = GgufFile(path)
+            source = open_source(path)
             refuse_impossible_rotation(source)
             n_layers = n_layers_of(source)
             self.memory = predict(source, n_layers, [(0, n_layers)], settings)
