@@ -37,6 +37,8 @@ class Shelf:
     redirects: dict[str, str] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     """Sent with redirects."""
+    linked: dict[str, str] = field(default_factory=dict)
+    """Path -> the SHA-256 that is told with its redirect."""
     has_ranges: bool = True
     on_request: Callable[[], None] = lambda: None
     n_bytes: int = 0
@@ -64,7 +66,8 @@ class Handler(BaseHTTPRequestHandler):
         shelf.asked.append(Asked(self.path, span, authorization, host))
         data = shelf.files.get(self.path)
         if self.path in shelf.redirects:
-            self.reply(302, b"", {"Location": shelf.redirects[self.path], **shelf.headers})
+            linked = {"X-Linked-Etag": f'"{shelf.linked[self.path]}"'} if self.path in shelf.linked else {}
+            self.reply(302, b"", {"Location": shelf.redirects[self.path], **linked, **shelf.headers})
         elif data is None:
             self.reply(404, b"no")
         elif shelf.faults:

@@ -22,7 +22,7 @@ import trio
 from swarmllm.downloads.download_errors import DownloadError, FileChanged, Offline
 from swarmllm.downloads.fetch_layers import FetchLayers
 from swarmllm.downloads.parts import Parts, check_same_file
-from swarmllm.downloads.remote import Facts, Remote, open_http
+from swarmllm.downloads.remote import Facts, FileRemote, Remote, open_http
 from swarmllm.downloads.retry_schedule import RetrySchedule
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.shared_digests import SharedDigests
@@ -36,9 +36,10 @@ from swarmllm.downloads.source import (
     model_name,
     parse_source,
 )
+from swarmllm.downloads.split_remote import SplitRemote, open_remote
 from swarmllm.downloads.unidentified_model import Notes, UnidentifiedModel, read_waiting
 from swarmllm.downloads.whole import WholeFile
-from swarmllm.errors import Conflict, ModelNotFound, SwarmLLMError
+from swarmllm.errors import Conflict, InvalidRequest, ModelNotFound, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.models.disk import allocated_bytes
 from swarmllm.models.names import check_name, normalise_name
@@ -254,7 +255,9 @@ class Downloads:
     ) -> CatalogueEntry | None:
         source = download.source
         url = source.url or await self._address(download, settings, http)
-        remote = Remote(http, url, settings.token if source.is_endpoint else "", settings)
+        remote = open_remote(http, url, settings.token if source.is_endpoint else "", settings)
+        if download.sha256 and isinstance(remote, SplitRemote):
+            raise InvalidRequest("A model in parts has a SHA-256 for each; leave it out.", field="sha256")
         name = download.name or normalise_name(model_name(url))
         for is_last in (False, True):
             facts = await download.patience(settings).keep_trying(remote.facts)
@@ -269,7 +272,7 @@ class Downloads:
         raise AssertionError
 
     async def _whole(
-        self, download: Download, remote: Remote, facts: Facts, name: str, settings: DownloadSettings
+        self, download: Download, remote: FileRemote, facts: Facts, name: str, settings: DownloadSettings
     ) -> CatalogueEntry:
         folder = self._folder_of(remote)
         whole = WholeFile(remote, folder, settings, download.patience(settings), download.progress)
@@ -284,7 +287,7 @@ class Downloads:
         return entry if self._examine is None else await self._examine(entry)
 
     async def _parts(
-        self, download: Download, remote: Remote, facts: Facts, name: str, settings: DownloadSettings
+        self, download: Download, remote: FileRemote, facts: Facts, name: str, settings: DownloadSettings
     ) -> CatalogueEntry | None:
         """The model, or None as long as nobody can know which one it is."""
         if not facts.has_ranges:
@@ -306,7 +309,7 @@ class Downloads:
     async def _known_parts(
         self,
         download: Download,
-        remote: Remote,
+        remote: FileRemote,
         facts: Facts,
         entry: CatalogueEntry,
         layers: LayerRange,
@@ -327,7 +330,7 @@ class Downloads:
     async def _unknown_parts(
         self,
         download: Download,
-        remote: Remote,
+        remote: FileRemote,
         facts: Facts,
         name: str,
         layers: LayerRange,
@@ -373,7 +376,7 @@ class Downloads:
         model = self.gathering.in_folder(folder)
         return model.waits_for() if model is not None else ""
 
-    def _folder_of(self, remote: Remote) -> Path:
+    def _folder_of(self, remote: FileRemote) -> Path:
         return self._folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
 
     async def _address(self, download: Download, settings: DownloadSettings, http: httpx.AsyncClient) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import trio
 
 from swarmllm.downloads.download_errors import Broken, FileChanged
-from swarmllm.downloads.remote import Facts, Remote
+from swarmllm.downloads.remote import Facts, FileRemote
 from swarmllm.downloads.retry_schedule import RetrySchedule
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.unidentified_model import UnidentifiedModel
@@ -36,7 +36,7 @@ class FetchLayers:
 
     def __init__(
         self,
-        remote: Remote,
+        remote: FileRemote,
         facts: Facts,
         model: UnidentifiedModel,
         settings: DownloadSettings,

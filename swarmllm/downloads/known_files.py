@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from pathlib import Path
 
 import trio
 from blake3 import blake3
 
+from swarmllm.errors import BadModel
 from swarmllm.models import Catalogue, CatalogueEntry, TensorEntry
 from swarmllm.models.hashing import READ_BYTES
+from swarmllm.models.tensor_locations import Places
 
 REMEMBERED = 64
 """Files whose header has been hashed."""
@@ -35,20 +36,19 @@ class KnownFiles:
     async def _header(self, entry: CatalogueEntry, first: TensorEntry) -> str:
         key = (entry.model_id, entry.state.mtime_ns)
         if key not in self._headers:
-            self._headers[key] = await trio.to_thread.run_sync(_hash_start, entry.path, first.offset)
+            self._headers[key] = await trio.to_thread.run_sync(_hash_start, Places(entry), first.offset)
             while len(self._headers) > REMEMBERED:
                 self._headers.popitem(last=False)
         return self._headers.get(key, "")
 
 
-def _hash_start(path: Path, n_bytes: int) -> str:
+def _hash_start(places: Places, n_bytes: int) -> str:
     """Empty where it cannot be read."""
-    hasher = blake3()
+    hasher, at = blake3(), 0
     try:
-        with path.open("rb") as file:
-            while n_bytes and (data := file.read(min(READ_BYTES, n_bytes))):
-                hasher.update(data)
-                n_bytes -= len(data)
-    except OSError:
+        while at < n_bytes and (data := places.read_container(at, min(READ_BYTES, n_bytes - at))):
+            hasher.update(data)
+            at += len(data)
+    except (OSError, BadModel):
         return ""
-    return "" if n_bytes else hasher.hexdigest()
+    return hasher.hexdigest() if at == n_bytes else ""

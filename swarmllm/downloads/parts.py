@@ -13,11 +13,12 @@ from contextlib import aclosing
 import trio
 
 from swarmllm.downloads.download_errors import Broken
-from swarmllm.downloads.remote import Facts, Remote
+from swarmllm.downloads.remote import Facts, FileRemote
 from swarmllm.downloads.retry_schedule import RetrySchedule
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.errors import BadModel
 from swarmllm.models import CatalogueEntry, Store, TensorEntry
+from swarmllm.models.tensor_locations import Places
 from swarmllm.models.tensor_writer import TensorWriter
 from swarmllm.transfer.parallel import share_out
 
@@ -26,20 +27,18 @@ MAX_WRONG = 2
 Progress = Callable[[int, int], None]
 
 
-async def check_same_file(remote: Remote, facts: Facts, entry: CatalogueEntry) -> None:
+async def check_same_file(remote: FileRemote, facts: Facts, entry: CatalogueEntry) -> None:
     """Raises BadModel unless the file's size and its whole header are those of `entry`'s file."""
     other = BadModel(f"{remote.url} is not the file that {entry.name} was made from", field="source")
     if facts.size_bytes != entry.state.size_bytes:
         raise other
-    tensors = entry.manifest.tensors
-    n_bytes = min(tensor.offset for tensor in tensors)
-    at = 0
-    with entry.path.open("rb") as file:
-        async with aclosing(remote.read(0, n_bytes, facts)) as portions:
-            async for data in portions:
-                if file.read(len(data)) != data:
-                    raise other
-                at += len(data)
+    places = Places(entry)
+    n_bytes, at = min(tensor.offset for tensor in entry.manifest.tensors), 0
+    async with aclosing(remote.read(0, n_bytes, facts)) as portions:
+        async for data in portions:
+            if await trio.to_thread.run_sync(places.read_container, at, len(data)) != data:
+                raise other
+            at += len(data)
 
 
 class Parts:
@@ -47,7 +46,7 @@ class Parts:
 
     def __init__(
         self,
-        remote: Remote,
+        remote: FileRemote,
         facts: Facts,
         store: Store,
         entry: CatalogueEntry,

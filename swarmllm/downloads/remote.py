@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 from urllib.parse import urljoin
 
 import httpx
@@ -25,6 +26,7 @@ from swarmllm import __version__
 from swarmllm.downloads.download_errors import Broken, Busy, FileChanged, Refused
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.source import check_url, origin
+from swarmllm.downloads.spans import Span
 from swarmllm.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,37 @@ class Facts:
     sha256: str
     """Hugging Face tells it of large files; else empty."""
     has_ranges: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    n_bytes: int
+
+
+HashedPiece = bytes | Span | Zeros
+"""Of a file on a server: what it is, or where it lies in the file that was fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class HashedPieces:
+    """A file on a server, front to back, and what it must hash to."""
+
+    url: str
+    sha256: str
+    pieces: tuple[HashedPiece, ...]
+
+
+class FileRemote(Protocol):
+    """What a download needs of a server."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def facts(self) -> Facts: ...
+
+    def read(self, start: int, end: int, facts: Facts) -> AsyncGenerator[bytes, None]: ...
+
+    def hashed(self, facts: Facts, sha256: str) -> tuple[HashedPieces, ...]: ...
 
 
 class Remote:
@@ -99,6 +132,11 @@ class Remote:
                     yield data
             if at != end:
                 raise Broken(f"{self.url}: the server stopped {end - at} bytes early")
+
+    def hashed(self, facts: Facts, sha256: str) -> tuple[HashedPieces, ...]:
+        """What the fetched file is to be checked against: `sha256`, or what the server said."""
+        wanted = sha256 or facts.sha256
+        return (HashedPieces(self.url, wanted, ((0, facts.size_bytes),)),) if wanted else ()
 
     async def listing(self) -> bytes:
         """The whole of a small answer. Raises Refused, Busy, Broken."""

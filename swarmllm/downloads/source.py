@@ -8,6 +8,7 @@ anybody on the way could change what is fetched.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import quote, unquote, urlsplit
 
@@ -16,6 +17,7 @@ import msgspec
 from swarmllm.downloads.download_errors import DownloadError
 from swarmllm.errors import InvalidRequest
 from swarmllm.host_names import is_loopback_host, parse_host_name
+from swarmllm_proto.split_files import SPLIT_MAX, by_model, parse_split_name, split_stem
 
 MAX_SOURCE_LENGTH = 2048
 SHOWN_FILES = 20
@@ -107,21 +109,34 @@ def listed_files(answer: bytes, url: str) -> list[str]:
 
 
 def choose_file(repo: str, names: list[str], wanted: str) -> str:
-    """The one GGUF that is meant. Raises InvalidRequest that lists what there is."""
-    there = sorted(name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower())
-    fitting = [name for name in there if wanted.lower() in name.lower()]
+    """The one GGUF that is meant, or the first of its parts. Raises InvalidRequest that lists what there
+    is."""
+    there = by_model(
+        name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower()
+    )
+    fitting = [
+        first for first, files in there.items() if any(wanted.lower() in file.lower() for file in files)
+    ]
     if len(fitting) == 1:
+        _refuse_missing_parts(repo, fitting[0], there[fitting[0]])
         return fitting[0]
     if not there:
         raise _bad(f"{repo} has no GGUF file.")
-    listed = ", ".join((fitting or there)[:SHOWN_FILES])
+    listed = ", ".join((fitting or list(there))[:SHOWN_FILES])
     what = f"has no GGUF with {wanted!r} in its name" if not fitting else f"has {len(fitting)} that fit"
     raise _bad(f"{repo} {what}; name one of them: {listed}")
 
 
+def _refuse_missing_parts(repo: str, first: str, files: Sequence[str]) -> None:
+    name = parse_split_name(first)
+    for each in name.all()[:SPLIT_MAX] if name else ():
+        if str(each) not in files:
+            raise _bad(f"{repo} lacks part {each.number} of {each.count}: there is no {each}")
+
+
 def model_name(url: str) -> str:
     """What a model is called that comes from here, unless somebody says otherwise."""
-    return unquote(urlsplit(url).path).rpartition("/")[2].removesuffix(".gguf")
+    return split_stem(unquote(urlsplit(url).path).rpartition("/")[2])
 
 
 def _bad(message: str) -> InvalidRequest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -18,17 +18,17 @@ import msgspec
 import trio
 
 from swarmllm.downloads.download_errors import Broken, DownloadError, FileChanged
-from swarmllm.downloads.remote import Facts, Remote
+from swarmllm.downloads.remote import Facts, FileRemote, HashedPiece, HashedPieces, Zeros
 from swarmllm.downloads.retry_schedule import RetrySchedule
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.spans import Span, cut, joined, missing, n_bytes
 from swarmllm.errors import StoreFull
+from swarmllm.models.tensor_writer import pieces
 from swarmllm.transfer.parallel import share_out
 
 log = logging.getLogger(__name__)
 
 PART, STATE = "part.gguf", "state.json"
-READ_BYTES = 4 * 2**20
 Progress = Callable[[int, int], None]
 
 
@@ -44,7 +44,7 @@ class WholeFile:
 
     def __init__(
         self,
-        remote: Remote,
+        remote: FileRemote,
         folder: Path,
         settings: DownloadSettings,
         patience: RetrySchedule,
@@ -74,17 +74,27 @@ class WholeFile:
             await trio.to_thread.run_sync(self.forget)
             raise
         on_checking()
-        wanted = sha256 or facts.sha256
-        if wanted and await self._sha256() != wanted:
-            await trio.to_thread.run_sync(self.forget)
-            raise DownloadError(
-                f"{self._remote.url}: what came does not have the SHA-256 {wanted}; it is thrown away"
-            )
+        for file in self._remote.hashed(facts, sha256):
+            if await self._sha256(file.pieces) != file.sha256:
+                await trio.to_thread.run_sync(self._throw_away, file)
+                raise DownloadError(
+                    f"{file.url}: what came does not have the SHA-256 {file.sha256}; it is thrown away"
+                )
 
     def forget(self) -> None:
         """Throw away what has come. Blocking."""
         for name in (PART, STATE):
             (self._folder / name).unlink(missing_ok=True)
+
+    def _throw_away(self, file: HashedPieces) -> None:
+        """Of several files, only this one. Blocking."""
+        gone = joined(piece for piece in file.pieces if isinstance(piece, tuple))
+        size_bytes = self._facts.size_bytes
+        kept = missing([*missing(self._done, size_bytes), *gone], size_bytes)
+        if kept:
+            self._write_state(kept)
+        else:
+            self.forget()
 
     def _begin(self) -> list[Span]:
         """What an earlier attempt has left, if it was of the same version of the file."""
@@ -110,12 +120,12 @@ class WholeFile:
 
     async def _fetch(self, left: list[Span]) -> None:
         size_bytes = self._settings.piece_bytes if self._facts.has_ranges else self._facts.size_bytes
-        pieces = cut(left, size_bytes)
+        wanted = cut(left, size_bytes)
 
         async def fetch(piece: Span) -> None:
             await self._piece(*piece)
 
-        await share_out(self._settings.n_lanes, pieces, fetch)
+        await share_out(self._settings.n_lanes, wanted, fetch)
 
     async def _piece(self, start: int, end: int) -> None:
         """All of it, however often the connection breaks."""
@@ -168,14 +178,20 @@ class WholeFile:
     def _report(self) -> None:
         self._progress(n_bytes(self._done), self._facts.size_bytes)
 
-    async def _sha256(self) -> str:
+    async def _sha256(self, file_pieces: Iterable[HashedPiece]) -> str:
         digest = hashlib.sha256()
 
         def hash_all() -> None:
             with self.part.open("rb") as file:
-                while data := file.read(READ_BYTES):
-                    trio.from_thread.check_cancelled()
-                    digest.update(data)
+                for piece in file_pieces:
+                    if isinstance(piece, bytes):
+                        digest.update(piece)
+                    elif isinstance(piece, Zeros):
+                        digest.update(bytes(piece.n_bytes))
+                    else:
+                        for data in pieces(file.fileno(), piece[0], piece[1] - piece[0]):
+                            trio.from_thread.check_cancelled()
+                            digest.update(data)
 
         await trio.to_thread.run_sync(hash_all)
         return digest.hexdigest()

@@ -132,7 +132,11 @@ def _check_tensors(names: Sequence[SplitName], parts: Sequence[PartHeader]) -> N
     norm: tuple[int, ...] | None = None
     for name, part in zip(names, parts, strict=True):
         with in_part(name):
+            end = part.header.data_offset
             for tensor in part.header.tensors:
+                if tensor.offset - end >= part.header.alignment:
+                    raise BadModel(f"tensor {tensor.name} does not follow the one before it")
+                end = tensor.offset + tensor.size_bytes
                 if tensor.name in owners:
                     raise BadModel(f"tensor {tensor.name} is in part {owners[tensor.name].number} already")
                 owners[tensor.name] = name

@@ -99,7 +99,9 @@ def test_a_worker_process_runs_a_model_of_four_parts(
     opened = worker.open(parts[0], (0, 1), (1, 4))
     assert opened.n_layers == 4
     hidden = worker.hidden(np.arange(5, dtype=np.int32), request_id="r", start=0, end=1, position=0)
-    answer = worker.forward(hidden, request_id="r", start=1, end=4, position=0, want="token", sampling=GREEDY)
+    answer = worker.forward(
+        hidden, request_id="r", start=1, end=4, position=0, want="token", n_prompt_tokens=5, sampling=GREEDY
+    )
     assert isinstance(answer.message, ipc.Token)
     model = llama_cpp.Llama(str(original), n_ctx=64, n_threads=1, n_threads_batch=1, verbose=False)
     model.eval(list(range(5)))
