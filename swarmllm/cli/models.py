@@ -44,9 +44,9 @@ Examples:
 def models() -> None:
     """List, add, fetch, load, check and remove models.
 
-    A model is one GGUF file. `add` makes it known to the node, `load` makes some or all of its layers ready
-    to run and tells the swarm. What the node does not have of a model, `load` fetches from the nodes that
-    do. A model answers when the nodes of the swarm hold all of its layers together.
+    A model is one GGUF file, or the parts of one. `add` makes it known to the node, `load` makes some or all
+    of its layers ready to run and tells the swarm. What the node does not have of a model, `load` fetches
+    from the nodes that do. A model answers when the nodes of the swarm hold all of its layers together.
     """
 
 
@@ -71,20 +71,37 @@ def list_(as_json: bool, api_url: str) -> None:
         click.echo("No models. Add one: swarmllm models add PATH.gguf")
 
 
-@models.command(short_help="Make a GGUF file known to the node.")
-@click.argument("path", type=click.Path(exists=True, dir_okay=False, resolve_path=True, path_type=Path))
+@models.command(
+    short_help="Make a GGUF file known to the node.",
+    epilog="""\b
+Examples:
+  swarmllm models add ~/models/qwen2.5-0.5b-instruct-q8_0.gguf --name qwen
+  swarmllm models add ~/models/llama-70b-Q4_K_M-00001-of-00004.gguf
+  swarmllm models add ~/models/llama-70b-Q4_K_M/
+""",
+)
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
 @click.option("--name", help="What to call it.  [default: the name in the file]")
 @json_option
 @api_option
 def add(path: Path, name: str | None, as_json: bool, api_url: str) -> None:
-    """Make a GGUF file known to the node: it is read and hashed, and stays where it is."""
+    """Make a GGUF file known to the node: it is read and hashed, and stays where it is.
+
+    Of a model in parts (NAME-00001-of-00004.gguf), give any part, or their folder; all parts are found by
+    their names. A part that is missing is named before anything is read. The model's id is the one that it
+    has in one file.
+    """
+    # A link stays one: what it leads to may have another name, by which no other part is found.
+    path = path.expanduser().absolute()
     with Client(api_url) as client:
         events = client.post_progress("/api/admin/models", {"path": str(path), "name": name})
         model = _follow(events, f"hashing {path.name}", show=not as_json)["model"]
     if as_json:
         print_json(model)
         return
-    click.echo(f"Added {safe(model['name'])}: {model['n_layers']} layers, {size(model['size_bytes'])}.")
+    in_parts = f" in {model['n_parts']} parts" if model["n_parts"] > 1 else ""
+    added = f"{model['n_layers']} layers, {size(model['size_bytes'])}{in_parts}"
+    click.echo(f"Added {safe(model['name'])}: {added}.")
     if model["further_names"]:
         click.echo(f"The same model is also called {', '.join(map(safe, model['further_names']))}.")
     if model["whole_reason"]:
@@ -246,7 +263,8 @@ def rm(name: str, as_json: bool, api_url: str) -> None:
     elif model["stored"]:
         click.echo(f"{safe(model['name'])}: forgotten, and what was fetched of it is deleted.")
     else:
-        click.echo(f"{safe(model['name'])}: forgotten; its file stays at {safe(model['path'])}.")
+        files = "file stays" if model["n_parts"] == 1 else f"{model['n_parts']} files stay"
+        click.echo(f"{safe(model['name'])}: forgotten; its {files} at {safe(model['path'])}.")
 
 
 def _path(name: str, action: str = "") -> str:
@@ -271,7 +289,8 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "context", str(model["context_length"])
         cuts = f"at multiples of {model['cut_alignment']}"
         yield "can be cut", model["whole_reason"] or cuts
-        yield "file", model["path"]
+        n_parts = model["n_parts"]
+        yield "file", f"{model['path']} (1 of {n_parts} parts)" if n_parts > 1 else model["path"]
         pinned = " (pinned)" if model["pinned"] else ""
         yield "came from", f"other nodes{pinned}" if model["stored"] else "this machine"
         yield "in the file", ", ".join([*files["layers"], *ends]) or "only the header"

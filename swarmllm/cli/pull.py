@@ -27,6 +27,7 @@ Examples:
   swarmllm models pull hf:ORG/REPO:FILE.gguf --name qwen
   swarmllm models pull https://example.org/model.gguf --sha256 HEX
   swarmllm models pull hf:ORG/REPO:FILE.gguf --layers 0:12
+  swarmllm models pull hf:ORG/REPO:FILE-00001-of-00004.gguf
 """,
 )
 @click.argument("source")
@@ -39,6 +40,9 @@ def pull(
     source: str, layers: str | None, name: str | None, sha256: str | None, as_json: bool, api_url: str
 ) -> None:
     """Fetch a model from the web: hf:ORG/REPO, hf:ORG/REPO:FILE.gguf, hf:ORG/REPO:Q4_K_M, or https://...
+
+    Of a model in parts (FILE-00001-of-00004.gguf), name any part: all are fetched, after their headers were
+    checked, and become one file.
 
     Pieces are fetched side by side. What was interrupted goes on where it was when it is asked for again, and
     nothing counts before it is checked. The node does the work: Ctrl-C only ends the looking on.

@@ -22,6 +22,7 @@ MODEL: dict[str, Any] = {
     "trouble": None,
     "model_id": "ab" * 32,
     "path": "/models/guide.gguf",
+    "n_parts": 1,
     "architecture": "llama",
     "n_layers": 12,
     "context_length": 2048,
@@ -183,6 +184,27 @@ def test_add_sends_the_absolute_path(
     assert "12 layers, 9.3 MB" in result.stdout
     assert "only be loaded whole: its layers share KV" in result.stdout
     assert node.bodies("/api/admin/models") == [{"path": str(tmp_path / "m.gguf"), "name": "mine"}]
+
+
+def test_add_takes_parts_by_the_link_that_names_them_and_a_folder(
+    run: Run, node: FakeNode, tmp_path: Path
+) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0123").write_bytes(b"GGUF")
+    link = tmp_path / "m-00001-of-00004.gguf"
+    link.symlink_to(tmp_path / "blobs" / "0123")
+    node.on("POST", "/api/admin/models", ndjson({"type": "result", "model": MODEL | {"n_parts": 4}}))
+    assert "9.3 MB in 4 parts." in run("models", "add", str(link)).stdout
+    assert run("models", "add", str(tmp_path)).exit_code == 0
+    assert [body["path"] for body in node.bodies("/api/admin/models")] == [str(link), str(tmp_path)]
+
+
+def test_the_number_of_parts_is_shown(run: Run, node: FakeNode) -> None:
+    node.on("GET", "/api/admin/models/guide/status", MODEL | {"n_parts": 4})
+    shown = " ".join(run("models", "show", "guide").output.split())
+    assert "guide.gguf (1 of 4 parts)" in shown
+    node.on("DELETE", "/api/admin/models/guide", MODEL | {"n_parts": 4, "stored": False})
+    assert "its 4 files stay at /models/guide.gguf" in run("models", "rm", "guide").stdout
 
 
 def test_add_of_a_file_that_is_not_there_is_a_usage_error(run: Run, node: FakeNode) -> None:

@@ -123,6 +123,7 @@ def model_json(view: ModelView) -> Json:
         "model_id": view.model_id,
         "trouble": view.trouble or None,
         "path": str(entry.path) if entry else None,
+        "n_parts": max(1, len(entry.parts)) if entry else None,
         "architecture": manifest.architecture if manifest else None,
         "n_layers": view.n_layers,
         "context_length": manifest.context_length if manifest else None,
