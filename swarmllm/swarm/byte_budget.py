@@ -16,6 +16,8 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Final
 
+from swarmllm.swarm.peers.parts import Parts
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import MIB, SWARM_PAYLOAD_MAX
 
 GUARANTEED_PEERS: Final = 256
@@ -36,6 +38,10 @@ class Kind(StrEnum):
     """Payloads of the data plane, while they arrive and are handled."""
     JOBS = "jobs"
     """Payloads that wait in the queues of requests."""
+
+
+HeldBytes = dict[Kind, int]
+"""Of one peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +117,9 @@ class Grant:
 
 
 class ByteBudget:
-    def __init__(self, limits: Mapping[Kind, Limit] = LIMITS) -> None:
+    def __init__(self, limits: Mapping[Kind, Limit] = LIMITS, peers: Parts[HeldBytes] | None = None) -> None:
         self._limits = limits
-        self._held: dict[tuple[str, Kind], int] = {}
+        self._peers: Parts[HeldBytes] = Parts.alone() if peers is None else peers
         self._in_all = dict.fromkeys(limits, 0)
         self._shared = dict.fromkeys(limits, 0)
         """Of that, what peers hold beyond what each is guaranteed."""
@@ -124,14 +130,15 @@ class ByteBudget:
         return f"<ByteBudget {self.n_bytes} bytes, {self.n_refused} refused>"
 
     @classmethod
-    def of_mib(cls, total_mib: int) -> ByteBudget:
+    def of_mib(cls, total_mib: int, peers: Parts[HeldBytes] | None = None) -> ByteBudget:
         """All limits in proportion, so that together they are `total_mib`."""
         share = total_mib / TOTAL_MIB
         return cls(
             {
                 kind: Limit(int(limit.per_peer * share), int(limit.in_all * share))
                 for kind, limit in LIMITS.items()
-            }
+            },
+            peers,
         )
 
     @property
@@ -140,7 +147,8 @@ class ByteBudget:
         return sum(self._in_all.values())
 
     def held(self, peer: str, kind: Kind) -> int:
-        return self._held.get((peer, kind), 0)
+        held = self._peers.get(NodeId(peer))
+        return held.get(kind, 0) if held else 0
 
     def reserve(self, peer: str, kind: Kind, n_bytes: int) -> Grant | None:
         """None: there is no room for it now."""
@@ -159,7 +167,7 @@ class ByteBudget:
         if n_bytes < 0:
             raise ValueError(f"{n_bytes} bytes cannot be reserved")
         limit = self._limits[kind]
-        before = self._held.get((peer, kind), 0)
+        before = self.held(peer, kind)
         held = before + n_bytes
         more_shared = max(0, held - limit.guaranteed) - max(0, before - limit.guaranteed)
         is_too_much = (
@@ -174,11 +182,17 @@ class ByteBudget:
         return True
 
     def _give_back(self, peer: str, kind: Kind, n_bytes: int) -> None:
-        self._set(peer, kind, self._held.get((peer, kind), 0) - n_bytes)
+        self._set(peer, kind, self.held(peer, kind) - n_bytes)
 
     def _set(self, peer: str, kind: Kind, held: int) -> None:
-        before, guaranteed = self._held.pop((peer, kind), 0), self._limits[kind].guaranteed
+        node_id, guaranteed = NodeId(peer), self._limits[kind].guaranteed
+        of_peer = self._peers.get(node_id) or {}
+        before = of_peer.pop(kind, 0)
         self._in_all[kind] += held - before
         self._shared[kind] += max(0, held - guaranteed) - max(0, before - guaranteed)
         if held:
-            self._held[peer, kind] = held
+            of_peer[kind] = held
+        if of_peer:
+            self._peers.put(node_id, of_peer)
+        else:
+            self._peers.drop(node_id)

@@ -92,7 +92,7 @@ class Libp2pRouter:
     ) -> None:
         self.directory = directory
         self._connected = ConnectedPeers(directory.liveness)
-        self.budget = ByteBudget.of_mib(settings.strangers_mib)
+        self.budget = ByteBudget.of_mib(settings.strangers_mib, directory.held_bytes)
         self._identity = identity
         self._gater = gater
         self._nursery = nursery
@@ -101,7 +101,9 @@ class Libp2pRouter:
         self._on_message: MessageHandler | None = None
         dialler = Dialler(identity.node_id, random.Random(), settings.max_peers, gater.standing)
         self.finding = AddressSources(host, nursery, dialler, gater.lets_in)
-        self._requests = RequestProtocol(host, nursery, self._answer, budget=self.budget, note=note)
+        self._requests = RequestProtocol(
+            host, nursery, self._answer, budget=self.budget, note=note, peers=directory.requests
+        )
         self.spread = RecordSpread(
             identity,
             verify,
@@ -137,6 +139,8 @@ class Libp2pRouter:
             answer=self._answer_application,
             note=note,
             budget=self.budget,
+            neighbours=directory.neighbours,
+            bulk_peers=directory.bulk_peers,
         )
         self._dial_backs = DialBacks(identity, gater, self.spread.envelope, host.remote_ip)
         self._checks = ReachabilityChecks(
@@ -394,7 +398,14 @@ async def _running_router(
                 identity, gater, host, nursery, started_at_ms, memory, settings, directory, note
             )
             spread = router.spread
-            gossip = Gossip(network.network_id, spread.validate, spread.receive, TOPIC_SIZES_BYTES, note)
+            gossip = Gossip(
+                network.network_id,
+                spread.validate,
+                spread.receive,
+                TOPIC_SIZES_BYTES,
+                note,
+                directory.gossip_allowances,
+            )
 
             async def one_life(*, task_status: Any) -> None:
                 port = host.port or settings.libp2p_port

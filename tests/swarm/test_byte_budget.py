@@ -52,13 +52,13 @@ class Use(RuleBasedStateMachine):
     @invariant()
     def nothing_is_kept_of_who_holds_nothing(self) -> None:
         holders = {(grant.peer, grant.kind) for grant in self.grants if grant.n_bytes}
-        assert set(self.budget._held) == holders
+        assert {(peer, kind) for peer, held in self.budget._peers.items() for kind in held} == holders
 
     def teardown(self) -> None:
         for grant in self.grants:
             grant.release()
         assert self.budget.n_bytes == 0
-        assert not self.budget._held
+        assert not self.budget._peers
 
 
 TestUse = Use.TestCase

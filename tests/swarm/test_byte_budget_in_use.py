@@ -151,8 +151,7 @@ async def test_nothing_is_kept_of_nodes_that_were_asked() -> None:
             with pytest.raises(NodeUnreachable):
                 await requests.request(f"stranger{n}", 1, b"", timeout_s=1)
         await wait_all_tasks_blocked()
-        assert not requests._outgoing
-        assert not requests._exchanges
+        assert not len(requests._peers)
 
 
 async def test_a_payload_takes_room_as_it_comes(autojump_clock: trio.testing.MockClock) -> None:

@@ -10,9 +10,11 @@ import pytest
 import trio
 
 from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.data.neighbour import Neighbour
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.settings import SwarmSettings
+from swarmllm_proto.identifiers import NodeId
 
 from .conftest import DEADLINE_S, Libp2pSwarm, meet, until
 from .dht.swarm_of import contacts
@@ -41,6 +43,12 @@ async def two_nodes(
         async with open_libp2p_router(settings("b", door)) as b:
             await meet(a, b)
             yield a, b
+
+
+def neighbour_of(router: Libp2pRouter, node_id: NodeId) -> Neighbour:
+    neighbour = router.directory.neighbours.get(node_id)
+    assert neighbour is not None
+    return neighbour
 
 
 async def exchange(a: Libp2pRouter, b: Libp2pRouter, payloads: list[bytes]) -> None:
@@ -150,7 +158,7 @@ async def test_of_two_connections_that_were_dialled_at_once_one_remains(tmp_path
                 dialled = await here.plane._dial(there.node_id)
                 assert dialled is not None
                 await dialled.ready.wait()
-                here.plane._neighbours[there.node_id].sending = dialled
+                neighbour_of(here, there.node_id).sending = dialled
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(exchange, a, b, payloads)
                 nursery.start_soon(a.plane.upgrades.merge, b.node_id)
@@ -175,7 +183,7 @@ async def test_who_cannot_be_reached_is_tried_again_later_and_later(libp2p_swarm
                 await a.plane.reach(nobody)
             except NodeUnreachable as error:
                 if "a moment ago" not in error.message:
-                    waits_s.append(a.plane._neighbours[nobody].retry_at_s - trio.current_time())
+                    waits_s.append(neighbour_of(a, nobody).retry_at_s - trio.current_time())
             await trio.sleep(0.01)
     assert waits_s[0] > 0
     assert waits_s[1] > 1.5 * waits_s[0]

@@ -19,6 +19,7 @@ from swarmllm.swarm.data.connection_frames import Kind as FrameKind
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.data.frame_pace import FIRST_S, MIN_BYTES_PER_S, SLOW_AFTER_S, SLOW_BYTES_PER_S, FramePace
 from swarmllm.swarm.data.payload_displacing import reserve_or_displace
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.frames import encode_frame
 from swarmllm_proto.limits import KIB, MIB, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
@@ -154,7 +155,7 @@ def test_the_slow_are_noted_and_have_not_broken_the_protocol() -> None:
     noted: list[Deed] = []
     plane = DataPlane.__new__(DataPlane)
     plane._note = lambda _node, deed, _detail="": noted.append(deed)  # type: ignore[method-assign, assignment]
-    plane._neighbours = {}
+    plane._neighbours = Parts.alone()
     plane.bulk = cast("Any", type("NoBulk", (), {"lost": lambda *_: None})())
     away, into = trio.open_memory_channel[bytes](1)
 

@@ -24,6 +24,7 @@ from swarmllm.swarm.dispatch import RequestRefused
 from swarmllm.swarm.libp2p import bounded_yamux, unsigned_pubsub
 from swarmllm.swarm.libp2p.bounded_yamux import BoundedYamux, Overrun
 from swarmllm.swarm.libp2p.unsigned_pubsub import RECENT_MAX_BYTES, UnsignedPubsub, _ContentCache
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX, PrefixIndex
 from swarmllm_proto.router_messages import DialBackRequest, encode_neighbour
 from swarmllm_proto.swarm import KeptPrefix, PrefixCacheAnnounce
@@ -165,7 +166,7 @@ async def test_nodes_that_cannot_be_reached_are_not_kept_for_ever(monkeypatch: p
         raise NodeUnreachable("gone")
 
     plane = DataPlane.__new__(DataPlane)
-    plane._neighbours = {}
+    plane._neighbours = Parts.alone()
     plane._establish = unreachable  # type: ignore[method-assign, assignment]
     async with trio.open_nursery() as nursery:
         transfers = Bulk(*cast("Any", ("me", nursery, lambda _: [], nothing, nothing, nothing)))

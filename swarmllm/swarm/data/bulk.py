@@ -34,6 +34,7 @@ from swarmllm.swarm.byte_budget import ByteBudget, Grant, Kind
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.stream_fallback import StreamWire
 from swarmllm.swarm.dispatch import RequestRefused
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import REQUEST_MAX
@@ -64,8 +65,8 @@ class NoBulkWay(NodeUnreachable):
 _Question = Outcome[bytes | memoryview]
 
 
-@dataclass
-class _Peer:
+@dataclass(eq=False)
+class BulkPeer:
     dialling: trio.Lock = field(default_factory=trio.Lock)
     connection: Connection | None = None
     retry_at_s: float = 0.0
@@ -75,6 +76,9 @@ class _Peer:
     @property
     def is_in_use(self) -> bool:
         return self.connection is not None or self.dialling.locked() or self.is_looking
+
+    def is_over(self, now: float) -> bool:
+        return not self.is_in_use and now >= self.retry_at_s
 
 
 class Bulk:
@@ -92,6 +96,7 @@ class Bulk:
         answer: Callable[[NodeId, bytes], Awaitable[bytes]],
         budget: ByteBudget | None = None,
         note: Note = unnoted,
+        peers: Parts[BulkPeer] | None = None,
     ) -> None:
         self._budget = budget or ByteBudget()
         self._note = note
@@ -101,7 +106,7 @@ class Bulk:
         self._dial = dial
         self._open_stream = open_stream
         self._answer = answer
-        self._peers: dict[NodeId, _Peer] = {}
+        self._peers: Parts[BulkPeer] = Parts.alone() if peers is None else peers
         self._questions: dict[Connection, dict[int, _Question]] = {}
         self._n_answering: dict[Connection, int] = {}
         self._numbers = itertools.count(1)
@@ -143,7 +148,7 @@ class Bulk:
         self._n_answering.pop(connection, None)
         peer = self._peers.get(connection.node_id)
         if peer is not None and peer.connection is connection:
-            del self._peers[connection.node_id]
+            self._peers.drop(connection.node_id)
 
     async def _fetch(self, node_id: NodeId, body: bytes) -> bytes | memoryview:
         connection = await self._connection(node_id)
@@ -161,8 +166,9 @@ class Bulk:
 
     async def _connection(self, node_id: NodeId) -> Connection:
         if len(self._peers) >= _PEERS_MAX:
-            self._peers = {each: peer for each, peer in self._peers.items() if peer.is_in_use}
-        peer = self._peers.setdefault(node_id, _Peer())
+            for idle in [each for each, peer in self._peers.items() if not peer.is_in_use]:
+                self._peers.drop(idle)
+        peer = self._peers.get(node_id) or self._peers.put(node_id, BulkPeer())
         async with peer.dialling:
             if peer.connection is None or not peer.connection.alive:
                 peer.connection = await self._establish(node_id, peer)
@@ -175,7 +181,7 @@ class Bulk:
             raise NodeUnreachable(f"the relay to node {node_id} carries no more transfers")
         return connection
 
-    async def _establish(self, node_id: NodeId, peer: _Peer) -> Connection:
+    async def _establish(self, node_id: NodeId, peer: BulkPeer) -> Connection:
         if there := [c for c in self._connections(node_id) if _is_ready_and_direct(c)]:
             return there[0]
         connection = None
@@ -188,7 +194,7 @@ class Bulk:
             raise NoBulkWay(f"node {node_id} takes no bulk connection")
         return connection
 
-    def _keep_one(self, node_id: NodeId, peer: _Peer) -> None:
+    def _keep_one(self, node_id: NodeId, peer: BulkPeer) -> None:
         """Of a connection dialled here and one that the peer, of the smaller id, dialled and asks on."""
         own = peer.connection
         if own is None or not own.dialled or self._own_id < node_id:
@@ -199,10 +205,10 @@ class Bulk:
                 self._end_if_replaced(own)
                 return
 
-    def _may_look(self, peer: _Peer) -> bool:
+    def _may_look(self, peer: BulkPeer) -> bool:
         return not peer.is_looking and trio.current_time() >= peer.retry_at_s
 
-    async def _look_for_better(self, node_id: NodeId, peer: _Peer, old: Connection) -> None:
+    async def _look_for_better(self, node_id: NodeId, peer: BulkPeer, old: Connection) -> None:
         try:
             better = await self._ready(await self._dial(node_id))
             better = better or await self._ready(await self._open_stream(node_id, old))

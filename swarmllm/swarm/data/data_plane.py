@@ -26,7 +26,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import contained, spawn, supervise
 from swarmllm.swarm.byte_budget import ByteBudget
-from swarmllm.swarm.data.bulk import Bulk
+from swarmllm.swarm.data.bulk import Bulk, BulkPeer
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.links import ask_for_link, give_link
 from swarmllm.swarm.data.neighbour import LinkStatus, Neighbour
@@ -43,6 +43,7 @@ from swarmllm.swarm.libp2p.listen_port import open_listeners
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.peers.connection_limits import GAVE_WAY, Standing, who_makes_room
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm_proto.identifiers import NodeId
@@ -82,6 +83,8 @@ class DataPlane:
         answer: Callable[[NodeId, bytes], Awaitable[bytes]],
         note: Note = unnoted,
         budget: ByteBudget | None = None,
+        neighbours: Parts[Neighbour] | None = None,
+        bulk_peers: Parts[BulkPeer] | None = None,
     ) -> None:
         self._identity = identity
         self._budget = budget or ByteBudget()
@@ -102,8 +105,9 @@ class DataPlane:
             answer,
             self._budget,
             note,
+            bulk_peers,
         )
-        self._neighbours: dict[NodeId, Neighbour] = {}
+        self._neighbours: Parts[Neighbour] = Parts.alone() if neighbours is None else neighbours
         self.upgrades = Upgrades(
             self._neighbours, self.connections, self._dial, self._reopen, identity.node_id
         )
@@ -153,7 +157,7 @@ class DataPlane:
         """The connection to send on, established if need be. Raises NodeUnreachable."""
         if len(self._neighbours) >= _NEIGHBOURS_MAX:
             self._forget_unreachable()
-        neighbour = self._neighbours.setdefault(node_id, Neighbour())
+        neighbour = self._neighbour(node_id)
         async with neighbour.establishing:
             if neighbour.sending is not None and neighbour.sending.alive:
                 return neighbour.sending
@@ -163,8 +167,11 @@ class DataPlane:
 
     def _forget_unreachable(self) -> None:
         for node_id, each in list(self._neighbours.items()):
-            if not each.connections and not each.establishing.locked() and each.turning is None:
-                del self._neighbours[node_id]
+            if not each.is_in_use:
+                self._neighbours.drop(node_id)
+
+    def _neighbour(self, node_id: NodeId) -> Neighbour:
+        return self._neighbours.get(node_id) or self._neighbours.put(node_id, Neighbour())
 
     async def open_link(self, node_id: NodeId, purpose: str) -> LinkEnd:
         """Raises NodeUnreachable."""
@@ -220,7 +227,7 @@ class DataPlane:
             for connection in connections:
                 connection.end(how)
             if not neighbour.establishing.locked():
-                del self._neighbours[node_id]
+                self._neighbours.drop(node_id)
 
     async def say_goodbye(self) -> None:
         """To every neighbour that will hear it."""
@@ -308,7 +315,7 @@ class DataPlane:
             give_way=self._give_way,
             reserve=partial(reserve_or_displace, self._budget, self._receivers, node_id),
         )
-        self._neighbours.setdefault(node_id, Neighbour()).connections.add(connection)
+        self._neighbour(node_id).connections.add(connection)
         return connection
 
     def _receivers(self) -> Iterator[Connection]:
@@ -342,7 +349,7 @@ class DataPlane:
         if connection.ready.is_set() and not connection.bulk and is_loss:
             self._lost(connection.node_id, connection.ending)
         elif not neighbour.connections and not neighbour.n_failures and not neighbour.establishing.locked():
-            del self._neighbours[connection.node_id]
+            self._neighbours.drop(connection.node_id)
 
     async def _become_link(self, connection: Connection) -> None:
         wire = connection.wire

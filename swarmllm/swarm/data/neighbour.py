@@ -12,8 +12,10 @@ from swarmllm.swarm.router import PeerInfo
 from swarmllm_proto.envelope import Envelope
 from swarmllm_proto.identifiers import NodeId
 
+FAILURES_COUNT_S = 300.0
 
-@dataclass
+
+@dataclass(eq=False)
 class Neighbour:
     connections: set[Connection] = field(default_factory=set)
     sending: Connection | None = None
@@ -26,6 +28,14 @@ class Neighbour:
     retry_at_s: float = 0.0
     n_bytes_sent: int = 0
     n_bytes_received: int = 0
+
+    @property
+    def is_in_use(self) -> bool:
+        return bool(self.connections) or self.establishing.locked() or self.turning is not None
+
+    def is_over(self, now: float) -> bool:
+        """Nobody has tried to reach it for so long that its failures say nothing."""
+        return not self.is_in_use and now >= self.retry_at_s + FAILURES_COUNT_S
 
     def needs(self, connection: Connection) -> bool:
         """Whether messages may get lost with it."""

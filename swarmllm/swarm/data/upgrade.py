@@ -21,6 +21,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.neighbour import Neighbour
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Upgrades:
 
     def __init__(
         self,
-        neighbours: dict[NodeId, Neighbour],
+        neighbours: Parts[Neighbour],
         connections: Callable[[NodeId], list[Connection]],
         dial: Callable[[NodeId], Awaitable[Connection | None]],
         reopen: Callable[[NodeId, Connection], Awaitable[Connection | None]],

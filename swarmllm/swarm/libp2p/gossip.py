@@ -23,8 +23,10 @@ from libp2p.pubsub import gossipsub
 from libp2p.tools.anyio_service import background_trio_service
 
 from swarmllm.log_filter import provoked_by
+from swarmllm.swarm.libp2p.gossip_budget import GossipAllowance, GossipBudget
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.libp2p.unsigned_pubsub import UnsignedGossipSub, UnsignedPubsub
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm_proto.identifiers import NodeId
 
@@ -56,6 +58,7 @@ class Gossip:
         receive: Receive,
         size_max_bytes: dict[str, int],
         note: Note = unnoted,
+        peers: Parts[GossipAllowance] | None = None,
     ) -> None:
         """`validate(topic, content)` decides what is passed on, `receive` gets what was; neither may
         block."""
@@ -64,6 +67,7 @@ class Gossip:
         self.receive = receive
         self.size_max_bytes = size_max_bytes
         self.note = note
+        self.budget = GossipBudget(peers=peers)
         self._pubsub: Any = None
 
     def attach(self, pubsub: Any) -> None:
@@ -104,7 +108,7 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
         validation_cache_size=_VERDICTS_MAX,
         allowed_topics={topic_name(topic, network_id) for topic in size_max_bytes},
     )
-    pubsub.note = gossip.note
+    pubsub.note, pubsub.budget = gossip.note, gossip.budget
     for topic, size_max in size_max_bytes.items():
         name = topic_name(topic, network_id)
         pubsub.set_topic_validator(

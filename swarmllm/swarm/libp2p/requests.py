@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from struct import Struct
 
 import trio
@@ -32,6 +33,7 @@ from swarmllm.swarm.byte_budget_waiting import reserve_within
 from swarmllm.swarm.dispatch import RequestRefused, UnreadableRequest
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import REQUEST_MAX
@@ -66,6 +68,21 @@ class _Exchange(Outcome[bytes]):
         self.reading = trio.CancelScope()
 
 
+@dataclass(eq=False, slots=True)
+class PeerRequests:
+    """What is under way with one peer; kept while there is any of it."""
+
+    waited_for: set[_Exchange] = field(default_factory=set)
+    turns: trio.Semaphore = field(default_factory=lambda: trio.Semaphore(EXCHANGES_PER_PEER))
+    outgoing: set[_Exchange] = field(default_factory=set)
+    """Exchanges that have or await a turn."""
+    n_incoming: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.waited_for or self.outgoing or self.n_incoming)
+
+
 class RequestProtocol:
     """Both ends of the protocol. `nursery` outlives every exchange."""
 
@@ -77,23 +94,21 @@ class RequestProtocol:
         *,
         budget: ByteBudget | None = None,
         note: Note = unnoted,
+        peers: Parts[PeerRequests] | None = None,
     ) -> None:
         self._budget = budget or ByteBudget()
         self._note = note
         self._host = host
         self._nursery = nursery
         self._answer = answer
-        self._exchanges: dict[str, set[_Exchange]] = {}
-        self._outgoing: dict[str, tuple[trio.Semaphore, set[_Exchange]]] = {}
-        """The turns of each peer that is being asked, and the exchanges that have or await one."""
-        self._n_incoming: dict[str, int] = {}
+        self._peers: Parts[PeerRequests] = Parts.alone() if peers is None else peers
         host.serve(PROTOCOL, self._serve)
 
     async def request(self, node_id: NodeId, kind: int, body: bytes, *, timeout_s: float) -> bytes:
         """Raises NodeUnreachable, DeadlineExceeded, RemoteError."""
         exchange = _Exchange()
-        under_way = self._exchanges.setdefault(node_id, set())
-        under_way.add(exchange)
+        peer = self._peer(node_id)
+        peer.waited_for.add(exchange)
         spawn(
             self._nursery,
             "question",
@@ -108,24 +123,36 @@ class RequestProtocol:
         try:
             return await exchange.within(timeout_s, f"node {node_id} did not answer")
         finally:
-            under_way.discard(exchange)
-            if not under_way and self._exchanges.get(node_id) is under_way:
-                del self._exchanges[node_id]
+            peer.waited_for.discard(exchange)
+            self._settle(node_id)
             exchange.reading.cancel()
 
     def lose(self, node_id: NodeId) -> None:
         """The node is gone: whoever waits for it need not wait longer."""
-        for exchange in self._exchanges.pop(node_id, set()):
+        if (peer := self._peers.get(node_id)) is None:
+            return
+        waited_for, peer.waited_for = peer.waited_for, set()
+        self._settle(node_id)
+        for exchange in waited_for:
             exchange.fail(NodeUnreachable(f"node {node_id} was lost while it was asked"))
+
+    def _peer(self, node_id: NodeId) -> PeerRequests:
+        return self._peers.get(node_id) or self._peers.put(node_id, PeerRequests())
+
+    def _settle(self, node_id: NodeId) -> None:
+        """Nothing is kept of a peer with which nothing is under way."""
+        peer = self._peers.get(node_id)
+        if peer is not None and peer.is_empty:
+            self._peers.drop(node_id)
 
     async def _run(
         self, node_id: NodeId, kind: int, body: bytes, timeout_s: float, exchange: _Exchange
     ) -> None:
-        slots, users = self._outgoing.setdefault(node_id, (trio.Semaphore(EXCHANGES_PER_PEER), set()))
-        users.add(exchange)
+        peer = self._peer(node_id)
+        peer.outgoing.add(exchange)
         with trio.move_on_after(timeout_s + _STUCK_S) as stuck:
             try:
-                async with slots:
+                async with peer.turns:
                     if not exchange.reading.cancel_called:
                         await self._converse(node_id, kind, body, exchange)
             except SwarmLLMError as error:
@@ -134,9 +161,8 @@ class RequestProtocol:
                 exchange.fail(
                     NodeUnreachable(f"node {node_id} was lost while it was asked: {type(error).__name__}")
                 )
-        users.discard(exchange)
-        if not users:
-            self._outgoing.pop(node_id, None)
+        peer.outgoing.discard(exchange)
+        self._settle(node_id)
         if stuck.cancelled_caught:
             provoked_by(log, node_id).warning(
                 "a request to node %s is stuck; closing the connection", node_id
@@ -170,19 +196,18 @@ class RequestProtocol:
             await _end(stream, complete)
 
     async def _serve(self, sender: NodeId, stream: Stream) -> None:
-        n_incoming = self._n_incoming.get(sender, 0)
-        self._n_incoming[sender] = n_incoming + 1
+        peer = self._peer(sender)
+        peer.n_incoming += 1
         complete = False
         try:
-            if n_incoming >= EXCHANGES_PER_PEER:
+            if peer.n_incoming > EXCHANGES_PER_PEER:
                 await _refuse_unread(stream)
             else:
                 await self._answer_one(sender, stream)
             complete = True
         finally:
-            self._n_incoming[sender] -= 1
-            if not self._n_incoming[sender]:
-                del self._n_incoming[sender]
+            peer.n_incoming -= 1
+            self._settle(sender)
             await _end(stream, complete)
 
     async def _answer_one(self, sender: NodeId, stream: Stream) -> None:

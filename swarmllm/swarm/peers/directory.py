@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarmllm.swarm.byte_budget import HeldBytes
+from swarmllm.swarm.data.bulk import BulkPeer
+from swarmllm.swarm.data.neighbour import Neighbour
+from swarmllm.swarm.libp2p.gossip_budget import GossipAllowance
+from swarmllm.swarm.libp2p.requests import PeerRequests
 from swarmllm.swarm.peers.known_peers import Addresses
 from swarmllm.swarm.peers.liveness import PeerLiveness
-from swarmllm.swarm.peers.parts import Parts, PeerTable
+from swarmllm.swarm.peers.parts import Parts, PassingParts, PeerTable
 from swarmllm.swarm.peers.trust import Reputation
 from swarmllm.swarm.records.envelope_book import HeldEnvelope
 from swarmllm.swarm.records.model_index import IndexedRecord
@@ -40,6 +45,12 @@ class Peer:
     indexed_record: IndexedRecord | None = None
     prefixes: tuple[Beginning, ...] | None = None
 
+    requests: PeerRequests | None = None
+    neighbour: Neighbour | None = None
+    bulk: BulkPeer | None = None
+    gossip_allowance: GossipAllowance | None = None
+    held_bytes: HeldBytes | None = None
+
     def __repr__(self) -> str:
         return f"<Peer {self.node_id} with {self.n_parts} parts>"
 
@@ -52,6 +63,11 @@ class PeerDirectory(PeerTable):
         self.remembered: Parts[Addresses] = Parts(self, "remembered")
         self.membership_keys: Parts[bytes] = Parts(self, "membership_key")
         self.records = RecordParts(Parts(self, "envelope"), Parts(self, "fetching_record"))
+        self.requests: Parts[PeerRequests] = Parts(self, "requests")
+        self.neighbours: PassingParts[Neighbour] = PassingParts(self, "neighbour")
+        self.bulk_peers: PassingParts[BulkPeer] = PassingParts(self, "bulk")
+        self.gossip_allowances: PassingParts[GossipAllowance] = PassingParts(self, "gossip_allowance")
+        self.held_bytes: Parts[HeldBytes] = Parts(self, "held_bytes")
         self.registry = RegistryParts(
             announced=Parts(self, "announced"),
             present=Parts(self, "is_present"),

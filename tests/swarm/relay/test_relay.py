@@ -152,7 +152,8 @@ async def test_both_ends_turn_to_a_direct_connection_without_losing_a_message(tm
             await b.send(a.node_id, str(n).encode(), b"last")
             await over.wait()
         assert taken == list(range(n + 1))
-        sending = b.plane._neighbours[a.node_id].sending
+        neighbour = b.plane._neighbours.get(a.node_id)
+        sending = neighbour and neighbour.sending
         assert sending is not None
         assert sending.wire_kind == "libp2p"
 
