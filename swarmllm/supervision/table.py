@@ -56,6 +56,12 @@ TASKS: Final = (
     LongLived("messages to self", "restart", "delivers messages of this node to itself", "local stages wait"),
     LongLived("heartbeats", "restart", "tells the version of this node's record", "missed news stays missed"),
     LongLived("record expiry", "restart", "forgets records of absent nodes", "records of absent nodes stay"),
+    LongLived(
+        "peer expiry",
+        "restart",
+        "forgets limits and pauses of peers that are over",
+        "they stay up to the limits of each",
+    ),
     LongLived("dialler", "restart", "dials known nodes", "no connections from this side"),
     LongLived(
         "bootstrap resolver", "restart", "resolves bootstrap addresses", "the last known addresses count"

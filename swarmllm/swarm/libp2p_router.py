@@ -73,6 +73,7 @@ log = logging.getLogger(__name__)
 _GOODBYE_S = 1.0
 _EXCHANGE_S = 10.0
 _MEMBERSHIP_CHECK_S = 2.0
+_FORGET_S = 15.0
 
 
 class Libp2pRouter:
@@ -99,7 +100,9 @@ class Libp2pRouter:
         self._feed = ChangeFeed()
         self._on_request: RequestHandler | None = None
         self._on_message: MessageHandler | None = None
-        dialler = Dialler(identity.node_id, random.Random(), settings.max_peers, gater.standing)
+        dialler = Dialler(
+            identity.node_id, random.Random(), settings.max_peers, gater.standing, directory.candidates
+        )
         self.finding = AddressSources(host, nursery, dialler, gater.lets_in)
         self._requests = RequestProtocol(
             host, nursery, self._answer, budget=self.budget, note=note, peers=directory.requests
@@ -142,7 +145,9 @@ class Libp2pRouter:
             neighbours=directory.neighbours,
             bulk_peers=directory.bulk_peers,
         )
-        self._dial_backs = DialBacks(identity, gater, self.spread.envelope, host.remote_ip)
+        self._dial_backs = DialBacks(
+            identity, gater, self.spread.envelope, host.remote_ip, directory.dial_back_turns
+        )
         self._checks = ReachabilityChecks(
             partial(self._ask_kind, KIND_DIAL_BACK), self.connected, random.Random(), note
         )
@@ -164,6 +169,7 @@ class Libp2pRouter:
             connected=self.connected,
             let_go=lambda node_id: self._liveness.drop(node_id, "goodbye"),
             on_direct=self.plane.turn_to_direct,
+            parts=directory.wide_area,
         )
         self._memory = memory
         self._to_self = MemoryLink(identity.node_id, self._deliver, LinkQuality())
@@ -271,6 +277,7 @@ class Libp2pRouter:
         self.finding.remembered(self._memory.known)
         supervise(self._nursery, "peer memory", self._memory.run, self._where_peers_are)
         supervise(self._nursery, "reachability checks", self._checks.run)
+        supervise(self._nursery, "peer expiry", self._forget_peers)
         supervise(self._nursery, "membership checks", self._keep_members_only)
         supervise(self._nursery, "DHT", self.wide_area.dht.run)
         supervise(self._nursery, "relay reservations", self.wide_area.relaying.run)
@@ -326,6 +333,11 @@ class Libp2pRouter:
 
     async def _deliver(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
         await deliver(self._on_message, sender, header, payload)
+
+    async def _forget_peers(self) -> None:
+        while True:
+            await trio.sleep(_FORGET_S)
+            self.directory.tidy(trio.current_time())
 
     async def _keep_members_only(self) -> None:
         """A proof is made once per connection, and keys are taken back while connections live on."""

@@ -22,6 +22,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.supervision import spawn
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.peers.connection_limits import Standing, stranger
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
@@ -42,8 +43,8 @@ BACKOFF_MAX_S = 30.0
 HOLD_BACK_S = 3.0
 
 
-@dataclass
-class _Candidate:
+@dataclass(eq=False)
+class DialCandidate:
     addresses: list[Address] = field(default_factory=list)
     lasting: bool = False
     """From the settings: never given up."""
@@ -69,12 +70,13 @@ class Dialler:
         randomness: random.Random,
         peers_max: int = PEERS_MAX,
         standing: Callable[[NodeId], Standing] = stranger,
+        peers: Parts[DialCandidate] | None = None,
     ) -> None:
         """Strangers are no reason not to dial whom this node knows: they give way (see places)."""
         self._standing = standing
         self._node_id = node_id
         self._random = randomness
-        self._candidates: dict[NodeId, _Candidate] = {}
+        self._candidates: Parts[DialCandidate] = Parts.alone() if peers is None else peers
         self._news = trio.Event()
         self._n_dials_max = DIALS_FIRST
         self._peers_max = peers_max
@@ -99,7 +101,8 @@ class Dialler:
             if len(self._candidates) >= CANDIDATES_MAX and not lasting:
                 return
             hold_back_s = 0.0 if lasting or self._node_id < node_id else HOLD_BACK_S
-            candidate = self._candidates[node_id] = _Candidate(due_at_s=now + hold_back_s, patience=patience)
+            candidate = DialCandidate(due_at_s=now + hold_back_s, patience=patience)
+            self._candidates.put(node_id, candidate)
         candidate.lasting |= lasting
         candidate.patience = max(candidate.patience, patience)
         fresh = list(dict.fromkeys(Address(a.ip, a.port) for a in addresses))
@@ -120,7 +123,7 @@ class Dialler:
     def forget(self, node_id: NodeId) -> None:
         candidate = self._candidates.get(node_id)
         if candidate is not None and not candidate.lasting:
-            del self._candidates[node_id]
+            self._candidates.drop(node_id)
 
     def due(self, now: float, connected: set[NodeId]) -> tuple[list[tuple[str, list[Address]]], float]:
         """(whom to dial now, when to ask again). The ones returned count as being dialled until `dialled`."""
@@ -151,7 +154,7 @@ class Dialler:
             candidate.n_failures = 0 if succeeded else candidate.n_failures + 1
             candidate.due_at_s = now + self._backoff_s(candidate)
             if candidate.n_failures >= candidate.patience and not candidate.lasting:
-                del self._candidates[node_id]
+                self._candidates.drop(node_id)
         self.wake()
 
     def _learn(self, took_s: float) -> None:
@@ -182,7 +185,7 @@ class Dialler:
         finally:
             self.dialled(node_id, trio.current_time(), succeeded=succeeded, unanswered=unanswered)
 
-    def _backoff_s(self, candidate: _Candidate) -> float:
+    def _backoff_s(self, candidate: DialCandidate) -> float:
         longest_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * float(2 ** min(candidate.n_failures, 16)))
         return longest_s * self._random.uniform(0.5, 1.0)
 

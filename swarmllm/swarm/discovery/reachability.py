@@ -8,10 +8,10 @@ most every DIAL_BACK_EVERY_S, which is the most it can be used to knock at stran
 from __future__ import annotations
 
 import logging
-import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import trio
 
@@ -23,6 +23,7 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.dispatch import RequestRefused, UnreadableRequest
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import Reachability
 from swarmllm_proto.envelope import Envelope
@@ -51,6 +52,17 @@ _MULTISTREAM = b"\x13/multistream/1.0.0\n"
 _NOISE = b"\x07/noise\n"
 
 
+@dataclass(frozen=True, slots=True)
+class DialBackTurn:
+    """When a peer had itself dialled back."""
+
+    at_s: float
+
+    def is_over(self, now: float) -> bool:
+        """It may ask again."""
+        return now - self.at_s >= DIAL_BACK_EVERY_S
+
+
 class DialBacks:
     """The side that is asked."""
 
@@ -60,12 +72,13 @@ class DialBacks:
         gater: ConnectionGater,
         envelope: Callable[[NodeId], Envelope | None],
         observed_ip: Callable[[NodeId], str],
+        peers: Parts[DialBackTurn] | None = None,
     ) -> None:
         self._identity = identity
         self._gater = gater
         self._envelope = envelope
         self._observed_ip = observed_ip
-        self._last_s: dict[NodeId, float] = {}
+        self._turns: Parts[DialBackTurn] = Parts.alone() if peers is None else peers
         self._n_under_way = 0
 
     async def answer(self, sender: NodeId, body: bytes) -> bytes:
@@ -98,11 +111,12 @@ class DialBacks:
         if self._n_under_way >= AT_ONCE_MAX:
             raise RequestRefused("others are being dialled back")
         now = trio.current_time()
-        if now - self._last_s.get(sender, -math.inf) < DIAL_BACK_EVERY_S:
+        turn = self._turns.get(sender)
+        if turn is not None and not turn.is_over(now):
             raise RequestRefused("asked again too soon")
-        if len(self._last_s) >= _ASKERS_MAX:
-            del self._last_s[next(iter(self._last_s))]
-        self._last_s[sender] = now
+        if len(self._turns) >= _ASKERS_MAX:
+            self._turns.drop_first()
+        self._turns.put(sender, DialBackTurn(now))
 
     async def _try(
         self, node_id: NodeId, address: Address, is_control: bool, results: list[DialBack]

@@ -11,6 +11,7 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import trio
@@ -19,16 +20,18 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dht.dht import Dht
+from swarmllm.swarm.discovery.dht.dht import Dht, DhtParts
 from swarmllm.swarm.discovery.dht.keys import keys_of, model_key, name_key
 from swarmllm.swarm.discovery.dht.messages import Contact
 from swarmllm.swarm.discovery.dht.providers import KEYS_PER_NODE
-from swarmllm.swarm.discovery.relay.circuits import Circuits
+from swarmllm.swarm.discovery.relay.book import Reservation
+from swarmllm.swarm.discovery.relay.circuits import Circuits, RelayUse
 from swarmllm.swarm.discovery.relay.punching import Punching
 from swarmllm.swarm.discovery.relay.relaying import Relaying
 from swarmllm.swarm.discovery.relay.service import RelayService
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.records.spread import RecordSpread
 from swarmllm.swarm.router import DhtStatistics, Reachability
 from swarmllm.swarm.settings import SwarmSettings
@@ -49,6 +52,15 @@ class Meet(Protocol):
     async def __call__(self, node_id: NodeId, addresses: list[Address], timeout_s: float) -> str:
         """Connect with a node, if it is not connected. Raises an error of our tree."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class WideAreaParts:
+    dht: DhtParts
+    reservations: Parts[Reservation]
+    relays: Parts[RelayUse]
+    punching: Parts[bool]
+    """Peers with which a moment is being agreed on."""
 
 
 class WideArea:
@@ -128,6 +140,7 @@ def open_wide_area(
     connected: Callable[[], Collection[NodeId]],
     let_go: Callable[[NodeId], None],
     on_direct: Callable[[NodeId], Awaitable[None]],
+    parts: WideAreaParts,
 ) -> WideArea:
     def may_be_dialled() -> bool:
         """Until a peer has tried in vain."""
@@ -148,6 +161,7 @@ def open_wide_area(
         serves=may_be_dialled,
         let_go=let_go,
         peers_max=settings.max_peers,
+        parts=parts.dht,
     )
 
     def where_to_punch() -> tuple[Address, ...]:
@@ -161,10 +175,11 @@ def open_wide_area(
         own_addresses=where_to_punch,
         known_addresses=lambda node_id: tuple(usable(addresses(node_id)))[:PUNCHED_MAX],
         on_direct=on_direct,
+        peers=parts.punching,
     )
     relaying = Relaying(
         host,
-        Circuits(host, punching.punch if settings.hole_punching else None),
+        Circuits(host, punching.punch if settings.hole_punching else None, parts.relays),
         is_hidden=lambda: settings.relay and not may_be_dialled(),
         connected=connected,
         addresses=addresses,
@@ -173,4 +188,5 @@ def open_wide_area(
     )
     if settings.relay:
         host.detour = relaying.detour
-    return WideArea(dht, meet, connected, relaying, RelayService(host) if settings.relay_service else None)
+    relay_service = RelayService(host, parts.reservations) if settings.relay_service else None
+    return WideArea(dht, meet, connected, relaying, relay_service)

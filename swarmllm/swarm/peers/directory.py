@@ -12,6 +12,13 @@ from dataclasses import dataclass
 from swarmllm.swarm.byte_budget import HeldBytes
 from swarmllm.swarm.data.bulk import BulkPeer
 from swarmllm.swarm.data.neighbour import Neighbour
+from swarmllm.swarm.discovery.dht.dht import DhtParts
+from swarmllm.swarm.discovery.dht.serving import DhtAsker
+from swarmllm.swarm.discovery.dialler import DialCandidate
+from swarmllm.swarm.discovery.reachability import DialBackTurn
+from swarmllm.swarm.discovery.relay.book import Reservation
+from swarmllm.swarm.discovery.relay.circuits import RelayUse
+from swarmllm.swarm.discovery.wide_area import WideAreaParts
 from swarmllm.swarm.libp2p.gossip_budget import GossipAllowance
 from swarmllm.swarm.libp2p.requests import PeerRequests
 from swarmllm.swarm.peers.known_peers import Addresses
@@ -51,6 +58,15 @@ class Peer:
     gossip_allowance: GossipAllowance | None = None
     held_bytes: HeldBytes | None = None
 
+    candidate: DialCandidate | None = None
+    dial_back_turn: DialBackTurn | None = None
+    reservation: Reservation | None = None
+    relay: RelayUse | None = None
+    is_punching: bool | None = None
+    is_met: bool | None = None
+    dht_asker: DhtAsker | None = None
+    n_dht_entries: int | None = None
+
     def __repr__(self) -> str:
         return f"<Peer {self.node_id} with {self.n_parts} parts>"
 
@@ -68,6 +84,18 @@ class PeerDirectory(PeerTable):
         self.bulk_peers: PassingParts[BulkPeer] = PassingParts(self, "bulk")
         self.gossip_allowances: PassingParts[GossipAllowance] = PassingParts(self, "gossip_allowance")
         self.held_bytes: Parts[HeldBytes] = Parts(self, "held_bytes")
+        self.candidates: Parts[DialCandidate] = Parts(self, "candidate")
+        self.dial_back_turns: PassingParts[DialBackTurn] = PassingParts(self, "dial_back_turn")
+        self.wide_area = WideAreaParts(
+            DhtParts(
+                met=Parts(self, "is_met"),
+                askers=PassingParts(self, "dht_asker"),
+                n_entries=Parts(self, "n_dht_entries"),
+            ),
+            reservations=PassingParts(self, "reservation"),
+            relays=PassingParts(self, "relay"),
+            punching=Parts(self, "is_punching"),
+        )
         self.registry = RegistryParts(
             announced=Parts(self, "announced"),
             present=Parts(self, "is_present"),

@@ -42,7 +42,8 @@ class PeerTable:
     def __init__(self, new_peer: Callable[[NodeId], HasParts]) -> None:
         self._new_peer = new_peer
         self._peers: dict[NodeId, Any] = {}
-        self._passing: list[PassingParts[Any]] = []
+        self.parts: list[Parts[Any]] = []
+        """Of all rooms."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self._peers)} peers>"
@@ -55,8 +56,9 @@ class PeerTable:
 
     def tidy(self, now: float) -> None:
         """Let go of the parts that are over, and so of the peers that have no others."""
-        for parts in self._passing:
-            parts.tidy(now)
+        for parts in self.parts:
+            if isinstance(parts, PassingParts):
+                parts.tidy(now)
 
 
 class Parts(Collection[NodeId], Generic[T]):
@@ -67,10 +69,11 @@ class Parts(Collection[NodeId], Generic[T]):
         """`name`: the attribute of a peer that holds the part."""
         self._table = table
         self._peers = table._peers
-        self._name = name
+        self.name = name
         self._of: Callable[[Any], T | None] = attrgetter(name)
         self._having: dict[Any, None] = {}
         """The peers that have it, in order."""
+        table.parts.append(self)
 
     @classmethod
     def alone(cls) -> Parts[T]:
@@ -78,7 +81,7 @@ class Parts(Collection[NodeId], Generic[T]):
         return cls(PeerTable(_LonePeer), "part")
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._name} of {len(self._having)} peers>"
+        return f"<{type(self).__name__} {self.name} of {len(self._having)} peers>"
 
     def __len__(self) -> int:
         return len(self._having)
@@ -108,7 +111,7 @@ class Parts(Collection[NodeId], Generic[T]):
         if self._of(peer) is None:
             peer.n_parts += 1
             self._having[peer] = None
-        setattr(peer, self._name, part)
+        setattr(peer, self.name, part)
         return part
 
     def put_last(self, node_id: NodeId, part: T) -> T:
@@ -124,7 +127,7 @@ class Parts(Collection[NodeId], Generic[T]):
         peer = self._peers.get(node_id)
         if peer is None or (part := self._of(peer)) is None:
             return None
-        setattr(peer, self._name, None)
+        setattr(peer, self.name, None)
         del self._having[peer]
         peer.n_parts -= 1
         if not peer.n_parts:
@@ -138,10 +141,6 @@ class Parts(Collection[NodeId], Generic[T]):
 
 class PassingParts(Parts[P]):
     """Parts that time makes superfluous."""
-
-    def __init__(self, table: PeerTable, name: str) -> None:
-        super().__init__(table, name)
-        table._passing.append(self)
 
     def tidy(self, now: float) -> None:
         for node_id in [node_id for node_id, part in self.items() if part.is_over(now)]:

@@ -240,9 +240,13 @@ class RecordSpread:
     async def _keep_house(self) -> None:
         while True:
             await trio.sleep(_HOUSEKEEPING_S)
-            for node_id in self._book.expire(trio.current_time(), self._connected):
-                self._forgotten(node_id)
-                self._feed.announce(Change("record", node_id))
+            self.expire(trio.current_time())
+
+    def expire(self, now: float) -> None:
+        """Forget the nodes that have been silent for too long."""
+        for node_id in self._book.expire(now, self._connected):
+            self._forgotten(node_id)
+            self._feed.announce(Change("record", node_id))
 
 
 def heartbeat_interval_s(n_nodes: int, n_beats_since_news: int) -> float:

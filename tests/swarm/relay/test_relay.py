@@ -15,6 +15,7 @@ from libp2p.peer.id import ID
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery import reachability
 from swarmllm.swarm.discovery.relay import book, relayed_connection, relaying, service
+from swarmllm.swarm.discovery.relay.circuits import RelayUse
 from swarmllm.swarm.discovery.relay.messages import (
     HOP,
     MESSAGE_MAX_BYTES,
@@ -31,6 +32,7 @@ from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
 from swarmllm.swarm.settings import SwarmSettings
+from swarmllm_proto.identifiers import NodeId
 
 from ..conftest import DEADLINE_S, until
 from ..dht.swarm_of import contacts
@@ -243,7 +245,8 @@ async def test_a_relays_other_end_must_be_who_was_announced(
     monkeypatch.setattr(relaying, "LOOK_EVERY_S", 3600.0)
     async with node(tmp_path, "victim", hidden=False, secret=None) as victim, stranger(victim) as host:
         relay_id = str(host.get_id())
-        victim.wide_area.relaying.circuits.reserved_until_s[relay_id] = trio.current_time() + 60
+        now = trio.current_time()
+        victim.directory.wide_area.relays.put(NodeId(relay_id), RelayUse(now, now + 60))
         stream = await _opened(host, victim, STOP)
         await stream.write(framed(encode_stop(Stop("connect", contacts(1)[0].node_id))))
         with trio.fail_after(DEADLINE_S):

@@ -9,7 +9,10 @@ import trio
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.relay.circuits import RelayUse
 from swarmllm.swarm.discovery.relay.relaying import ASK_AGAIN_S, LOOK_EVERY_S, RELAYS, Relaying
+from swarmllm.swarm.peers.parts import Parts
+from swarmllm_proto.identifiers import NodeId
 
 from ..dht.swarm_of import contacts
 
@@ -22,7 +25,7 @@ class Circuits:
 
     def __init__(self, willing: set[str]) -> None:
         self.willing = willing
-        self.reserved_until_s: dict[str, float] = {}
+        self.relays: Parts[RelayUse] = Parts.alone()
         self.asked: list[str] = []
         self.ways: list[tuple[str, str]] = []
 
@@ -30,7 +33,9 @@ class Circuits:
         self.asked.append(relay_id)
         if relay_id not in self.willing:
             raise NodeUnreachable("no relay")
-        self.reserved_until_s[relay_id] = trio.current_time() + RESERVED_S
+        use = self.relays.get(NodeId(relay_id))
+        assert use is not None
+        use.reserved_until_s = trio.current_time() + RESERVED_S
 
     async def connect(self, relay_id: str, node_id: str) -> None:
         self.ways.append((relay_id, node_id))

@@ -13,6 +13,7 @@ from swarmllm.swarm.discovery.dht.keys import place
 from swarmllm.swarm.discovery.dht.messages import Contact, Kind, Message
 from swarmllm.swarm.discovery.dht.providers import PROVIDERS_PER_KEY, ProviderBook
 from swarmllm.swarm.discovery.dht.table import BUCKET_SIZE, RoutingTable
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import NodeId
 
@@ -25,11 +26,16 @@ class Whereabouts(Protocol):
 
 class DhtCore:
     def __init__(
-        self, node_id: NodeId, whereabouts: Whereabouts, connected: Callable[[], set[NodeId]]
+        self,
+        node_id: NodeId,
+        whereabouts: Whereabouts,
+        connected: Callable[[], set[NodeId]],
+        peers: Parts[int] | None = None,
     ) -> None:
+        """`peers`: how many entries of each are kept here."""
         self.node_id = node_id
         self.table = RoutingTable(node_id)
-        self.providers = ProviderBook()
+        self.providers = ProviderBook(peers)
         self.provided: set[bytes] = set()
         """Keys that this node itself has."""
         self._whereabouts = whereabouts

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 
 import trio
 
@@ -18,9 +19,10 @@ from swarmllm.swarm.discovery.dht.core import DhtCore, Whereabouts
 from swarmllm.swarm.discovery.dht.keys import node_key, place
 from swarmllm.swarm.discovery.dht.lookup import PARALLEL, Lookup
 from swarmllm.swarm.discovery.dht.messages import Contact, Kind, Message
-from swarmllm.swarm.discovery.dht.serving import Serving
+from swarmllm.swarm.discovery.dht.serving import DhtAsker, Serving
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.libp2p.host import Host
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.router import DhtMode, DhtStatistics
 from swarmllm_proto.identifiers import NodeId
 
@@ -41,6 +43,16 @@ def protocol_name(network_id: str) -> str:
     return f"{PROTOCOL}/{network_id}" if network_id else PROTOCOL
 
 
+@dataclass(frozen=True, slots=True)
+class DhtParts:
+    """What the DHT keeps of each peer, beside its routing table and what was announced."""
+
+    met: Parts[bool] = field(default_factory=Parts.alone)
+    """Peers that are to be asked whether they speak the protocol."""
+    askers: Parts[DhtAsker] = field(default_factory=Parts.alone)
+    n_entries: Parts[int] = field(default_factory=Parts.alone)
+
+
 class Dht:
     """`lets_in(node_id)`: whether a connection to that node is wanted at all; `serves()`: whether others
     should count on this node, which they should not where they cannot dial it."""
@@ -57,15 +69,17 @@ class Dht:
         serves: Callable[[], bool] = lambda: True,
         let_go: Callable[[NodeId], None] = lambda node_id: None,
         peers_max: int = PEERS_MAX,
+        parts: DhtParts | None = None,
     ) -> None:
+        parts = parts or DhtParts()
         self._host = host
         self._mode = mode
         self._own_key = node_key(host.node_id)
-        self.core = DhtCore(host.node_id, whereabouts, host.connected)
+        self.core = DhtCore(host.node_id, whereabouts, host.connected, parts.n_entries)
         self._asking = Asking(host, nursery, protocol_name(network_id), lets_in, let_go, peers_max)
-        self._serving = Serving(self.core, serves)
+        self._serving = Serving(self.core, serves, parts.askers)
         self._news = trio.Event()
-        self._met: set[NodeId] = set()
+        self._met = parts.met
         self._told: dict[bytes, float] = {}
         self._n_known_when_told = 0
         self._n_lookups = 0
@@ -85,7 +99,7 @@ class Dht:
 
     def met(self, node_id: NodeId) -> None:
         """This node is connected now: if it speaks the protocol, it belongs into the table."""
-        self._met.add(node_id)
+        self._met.put(node_id, True)
         self._news.set()
 
     def provide(self, keys: Collection[bytes]) -> None:
@@ -103,11 +117,10 @@ class Dht:
             with trio.move_on_after(_SETTLE_S if self._due() else _REFRESH_S):
                 await self._news.wait()
             self._news = trio.Event()
-            met, self._met = self._met, set()
             n_before = len(self.core.table)
             async with trio.open_nursery() as nursery:
-                for node_id in met:
-                    nursery.start_soon(self._get_to_know, Contact(node_id))
+                for contact in self._take_met():
+                    nursery.start_soon(self._get_to_know, contact)
             now = trio.current_time()
             if (not n_before and len(self.core.table)) or now >= refresh_at_s:
                 refresh_at_s = now + _REFRESH_S
@@ -132,6 +145,12 @@ class Dht:
             await self._search(Kind.GET_PROVIDERS, key, learn)
         found.pop(self._host.node_id, None)
         return [self.core.placed(contact) for contact in found.values()]
+
+    def _take_met(self) -> list[Contact]:
+        met = [Contact(node_id) for node_id in self._met]
+        for contact in met:
+            self._met.drop(contact.node_id)
+        return met
 
     async def _get_to_know(self, contact: Contact) -> bool:
         answer = await self._ask(contact, Message(Kind.FIND_NODE, self._own_key))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarmllm.swarm.discovery.dht.messages import Contact
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.identifiers import NodeId
 
 EXPIRY_S = 3 * 3600.0
@@ -30,9 +31,10 @@ class _Key:
 class ProviderBook:
     """`now` is any clock that does not run backwards, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: Parts[int] | None = None) -> None:
+        """`peers`: how many entries each has."""
         self._keys: dict[bytes, _Key] = {}
-        self._n_of_node: dict[NodeId, int] = {}
+        self._n_of_node: Parts[int] = Parts.alone() if peers is None else peers
         self._n_entries = 0
 
     def __repr__(self) -> str:
@@ -46,7 +48,7 @@ class ProviderBook:
         """Whether it has been written down."""
         held = self._keys.get(key)
         if held is None or contact.node_id not in held.until_s:
-            n_keys = self._n_of_node.get(contact.node_id, 0)
+            n_keys = self._n_of_node.get(contact.node_id) or 0
             n_there = len(held.until_s) if held else 0
             is_full = self._n_entries >= ENTRIES_MAX
             if is_full or n_keys >= KEYS_PER_NODE or n_there >= PROVIDERS_PER_KEY:
@@ -55,7 +57,7 @@ class ProviderBook:
                 if len(self._keys) >= KEYS_MAX:
                     return False
                 held = self._keys[key] = _Key()
-            self._n_of_node[contact.node_id] = n_keys + 1
+            self._n_of_node.put(contact.node_id, n_keys + 1)
             self._n_entries += 1
         held.until_s[contact.node_id] = contact, now + EXPIRY_S
         return True
@@ -74,8 +76,9 @@ class ProviderBook:
                 if until_s <= now:
                     del held.until_s[node_id]
                     self._n_entries -= 1
-                    self._n_of_node[node_id] -= 1
-                    if not self._n_of_node[node_id]:
-                        del self._n_of_node[node_id]
+                    if n_left := (self._n_of_node.get(node_id) or 0) - 1:
+                        self._n_of_node.put(node_id, n_left)
+                    else:
+                        self._n_of_node.drop(node_id)
             if not held.until_s:
                 del self._keys[key]

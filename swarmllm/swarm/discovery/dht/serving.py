@@ -16,6 +16,7 @@ from swarmllm.swarm.discovery.dht.core import DhtCore
 from swarmllm.swarm.discovery.dht.messages import MESSAGE_MAX_BYTES, decode, encode
 from swarmllm.swarm.libp2p.host import Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.errors import FrameTruncated, ProtocolError
 from swarmllm_proto.identifiers import NodeId
 
@@ -33,19 +34,34 @@ _ASKERS_MAX = 1024
 
 
 @dataclass(slots=True)
-class _Asker:
+class DhtAsker:
     allowance: float = BURST
+    """Of questions, at `at_s`; it grows from there."""
     at_s: float = 0.0
     n_streams: int = 0
+
+    def grow(self, now: float) -> None:
+        self.allowance = min(BURST, self.allowance + (now - self.at_s) * QUESTIONS_PER_S)
+        self.at_s = now
+
+    def is_over(self, now: float) -> bool:
+        """It is as one that has never asked."""
+        self.grow(now)
+        return not self.n_streams and self.allowance >= BURST
 
 
 class Serving:
     """`serves()`: whether others should ask this node at all."""
 
-    def __init__(self, core: DhtCore, serves: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        core: DhtCore,
+        serves: Callable[[], bool] = lambda: True,
+        peers: Parts[DhtAsker] | None = None,
+    ) -> None:
         self._core = core
         self._serves = serves
-        self._askers: dict[NodeId, _Asker] = {}
+        self._askers: Parts[DhtAsker] = Parts.alone() if peers is None else peers
         self._n_streams = 0
         self.n_answered = 0
         self.n_refused = 0
@@ -74,7 +90,7 @@ class Serving:
             asker.n_streams -= 1
             self._n_streams -= 1
 
-    async def _answer_one(self, sender: NodeId, asker: _Asker, stream: Stream) -> bool:
+    async def _answer_one(self, sender: NodeId, asker: DhtAsker, stream: Stream) -> bool:
         """False: the sender has nothing more to ask."""
         with trio.fail_after(READ_S):
             try:
@@ -99,17 +115,18 @@ class Serving:
         log.debug("a stream of the DHT is refused: %s", why)
         await stream.reset()
 
-    def _may_ask(self, asker: _Asker, now: float) -> bool:
-        asker.allowance = min(BURST, asker.allowance + (now - asker.at_s) * QUESTIONS_PER_S)
-        asker.at_s = now
+    def _may_ask(self, asker: DhtAsker, now: float) -> bool:
+        asker.grow(now)
         if asker.allowance < 1:
             return False
         asker.allowance -= 1
         return True
 
-    def _asker(self, sender: NodeId) -> _Asker:
-        if sender not in self._askers and len(self._askers) >= _ASKERS_MAX:
+    def _asker(self, sender: NodeId) -> DhtAsker:
+        if (asker := self._askers.get(sender)) is not None:
+            return asker
+        if len(self._askers) >= _ASKERS_MAX:
             idle = next((who for who, asker in self._askers.items() if not asker.n_streams), None)
             if idle is not None:
-                del self._askers[idle]
-        return self._askers.setdefault(sender, _Asker(at_s=trio.current_time()))
+                self._askers.drop(idle)
+        return self._askers.put(sender, DhtAsker(at_s=trio.current_time()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import trio
 
@@ -29,6 +30,7 @@ from swarmllm.swarm.discovery.relay.messages import (
 from swarmllm.swarm.discovery.relay.relayed_connection import RelayedConnection
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import NodeId
 
@@ -36,19 +38,38 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 25.0
 """The relay has to ask the other end, within 10 s."""
+ASK_AGAIN_S = 300.0
+"""For a reservation, after a refusal, and of a node that is no relay."""
 RESERVED_MAX_S = 6 * 3600.0
 ACCEPTING_MAX = 16
+
+
+@dataclass(eq=False, slots=True)
+class RelayUse:
+    """What this node has with another as its relay."""
+
+    asked_at_s: float
+    """For a reservation, the last time."""
+    reserved_until_s: float | None = None
+
+    def is_over(self, now: float) -> bool:
+        """There is no reservation, and it may be asked again."""
+        return self.reserved_until_s is None and now - self.asked_at_s >= ASK_AGAIN_S
 
 
 class Circuits:
     """`on_inbound(node_id)` is told of connections that came through a relay; it runs while they live."""
 
-    def __init__(self, host: Host, on_inbound: Callable[[NodeId], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self,
+        host: Host,
+        on_inbound: Callable[[NodeId], Awaitable[None]] | None = None,
+        relays: Parts[RelayUse] | None = None,
+    ) -> None:
         self._host = host
         self._on_inbound = on_inbound
         self._n_accepting = 0
-        self.reserved_until_s: dict[NodeId, float] = {}
-        """By relay, in trio's time."""
+        self.relays: Parts[RelayUse] = Parts.alone() if relays is None else relays
         host.serve(STOP, self._accept)
 
     async def reserve(self, relay_id: NodeId) -> None:
@@ -58,7 +79,14 @@ class Circuits:
         lasts_s = min(answer.expires_at - time.time(), RESERVED_MAX_S)
         if answer.status is not Status.OK or lasts_s <= 0:
             raise NodeUnreachable(f"relay {relay_id} takes no reservation: {answer.status.name}")
-        self.reserved_until_s[relay_id] = trio.current_time() + lasts_s
+        now = trio.current_time()
+        relay = self.relays.get(relay_id) or self.relays.put(relay_id, RelayUse(now))
+        relay.reserved_until_s = now + lasts_s
+
+    def _has_reserved(self, relay_id: NodeId) -> bool:
+        relay = self.relays.get(relay_id)
+        until_s = relay.reserved_until_s if relay is not None else None
+        return until_s is not None and until_s > trio.current_time()
 
     async def connect(self, relay_id: NodeId, node_id: NodeId) -> None:
         """A connection with that node, through that relay. Raises NodeUnreachable. Not to be cancelled."""
@@ -94,7 +122,7 @@ class Circuits:
             dialler = asked.node_id
             if dialler is None:
                 status = Status.UNEXPECTED_MESSAGE
-            elif self.reserved_until_s.get(relay_id, 0.0) <= trio.current_time():
+            elif not self._has_reserved(relay_id):
                 status = Status.PERMISSION_DENIED
             else:
                 status = Status.OK

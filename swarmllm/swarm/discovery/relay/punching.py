@@ -29,6 +29,7 @@ from swarmllm.swarm.discovery.relay.messages import (
 )
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.errors import BadMessage, ProtocolError
 from swarmllm_proto.identifiers import NodeId
 
@@ -55,12 +56,13 @@ class Punching:
         own_addresses: Callable[[], tuple[Address, ...]],
         known_addresses: Callable[[NodeId], tuple[Address, ...]],
         on_direct: Callable[[NodeId], Awaitable[None]],
+        peers: Parts[bool] | None = None,
     ) -> None:
         self._host = host
         self._own_addresses = own_addresses
         self._known_addresses = known_addresses
         self._on_direct = on_direct
-        self._under_way: set[NodeId] = set()
+        self._under_way: Parts[bool] = Parts.alone() if peers is None else peers
         self.n_punched = 0
         host.serve(DCUTR, self._answer)
 
@@ -68,7 +70,7 @@ class Punching:
         """The part of the one that was dialled through a relay. Never raises for the network's sake."""
         if node_id in self._under_way or len(self._under_way) >= AT_ONCE_MAX:
             return
-        self._under_way.add(node_id)
+        self._under_way.put(node_id, True)
         try:
             await trio.sleep(SETTLE_S)
             await self._dial_all(node_id, self._known_addresses(node_id), as_listener=False)
@@ -78,7 +80,7 @@ class Punching:
                 await self._agree_and_dial(node_id)
                 await trio.sleep(PAUSE_S)
         finally:
-            self._under_way.discard(node_id)
+            self._under_way.drop(node_id)
         await self._settle(node_id)
 
     async def _settle(self, node_id: NodeId) -> None:
@@ -119,7 +121,7 @@ class Punching:
         ):
             await stream.reset()
             return
-        self._under_way.add(sender)
+        self._under_way.put(sender, True)
         try:
             asked = await _heard(stream, "connect")
             await stream.write(framed(encode_punch(Punch("connect", self._own_addresses()))))
@@ -130,7 +132,7 @@ class Punching:
             await stream.reset()
             return
         finally:
-            self._under_way.discard(sender)
+            self._under_way.drop(sender)
         await self._settle(sender)
 
     async def _dial_all(self, node_id: NodeId, addresses: tuple[Address, ...], *, as_listener: bool) -> None:

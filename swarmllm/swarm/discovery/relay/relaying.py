@@ -9,7 +9,6 @@ time, and left to lapse when the node can be dialled after all.
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Awaitable, Callable, Collection
 
@@ -18,7 +17,8 @@ import trio
 from swarmllm.errors import NodeUnreachable, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.addresses import CircuitAddress
-from swarmllm.swarm.discovery.relay.circuits import Circuits
+from swarmllm.swarm.discovery.relay.circuits import ASK_AGAIN_S as ASK_AGAIN_S
+from swarmllm.swarm.discovery.relay.circuits import Circuits, RelayUse
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm_proto.identifiers import NodeId
 
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 RELAYS = 2
 ADDRESSES_PER_RELAY = 3
 LOOK_EVERY_S = 5.0
-ASK_AGAIN_S = 300.0
-"""After a refusal, and of a node that is no relay."""
 _ASKED_PER_LOOK = 4
 _DETOURS_MAX = 3
 _REMEMBERED_MAX = 1024
@@ -56,14 +54,18 @@ class Relaying:
         self._addresses = addresses
         self._tell = tell
         self._random = randomness
-        self._asked_at_s: dict[NodeId, float] = {}
         self._told: tuple[str, ...] = ()
         self.n_detours = 0
 
     @property
     def relays(self) -> tuple[NodeId, ...]:
         """Through which this node can be reached now."""
-        return tuple(sorted(self.circuits.reserved_until_s))
+        return tuple(sorted(self._reserved()))
+
+    def _reserved(self) -> dict[NodeId, float]:
+        """Until when, of each relay."""
+        uses = self.circuits.relays.items()
+        return {n: use.reserved_until_s for n, use in uses if use.reserved_until_s is not None}
 
     async def run(self) -> None:
         while True:
@@ -73,14 +75,14 @@ class Relaying:
     async def look(self) -> None:
         """Have as many reservations as are needed, and let others know."""
         now, connected = trio.current_time(), set(self._connected())
-        held = self.circuits.reserved_until_s
-        for relay_id, until_s in list(held.items()):
-            if relay_id not in connected or until_s <= now:
-                del held[relay_id]
+        for relay_id, use in self.circuits.relays.items():
+            until_s = use.reserved_until_s
+            if until_s is not None and (relay_id not in connected or until_s <= now):
+                use.reserved_until_s = None
         if self._is_hidden():
             for relay_id in self._worth_asking(now, connected):
                 await self._reserve(relay_id, now)
-                if sum(until_s > now + LOOK_EVERY_S for until_s in held.values()) >= RELAYS:
+                if sum(until_s > now + LOOK_EVERY_S for until_s in self._reserved().values()) >= RELAYS:
                     break
         told = tuple(text for relay_id in self.relays for text in self._circuit_addresses(relay_id))
         if told != self._told:
@@ -112,26 +114,26 @@ class Relaying:
 
     def _worth_asking(self, now: float, connected: Collection[NodeId]) -> list[NodeId]:
         """Relays whose reservation is half over, then others, until there are enough."""
-        held = self.circuits.reserved_until_s
-        asked_at_s = {relay_id: self._asked_at_s.get(relay_id, 0.0) for relay_id in held}
+        uses, held = self.circuits.relays, self._reserved()
         due = [
             relay_id
-            for relay_id, until_s in held.items()
-            if now - asked_at_s[relay_id] >= (until_s - asked_at_s[relay_id]) / 2
+            for relay_id, use in uses.items()
+            if relay_id in held and now - use.asked_at_s >= (held[relay_id] - use.asked_at_s) / 2
         ]
         if len(held) >= RELAYS:
             return due
         strangers = [
-            node_id
-            for node_id in connected
-            if node_id not in held and now - self._asked_at_s.get(node_id, -math.inf) >= ASK_AGAIN_S
+            node_id for node_id in connected if (use := uses.get(node_id)) is None or use.is_over(now)
         ]
         return [*due, *self._random.sample(strangers, min(_ASKED_PER_LOOK, len(strangers)))]
 
     async def _reserve(self, relay_id: NodeId, now: float) -> None:
-        if len(self._asked_at_s) >= _REMEMBERED_MAX:
-            del self._asked_at_s[next(iter(self._asked_at_s))]
-        self._asked_at_s[relay_id] = now
+        uses = self.circuits.relays
+        if len(uses) >= _REMEMBERED_MAX:
+            held = self._reserved()
+            uses.drop(next((each for each in uses if each not in held), relay_id))
+        use = uses.get(relay_id) or uses.put(relay_id, RelayUse(now))
+        use.asked_at_s = now
         try:
             await self.circuits.reserve(relay_id)
         except SwarmLLMError as error:

@@ -17,7 +17,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.data.stream_fallback import StreamWire
 from swarmllm.swarm.data.wire import WireClosed
-from swarmllm.swarm.discovery.relay.book import CIRCUIT_BYTES, CIRCUIT_S, RESERVED_S, RelayBook
+from swarmllm.swarm.discovery.relay.book import CIRCUIT_BYTES, CIRCUIT_S, RESERVED_S, RelayBook, Reservation
 from swarmllm.swarm.discovery.relay.messages import (
     HOP,
     MESSAGE_MAX_BYTES,
@@ -32,6 +32,7 @@ from swarmllm.swarm.discovery.relay.messages import (
 )
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import NodeId
 
@@ -43,10 +44,10 @@ STREAMS_MAX = 128
 
 
 class RelayService:
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, peers: Parts[Reservation] | None = None) -> None:
         self._host = host
         self._n_asking = 0
-        self.book = RelayBook()
+        self.book = RelayBook(peers)
         self.n_bytes = 0
         host.serve(HOP, self.serve)
 
