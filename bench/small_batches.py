@@ -47,7 +47,7 @@ def serve(gguf: str, n_threads: int, side: str) -> None:
         context.decode(tokens, np.arange(N_PROMPT), slot, np.zeros(N_PROMPT, np.int8))
     assert small_batches.is_asked() != (side == "tiles")
     tuning = KernelTuning("ours" if side == "ours" else "auto")
-    tuning.tune([Path(gguf)], n_threads)
+    tuning.tune(tuning.read([Path(gguf)]), n_threads)
     for choice in tuning.choices:
         print(choice, file=sys.stderr)
     for line in sys.stdin:

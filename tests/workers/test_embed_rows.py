@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swarmllm_proto.limits import IPC_PAYLOAD_MAX
 from swarmllm_proto.tensors import encode_tensor
-from swarmllm_workers.server.handlers import EMBED_ROWS_MAX, embed_rows_max
+from swarmllm_workers.server.text_handlers import EMBED_ROWS_MAX, embed_rows_max
 
 
 @given(st.integers(1, 65_536))

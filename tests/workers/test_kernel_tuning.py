@@ -91,44 +91,44 @@ def test_files_without_such_matrices_are_not_measured(make_model: MakeModel) -> 
     with pytest.raises(LookupError):
         ProductBench(source, 64, 1, cached_bytes=0)
     tuning = KernelTuning()
-    tuning.tune([make_model(Spec("llama", types=(Type.F16,)))], 1)
+    tuning.tune(tuning.read([make_model(Spec("llama", types=(Type.F16,)))]), 1)
     assert tuning.choices == ()
 
 
 def test_a_measurement_is_kept_and_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_in = tmp_path / "kernel-timings.json"
     first = KernelTuning("auto", kept_in)
-    first.tune([GUIDE], 1)
+    first.tune(first.read([GUIDE]), 1)
     assert {choice.k for choice in first.choices} == {256, 512}
     assert len(first.choices) == 2 * len(ROW_CLASSES)
     monkeypatch.setattr("swarmllm_workers.engine.kernel_tuning.measure", None)
     again = KernelTuning("auto", kept_in)
-    again.tune([GUIDE], 1)
+    again.tune(again.read([GUIDE]), 1)
     assert again.choices == first.choices
     monkeypatch.undo()
     kept_in.write_bytes(b'{"machine": "')
     anew = KernelTuning("auto", kept_in)
-    anew.tune([GUIDE], 1)
+    anew.tune(anew.read([GUIDE]), 1)
     assert len(anew.choices) == len(first.choices)
     assert kept_in.read_bytes().endswith(b"}")
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     tuning = KernelTuning("auto", tmp_path / "none" / "kernel-timings.json")
-    tuning.tune([GUIDE], 1)
+    tuning.tune(tuning.read([GUIDE]), 1)
     assert tuning.choices
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_no_model_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"no")
-    KernelTuning().tune([tmp_path / "x.gguf", tmp_path / "none.gguf"], 1)
+    KernelTuning().tune(KernelTuning().read([tmp_path / "x.gguf", tmp_path / "none.gguf"]), 1)
 
 
 @pytest.mark.parametrize("mode", ["ggml", "ours"])
 def test_where_one_side_is_wanted_nothing_is_measured(mode: ipc.KernelMode) -> None:
     tuning = KernelTuning(mode)
-    tuning.tune([GUIDE], 1)
+    tuning.tune(tuning.read([GUIDE]), 1)
     assert tuning.choices == ()
 
 
@@ -143,7 +143,7 @@ def test_logits_are_the_same_whoever_computes() -> None:
         return step_logits(context, tokens, 50, n_rows)
 
     tuning = KernelTuning()
-    tuning.tune([GUIDE], 1)
+    tuning.tune(tuning.read([GUIDE]), 1)
     for n_rows in (1, 2, 3, 7, 8, 9, 21):
         found = [logits(n_rows)]  # as was chosen
         for way in ways():

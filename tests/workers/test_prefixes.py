@@ -15,6 +15,7 @@ from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.tensors import decode_tensor
 from swarmllm_workers.cache.prefixes import Name, token_name
+from swarmllm_workers.engine.operation import complete
 from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.server.handlers import SLEEP_MAX_MS
 
@@ -249,7 +250,8 @@ def test_exporting_one_prefix_leaves_every_other_one_in_its_cells(open_room: Ope
     assert None not in {sequence for sequence, _ in kept}
     route = engine.route("r", 0, 4)
     # Less than is kept: it is put together in cells of its own.
-    exported = engine.prefixes.export(route.segments, Name(token_name(engine._root, TOKENS[:B]).hashes))
+    name = Name(token_name(engine._root, TOKENS[:B]).hashes)
+    exported = complete(engine.prefixes.exporting(route.segments, name))
     assert exported is not None
     assert exported[0] == 1
     for segment in route.segments:

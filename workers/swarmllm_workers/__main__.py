@@ -27,6 +27,8 @@ from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
 SPIN_COUNT: Final = "1000"
+SWITCH_S: Final = 0.0005
+"""How long Python code of another thread may keep a decode step waiting, where it would not let go itself."""
 
 
 def die_with_parent() -> None:
@@ -78,13 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault(
         "GGML_NO_BACKTRACE", "1"
     )  # an abort would start a debugger and outlive its cause by seconds
+    cores = os.sched_getaffinity(0)  # before libgomp keeps this thread to one of them
     from swarmllm_workers.server.loop import (
         Server,  # after the environment is set: this loads libllama and OpenMP
     )
 
+    sys.setswitchinterval(SWITCH_S)
     gc.freeze()  # what the imports made stays; collections need not look at it again between two tokens
     with connection:
-        Server(connection, os.getpid()).serve()
+        Server(connection, os.getpid(), cores).serve()
 
 
 if __name__ == "__main__":

@@ -21,3 +21,7 @@ class Interrupted(CallError):
 
     def __init__(self) -> None:
         super().__init__("engine", "the request was cancelled", "request_id")
+
+
+class Stopped(Exception):
+    """The process ends: what is being done is of no use to anybody."""

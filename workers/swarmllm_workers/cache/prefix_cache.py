@@ -13,14 +13,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from swarmllm_proto.blocks import BLOCK_TOKENS
-from swarmllm_workers.cache.prefixes import Kept, Name, Prefixes, n_common_tokens
+from swarmllm_workers.cache.prefixes import Buffer, Kept, Name, Prefixes, n_common_tokens
 from swarmllm_workers.engine.kv_state import BadState, read_state
+from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import EngineSettings, Segment
 from swarmllm_workers.schedule.slots import Slots
 
 Segments = tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Rows as bytes, a part for each segment, as far as they can be understood without libllama."""
+
+    states: tuple[Buffer, ...]
+    n_rows: int
+    """Of each part; -1 where they differ."""
+    n_min: int
+    """A beginning of fewer rows cannot be used."""
+
+    @staticmethod
+    def read(states: Sequence[Buffer]) -> Snapshot:
+        """Raises BadState. In any thread: it takes as long as the bytes are many."""
+        read = [read_state(state) for state in states]
+        n_rows = {state.n_rows for state in read}
+        n_min = max((state.n_min for state in read), default=0)
+        return Snapshot(tuple(states), n_rows.pop() if len(n_rows) == 1 else -1, n_min)
+
+
+def _let_others_step() -> None:
+    pass
 
 
 class PrefixCache:
@@ -105,7 +131,7 @@ class PrefixCache:
             self.keep(request_id, where, Name(name.hashes[:n_blocks], scope=name.scope))
         self._n_min.pop(request_id, None)
 
-    def export(self, where: Segments, name: Name) -> tuple[int, tuple[bytes, ...]] | None:
+    def exporting(self, where: Segments, name: Name) -> Operation[tuple[int, tuple[Buffer, ...]] | None]:
         """How many of the blocks are kept, and their rows as bytes, part by part."""
         if not self._is_on or any(segment.is_recurrent for segment in where):
             return None
@@ -120,19 +146,32 @@ class PrefixCache:
             _share(where, kept.sequence, self._scratch, n_rows)
         elif not self._restore(where, kept, self._scratch, n_rows):
             return None
-        saved = self._save(where, self._scratch, n_rows)
-        for segment in where:
-            segment.truncate(self._scratch, 0)
-        return None if saved is None else (n_rows // BLOCK_TOKENS, saved[0])
+        states: list[Buffer] = []
+        try:
+            if not self._index.fits(sum(segment.state_size(self._scratch) for segment in where)):
+                return None
+            for segment in where:
+                if segment.is_closed:
+                    return None
+                states.append(segment.save(self._scratch))
+                yield _let_others_step
+        finally:
+            for segment in where:
+                if not segment.is_closed:
+                    segment.truncate(self._scratch, 0)
+        try:
+            snapshot = yield partial(Snapshot.read, states)
+        except BadState:
+            return None
+        return (n_rows // BLOCK_TOKENS, snapshot.states) if snapshot.n_rows == n_rows else None
 
-    def take(self, where: Segments, name: Name, states: tuple[bytes, ...]) -> bool:
+    def take(self, where: Segments, name: Name, snapshot: Snapshot) -> bool:
         """Keep rows that were computed elsewhere, in host memory. False where they do not fit. Raises
         BadState for bytes that are not those rows, as far as can be seen."""
-        n_rows = len(name.hashes) * BLOCK_TOKENS
+        n_rows, states, n_min = len(name.hashes) * BLOCK_TOKENS, snapshot.states, snapshot.n_min
         if len(states) != len(where):
             raise BadState(f"{len(states)} parts for {len(where)} segments")
-        read = [read_state(state) for state in states]
-        if not n_rows or any(state.n_rows != n_rows for state in read):
+        if not n_rows or snapshot.n_rows != n_rows:
             raise BadState(f"it is not {n_rows} rows everywhere")
         if not self._is_on or any(segment.is_recurrent for segment in where):
             return False
@@ -141,7 +180,6 @@ class PrefixCache:
         now = time.monotonic()
         if not self._index.is_known(where, name, now):
             self._free(self._index.replaced_by(where, name))
-            n_min = max(state.n_min for state in read)
             self._free(self._index.add(Kept(where, name, n_rows, now, None, states, n_min)))
         return True
 
@@ -231,19 +269,16 @@ class PrefixCache:
         dropped = self._index.stow(kept, states, max(n_min, kept.n_min))
         self._free([Kept(kept.where, kept.name, 0, 0.0, sequence), *dropped])
 
-    def _save(self, where: Segments, sequence: int, n_rows: int) -> tuple[tuple[bytes, ...], int] | None:
+    def _save(self, where: Segments, sequence: int, n_rows: int) -> tuple[tuple[Buffer, ...], int] | None:
         """The rows as bytes, and the shortest beginning of them that can be used. None where they would
         exceed the budget or are of a kind that is not understood."""
         if not self._index.fits(sum(segment.state_size(sequence) for segment in where)):
             return None
-        states = tuple(segment.save(sequence) for segment in where)
         try:
-            read = [read_state(state) for state in states]
+            snapshot = Snapshot.read([segment.save(sequence) for segment in where])
         except BadState:
             return None
-        if any(state.n_rows != n_rows for state in read):
-            return None
-        return states, max(state.n_min for state in read)
+        return (snapshot.states, snapshot.n_min) if snapshot.n_rows == n_rows else None
 
     def _restore(self, where: Segments, kept: Kept, slot: int, n: int) -> bool:
         states = kept.states  # making room may drop the entry

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes
+
+Buffer: TypeAlias = bytes | memoryview
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Kept:
     used_at: float
     sequence: int | None = None
     """None: not in cells."""
-    states: tuple[bytes, ...] = ()
+    states: tuple[Buffer, ...] = ()
     """Per segment, where the rows are in host memory."""
     n_min: int = 0
     """A beginning of fewer rows cannot be used: of those before, windowed layers lack what they look at."""
@@ -160,7 +163,7 @@ class Prefixes:
     def take_sequence(self) -> int:
         return self._free.pop(0)
 
-    def stow(self, kept: Kept, states: tuple[bytes, ...], n_min: int) -> list[Kept]:
+    def stow(self, kept: Kept, states: tuple[Buffer, ...], n_min: int) -> list[Kept]:
         """Its rows are in host memory now; its cells are to be freed."""
         assert kept.sequence is not None
         self._release(kept.sequence)

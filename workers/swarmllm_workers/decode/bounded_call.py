@@ -2,39 +2,106 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
-import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 MEMORY_MAX: Final = 512 * 2**20
 """Bytes of address space that the code may add."""
+
+_set_async_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_set_async_exception.argtypes = (ctypes.c_ulong, ctypes.c_void_p)
 
 
 class TookTooLong(Exception):
     """Raised inside the code, wherever it was."""
 
 
+class _Limit:
+    """Of the process's address space: it is the process's, so what other threads are about to map counts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._expected_bytes = 0
+        self._before: tuple[int, int] | None = None
+
+    def set(self) -> None:
+        with self._lock:
+            self._before = soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + MEMORY_MAX + self._expected_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (limit if soft < 0 else min(limit, soft), hard))
+
+    def lift(self) -> None:
+        with self._lock:
+            if self._before is not None:
+                resource.setrlimit(resource.RLIMIT_AS, self._before)
+                self._before = None
+
+    def expect(self, n_bytes: int) -> None:
+        with self._lock:
+            self._expected_bytes += n_bytes
+            if self._before is not None and n_bytes > 0:
+                soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+                most = self._before[0]
+                resource.setrlimit(
+                    resource.RLIMIT_AS, (soft + n_bytes if most < 0 else min(soft + n_bytes, most), hard)
+                )
+
+
+_limit = _Limit()
+
+
 @contextmanager
-def bounded(seconds: float) -> Iterator[None]:
-    """In the main thread only: an interval timer interrupts the code, a limit on the address space makes
-    it fail with MemoryError."""
-
-    def on_alarm(_signal: int, _frame: FrameType | None) -> None:
-        raise TookTooLong(f"it ran for more than {seconds:g} s")
-
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = pages * resource.getpagesize() + MEMORY_MAX
-    handler = signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    resource.setrlimit(resource.RLIMIT_AS, (limit if soft < 0 else min(limit, soft), hard))
+def mapping(n_bytes: int) -> Iterator[None]:
+    """Inside, this thread may add so much address space, also while another one runs bounded code."""
+    _limit.expect(n_bytes)
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        _limit.expect(-n_bytes)
+
+
+class _Alarm:
+    """Interrupts the Python code of the thread that sets it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._timer = threading.Timer(seconds, self._interrupt)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _interrupt(self) -> None:
+        with self._lock:
+            if not self._is_over:
+                _set_async_exception(self._thread, id(TookTooLong))
+
+    def end(self) -> None:
+        """Nothing is interrupted after this; it may be interrupted itself."""
+        self._timer.cancel()
+        with self._lock:
+            self._is_over = True
+        _set_async_exception(self._thread, None)  # what has not arrived yet
+
+
+@contextmanager
+def bounded(seconds: float) -> Iterator[None]:
+    """In one thread at a time: an alarm interrupts the code, a limit on the address space makes it fail with
+    MemoryError."""
+    _limit.set()
+    try:
+        alarm = _Alarm(seconds)
+        try:
+            yield
+        finally:
+            alarm.end()
+    except TookTooLong:
+        raise TookTooLong(f"it ran for more than {seconds:g} s") from None
+    finally:
+        _limit.lift()

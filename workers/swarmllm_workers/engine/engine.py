@@ -5,6 +5,10 @@ same; they differ after a request asks for a part of a held range: libllama cann
 model, so the segment is cut at the request's boundaries. While other requests have rows in it the old one
 stays until the last of them has left ("retired"), so nobody's KV is lost.
 
+What changes the segments takes long, and is an operation (`operation.py`): opening, cutting and closing are
+its parts, which may run beside decode steps; the lists of segments change between two steps. Operations come
+one after the other. Between two parts of one, requests come and go: it looks at the segments anew then.
+
 The whole model as one range is the original file; everything else goes through segment files. Each segment
 has its own KV, and a slot is the same sequence number in all of them.
 """
@@ -12,7 +16,8 @@ has its own KV, and a slot is the same sequence number in all of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,6 +33,7 @@ from swarmllm_workers.engine.cutting import Cuts
 from swarmllm_workers.engine.embedding import Embedding
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.engine.memory import Memory, predict, refuse_beside
+from swarmllm_workers.engine.operation import Operation, complete
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.engine.ranges import Range, join, merge, subtract
 from swarmllm_workers.engine.segment import EngineSettings, Segment, Span
@@ -79,6 +85,8 @@ class Engine:
         self._retired: list[Segment] = []
         self._routes: dict[str, dict[Range, Route]] = {}
         """Where each request's rows are: a request keeps to its segments, retired or not."""
+        self.begin: Callable[[Operation[None]], None] = complete
+        """Begins an operation that a request leaves behind when it ends. It comes after all others."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -100,16 +108,21 @@ class Engine:
         return self._template
 
     def load(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
+        """`loading`, at once."""
+        complete(self.loading(start, end, progress))
+
+    def loading(self, start: int, end: int, progress: LoadProgress | None = None) -> Operation[None]:
         """Hold [start, end) too. Raises CallError cannot_cut, bad_model, out_of_memory; holds what it held
         then."""
         self.cuts.check(start, end)
         missing = subtract([(start, end)], self._held)
         self._refuse_what_does_not_fit(missing)
-        self._segments += self._maker.open_all(missing, progress)
+        opened = yield partial(self._maker.open_all, self.cuts.pieces(missing), progress)
+        self._segments += opened
         self._held = merge([*self._held, *missing])
-        self._settle()
+        yield from self._settling()
 
-    def rearrange(self, skip_ratio: float, progress: LoadProgress | None = None) -> None:
+    def rearranging(self, skip_ratio: float, progress: LoadProgress | None = None) -> Operation[None]:
         """Have the whole model, which is held, in one piece (0) or so that guesses can leave out this share
         of its layers. Rows of running requests stay where they are until those are over. Raises CallError
         where there is no room for that; then all is as before, loaded again at its next use."""
@@ -117,18 +130,18 @@ class Engine:
         whole, before, old = [(0, self.n_layers)], self.cuts.skip_ratio, self._segments
         is_idle = not any(segment.n_rows for segment in old)
         if is_idle:
-            self._close(old)
+            yield from self._closing(old)
         self.cuts.leave_out(skip_ratio)
         try:
             if not is_idle:
                 self._refuse_what_does_not_fit(whole)
-            self._segments = self._maker.open_all(whole, progress)
+            opened = yield partial(self._maker.open_all, self.cuts.pieces(whole), progress)
         except CallError:
             self.cuts.leave_out(before)
             raise
-        if not is_idle:
-            self._retired += old
-        self._settle()
+        yield from self._retiring(old)
+        self._segments += opened
+        yield from self._settling()
 
     def _refuse_what_does_not_fit(self, missing: list[Range]) -> None:
         self._refuse_pieces_that_do_not_fit(self.cuts.pieces(missing))
@@ -151,6 +164,10 @@ class Engine:
         return predict(self.source, self.n_layers, pieces, self.settings)
 
     def unload(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
+        """`unloading`, at once."""
+        complete(self.unloading(start, end, progress))
+
+    def unloading(self, start: int, end: int, progress: LoadProgress | None = None) -> Operation[None]:
         """Hold [start, end) no longer. Rows of running requests in affected segments are lost. What remains
         of a segment is cut anew; the rest of it stays held when that fails and is loaded at its next
         use. `progress`: bytes given back and read anew."""
@@ -166,48 +183,61 @@ class Engine:
         again = self.cuts.pieces(pieces)
         total_bytes = done_bytes + predict(self.source, self.n_layers, again, self.settings).weights_bytes
         tell = progress or (lambda done, total: None)
-        self._close(affected)
         self._held = remaining
+        yield from self._closing(affected)
         tell(done_bytes, total_bytes)
         for piece in again:
-            segment = self._maker.open(*piece)
+            segment = yield partial(self._maker.open, *piece)
             self._segments.append(segment)
             done_bytes += segment.weights_bytes
             tell(min(done_bytes, total_bytes), total_bytes)
-        self._settle()
+        yield from self._settling()
 
     def whole_file(self) -> Path:
         """The GGUF with everything in it. Nothing may be loaded."""
         return self._maker.whole_file()
 
     def route(self, request_id: str, start: int, end: int) -> Route:
-        """The request's segments for exactly [start, end), cut where necessary. Raises CallError not_loaded,
-        cannot_cut, and what loading raises."""
+        """`known_route`, after what has to be cut was cut at once."""
+        route = self.known_route(request_id, start, end)
+        if route is None:
+            complete(self.cutting(start, end))
+            route = self.known_route(request_id, start, end)
+        if route is None:
+            raise CallError("engine", f"no segments cover {start}:{end}")
+        return route
+
+    def known_route(self, request_id: str, start: int, end: int) -> Route | None:
+        """The request's segments for exactly [start, end). None where those have to be made first
+        (`cutting`). Raises CallError not_loaded, cannot_cut."""
         known = self._routes.get(request_id, {}).get((start, end))
         if known is not None and not known.is_closed:
             return known
-        route = self._new_route(start, end)
+        path = self.find_segments(start, end)
+        if path is None:
+            return None
+        route = Route(start, end, path)
         self._routes.setdefault(request_id, {})[start, end] = route
         return route
 
-    def _new_route(self, start: int, end: int) -> Route:
+    def find_segments(self, start: int, end: int) -> tuple[Segment, ...] | None:
+        """Those that a request which begins now runs [start, end) in; otherwise as `known_route`."""
         self.cuts.check(start, end)
         missing = subtract([(start, end)], self._held)
         if missing:
             held = ", ".join(f"{s}:{e}" for s, e in self._held) or "nothing"
             raise CallError("not_loaded", f"layers {join(missing)} are not loaded (held: {held})", "start")
         path = find_path(self._segments, start, end)
-        if path is None:
-            self._fill()
-            self._cut_at(start, end)
-            path = find_path(self._segments, start, end)
-        if path is None:
-            raise CallError("engine", f"no segments cover {start}:{end}")
-        return Route(start, end, tuple(path))
+        return tuple(path) if path is not None else None
 
-    def segments_for(self, start: int, end: int) -> tuple[Segment, ...]:
-        """Those that run [start, end), cut where necessary. Raises as `route` does."""
-        return self._new_route(start, end).segments
+    def cutting(self, start: int, end: int) -> Operation[None]:
+        """Have segments that run exactly [start, end), which is held. Raises as `known_route` and `loading`
+        do."""
+        if self.find_segments(start, end) is not None:
+            return
+        yield from self._filling()
+        if self.find_segments(start, end) is None:
+            yield from self._cutting_at(start, end)
 
     def take_slot(self, request_id: str) -> int:
         return self.slots.take(request_id)
@@ -288,7 +318,9 @@ class Engine:
         self.empty(request_id)
         self._routes.pop(request_id, None)
         self.slots.release(request_id)
-        self._close([segment for segment in self._retired if segment.n_rows == 0])
+        if idle := [segment for segment in self._retired if segment.n_rows == 0]:
+            self._set_aside(idle)
+            self.begin(self._closing(idle))
 
     def empty(self, request_id: str, length: int = 0) -> None:
         """Free the request's rows from `length` on in every segment; it keeps its slot and its segments."""
@@ -339,19 +371,18 @@ class Engine:
             data = data * np.sqrt(np.float32(self.n_embd))
         return data
 
-    def _fill(self) -> None:
+    def _filling(self) -> Operation[None]:
         """Load what is held and has lost its segment, for want of room at the time."""
         gaps = subtract(self._held, [(segment.start, segment.end) for segment in self._segments])
         if gaps:
             self._refuse_what_does_not_fit(gaps)
-            self._segments += self._maker.open_all(gaps)
+            opened = yield partial(self._maker.open_all, self.cuts.pieces(gaps))
+            self._segments += opened
 
-    def _cut_at(self, start: int, end: int) -> None:
+    def _cutting_at(self, start: int, end: int) -> Operation[None]:
         """Replace segments that reach over `start` or `end` by their parts. Raises CallError out_of_memory,
         having changed nothing, where the parts do not fit beside what stays."""
         cut = [s for s in self._segments if s.start < start < s.end or s.start < end < s.end]
-        if not cut:
-            return
         staying = [segment for segment in self._segments if segment not in cut]
         missing: list[Range] = []
         for segment in cut:
@@ -362,27 +393,41 @@ class Engine:
         idle = [segment for segment in cut if not segment.n_rows]
         self._refuse_pieces_that_do_not_fit(missing, idle)
         self.prefixes.clear()
-        self._retired += [segment for segment in cut if segment.n_rows]
+        self._retired += [segment for segment in cut if segment not in idle]
         self._segments = staying
-        for segment in idle:
-            segment.close()
+        yield from self._closing(idle)
         for piece in missing:
-            self._segments.append(self._maker.open(*piece))
-        self._settle()
+            segment = yield partial(self._maker.open, *piece)
+            self._segments.append(segment)
+        yield from self._settling()
 
-    def _settle(self) -> None:
-        self._maker.settle([*self._segments, *(each for each in self._retired if each.is_whole)])
+    def _settling(self) -> Operation[None]:
+        running = [*self._segments, *(each for each in self._retired if each.is_whole)]
+        yield partial(self._maker.settle, running)
 
-    def _close(self, segments: list[Segment]) -> None:
+    def _retiring(self, segments: list[Segment]) -> Operation[None]:
+        """Nobody begins in these any more."""
+        segments = [segment for segment in segments if not segment.is_closed]
+        self._segments = [segment for segment in self._segments if segment not in segments]
+        self._retired += [segment for segment in segments if segment.n_rows]
+        yield from self._closing([segment for segment in segments if not segment.n_rows])
+
+    def _closing(self, segments: list[Segment]) -> Operation[None]:
+        """Nobody finds these any more, and their memory is given back."""
+        self._set_aside(segments)
         for segment in segments:
-            segment.close()
-        self._segments = [s for s in self._segments if not s.is_closed]
-        self._retired = [s for s in self._retired if not s.is_closed]
+            yield segment.close
         if any(segment.is_whole for segment in segments) and self._segments:
-            self._settle()
+            yield from self._settling()
+
+    def _set_aside(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            segment.is_closed = True
+        self._segments = [segment for segment in self._segments if not segment.is_closed]
+        self._retired = [segment for segment in self._retired if not segment.is_closed]
 
     def close(self) -> None:
-        self._close([*self._segments, *self._retired])
+        complete(self._closing([*self._segments, *self._retired]))
         self.vocabulary.grammars.close()
         self._vocabulary_model.close()
 

@@ -11,6 +11,7 @@ Kernels and file systems without large pages for files take all this as ordinary
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from contextlib import suppress
@@ -89,6 +90,25 @@ def read_in(path: Path) -> None:
         size = os.fstat(file.fileno()).st_size
         if size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
             return
-        with mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED) as mapping:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-            mapping.madvise(_POPULATE_READ)
+        # Python's own mmap keeps all other threads waiting for as long as this takes.
+        address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+        if address in (None, _MAP_FAILED):
+            return
+        _libc.madvise(address, size, mmap.MADV_HUGEPAGE)
+        _libc.madvise(address, size, _POPULATE_READ)
+        _libc.munmap(address, size)
+
+
+_libc: Final = ctypes.CDLL(None)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value

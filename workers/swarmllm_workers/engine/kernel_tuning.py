@@ -71,35 +71,48 @@ class KernelTuning:
         """Of the row lengths of what was loaded."""
         return tuple(_told(shape, each) for shape in self._in_use.values() for each in self._chosen[shape])
 
-    def tune(self, paths: Iterable[Path], n_threads: int) -> None:
-        """For the matrices of these GGUFs. Never raises for want of a measurement: then ggml computes single
-        rows, and our kernels the rest."""
-        if self._mode != "auto" or small_batches.last_way() <= Way.TILES:
-            return
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a choice."""
+        return self._mode == "auto" and small_batches.last_way() > Way.TILES
+
+    def read(self, paths: Iterable[Path]) -> list[GgufFile]:
+        """For `tune`, in any thread: headers with large vocabularies take a while. The caller closes them."""
+        sources = []
         for path in (file for each in paths for file in files_of(each)):
             try:
-                source = GgufFile(path)
+                sources.append(GgufFile(path))
             except CallError as error:
                 log.warning("kernels are not measured with %s: %s", path.name, error.message)
-                continue
-            self._tune(source, n_threads)
-            source.close()
+        return sources
+
+    def tune(self, sources: Iterable[GgufFile], n_threads: int, *, measures: bool = True) -> bool:
+        """For the matrices of these files, between two batches: the table changes. False where something is
+        not known that could be measured, and `measures` is False. Never raises for want of a measurement:
+        then ggml computes single rows, and our kernels the rest."""
+        if not self.is_on:
+            return True
+        n_unknown = sum(not self._tune(source, n_threads, measures) for source in sources)
         if self._in_use:
             small_batches.fill_table(
                 {k: [each.way for each in self._chosen[shape]] for k, shape in self._in_use.items()}
             )
+        return not n_unknown
 
-    def _tune(self, source: GgufFile, n_threads: int) -> None:
+    def _tune(self, source: GgufFile, n_threads: int, measures: bool) -> bool:
         sizes: dict[int, int] = {}
         for tensor in matrices(source):
             sizes[tensor.shape[0]] = sizes.get(tensor.shape[0], 0) + tensor.size_bytes
         cached_bytes = kernel_timings.cache_bytes()
         is_cached = sum(sizes.values()) <= cached_bytes
-        has_new = False
+        has_new, is_known = False, True
         for k in sorted(sizes, key=lambda k: -sizes[k])[:LENGTHS_MAX]:
             shape = Shape(k, n_threads, is_cached)
             if shape not in self._chosen:
                 self._read()
+            if shape not in self._chosen and not measures:
+                is_known = False
+                continue
             if shape not in self._chosen:
                 try:
                     with ProductBench(source, k, n_threads, cached_bytes=cached_bytes) as bench:
@@ -113,6 +126,7 @@ class KernelTuning:
             self._in_use[k] = shape
         if has_new and self._kept_in is not None and self._machine is not None:
             kernel_timings.write(self._kept_in, self._machine, self._chosen)
+        return is_known
 
     def _read(self) -> None:
         """What earlier processes measured, once."""

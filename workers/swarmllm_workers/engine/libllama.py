@@ -16,6 +16,7 @@ import ctypes
 import logging
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -31,7 +32,7 @@ from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_proto.source_paths import without_folders
 from swarmllm_workers.engine import huge_pages, row_attention, small_batches
 from swarmllm_workers.engine.split_source import files_of
-from swarmllm_workers.errors import CallError, Interrupted
+from swarmllm_workers.errors import CallError, Interrupted, Stopped
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +59,21 @@ _FLASH_ATTENTION: Final = {
 }
 _KV_TYPES: Final = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0}
 
-_recent_complaints: deque[str] = deque(maxlen=8)
+
+class _Complaints(threading.local):
+    """Of the calls of one thread: libllama says what it dislikes in the thread that calls it."""
+
+    def __init__(self) -> None:
+        self.recent: deque[str] = deque(maxlen=8)
+
+
+_complaints = _Complaints()
 
 
 def _on_log(level: int, text: bytes, _user_data: int | None) -> None:
     line = text.decode("utf-8", "replace").strip()
     if level == 4:
-        _recent_complaints.append(line)
+        _complaints.recent.append(line)
     if line:
         log.log(_LEVELS.get(level, logging.DEBUG), "%s", line)
 
@@ -80,7 +89,7 @@ def engine_version() -> str:
 
 
 def _complaint(what: str) -> CallError:
-    said = "; ".join(_recent_complaints) or "libllama gave no reason"
+    said = "; ".join(_complaints.recent) or "libllama gave no reason"
     kind = "out_of_memory" if "alloc" in said or "memory" in said else "bad_model"
     return CallError(kind, f"{what}: {without_folders(said)[:600]}")  # type: ignore[arg-type]
 
@@ -102,7 +111,8 @@ class Model:
         on_progress: Callable[[float], None] | None = None,
         numbers: Mapping[str, int] | None = None,
     ) -> None:
-        """`numbers`: metadata that counts instead of the file's."""
+        """`on_progress` may raise Stopped, and loading ends there. `numbers`: metadata that counts instead of
+        the file's."""
         params = lib.llama_model_default_params()
         params.load_mode = _LOAD_MODES[use_mmap, use_mlock]
         params.n_gpu_layers = n_gpu_layers
@@ -111,13 +121,16 @@ class Model:
         if on_progress is not None:
 
             def progressed(fraction: float, _user_data: int | None) -> bool:
-                on_progress(fraction)
+                try:
+                    on_progress(fraction)
+                except Stopped:
+                    return False
                 return True
 
             params.progress_callback = lib.llama_progress_callback(progressed)
         if numbers:
             params.kv_overrides = _overrides(numbers)
-        _recent_complaints.clear()
+        _complaints.recent.clear()
         if use_mmap and not vocab_only:
             for file in files_of(path):
                 huge_pages.read_in(file)
@@ -217,7 +230,7 @@ class Context:
             params.cb_eval_user_data = settings.eval_user_data
         self._keep = settings
         self._gives_normed = False
-        _recent_complaints.clear()
+        _complaints.recent.clear()
         handle = lib.llama_init_from_model(model.handle, params)
         if handle is None:
             raise _complaint("no context can be made")
@@ -351,7 +364,7 @@ class Context:
         n = lib.llama_state_seq_get_data(self.handle, pointer, len(buffer), sequence)
         return buffer.raw[:n]
 
-    def restore(self, sequence: int, state: bytes) -> bool:
+    def restore(self, sequence: int, state: bytes | memoryview) -> bool:
         """False where libllama refuses: too few cells, or not of this model and these settings."""
         array = np.frombuffer(state, np.uint8)
         pointer = array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -233,7 +233,7 @@ class Segment:
     def save(self, sequence: int) -> bytes:
         return self._context.save(sequence)
 
-    def restore(self, sequence: int, state: bytes, n_rows: int) -> bool:
+    def restore(self, sequence: int, state: bytes | memoryview, n_rows: int) -> bool:
         """Fill an empty sequence with the `n_rows` rows that `save` of this segment gave. False, and empty
         still, where libllama will not have them."""
         if not self._context.restore(sequence, state):

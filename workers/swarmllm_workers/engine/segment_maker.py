@@ -7,8 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
 
+from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.engine.cutting import Cuts
 from swarmllm_workers.engine.gguf_file import GgufFile
+from swarmllm_workers.engine.memory import predict
 from swarmllm_workers.engine.ranges import Range
 from swarmllm_workers.engine.segment import EngineSettings, Segment
 from swarmllm_workers.engine.segment_cache import SegmentCache
@@ -32,6 +34,7 @@ class SegmentMaker:
         *,
         owns_path: bool,
     ) -> None:
+        self._source = source
         self._n_layers = n_layers
         self._cuts = cuts
         self._settings = settings
@@ -43,11 +46,11 @@ class SegmentMaker:
         """The GGUF with everything in it. Nothing may be loaded."""
         return self._files.whole()
 
-    def open_all(self, ranges: Iterable[Range], progress: LoadProgress | None = None) -> list[Segment]:
-        """The segments that `ranges` become, all of them or none. Raises CallError."""
+    def open_all(self, pieces: Iterable[Range], progress: LoadProgress | None = None) -> list[Segment]:
+        """A segment for each piece, or none at all. Raises CallError."""
         opened = []
         with ExitStack() as undo:
-            for piece in self._cuts.pieces(ranges):
+            for piece in pieces:
                 segment = self.open(*piece, progress)
                 undo.callback(segment.close)
                 opened.append(segment)
@@ -68,15 +71,17 @@ class SegmentMaker:
             if progress is not None:
                 progress(int(fraction * size_bytes), size_bytes)
 
-        return Segment(
-            path,
-            start,
-            end,
-            n_layers=self._n_layers,
-            architecture=None if is_whole and not self._cuts.is_fed_tokens else architecture,
-            settings=self._settings,
-            on_progress=on_progress if progress is not None else None,
-        )
+        needed = predict(self._source, self._n_layers, [(start, end)], self._settings)
+        with mapping(needed.total_bytes + 2 * size_bytes):
+            return Segment(
+                path,
+                start,
+                end,
+                n_layers=self._n_layers,
+                architecture=None if is_whole and not self._cuts.is_fed_tokens else architecture,
+                settings=self._settings,
+                on_progress=on_progress if progress is not None else None,
+            )
 
     def settle(self, running: Sequence[Segment]) -> None:
         """Put the files in order, unless the original is mapped and must not change."""

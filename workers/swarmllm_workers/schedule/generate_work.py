@@ -52,6 +52,14 @@ class GenerateWork:
         send: Send,
         speculation: Speculation | None = None,
     ) -> None:
+        """Raises CallError context_full."""
+        n_ctx = engine.settings.n_ctx
+        if len(tokens) > n_ctx:
+            raise CallError(
+                "context_full",
+                f"the prompt has {len(tokens) - message.n_generated} tokens, the context {n_ctx} (n_ctx)",
+                "payload",
+            )
         self.call_id = message.id
         self.request_id = message.request_id
         self.is_finished = False
@@ -62,7 +70,7 @@ class GenerateWork:
         self._n_given = len(tokens)
         """The prompt, and what was generated elsewhere."""
         self._n_prompt = len(tokens) - message.n_generated
-        n_max = min(self._n_prompt + message.sampling.max_tokens, engine.settings.n_ctx + 1)
+        n_max = min(self._n_prompt + message.sampling.max_tokens, n_ctx + 1)
         self._history = np.empty(max(n_max, len(tokens)), np.int32)
         """The prompt and the tokens generated so far."""
         self._history[: len(tokens)] = tokens
@@ -86,22 +94,20 @@ class GenerateWork:
         """A step's result whose tokens are being sampled."""
         self._is_alone = False
 
-    def route(self) -> Route:
-        n_ctx = self._engine.settings.n_ctx
-        if self._n_history > n_ctx:
-            raise CallError(
-                "context_full",
-                f"the prompt has {self._n_prompt} tokens, the context {n_ctx} (n_ctx)",
-                "payload",
-            )
-        return self._engine.route(self.request_id, 0, self._engine.n_layers)
+    @property
+    def layers(self) -> tuple[int, int]:
+        return 0, self._engine.n_layers
+
+    def _route(self) -> Route | None:
+        return self._engine.known_route(self.request_id, *self.layers)
 
     def begin(self) -> None:
         self._decoding.check()
         if self._has_begun:
             return
         self._has_begun = True
-        route, history = self.route(), self._history[: self._n_history]
+        route, history = self._route(), self._history[: self._n_history]
+        assert route is not None  # its turn has come
         self._position = self._engine.reuse(self.request_id, route, history, self._session)
         self._engine.prefixes.follow(self.request_id, route.segments, self._name)
         if self._n_history == self._n_given:
@@ -122,7 +128,9 @@ class GenerateWork:
             return
         if self._guesser is None:
             slot = self._engine.take_slot(self.request_id)
-            self._guesser = self._speculation.begin(self.route(), slot, self._history[: self._n_prompt])
+            route = self._route()
+            assert route is not None
+            self._guesser = self._speculation.begin(route, slot, self._history[: self._n_prompt])
             if self._guesser is None:
                 self._speculation = None
                 return
@@ -243,8 +251,9 @@ class GenerateWork:
         )
         if self._speculation is not None:
             self._speculation.answered(self._history[: self._n_prompt], self._decoding.tokens)
-            if self._guesser is not None and self._is_alone and reason != "cancelled":
+            route = self._route() if reason != "cancelled" else None
+            if self._guesser is not None and self._is_alone and route is not None:
                 self._speculation.try_out_after(
-                    self.route(), self._engine.take_slot(self.request_id), self._history[: self._position]
+                    route, self._engine.take_slot(self.request_id), self._history[: self._position]
                 )
         self._engine.release(self.request_id)

@@ -56,7 +56,9 @@ class LoneSteps:
             decoding = self._decodings.get(its.request_id)
             if decoding is None or decoding.sampling != its.sampling or decoding.grammar is not None:
                 return False
-        route = engine.route(its.request_id, its.start, its.end)
+        route = engine.known_route(its.request_id, its.start, its.end)
+        if route is None:
+            return False
         for segment in route.segments:
             if not segment.can_step(slot, position):
                 return False

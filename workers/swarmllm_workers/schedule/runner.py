@@ -2,7 +2,7 @@
 
 Of the works of one request only the oldest runs: its Forwards are in order. Whatever goes wrong with one
 work is that work's error; a batch that fails as a whole is run again one work at a time, so that only the
-guilty pay.
+guilty pay. A work whose layers have to be cut first waits for that, and the others go on.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import numpy as np
 
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.libllama import WATCHED_ROWS_MIN
+from swarmllm_workers.engine.operation import Operation
+from swarmllm_workers.engine.ranges import Range
 from swarmllm_workers.engine.segment import Span
-from swarmllm_workers.errors import Interrupted
+from swarmllm_workers.errors import CallError, Interrupted
 from swarmllm_workers.schedule.planner import Batch, Demand, Planner
 from swarmllm_workers.schedule.segment_route import Route
 from swarmllm_workers.schedule.work import Work
@@ -51,6 +53,10 @@ class Runner:
         """Works that have found no room."""
         self.is_starved = False
         """There are works, and for none was there room in the last round."""
+        self._being_cut: set[Range] = set()
+        """Layers for which segments are being made."""
+        self._uncut: set[int] = set()
+        """Works that wait for that, as of the last round."""
 
     @property
     def has_work(self) -> bool:
@@ -58,8 +64,10 @@ class Runner:
 
     @property
     def is_parked(self) -> bool:
-        """There is work, and all of it waits for the grammar process."""
-        return bool(self._works) and all(work.is_parked for work in self._works.values())
+        """There is work, and all of it waits for the grammar process or for its layers to be cut."""
+        return bool(self._works) and all(
+            work.is_parked or key in self._uncut for key, work in self._works.items()
+        )
 
     def add(self, work: Work) -> None:
         self._n_works += 1
@@ -72,6 +80,7 @@ class Runner:
     def step(self) -> None:
         """One round: every work that can has its turn, in as few batches as possible."""
         self.is_starved = bool(self._starved_since)
+        self._uncut.clear()
         for work in [each for each in self._works.values() if each.is_parked]:
             self._go_on(work)
         if (
@@ -95,8 +104,8 @@ class Runner:
         if work.is_parked:
             return True
         try:
-            route = work.route()
-            if not self._has_slot(work):
+            route = self._engine.known_route(work.request_id, *work.layers)
+            if route is None or not self._has_slot(work):
                 return False
             work.begin()
             n_free = self._engine.prefixes.n_free(route.segments)
@@ -129,7 +138,10 @@ class Runner:
             if work.is_parked:
                 continue
             try:
-                route = work.route()
+                route = self._route_of(work)
+                if route is None:
+                    self._uncut.add(key)
+                    continue
                 if not self._has_slot(work):
                     continue
                 work.begin()
@@ -141,6 +153,32 @@ class Runner:
                 continue
             ready[key] = _Ready(work, route, self._demand(key, work, route))
         return ready
+
+    def _route_of(self, work: Work) -> Route | None:
+        """None: its layers are being cut. Raises CallError."""
+        layers = work.layers
+        route = self._engine.known_route(work.request_id, *layers)
+        if route is None and layers not in self._being_cut:
+            self._being_cut.add(layers)
+            self._engine.begin(self._cutting(layers))
+            route = self._engine.known_route(work.request_id, *layers)
+        return route
+
+    def _cutting(self, layers: Range) -> Operation[None]:
+        try:
+            yield from self._engine.cutting(*layers)
+        except Exception as error:
+            for work in [each for each in self._works.values() if each.layers == layers]:
+                if not work.is_finished and self._is_without_segments(work):
+                    self._fail(work, error)
+        finally:
+            self._being_cut.discard(layers)
+
+    def _is_without_segments(self, work: Work) -> bool:
+        try:
+            return self._engine.known_route(work.request_id, *work.layers) is None
+        except CallError:  # they are not even held any more, and the work's next turn says so
+            return False
 
     def _has_slot(self, work: Work) -> bool:
         """False where a work that can wait has to: all slots are taken, one of them by a Generate, which

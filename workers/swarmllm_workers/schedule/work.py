@@ -25,7 +25,6 @@ from swarmllm_workers.decode.grammar import NotYet
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import Span, Want
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.schedule.segment_route import Route
 
 STEP_ROWS_MAX: Final = 16
 """Rows up to which a Forward is a step that somebody waits for, not a piece of a prompt."""
@@ -45,8 +44,9 @@ class Work(Protocol):
     wants_alone: bool
     """Its rows share no batch."""
 
-    def route(self) -> Route:
-        """Through what its rows go. Raises CallError."""
+    @property
+    def layers(self) -> tuple[int, int]:
+        """Which its rows go through: [start, end)."""
 
     def begin(self) -> None:
         """It has a slot, and may look for rows that are there already."""
@@ -106,8 +106,9 @@ class ForwardWork:
         self._parked: np.ndarray | None = None
         """Logits of the token that is to be sampled."""
 
-    def route(self) -> Route:
-        return self._engine.route(self.request_id, self._message.start, self._message.end)
+    @property
+    def layers(self) -> tuple[int, int]:
+        return self._message.start, self._message.end
 
     def begin(self) -> None:
         return
@@ -117,7 +118,8 @@ class ForwardWork:
         n_left = len(self._data) - self._n_done
         if self._message.want != "normed":
             return n_left
-        return min(n_left, self.route().segments[-1].n_outputs_max)
+        route = self._engine.known_route(self.request_id, *self.layers)
+        return n_left if route is None else min(n_left, route.segments[-1].n_outputs_max)
 
     @property
     def is_decode(self) -> bool:

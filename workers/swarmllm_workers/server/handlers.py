@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,9 +16,8 @@ import numpy as np
 
 from swarmllm_proto import ipc
 from swarmllm_proto.errors import BadMessage, BadTensor
-from swarmllm_proto.limits import IPC_PAYLOAD_MAX
 from swarmllm_proto.swarm import LayerForward
-from swarmllm_proto.tensors import decode_tensor, encode_tensor
+from swarmllm_proto.tensors import decode_tensor
 from swarmllm_workers.cache.prefix_manifest import PrefixManifest
 from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
@@ -30,6 +30,7 @@ from swarmllm_workers.schedule.lone_steps import LoneSteps
 from swarmllm_workers.schedule.planner import CAPACITY, Planner
 from swarmllm_workers.schedule.runner import Runner
 from swarmllm_workers.schedule.work import ForwardWork, Send, Work
+from swarmllm_workers.server.background import InPlace, Place
 from swarmllm_workers.server.ending_handlers import EndingHandlers
 from swarmllm_workers.server.grammar_handlers import GrammarHandlers
 from swarmllm_workers.server.load_handlers import LoadHandlers
@@ -41,18 +42,12 @@ from swarmllm_workers.speculation.speculation import Speculation
 
 log = logging.getLogger(__name__)
 
-EMBED_ROWS_MAX: Final = 65536
-_TENSOR_HEADER_BYTES: Final = 256
-"""More than a tensor's description takes."""
+PARSING_MAX: Final = 64
+"""Calls that may wait for the thread that parses, above which no further message is read."""
 SLEEP_MAX_MS: Final = 2**30
 STARVED_MS: Final = 5
 PARKED_MS: Final = 100
 """Until it is seen that the grammar process is late; its answers are seen at once."""
-
-
-def embed_rows_max(n_embd: int) -> int:
-    """Rows of f32 x `n_embd` that one answer has room for."""
-    return min(EMBED_ROWS_MAX, (IPC_PAYLOAD_MAX - _TENSOR_HEADER_BYTES) // (4 * n_embd))
 
 
 class Handlers:
@@ -64,8 +59,12 @@ class Handlers:
         watch: Watch,
         take_descriptor: Callable[[], int | None],
         read_ahead: ReadAhead | None = None,
+        loading: Place | None = None,
+        parsing: Place | None = None,
     ) -> None:
-        """`watch`: for links; `take_descriptor`: what came along with the message that is handled."""
+        """`watch`: for links; `take_descriptor`: what came along with the message that is handled. `loading`
+        and `parsing`: where layers are made, and where what came from elsewhere is read; here at once where
+        there is no such place."""
         self._send = send
         self._read_ahead = read_ahead
         self._take_descriptor = take_descriptor
@@ -78,6 +77,8 @@ class Handlers:
         self._speculation: Speculation | None = None
         self._kernels = KernelTuning()
         self._decodings: dict[str, Decoding] = {}
+        self._loading = loading or InPlace()
+        self._parsing = parsing or InPlace()
         self._has_stepped = False
         """Nothing but lone steps has happened since `pause_ms` looked at everything."""
         self._looked_at_s = self._looks_away_s = 0.0
@@ -85,26 +86,38 @@ class Handlers:
         self.grammars = GrammarHandlers(
             lambda: self._opened().vocabulary.grammars,
             send,
-            lambda call_id, error: self._answer_error(call_id, "", error),
+            self._fail,
             watch,
+        )
+        self._layers = LoadHandlers(
+            self._opened,
+            lambda: self._speculation,
+            lambda: self._kernels,
+            send,
+            self._fail,
+            self._finish,
+            lambda: self.has_work,
+            self._loading,
         )
         self._handlers: dict[type, Callable[[Any, memoryview], None]] = {
             ipc.Open: self._open,
-            ipc.Embed: self._embed,
             ipc.Forward: self._forward,
             ipc.TakeLink: self._take_link,
             ipc.CloseLinks: self._close_links,
             ipc.TakeSeat: self._take_seat,
             ipc.Generate: self._generate,
             ipc.Shutdown: self._shutdown,
-            **TextHandlers(self._opened, self._tokens, send).by_type,
+            **TextHandlers(self._opened, self._tokens, send, self._fail, self._parsing).by_type,
             **self.grammars.by_type,
-            **PrefixHandlers(self._opened, send).by_type,
+            **PrefixHandlers(self._opened, send, self._fail, self._loading, self._parsing).by_type,
             **EndingHandlers(lambda: self._engine, send, self._works_of, self._stop).by_type,
-            **LoadHandlers(
-                self._opened, lambda: self._speculation, lambda: self._kernels, send, self._finish
-            ).by_type,
+            **self._layers.by_type,
         }
+
+    @property
+    def is_full(self) -> bool:
+        """No further message is to be handled now: too many wait for the thread that reads them."""
+        return self._parsing.n_waiting >= PARSING_MAX
 
     @property
     def has_work(self) -> bool:
@@ -136,6 +149,7 @@ class Handlers:
             # Between two decode jobs nothing else happens, and to find that out takes as long as a hop.
             return int((self._looked_at_s + self._looks_away_s - now_s) * 1000) + 1
         self._has_stepped = False
+        self._layers.tidy()
         until_s = self._engine.expire()
         self._tell_prefixes()
         sleeps_ms = [SLEEP_MAX_MS if until_s is None else min(int(until_s * 1000) + 1, SLEEP_MAX_MS)]
@@ -155,6 +169,9 @@ class Handlers:
         if self._runner is not None and self._speculation is not None:
             self._runner.step()
             self._speculation.settle(is_idle=not self._runner.has_work)
+
+    def _fail(self, call_id: int, error: Exception) -> None:
+        self._answer_error(call_id, "", error)
 
     def _answer_work(self, work: Work, error: Exception) -> None:
         self._answer_error(work.call_id, work.request_id, error)
@@ -198,6 +215,7 @@ class Handlers:
             engine_settings(message, self._read_ahead),
             owns_path=message.owns_path,
         )
+        engine.begin = partial(self._loading.begin, fail=_log_failure)
         self._engine = engine
         self.grammars.open(engine.n_vocab)
         self._manifest = PrefixManifest(self._send) if message.tell_prefixes else None
@@ -225,14 +243,6 @@ class Handlers:
                 has_chat_template=bool(engine.template_source),
             )
         )
-
-    def _embed(self, message: ipc.Embed, payload: memoryview) -> None:
-        engine = self._opened()
-        tokens = self._tokens(payload)
-        n_max = embed_rows_max(engine.n_embd)
-        if len(tokens) > n_max:
-            raise CallError("bad_tensor", f"{len(tokens)} tokens, at most {n_max}", "payload")
-        self._send(ipc.LayerResult(id=message.id), encode_tensor(engine.embedding.rows(tokens)))
 
     def _forward(self, message: ipc.Forward, payload: memoryview) -> None:
         data = self._tensor(payload)
@@ -408,3 +418,7 @@ class Handlers:
             self._speculation.close()
         if self._engine is not None:
             self._engine.close()
+
+
+def _log_failure(error: Exception) -> None:
+    log.error("what a request left behind could not be put in order", exc_info=error)

@@ -1,20 +1,24 @@
 """What brings layers in and out, or tries which ones may be: calls that take seconds and tell how far they
-are."""
+are. They run beside the decode steps, one after the other."""
 
 from __future__ import annotations
 
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from swarmllm_proto import ipc
-from swarmllm_workers.engine.cut_check import check_cuts
+from swarmllm_workers.decode.bounded_call import mapping
+from swarmllm_workers.engine.cut_check import CutVerdict, check_cuts
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.kernel_tuning import KernelTuning
+from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment_maker import LoadProgress
 from swarmllm_workers.schedule.work import Send
+from swarmllm_workers.server.background import Place
 from swarmllm_workers.speculation.speculation import Speculation
 
 PROGRESS_INTERVAL_S: Final = 0.05
@@ -29,53 +33,96 @@ class LoadHandlers:
         speculation: Callable[[], Speculation | None],
         kernels: Callable[[], KernelTuning],
         send: Send,
+        fail: Callable[[int, Exception], None],
         finish: Callable[[int], None],
+        is_busy: Callable[[], bool],
+        place: Place,
     ) -> None:
-        """`finish`: say goodbye to a call, and leave."""
+        """`fail`: answer a call with an error. `finish`: say goodbye to a call, and leave. `is_busy`: whether
+        requests run."""
         self._opened = opened
         self._speculation = speculation
         self._kernels = kernels
         self._send = send
+        self._fail = fail
         self._finish = finish
+        self._is_busy = is_busy
+        self._place = place
+        self._unmeasured: list[Path] = []
+        """Files whose products are to be timed when nobody decodes."""
+        self._has_loaded = False
         self.by_type: dict[type, Callable[[Any, memoryview], None]] = {
             ipc.Load: self._load,
             ipc.Unload: self._unload,
             ipc.CheckCuts: self._check_cuts,
         }
 
+    def tidy(self) -> None:
+        """Nobody decodes: do what was left for such a moment."""
+        if self._unmeasured and not self._place.n_waiting:
+            paths, self._unmeasured = self._unmeasured, []
+            self._place.begin(self._tuning(paths), partial(self._fail, 0))
+        if self._has_loaded:
+            self._has_loaded = False
+            # What lives as long as the worker need not be looked through between two tokens.
+            gc.collect()
+            gc.freeze()
+
     def _load(self, message: ipc.Load, _payload: memoryview) -> None:
+        self._opened()
+        self._place.begin(self._loading(message), partial(self._fail, message.id))
+
+    def _loading(self, message: ipc.Load) -> Operation[None]:
         engine, speculation = self._opened(), self._speculation()
         guesses = speculation if (message.start, message.end) == (0, engine.n_layers) else None
         if guesses is not None:
-            guesses.load()
-        engine.load(message.start, message.end, self._progress_of(message.id))
+            yield from guesses.loading()
+        yield from engine.loading(message.start, message.end, self._progress_of(message.id))
         paths = [segment.path for segment in engine.segments]
         if guesses is not None and guesses.settings.draft_path:
             paths.insert(0, Path(guesses.settings.draft_path))
-        self._kernels().tune(paths, engine.settings.n_threads)
+        yield from self._tuning(paths)
         if guesses is not None:
-            guesses.loaded(self._progress_of(message.id))
-        # What lives as long as the worker need not be looked through between two tokens.
-        gc.collect()
-        gc.freeze()
+            yield from guesses.trying(self._progress_of(message.id))
+        self._has_loaded = True
         self._answer_loaded(message.id)
 
+    def _tuning(self, paths: list[Path]) -> Operation[None]:
+        """Measuring has the processor's caches and all products to itself: not beside decode steps."""
+        kernels = self._kernels()
+        if not kernels.is_on:
+            return
+        sources = yield partial(kernels.read, paths)
+        is_known = kernels.tune(sources, self._opened().settings.n_threads, measures=not self._is_busy())
+        for source in sources:
+            source.close()
+        if not is_known:
+            self._unmeasured = paths
+
     def _unload(self, message: ipc.Unload, _payload: memoryview) -> None:
+        self._opened()
+        self._place.begin(self._unloading(message), partial(self._fail, message.id))
+
+    def _unloading(self, message: ipc.Unload) -> Operation[None]:
         engine = self._opened()
-        engine.unload(message.start, message.end, self._progress_of(message.id))
+        yield from engine.unloading(message.start, message.end, self._progress_of(message.id))
         self._answer_loaded(message.id)
         if not engine.ranges:
             self._finish(message.id)
 
     def _check_cuts(self, message: ipc.CheckCuts, _payload: memoryview) -> None:
-        engine = self._opened()
-        verdict = check_cuts(
-            engine.whole_file(),
-            engine.cache_dir,
-            engine.settings,
-            self._progress_of(message.id),
-            message.units,
-        )
+        self._opened()
+        self._place.begin(self._checking_cuts(message), partial(self._fail, message.id))
+
+    def _checking_cuts(self, message: ipc.CheckCuts) -> Operation[None]:
+        engine, progress = self._opened(), self._progress_of(message.id)
+
+        def check() -> CutVerdict:
+            whole = engine.whole_file()
+            with mapping(3 * whole.stat().st_size + 2**30):
+                return check_cuts(whole, engine.cache_dir, engine.settings, progress, message.units)
+
+        verdict = yield check
         self._send(
             ipc.CutsChecked(
                 id=message.id, cut_alignment=verdict.unit, whole_reason=verdict.reason[:REASON_MAX]
@@ -83,6 +130,7 @@ class LoadHandlers:
         )
 
     def _progress_of(self, call_id: int) -> LoadProgress:
+        """Called wherever a part runs."""
         told_at = 0.0
 
         def tell(done: int, total: int) -> None:
@@ -90,7 +138,9 @@ class LoadHandlers:
             now = time.monotonic()
             if now - told_at >= PROGRESS_INTERVAL_S or done >= total:
                 told_at = now
-                self._send(ipc.Progress(id=call_id, done_bytes=done, total_bytes=total))
+                self._place.tell(
+                    partial(self._send, ipc.Progress(id=call_id, done_bytes=done, total_bytes=total))
+                )
 
         return tell
 

@@ -1,4 +1,8 @@
-"""The worker's loop: one thread, the daemon's socket, and the links of the ring.
+"""The worker's loop: the thread that decodes, the daemon's socket, and the links of the ring.
+
+What takes long and needs no context runs in two threads beside it (`background.py`): one opens, cuts and
+closes layers, one reads what came from elsewhere (prompts, templates, snapshots). Sockets have no thread of
+their own: a write is one system call that never waits, and a hand-over costs more.
 
 While there is work the socket is looked at between two steps and never waited for; without work the loop
 sleeps in `poll`. Output is buffered and written as the socket takes it, so a daemon that reads slowly
@@ -13,6 +17,7 @@ import os
 import select
 import socket
 from collections import deque
+from collections.abc import Collection
 from struct import Struct
 from typing import Any, Final
 
@@ -24,6 +29,7 @@ from swarmllm_proto.errors import BadMessage, ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_workers import __version__
 from swarmllm_workers.engine.libllama import engine_version
+from swarmllm_workers.server.background import BackgroundThread, Inbox
 from swarmllm_workers.server.handlers import Handlers
 from swarmllm_workers.server.outgoing import Outgoing
 from swarmllm_workers.server.read_ahead import ReadAhead
@@ -33,6 +39,8 @@ log = logging.getLogger(__name__)
 RECEIVE_SIZE: Final = 256 * 1024
 READS_PER_STEP: Final = 64
 """Bounds how long arriving data (16 MiB) can hold up the requests that run."""
+LOADING_NICENESS: Final = 5
+"""Of the thread that loads: readers come first."""
 UNWRITTEN_MAX: Final = 32 * 2**20
 """Bytes in the output buffer above which no further step is made and no further message is read."""
 
@@ -54,14 +62,21 @@ def _call_id(frame: Frame) -> int:
 
 
 class Server:
-    def __init__(self, connection: socket.socket, pid: int) -> None:
+    def __init__(self, connection: socket.socket, pid: int, cores: Collection[int] = ()) -> None:
+        """`cores`: where the threads beside this one may run; (): where this one may."""
         self._connection = connection
         self._decoder = FrameDecoder()
         self._outgoing = Outgoing(connection)
         self._poll = select.poll()
         self._descriptors: deque[int] = deque()
         self._read_ahead = ReadAhead(self._receive, self._decoder)
-        self._handlers = Handlers(self.send, self._watch, self._take_descriptor, self._read_ahead)
+        self._inbox = Inbox()
+        self._poll.register(self._inbox.descriptor, select.POLLIN)
+        self._loading = BackgroundThread("loading", self._inbox, cores=cores, niceness=LOADING_NICENESS)
+        self._parsing = BackgroundThread("parsing", self._inbox, cores=cores)
+        self._handlers = Handlers(
+            self.send, self._watch, self._take_descriptor, self._read_ahead, self._loading, self._parsing
+        )
         self._pid = pid
 
     def send(self, message: Any, payload: Any = b"") -> None:
@@ -77,7 +92,7 @@ class Server:
         try:
             while not self._handlers.is_finished:
                 is_stuck = self._is_stuck
-                wanted = (0 if is_stuck else select.POLLIN) | (
+                wanted = (0 if is_stuck or self._handlers.is_full else select.POLLIN) | (
                     select.POLLOUT if self._outgoing.n_bytes else 0
                 )
                 if wanted != watched:
@@ -87,6 +102,9 @@ class Server:
                 n_left = len(happened)
                 for descriptor, events in happened:
                     n_left -= 1
+                    if descriptor == self._inbox.descriptor:
+                        self._inbox.run()
+                        continue
                     if descriptor == self._handlers.grammars.descriptor:
                         self._handlers.grammars.receive()
                         continue
@@ -109,9 +127,18 @@ class Server:
             log.warning("the stream is broken: %s", error)
             self._send_fatal(error)
         finally:
-            self._handlers.close()
+            self._end_threads()
             while self._descriptors:
                 os.close(self._descriptors.popleft())
+
+    def _end_threads(self) -> None:
+        threads = self._loading, self._parsing
+        for thread in threads:
+            thread.stop()
+        if any(thread.is_alive for thread in threads):
+            # In the middle of something that uses what would be freed now; the system frees it as well.
+            os._exit(0)
+        self._handlers.close()
 
     @property
     def _is_stuck(self) -> bool:
@@ -154,7 +181,7 @@ class Server:
                 if self._handlers.is_finished:
                     return True
             self._close_leftovers()
-            if self._is_stuck:
+            if self._is_stuck or self._handlers.is_full:
                 return True
         return True
 

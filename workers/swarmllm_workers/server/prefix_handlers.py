@@ -1,10 +1,14 @@
-"""What the messages about kept KV do: name, export, import."""
+"""What the messages about kept KV do: name, export, import.
+
+What is in cells is read between two decode steps, a segment at a time. Bytes are checked beside them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 from blake3 import blake3
 
@@ -12,18 +16,35 @@ from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.ipc_prefix import NAME_SIZE, split_names
+from swarmllm_workers.cache.prefix_cache import Snapshot
 from swarmllm_workers.cache.prefixes import Name
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.kv_state import BadState
+from swarmllm_workers.engine.operation import Operation
+from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.server.background import Place
+
+_OfLayers: TypeAlias = ipc.PrefixFetchProbe | ipc.ExportPrefixSnapshot | ipc.ImportPrefixSnapshot
 
 
 class PrefixHandlers:
     """Without state: what is kept is the engine's."""
 
-    def __init__(self, engine: Callable[[], Engine], send: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        engine: Callable[[], Engine],
+        send: Callable[..., None],
+        fail: Callable[[int, Exception], None],
+        loading: Place,
+        checking: Place,
+    ) -> None:
+        """`fail`: answer a call with an error. `loading`: where layers are cut."""
         self._engine = engine
         self._send = send
+        self._fail = fail
+        self._loading = loading
+        self._checking = checking
 
     @property
     def by_type(self) -> dict[type, Callable[[Any, memoryview], None]]:
@@ -35,7 +56,10 @@ class PrefixHandlers:
 
     def _probe(self, message: ipc.PrefixFetchProbe, payload: memoryview) -> None:
         engine, name = self._engine(), Name(_names(payload), scope=message.scope)
-        route = engine.route(message.request_id, message.start, message.end)
+        route = engine.known_route(message.request_id, message.start, message.end)
+        if route is None:
+            self._after_cutting(message, partial(self._probe, message, payload))
+            return
         try:
             n_rows = engine.prefixes.name(message.request_id, route.segments, name)
         except CallError:
@@ -45,35 +69,69 @@ class PrefixHandlers:
 
     def _export(self, message: ipc.ExportPrefixSnapshot, payload: memoryview) -> None:
         engine, name = self._engine(), Name(_names(payload), scope=message.scope)
-        found = engine.prefixes.export(engine.segments_for(message.start, message.end), name)
+        where = engine.find_segments(message.start, message.end)
+        if where is None:
+            self._after_cutting(message, partial(self._export, message, payload))
+        else:
+            self._checking.begin(self._exporting(message, where, name), partial(self._fail, message.id))
+
+    def _exporting(
+        self, message: ipc.ExportPrefixSnapshot, where: tuple[Segment, ...], name: Name
+    ) -> Operation[None]:
+        found = yield from self._engine().prefixes.exporting(where, name)
         if found is None:
             self._send(ipc.PrefixSnapshotResponse(id=message.id, n_blocks=0))
             return
         n_blocks, states = found
+        digest = yield partial(_digest, states)
         response = ipc.PrefixSnapshotResponse(
-            id=message.id,
-            n_blocks=n_blocks,
-            sizes=tuple(map(len, states)),
-            digest=_digest(states),
+            id=message.id, n_blocks=n_blocks, sizes=tuple(map(len, states)), digest=digest
         )
         self._send(response, list(states))
 
     def _import(self, message: ipc.ImportPrefixSnapshot, payload: memoryview) -> None:
-        engine = self._engine()
+        self._engine()
         n_names = message.n_blocks * NAME_SIZE
         names, data = _names(payload[:n_names]), payload[n_names:]
         if len(names) != message.n_blocks or len(data) != sum(message.sizes):
             raise CallError("bad_message", "the payload is not as long as is said", "sizes")
-        if _digest([data]) != message.digest:
+        name = Name(names, scope=message.scope)
+        self._checking.begin(self._importing(message, name, data), partial(self._fail, message.id))
+
+    def _importing(self, message: ipc.ImportPrefixSnapshot, name: Name, data: memoryview) -> Operation[None]:
+        digest = yield partial(_digest, [data])
+        if digest != message.digest:
             raise CallError("bad_message", "the bytes have another digest", "digest")
         ends = accumulate(message.sizes, initial=0)
-        states = tuple(bytes(data[start:end]) for start, end in pairwise(ends))
-        where = engine.segments_for(message.start, message.end)
         try:
-            is_taken = engine.prefixes.take(where, Name(names, scope=message.scope), states)
+            snapshot = yield partial(Snapshot.read, [data[start:end] for start, end in pairwise(ends)])
         except BadState as error:
-            raise CallError("bad_tensor", f"this is no KV of these layers: {error}", "payload") from None
+            raise _no_kv(error) from None
+        self._take(message, name, snapshot)
+
+    def _take(self, message: ipc.ImportPrefixSnapshot, name: Name, snapshot: Snapshot) -> None:
+        engine = self._engine()
+        where = engine.find_segments(message.start, message.end)
+        if where is None:
+            self._after_cutting(message, partial(self._take, message, name, snapshot))
+            return
+        try:
+            is_taken = engine.prefixes.take(where, name, snapshot)
+        except BadState as error:
+            raise _no_kv(error) from None
         self._send(ipc.PrefixFetchResult(id=message.id, n_blocks=message.n_blocks if is_taken else 0))
+
+    def _after_cutting(self, message: _OfLayers, again: Callable[[], None]) -> None:
+        """Call `again` when there are segments for the message's layers."""
+        self._loading.begin(self._cutting(message, again), partial(self._fail, message.id))
+
+    def _cutting(self, message: _OfLayers, again: Callable[[], None]) -> Operation[None]:
+        yield from self._engine().cutting(message.start, message.end)
+        again()
+
+
+def _no_kv(error: BadState) -> CallError:
+    return CallError("bad_tensor", f"this is no KV of these layers: {error}", "payload")
 
 
 def _names(payload: memoryview) -> tuple[bytes, ...]:

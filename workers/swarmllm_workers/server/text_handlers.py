@@ -1,16 +1,35 @@
-"""Between text and tokens, with the model's tokenizer and chat template."""
+"""Between text and tokens, with the model's tokenizer and chat template, and from tokens to embedding rows.
+
+How long that takes is decided by whoever wrote the text, so it is done beside the decode steps: vocabulary,
+template and embedding do not change.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
 from swarmllm_proto import ipc
+from swarmllm_proto.limits import IPC_PAYLOAD_MAX
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.server.background import Place
+
+EMBED_ROWS_MAX: Final = 65536
+AT_ONCE_MAX: Final = 16
+"""Tokens of which the rows are looked up at once: a step that somebody waits for."""
+_TENSOR_HEADER_BYTES: Final = 256
+"""More than a tensor's description takes."""
+
+
+def embed_rows_max(n_embd: int) -> int:
+    """Rows of f32 x `n_embd` that one answer has room for."""
+    return min(EMBED_ROWS_MAX, (IPC_PAYLOAD_MAX - _TENSOR_HEADER_BYTES) // (4 * n_embd))
 
 
 class TextHandlers:
@@ -19,34 +38,64 @@ class TextHandlers:
         opened: Callable[[], Engine],
         tokens: Callable[[memoryview], np.ndarray],
         send: Callable[..., None],
+        fail: Callable[[int, Exception], None],
+        place: Place,
     ) -> None:
-        """`tokens`: i32 [n] from a payload, checked."""
+        """`tokens`: i32 [n] from a payload, checked. `fail`: answer a call with an error."""
         self._opened = opened
         self._read_tokens = tokens
         self._send = send
+        self._fail = fail
+        self._place = place
         self.by_type: dict[type, Callable[[Any, memoryview], None]] = {
             ipc.Tokenize: self._tokenize,
             ipc.ApplyTemplate: self._apply_template,
             ipc.Detokenize: self._detokenize,
+            ipc.Embed: self._embed,
         }
 
     def _tokenize(self, message: ipc.Tokenize, _payload: memoryview) -> None:
         engine = self._opened()
         if (message.text is None) == (message.messages is None):
             raise CallError("bad_message", "either text or messages, not both", "text")
-        if message.messages is not None:
+
+        def tokens() -> Any:
+            if message.messages is None:
+                return encode_tensor(engine.vocabulary.tokenize(message.text or "", is_rendered=False))
             text = engine.template().render(message.messages, message.tools, message.effort)
-            tokens = engine.vocabulary.tokenize(text, is_rendered=True)
-        else:
-            tokens = engine.vocabulary.tokenize(message.text or "", is_rendered=False)
-        self._send(ipc.Tokens(id=message.id), encode_tensor(tokens))
+            return encode_tensor(engine.vocabulary.tokenize(text, is_rendered=True))
+
+        self._answer(ipc.Tokens(id=message.id), tokens)
 
     def _apply_template(self, message: ipc.ApplyTemplate, _payload: memoryview) -> None:
-        text = self._opened().template().render(message.messages, message.tools, message.effort)
-        # A template may take a character apart; what is left of it cannot be sent.
-        self._send(ipc.Text(id=message.id), [text.encode(errors="replace")])
+        engine = self._opened()
+
+        def text() -> Any:
+            rendered = engine.template().render(message.messages, message.tools, message.effort)
+            # A template may take a character apart; what is left of it cannot be sent.
+            return [rendered.encode(errors="replace")]
+
+        self._answer(ipc.Text(id=message.id), text)
 
     def _detokenize(self, message: ipc.Detokenize, payload: memoryview) -> None:
-        vocabulary = self._opened().vocabulary
-        pieces = [vocabulary.full_piece(token) for token in self._read_tokens(payload).tolist()]
-        self._send(ipc.Text(id=message.id), [b"".join(pieces)])
+        piece, tokens = self._opened().vocabulary.full_piece, self._read_tokens(payload)
+        self._answer(ipc.Text(id=message.id), lambda: [b"".join(map(piece, tokens.tolist()))])
+
+    def _embed(self, message: ipc.Embed, payload: memoryview) -> None:
+        engine, tokens = self._opened(), self._read_tokens(payload)
+        n_max = embed_rows_max(engine.n_embd)
+        if len(tokens) > n_max:
+            raise CallError("bad_tensor", f"{len(tokens)} tokens, at most {n_max}", "payload")
+        answer = ipc.LayerResult(id=message.id)
+        if len(tokens) <= AT_ONCE_MAX:
+            self._send(answer, encode_tensor(engine.embedding.rows(tokens)))
+        else:
+            self._answer(answer, lambda: encode_tensor(engine.embedding.rows(tokens)))
+
+    def _answer(self, answer: Any, payload: Callable[[], Any]) -> None:
+        """When its payload is there."""
+        self._place.begin(self._answering(answer, payload), partial(self._fail, answer.id))
+
+    def _answering(self, answer: Any, payload: Callable[[], Any]) -> Operation[None]:
+        found = yield payload
+        self._send(answer, found)

@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
 from swarmllm_workers.engine.memory import available_bytes, predict, refuse_what_does_not_fit
@@ -42,12 +43,13 @@ class DraftModel:
             self.memory = predict(source, n_layers, [(0, n_layers)], settings)
             refuse_what_does_not_fit(self.memory, path.name, available_bytes())
             refuse_what_aborts(path)
-            self._model = Model(
-                path,
-                use_mmap=settings.use_mmap,
-                use_mlock=settings.use_mlock,
-                n_gpu_layers=settings.n_gpu_layers,
-            )
+            with mapping(self.memory.total_bytes + 2 * source.size_bytes):
+                self._model = Model(
+                    path,
+                    use_mmap=settings.use_mmap,
+                    use_mlock=settings.use_mlock,
+                    n_gpu_layers=settings.n_gpu_layers,
+                )
         except CallError as error:
             raise CallError(error.kind, f"draft model: {error.message}", "draft_path") from None
         try:

@@ -22,6 +22,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +32,7 @@ from swarmllm_proto.ipc_account import GuessCount
 from swarmllm_proto.ipc_account import Guesser as Way
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.memory import Memory
+from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import Segment, Span
 from swarmllm_workers.engine.segment_maker import LoadProgress
 from swarmllm_workers.engine.small_batches import ROWS_MAX
@@ -87,17 +89,17 @@ class Speculation:
         settings = self.settings
         return bool(settings.ngram_size_max or settings.draft_path or settings.swift_tokens_max)
 
-    def load(self) -> None:
+    def loading(self) -> Operation[None]:
         """The draft model, where there is to be one. Raises CallError bad_model, out_of_memory."""
         if self.settings.draft_path and self._draft_model is None:
             engine = self._engine
             path = Path(self.settings.draft_path)
-            self._draft_model = DraftModel(path, engine.vocabulary, engine.settings)
+            self._draft_model = yield partial(DraftModel, path, engine.vocabulary, engine.settings)
 
-    def loaded(self, progress: LoadProgress) -> None:
-        """The whole model is."""
+    def trying(self, progress: LoadProgress) -> Operation[None]:
+        """The whole model is loaded: see how guesses fare."""
         if self._trial is not None:
-            self._trial.begin(progress)
+            yield from self._trial.beginning(progress)
 
     def settle(self, *, is_idle: bool) -> None:
         """Between two rounds of works: draw the consequences of what they showed."""

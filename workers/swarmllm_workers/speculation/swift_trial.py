@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.engine.segment_maker import LoadProgress
 from swarmllm_workers.engine.small_batches import ROWS_MAX
@@ -50,10 +51,12 @@ class SwiftTrial:
         """What those took, in steps in pieces that guess nothing."""
         self._is_over = False
         self._has_failed = False
+        self._is_settling = False
+        """It is on its way back."""
         self.has_given_up = False
         """The model is to be in one piece again."""
 
-    def begin(self, progress: LoadProgress) -> None:
+    def beginning(self, progress: LoadProgress) -> Operation[None]:
         """The whole model is loaded."""
         engine = self._engine
         if self._is_over or len(engine.segments) > 1 or engine.segments[0].is_recurrent:
@@ -61,7 +64,7 @@ class SwiftTrial:
         try:
             slot = engine.take_slot(_REQUEST)
             whole_s = self._seconds(self._route(), slot)
-            engine.rearrange(self._skip_ratio, progress)
+            yield from engine.rearranging(self._skip_ratio, progress)
             if len(engine.segments) > 1:
                 self._judge_pieces(slot, whole_s)
         except CallError as error:
@@ -69,7 +72,7 @@ class SwiftTrial:
             self.has_given_up = True
         finally:
             engine.release(_REQUEST)
-        self.settle(is_idle=True)
+        yield from self._settling()
 
     def _judge_pieces(self, slot: int, whole_s: float) -> None:
         route, n = self._route(), self._n_tokens_max
@@ -106,15 +109,23 @@ class SwiftTrial:
 
     def settle(self, *, is_idle: bool) -> None:
         """Back to one piece where that is due and possible now."""
-        if not self.has_given_up or self._is_over:
+        if not self.has_given_up or self._is_over or self._is_settling:
             return
         if self._has_failed and not is_idle:
             return  # what running requests hold is what was lacking
+        self._is_settling = True
+        self._engine.begin(self._settling())
+
+    def _settling(self) -> Operation[None]:
+        if not self.has_given_up or self._is_over:
+            return
         try:
             if self._engine.cuts.skip_ratio:
-                self._engine.rearrange(0.0)
+                yield from self._engine.rearranging(0.0)
                 log.info("guesses with layers left out do not pay here: the model is in one piece again")
             self._is_over = True
         except CallError as error:
             self._has_failed = True
             log.info("the model stays in pieces for now: %s", error.message)
+        finally:
+            self._is_settling = False
