@@ -59,7 +59,7 @@ def build(shape: Shape, path: Path, *, seed: int = 0) -> Path:
     writer.add_head_count_kv(shape.n_kv_heads)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e6)
-    _add_vocabulary(writer, shape.n_vocab)
+    add_vocabulary(writer, shape.n_vocab)
 
     def matrix(name: str, n_rows: int, n_columns: int) -> None:
         n_bytes = n_columns // Q8_0_BLOCK * Q8_0_BLOCK_BYTES
@@ -103,7 +103,7 @@ def _q8_0_pattern(rng: np.random.Generator) -> np.ndarray:
     return blocks.reshape(-1)
 
 
-def _add_vocabulary(writer: GGUFWriter, n_vocab: int) -> None:
+def add_vocabulary(writer: GGUFWriter, n_vocab: int) -> None:
     tokens = _byte_letters() + [f"t{i}" for i in range(256, n_vocab - 1)] + ["<|endoftext|>"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
