@@ -16,6 +16,7 @@ from swarmllm.api.http.errors import read_body
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.chat_request import chat_call
 from swarmllm.api.openai.schema import Body, ChatRequest, Message, ModelName, Text, Tool
+from swarmllm.api.output.presets import call_with_preset
 from swarmllm.errors import InvalidRequest, ModelNotFound
 from swarmllm_proto.ipc import Sampling
 
@@ -74,6 +75,7 @@ async def apply_template() -> Response:
     body = await read_body(TemplateRequest)
     model = await model_or_only_one(body.model)
     call = chat_call(ChatRequest(model=model, messages=body.messages, tools=body.tools))
+    call = await call_with_preset(call)
     return _json({"prompt": await current_node().texts.apply_template(model, call.messages, call.tools)})
 
 

@@ -21,6 +21,7 @@ from swarmllm.cli.client import Client
 from swarmllm.cli.display import make_console, print_json, safe, size, table
 from swarmllm.cli.errors import CommandFailed
 from swarmllm.cli.options import api_option, json_option
+from swarmllm.cli.presets import alias, create, preset
 from swarmllm.cli.pull import pull
 
 COLUMNS = ("name", "id", "architecture", "layers", "size", "loaded here", "in the swarm")
@@ -51,6 +52,9 @@ def models() -> None:
 
 
 models.add_command(pull)
+models.add_command(alias)
+models.add_command(preset)
+models.add_command(create)
 
 
 @models.command("list", short_help="Show the models of this node and of the swarm.")

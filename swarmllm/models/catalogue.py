@@ -78,6 +78,12 @@ CREATE TABLE IF NOT EXISTS chunk_lists (
 """,
     names.TABLE,
     """
+CREATE TABLE IF NOT EXISTS presets (
+    name TEXT PRIMARY KEY,
+    preset BLOB NOT NULL
+) STRICT
+""",
+    """
 CREATE TABLE IF NOT EXISTS parts (
     model_id TEXT PRIMARY KEY,
     parts BLOB NOT NULL
@@ -86,7 +92,8 @@ CREATE TABLE IF NOT EXISTS parts (
 )
 """`containers`: the models whose files the store owns, and `tensors`: what those hold of them (see
 `store.py`). `chunk_lists`: of tensors of more than one chunk (see `tensor_digest`). `parts`: the files of
-models that are in several; `size_bytes` and `mtime_ns` of such a model are those of `FileState`."""
+models that are in several; `size_bytes` and `mtime_ns` of such a model are those of `FileState`. `presets`:
+by name."""
 
 _COLUMNS = "model_id, name, path, size_bytes, mtime_ns, manifest"
 
@@ -212,6 +219,21 @@ class Catalogue:
             _forget_chunks(database, entry.model_id)
             names.drop_names(database, entry.model_id)
         return entry
+
+    def alias(self, name_or_id: str, name: str) -> CatalogueEntry:
+        """Let a further name lead to a model. Raises as `get` does, InvalidRequest for what is no name, and
+        Conflict where another model has it."""
+        check_name(name)
+        entry = self.get(name_or_id)
+        with self.database() as database:
+            database.execute("BEGIN IMMEDIATE")
+            row = database.execute("SELECT model_id FROM models WHERE name = ?", (name,)).fetchone()
+            owner = row[0] if row else names.owner_of(database, name)
+            if owner not in (None, entry.model_id):
+                raise Conflict(f"the name {name} already belongs to another model", field="name")
+            if row is None:
+                names.give_name(database, name, entry.model_id)
+        return self.get(entry.model_id)
 
     def drop_name(self, name: str) -> CatalogueEntry | None:
         """Forget one of several names of a model, which stays; None: it is no name, or the only one."""

@@ -32,6 +32,11 @@ class CatalogueEntry:
     """The files of a model that the user has in parts; empty for one file."""
 
     @property
+    def modified_s(self) -> float:
+        """When its file, or the latest of its files, was written, in seconds since 1970."""
+        return max((part.mtime_ns for part in self.parts), default=self.state.mtime_ns) / 1e9
+
+    @property
     def is_stored(self) -> bool:
         """The file came from other nodes and belongs to the store."""
         return self.present is not None

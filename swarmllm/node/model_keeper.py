@@ -18,6 +18,7 @@ from swarmllm.errors import BadModel, Conflict, ModelNotFound
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.node.cut_checks import CutChecks
 from swarmllm.node.model_view import Coverages, view_model, view_waiting
+from swarmllm.node.named_presets import NamedPresets
 from swarmllm.node.remembered_loads import RememberedLoads
 from swarmllm.node.request_messages import check_layers
 from swarmllm.node.views import ModelView
@@ -53,6 +54,7 @@ class ModelKeeper:
         self._gathering = gathering
         self._remembered = remembered
         self._publish = publish
+        self.presets = NamedPresets(catalogue)
         self._cut_checks = CutChecks(pool, catalogue)
         self._coverages = Coverages(node_id, nickname_of)
 
@@ -156,6 +158,13 @@ class ModelKeeper:
         damaged = await self._travel.verify(entry, progress)
         return await self.get(entry.model_id), damaged
 
+    async def alias(self, name_or_id: str, name: str) -> ModelView:
+        """Let a further name lead to a model of this node. Raises ModelNotFound, InvalidRequest, Conflict
+        (another model has it)."""
+        view = self._view(await trio.to_thread.run_sync(self._catalogue.alias, name_or_id, name))
+        await self._publish()
+        return view
+
     async def pin(self, name_or_id: str, pinned: bool) -> ModelView:
         """Whether a model may be removed to make room. Raises ModelNotFound, Conflict (it never is)."""
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
@@ -168,6 +177,7 @@ class ModelKeeper:
         if self._gathering.view(name_or_id):
             return view_waiting(await self._gathering.remove(name_or_id))
         if (left := await trio.to_thread.run_sync(self._catalogue.drop_name, name_or_id)) is not None:
+            await self.presets.drop(name_or_id)
             await self._publish()
             return self._view(left)
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
@@ -177,6 +187,7 @@ class ModelKeeper:
             )
         view = self._view(entry)
         await self._travel.remove(entry)
+        await self.presets.drop(entry.name, *entry.further_names)
         await self._pool.forget(entry.model_id)
         self._cut_checks.forget(entry.model_id)
         await self._remembered.forget(entry.model_id, entry.name, entry.manifest.whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from swarmllm.api.http.errors import error_object, read_body
 from swarmllm.api.http.request_tasks import own_feed
 from swarmllm.api.http.sliced_json import encoded
 from swarmllm.api.openai.chat_reply import encode
-from swarmllm.api.openai.schema import AddModel, LoadModel, PinModel, UnloadModel
+from swarmllm.api.openai.schema import AddModel, AliasModel, LoadModel, PinModel, UnloadModel
 from swarmllm.config import as_dict
 from swarmllm.errors import InvalidRequest
+from swarmllm.models.presets import Preset
 from swarmllm.node import ModelView
 from swarmllm.workerpool import LoadOptions
 
@@ -92,6 +93,8 @@ async def load(name: str) -> Response:
     node = current_node()
     entry, layers = await node.models.resolve(name, body.layers)
     options = LoadOptions(**{field.name: getattr(body, field.name) for field in fields(LoadOptions)})
+    if options.n_ctx is None:
+        options = replace(options, n_ctx=(await node.models.presets.get(name)).context)
     return _progress(
         Work(
             lambda report: node.models.load(
@@ -133,6 +136,26 @@ async def verify(name: str) -> Response:
 async def pin(name: str) -> Response:
     body = await read_body(PinModel, optional=True)
     return _json(model_json(await current_node().models.pin(name, body.pinned)))
+
+
+@admin.post("/models/<name>/alias")
+async def alias(name: str) -> Response:
+    body = await read_body(AliasModel)
+    return _json(model_json(await current_node().models.alias(name, body.name)))
+
+
+@admin.get("/models/<name>/preset")
+async def preset(name: str) -> Response:
+    await current_node().models.get(name)
+    return _json(await current_node().models.presets.get(name))
+
+
+@admin.post("/models/<name>/preset")
+async def set_preset(name: str) -> Response:
+    """In place of the one that is there; an empty one removes it."""
+    body = await read_body(Preset)
+    await current_node().models.presets.put(name, body)
+    return _json(body)
 
 
 @admin.delete("/models/<name>")

@@ -21,7 +21,8 @@ from quart import Request, Response
 from swarmllm.api.http.errors import Forbidden, UnsupportedMedia
 from swarmllm.errors import InvalidRequest
 
-ADMIN_PREFIXES = ("/api/admin/", "/api/events")
+ADMIN_PREFIXES = ("/api/admin/", "/api/events", "/api/copy", "/api/create", "/api/delete")
+"""The last three are Ollama's."""
 EXPOSED = "Retry-After, Server-Timing, x-request-id, x-swarm-nodes, x-swarm-route"
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)

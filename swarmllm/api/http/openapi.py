@@ -19,13 +19,15 @@ from swarmllm import __version__
 from swarmllm.api.anthropic.messages import CountRequest, MessagesRequest
 from swarmllm.api.llamacpp import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from swarmllm.api.ollama.embed import OllamaEmbed, OllamaEmbeddings
-from swarmllm.api.ollama.endpoints import OllamaChat, OllamaGenerate, OllamaShow
+from swarmllm.api.ollama.endpoints import OllamaChat, OllamaGenerate
+from swarmllm.api.ollama.managing import OllamaCopy, OllamaCreate, OllamaDelete, OllamaShow
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.completions import CompletionRequest
 from swarmllm.api.openai.embeddings import EmbeddingRequest
 from swarmllm.api.openai.responses_request import ResponsesRequest
 from swarmllm.api.openai.schema import (
     AddModel,
+    AliasModel,
     ChatRequest,
     Json,
     LoadModel,
@@ -33,6 +35,7 @@ from swarmllm.api.openai.schema import (
     StartDownload,
     UnloadModel,
 )
+from swarmllm.models.presets import Preset
 
 JSON, EVENTS, LINES, TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
 PAGE, STYLE, SCRIPT, PICTURE = "text/html", "text/css", "text/javascript", "image/svg+xml"
@@ -73,6 +76,9 @@ OPERATIONS = (
     Operation("get", "/api/tags", "The models this node has a file of (Ollama)"),
     Operation("get", "/api/ps", "Those that can answer now (Ollama)"),
     Operation("post", "/api/show", "Facts about a model (Ollama)", OllamaShow),
+    Operation("post", "/api/copy", "A further name for a model (Ollama)", OllamaCopy),
+    Operation("post", "/api/create", "A further name with a preset (Ollama)", OllamaCreate, (LINES, JSON)),
+    Operation("delete", "/api/delete", "Forget a model, or one of its names (Ollama)", OllamaDelete),
     Operation("get", "/api/version", "The version of Ollama whose API this is"),
     Operation("post", "/tokenize", "Text to token ids", TokenizeRequest),
     Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest),
@@ -117,6 +123,9 @@ OPERATIONS = (
     Operation(
         "post", "/api/admin/models/{name}/pin", "Keep what was fetched", PinModel, is_body_optional=True
     ),
+    Operation("post", "/api/admin/models/{name}/alias", "Give it a further name", AliasModel),
+    Operation("get", "/api/admin/models/{name}/preset", "What holds for requests to this name"),
+    Operation("post", "/api/admin/models/{name}/preset", "Set that", Preset),
     Operation("delete", "/api/admin/models/{name}", "Forget a model, delete what was fetched of it"),
 )
 

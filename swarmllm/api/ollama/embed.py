@@ -9,7 +9,8 @@ from quart import Response
 
 from swarmllm.api.http.context import current_caller, current_node, current_request_id
 from swarmllm.api.http.errors import read_body
-from swarmllm.api.ollama.endpoints import catalogue_name, ollama
+from swarmllm.api.ollama.endpoints import ollama
+from swarmllm.api.ollama.managing import catalogue_name
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.schema import Body, Json, ModelName, Text
 from swarmllm.api.output.swarm_report import embedding_headers

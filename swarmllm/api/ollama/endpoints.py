@@ -8,7 +8,6 @@ configuration decides. Options that would change the answer and cannot be honour
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 import msgspec
@@ -18,7 +17,9 @@ from werkzeug.exceptions import HTTPException
 
 from swarmllm.api.http.context import current_config, current_node
 from swarmllm.api.http.errors import as_swarmllm_error, failure_response, read_body
-from swarmllm.api.ollama.reply import ChatWords, GenerateWords, OllamaReply, timestamp
+from swarmllm.api.ollama import managing
+from swarmllm.api.ollama.managing import TAG, catalogue_name, details, modified
+from swarmllm.api.ollama.reply import ChatWords, GenerateWords, OllamaReply
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.chat_request import chat_call, json_schema, no_eyes
 from swarmllm.api.openai.schema import (
@@ -43,17 +44,17 @@ from swarmllm.api.openai.schema import (
     UserMessage,
 )
 from swarmllm.api.output.output_parser import OutputParser, prepare
+from swarmllm.api.output.presets import preset_of, sampling_with
 from swarmllm.api.output.reasoning import opened_thought
 from swarmllm.api.output.response import Ask, answer
 from swarmllm.api.output.sampling import SAMPLING_NAMES, sampling_of
-from swarmllm.errors import InvalidRequest, ModelNotFound
+from swarmllm.errors import InvalidRequest
 from swarmllm.node import ModelView
 from swarmllm.pipeline.origin.prompt import Prompt
 from swarmllm_proto.ipc import Effort
 
 API_VERSION = "0.6.4"
 """The version of Ollama whose API this is; apps compare it with the one they need."""
-TAG = ":latest"
 
 
 class Options(SamplingFields, frozen=True, kw_only=True):
@@ -133,14 +134,6 @@ class OllamaGenerate(OllamaRequest, frozen=True, kw_only=True):
     images: list[object] | None = None
 
 
-class OllamaShow(msgspec.Struct, frozen=True):
-    """POST /api/show; `name` is the older word for `model`."""
-
-    model: ModelName | None = None
-    name: ModelName | None = None
-    verbose: bool | None = None
-
-
 ollama = Blueprint("ollama", __name__, url_prefix="/api")
 
 
@@ -171,16 +164,18 @@ async def generate() -> Response:
             raise InvalidRequest(f"{field} is not supported here.", field=field)
     if not body.prompt:
         return _nothing_asked(GenerateWords(body.model))
-    settings = _settings(name, body)
+    preset = await preset_of(name)
+    settings = sampling_with(preset, _settings(name, body))
     opened = ""
     if body.raw:
         prompt = Prompt(text=body.prompt, field="prompt")
     else:
         opened = opened_thought(await current_node().texts.prompt_ending(name))
-        messages = [{"role": "system", "content": body.system}] if body.system else []
+        system = body.system if body.system is not None else preset.system
+        messages = [{"role": "system", "content": system}] if system else []
         prompt = Prompt(messages=[*messages, {"role": "user", "content": body.prompt}], field="prompt")
     sampling = sampling_of(settings, json_schema=json_schema(settings.response_format))
-    ask = Ask(name, prompt, sampling, _max_tokens(body.options))
+    ask = Ask(name, prompt, sampling, _max_tokens(body.options) or preset.max_tokens)
     spoken = OutputParser(opened_thought=opened)
     return await answer(ask, OllamaReply(GenerateWords(body.model), spoken), stream=body.stream is not False)
 
@@ -193,7 +188,9 @@ async def version() -> Response:
 @ollama.get("/tags")
 async def tags() -> Response:
     """The models a request would find a pipeline for, and those whose layers are not all there yet."""
-    return _json({"models": [_listed(view) for view in await current_node().models.own()]})
+    views = await current_node().models.own()
+    listed = [_listed(view, name) for view in views for name in _names(view)]
+    return _json({"models": listed})
 
 
 @ollama.get("/ps")
@@ -201,34 +198,16 @@ async def running() -> Response:
     views = [view for view in await current_node().models.own() if view.complete]
     default = current_config().inference.n_ctx
     sizes = [view.settings.n_ctx if view.settings else default for view in views]
-    listed = [_listed(view) | {"context_length": n_ctx} for view, n_ctx in zip(views, sizes, strict=True)]
+    listed = [
+        _listed(view, view.name) | {"context_length": n_ctx} for view, n_ctx in zip(views, sizes, strict=True)
+    ]
     return _json({"models": listed})
 
 
-@ollama.post("/show")
-async def show() -> Response:
-    body = await read_body(OllamaShow, any_type=True)
-    asked = body.model or body.name
-    if asked is None:
-        raise InvalidRequest("Missing field `model`.", field="model")
-    view = await current_node().models.get(await catalogue_name(asked))
-    if view.entry is None:
-        raise ModelNotFound(f"model {asked!r} is only on other nodes.", field="model")
-    manifest = view.entry.manifest
-    family = manifest.architecture
-    return _json(
-        {
-            "details": _details(view),
-            "model_info": {
-                "general.architecture": family,
-                f"{family}.block_count": manifest.n_layers,
-                f"{family}.context_length": manifest.context_length,
-                f"{family}.embedding_length": manifest.n_embd,
-            },
-            "capabilities": ["completion", "tools", "embedding"],
-            "modified_at": _modified(view),
-        }
-    )
+ollama.post("/show")(managing.show)
+ollama.post("/copy")(managing.copy)
+ollama.post("/create")(managing.create)
+ollama.delete("/delete")(managing.delete)
 
 
 @ollama.errorhandler(HTTPException)
@@ -245,15 +224,6 @@ async def any_error(error: Exception) -> Response:
 
 def _error(message: str) -> bytes:
     return encode({"error": message})
-
-
-async def catalogue_name(asked: str) -> str:
-    """The model's name in the catalogue: apps append a tag that nobody typed."""
-    if asked.endswith(TAG):
-        names = {view.name for view in await current_node().models.own()}
-        if asked not in names:
-            return asked.removesuffix(TAG)
-    return asked
 
 
 def _settings(name: str, body: OllamaRequest) -> ChatRequest:
@@ -329,28 +299,22 @@ def _message(message: OllamaMessage, path: str) -> Message:
     return AssistantMessage(content=content, tool_calls=calls or None)
 
 
-def _listed(view: ModelView) -> Json:
+def _names(view: ModelView) -> tuple[str, ...]:
     assert view.entry is not None
-    name = view.name if ":" in view.name else view.name + TAG
+    return (view.name, *view.entry.further_names)
+
+
+def _listed(view: ModelView, called: str) -> Json:
+    assert view.entry is not None
+    name = called if ":" in called else called + TAG
     return {
         "name": name,
         "model": name,
-        "modified_at": _modified(view),
+        "modified_at": modified(view),
         "size": view.entry.manifest.size_bytes,
         "digest": view.model_id,
-        "details": _details(view),
+        "details": details(view),
     }
-
-
-def _details(view: ModelView) -> Json:
-    assert view.entry is not None
-    family = view.entry.manifest.architecture
-    return {"format": "gguf", "family": family, "families": [family]}
-
-
-def _modified(view: ModelView) -> str:
-    assert view.entry is not None
-    return timestamp(datetime.fromtimestamp(view.entry.state.mtime_ns / 1e9, UTC))
 
 
 def _json(body: object) -> Response:

@@ -10,7 +10,7 @@ import msgspec
 
 from swarmllm.api.openai import schema
 from swarmllm.api.openai.forced_call import SCHEMA_MAX
-from swarmllm.api.output.sampling import sampling_of
+from swarmllm.api.output.sampling import SAMPLING_NAMES, sampling_of
 from swarmllm.errors import InvalidRequest, VisionEncoderUnavailable
 from swarmllm_proto.ipc import Effort, Sampling
 
@@ -53,6 +53,8 @@ class ChatCall:
     """The answer has to be a call of one of the tools."""
     session_id: str | None
     prompt_cache_key: str | None
+    said: frozenset[str]
+    """The sampling fields that the request has."""
 
 
 def chat_call(body: schema.ChatRequest) -> ChatCall:
@@ -86,6 +88,7 @@ def chat_call(body: schema.ChatRequest) -> ChatCall:
         n=body.n or 1,
         session_id=body.session_id,
         prompt_cache_key=body.prompt_cache_key,
+        said=frozenset(name for name in SAMPLING_NAMES if getattr(body, name) is not None),
     )
 
 

@@ -29,6 +29,7 @@ from swarmllm.api.openai.schema import (
 from swarmllm.api.openai.text_inputs import texts_of
 from swarmllm.api.output.choices import answer_choices, usage
 from swarmllm.api.output.feed import Passage
+from swarmllm.api.output.presets import preset_of, sampling_with
 from swarmllm.api.output.response import EVENT_STREAM, Ask
 from swarmllm.api.output.sampling import sampling_of
 from swarmllm.api.output.swarm_report import swarm_object
@@ -85,9 +86,11 @@ async def complete() -> Response:
         raise InvalidRequest(
             f"asks for {len(prompts) * n} answers, at most {PROMPTS_MAX} at once.", field="prompt"
         )
+    preset = await preset_of(body.model)
+    body = sampling_with(preset, body)
     sampling = sampling_of(body, logprobs=body.logprobs is not None, top_logprobs=body.logprobs or 0)
     session = session_of(body.session_id, body.prompt_cache_key)
-    max_tokens = body.max_tokens or DEFAULT_MAX_TOKENS
+    max_tokens = body.max_tokens or preset.max_tokens or DEFAULT_MAX_TOKENS
     asks = [Ask(body.model, replace(prompt, session=session), sampling, max_tokens) for prompt in prompts]
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
     replies: list[CompletionReply] = []

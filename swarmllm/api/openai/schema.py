@@ -269,6 +269,12 @@ class PinModel(Body, frozen=True):
     pinned: bool = True
 
 
+class AliasModel(Body, frozen=True):
+    """POST /api/admin/models/{model}/alias."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+
+
 class LoadModel(Body, frozen=True):
     """POST /api/admin/models/{model}/load. Without `layers` all of them, without anything else as the
     configuration has it."""

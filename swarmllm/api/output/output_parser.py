@@ -8,6 +8,7 @@ from swarmllm.api.http.context import current_node
 from swarmllm.api.http.conversation_id import session_of
 from swarmllm.api.openai.chat_request import ChatCall
 from swarmllm.api.openai.forced_call import forced
+from swarmllm.api.output.presets import call_with_preset
 from swarmllm.api.output.reasoning import ReasoningParser, Thought, opened_thought
 from swarmllm.api.output.response import Ask
 from swarmllm.api.output.tool_calls import FoundCall, ToolCallParser
@@ -64,6 +65,7 @@ class OutputParser:
 async def prepare(call: ChatCall, *, field: str = "messages") -> tuple[Ask, list[OutputParser]]:
     """What to ask the node, and who listens to each of its answers. Raises what finding the model raises, and
     InvalidRequest for tools whose call cannot be forced. `field`: what the API calls the conversation."""
+    call = await call_with_preset(call)
     texts, sampling = current_node().texts, call.sampling
     names = [str(tool["function"]["name"]) for tool in call.tools or ()]  # type: ignore[index]
     if call.must_call and call.tools:

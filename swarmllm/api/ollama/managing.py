@@ -1,0 +1,212 @@
+"""Ollama's API for managing models: facts about one, further names, presets, removal.
+
+A name with a preset is what Ollama calls a model that was created from another. Blobs, adapters and Go
+templates have no counterpart here and are refused by name. Everything that changes something counts as
+administration (`ADMIN_PREFIXES`).
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from quart import Response
+
+from swarmllm.api.http.context import current_node
+from swarmllm.api.http.errors import read_body
+from swarmllm.api.ollama.reply import timestamp
+from swarmllm.api.openai.chat_reply import encode
+from swarmllm.api.openai.schema import Json, ModelName
+from swarmllm.errors import InvalidRequest, ModelNotFound
+from swarmllm.models.facts import n_parameters, parameter_size, quantisation
+from swarmllm.models.modelfile import add_parameter, preset_of
+from swarmllm.models.names import check_name
+from swarmllm.models.presets import MAX_SYSTEM_CHARACTERS, Preset
+from swarmllm.node import ModelView
+
+TAG = ":latest"
+
+
+class OllamaShow(msgspec.Struct, frozen=True):
+    """POST /api/show; `name` is the older word for `model`."""
+
+    model: ModelName | None = None
+    name: ModelName | None = None
+    verbose: bool | None = None
+
+
+class OllamaCopy(msgspec.Struct, frozen=True):
+    """POST /api/copy."""
+
+    source: ModelName
+    destination: ModelName
+
+
+class OllamaDelete(msgspec.Struct, frozen=True):
+    """DELETE /api/delete; `name` is the older word for `model`."""
+
+    model: ModelName | None = None
+    name: ModelName | None = None
+
+
+class OllamaCreate(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /api/create; `name` is the older word for `model`."""
+
+    model: ModelName | None = None
+    name: ModelName | None = None
+    from_: Annotated[str, Meta(max_length=200)] | None = msgspec.field(default=None, name="from")
+    system: Annotated[str, Meta(max_length=MAX_SYSTEM_CHARACTERS)] | None = None
+    parameters: dict[str, object] | None = None
+    stream: bool | None = None
+    # without a counterpart here
+    template: str | None = None
+    files: dict[str, str] | None = None
+    adapters: dict[str, str] | None = None
+    messages: list[object] | None = None
+    quantize: str | None = None
+    modelfile: str | None = None
+    license: object = None
+
+
+_REFUSED = {
+    "template": "is a template for Go; the model's own chat template is used where it is left out.",
+    "files": "is not supported here; add the file on the node: swarmllm models add PATH.",
+    "adapters": "is not supported here.",
+    "messages": "is not supported here.",
+    "quantize": "is not supported here; a model stays as it was published.",
+    "modelfile": "is not taken here; import it: swarmllm models create NAME -f Modelfile.",
+}
+
+
+async def catalogue_name(asked: str) -> str:
+    """The model's name in the catalogue: apps append a tag that nobody typed."""
+    if asked.endswith(TAG):
+        names = {view.name for view in await current_node().models.own()}
+        if asked not in names:
+            return asked.removesuffix(TAG)
+    return asked
+
+
+async def show() -> Response:
+    body = await read_body(OllamaShow, any_type=True)
+    name = await catalogue_name(_named(body.model, body.name))
+    view = await current_node().models.get(name)
+    if view.entry is None:
+        raise ModelNotFound(f"model {name!r} is only on other nodes.", field="model")
+    manifest, preset = view.entry.manifest, await current_node().models.presets.get(name)
+    family = manifest.architecture
+    return _json(
+        {
+            "details": details(view),
+            "model_info": {
+                "general.architecture": family,
+                "general.parameter_count": n_parameters(manifest),
+                f"{family}.block_count": manifest.n_layers,
+                f"{family}.context_length": manifest.context_length,
+                f"{family}.embedding_length": manifest.n_embd,
+            },
+            "parameters": "\n".join(f"{key} {value}" for key, value in _parameters(preset)),
+            **({"system": preset.system} if preset.system else {}),
+            "capabilities": ["completion", "tools", "embedding"],
+            "modified_at": modified(view),
+        }
+    )
+
+
+async def copy() -> Response:
+    """A further name, with the preset of the one that is copied."""
+    body = await read_body(OllamaCopy)
+    models = current_node().models
+    source = await catalogue_name(body.source)
+    destination = await _new_name(body.destination, "destination")
+    await models.alias(source, destination)
+    await models.presets.put(destination, await models.presets.get(source))
+    return Response(b"", status=200)
+
+
+async def delete() -> Response:
+    body = await read_body(OllamaDelete)
+    await current_node().models.remove(await catalogue_name(_named(body.model, body.name)))
+    return Response(b"", status=200)
+
+
+async def create() -> Response:
+    """A further name of a model that is known here, with a preset."""
+    body = await read_body(OllamaCreate)
+    for field, why in _REFUSED.items():
+        if getattr(body, field):
+            raise InvalidRequest(f"{field} {why}", field=field)
+    if not body.from_:
+        raise InvalidRequest("Missing field `from`: the name of a model that is known here.", field="from")
+    name = await _new_name(_named(body.model, body.name), "model")
+    parameters: dict[str, object] = {}
+    for key, value in (body.parameters or {}).items():
+        add_parameter(parameters, key, value, "parameters", [])
+    models = current_node().models
+    source = await catalogue_name(body.from_)
+    before = await models.presets.get(source)
+    preset = _over(before, preset_of(body.system or "", parameters))
+    await models.alias(source, name)
+    await models.presets.put(name, preset)
+    if body.stream is False:
+        return _json({"status": "success"})
+    lines = b"".join(encode({"status": status}) + b"\n" for status in ("writing manifest", "success"))
+    return Response(lines, content_type="application/x-ndjson")
+
+
+def details(view: ModelView) -> Json:
+    assert view.entry is not None
+    manifest = view.entry.manifest
+    return {
+        "format": "gguf",
+        "family": manifest.architecture,
+        "families": [manifest.architecture],
+        "parameter_size": parameter_size(manifest),
+        "quantization_level": quantisation(manifest),
+    }
+
+
+def modified(view: ModelView) -> str:
+    assert view.entry is not None
+    return timestamp(datetime.fromtimestamp(view.entry.modified_s, UTC))
+
+
+def _over(before: Preset, new: Preset) -> Preset:
+    """What is new goes first."""
+    said = msgspec.to_builtins(before) | msgspec.to_builtins(new)
+    sampling = msgspec.to_builtins(before.sampling) | msgspec.to_builtins(new.sampling)
+    return msgspec.convert(said | {"sampling": sampling}, Preset)
+
+
+def _parameters(preset: Preset) -> list[tuple[str, str]]:
+    """As a Modelfile has them."""
+    said: list[tuple[str, str]] = []
+    if preset.context is not None:
+        said.append(("num_ctx", str(preset.context)))
+    if preset.max_tokens is not None:
+        said.append(("num_predict", str(preset.max_tokens)))
+    for key, value in msgspec.to_builtins(preset.sampling).items():
+        said += [(key, encode(each).decode()) for each in (value if isinstance(value, list) else [value])]
+    return said
+
+
+def _named(model: str | None, name: str | None) -> str:
+    if not (asked := model or name):
+        raise InvalidRequest("Missing field `model`.", field="model")
+    return asked
+
+
+async def _new_name(asked: str, field: str) -> str:
+    """Without the tag. Raises InvalidRequest for what is no name here."""
+    name = asked.removesuffix(TAG)
+    try:
+        check_name(name)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, field=field) from None
+    return name
+
+
+def _json(body: object) -> Response:
+    return Response(encode(body), content_type="application/json")
