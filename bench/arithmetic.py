@@ -59,7 +59,7 @@ class _Slot:
     names: dict[tuple[str, str], list[bytes]] = field(default_factory=dict)
     """By (scope, layers)."""
     journals: dict[int, Tensor] = field(default_factory=dict)
-    """What has left the layers before this one."""
+    """What has left the layers before this one, or come to those from it on; NaN before its first row."""
     n_sampled: int = 0
     sampling: Sampling | None = None
 
@@ -120,9 +120,10 @@ class FakePool:
             raise ContextFull("the context is full")
         rows = _embedded(tensor, self.n_embd) if tensor.dtype == np.int32 else tensor
         hidden = self._run(slot, layers, position, rows)
-        journal = slot.journals.get(layers.end, hidden[:0])
-        if want == "hidden" and self.keeps_journals and position <= len(journal):
-            slot.journals[layers.end] = np.concatenate((journal[:position], hidden))
+        if want == "hidden" and self.keeps_journals:
+            _keep(slot.journals, layers.end, position, hidden)
+        if tensor.dtype != np.int32:
+            _keep(slot.journals, layers.start, position, rows)
         token, piece = None, b""
         if want == "token":
             if slot.sampling is None:
@@ -178,7 +179,7 @@ class FakePool:
         return tuple(
             KeptRows(
                 min(sum(row[0] == layer for row in slot.rows) for layer in range(layers.start, layers.end)),
-                min(n_rows, len(slot.journals.get(layers.end, ()))),
+                min(n_rows, _from_the_start(slot.journals.get(layers.end))),
             )
             for layers in ranges
         )
@@ -188,9 +189,11 @@ class FakePool:
     ) -> Tensor:
         await trio.lowlevel.checkpoint()
         self.calls.append(("read_journal", end, position, n_rows))
-        rows = self.slots[request_id].journals[end][position : position + n_rows]
-        assert len(rows) == n_rows
-        return rows
+        slot = self.slots.get(request_id)
+        rows = slot.journals.get(end) if slot is not None else None
+        if rows is None or position + n_rows > len(rows) or np.isnan(rows[position]).any():
+            raise WorkerError("not all of these rows are there", kind="position_gap")
+        return rows[position : position + n_rows]
 
     async def name_prefix(
         self, model: ModelFile, *, request_id: str, layers: LayerRange, names: bytes, scope: str
@@ -295,6 +298,16 @@ class FakeStream:
             if result.token.finish_reason:
                 return
             position, rows = position + len(rows), np.array([result.token.token], np.int32)
+
+
+def _keep(journals: dict[int, Tensor], boundary: int, position: int, rows: Tensor) -> None:
+    journal = journals.get(boundary, np.full((position, rows.shape[1]), np.nan, np.float32))
+    if position <= len(journal):
+        journals[boundary] = np.concatenate((journal[:position], rows))
+
+
+def _from_the_start(journal: Tensor | None) -> int:
+    return 0 if journal is None or np.isnan(journal[:1]).any() else len(journal)
 
 
 def _embedded(tokens: Tensor, n_embd: int) -> Tensor:

@@ -24,7 +24,16 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from swarmllm.swarm.records import envelope_book
-from swarmllm_proto import data_plane, envelope, file_digests, swarm, swarm_prefix, swarm_resume, swarm_vision
+from swarmllm_proto import (
+    data_plane,
+    envelope,
+    file_digests,
+    swarm,
+    swarm_check,
+    swarm_prefix,
+    swarm_resume,
+    swarm_vision,
+)
 from swarmllm_proto import router_messages as neighbours
 from swarmllm_proto.tensors import encode_tensor
 
@@ -378,8 +387,8 @@ def _sequence(kind: types.VarTupleType | types.ListType, world: World) -> st.Sea
 # Which types there are.
 
 MODULES: Final[tuple[ModuleType, ...]] = (
-    *(swarm, swarm_prefix, swarm_resume, swarm_vision, file_digests, neighbours, envelope, data_plane),
-    envelope_book,
+    *(swarm, swarm_check, swarm_prefix, swarm_resume, swarm_vision, file_digests),
+    *(neighbours, envelope, data_plane, envelope_book),
 )
 INSIDE: Final = frozenset({envelope._Signed, envelope._Author, neighbours._Versioned})
 """Made by sealing what the lie is about, or a part of another message that is read before the rest."""

@@ -184,9 +184,14 @@ class InferenceTable:
         120.0, "Longest wait for a pipeline's first token, and for each later one."
     )
     journal_max_mb: Annotated[int, Meta(ge=0, le=2**20)] = _setting(
-        256, "Host memory in MiB per worker for what stages sent on, to repair streams with; 0 keeps none."
+        256, "Host memory in MiB per worker for what stages sent on, for repairs and checks; 0 keeps none."
     )
     failover_timeout_s: Patience = _setting(60.0, "How long a broken stream looks for other nodes; 0: not.")
+    check_rate: Annotated[float, Meta(ge=0, le=1)] = _setting(
+        0.0625,
+        "Part of the requests of fully trusted nodes whose results are computed again; of strangers four "
+        "times as many. 0: none.",
+    )
     encrypted_pipeline: bool = _setting(
         False,
         "Run the first and the last segment here only: peers see hidden states of the middle, never text.",

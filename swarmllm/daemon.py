@@ -207,6 +207,7 @@ async def _open_rooms(
             budget=router.budget,
             observations=observations,
             note=trust.note,
+            trust_of=trust.score,
         )
         pool.on_notice = pipelines.on_notice
         await supervise_started(nursery, "pipelines", pipelines.run)
@@ -331,6 +332,7 @@ def pipeline_settings(config: Config) -> PipelineSettings:
         ack_timeout_s=inference.rr_ack_timeout_s,
         silence_timeout_s=inference.first_token_timeout_s,
         failover_timeout_s=inference.failover_timeout_s,
+        check_rate=inference.check_rate,
         local_embedding_privacy=inference.local_embedding_privacy,
         n_ctx=inference.n_ctx,
         max_requests_per_model=inference.n_slots,

@@ -61,8 +61,8 @@ class Resumed(WorkerMessage, frozen=True, tag=True, kw_only=True):
 
 
 class ReadJournal(DaemonMessage, frozen=True, tag=True):
-    """What the layers before `end` gave for rows [position, position + n_rows) of the request. Answered by
-    LayerResult with f32 [n_rows, n_embd]."""
+    """What the layers before `end` gave for rows [position, position + n_rows) of the request, or what came
+    to the layers from `end` on. Answered by LayerResult with f32 [n_rows, n_embd]."""
 
     request_id: RequestId
     end: LayerIndex

@@ -44,6 +44,9 @@ IMAGE_MAX: Final = 3 * MIB
 IMAGE_ROWS_MAX: Final = 3 * MIB
 """Bytes of what became of it, in one response: 192 rows of f32 x 4096."""
 
+CHECKED_ROWS_MAX: Final = 3 * MIB
+"""Bytes of rows in one response, for a check of what a stage computed: 192 rows of f32 x 4096."""
+
 LAYERS_MAX: Final = 1024
 """Layers of a model. The deepest in use has 126; plans and routes cost time for each layer that a stranger
 names."""

@@ -42,6 +42,8 @@ from swarmllm_proto.swarm_base import ModelId as ModelId
 from swarmllm_proto.swarm_base import NodeId as NodeId
 from swarmllm_proto.swarm_base import ShortText as ShortText
 from swarmllm_proto.swarm_base import TensorName as TensorName
+from swarmllm_proto.swarm_check import FetchRows as FetchRows
+from swarmllm_proto.swarm_check import RowsPiece as RowsPiece
 from swarmllm_proto.swarm_prefix import PREFIX_MODELS_MAX
 from swarmllm_proto.swarm_prefix import KeptPrefix as KeptPrefix
 from swarmllm_proto.swarm_prefix import PrefixCacheAnnounce as PrefixCacheAnnounce
@@ -398,5 +400,5 @@ JobMessage: TypeAlias = (
     | RemoteGenerateRequest
     | ReplayRows
 )
-SwarmRequest: TypeAlias = PipelineAssignment | FetchPiece | ProbeStage | VisionEncodeRequest
-SwarmResponse: TypeAlias = PipelineAck | Piece | StageState | VisionEncodeResponse
+SwarmRequest: TypeAlias = PipelineAssignment | FetchPiece | ProbeStage | FetchRows | VisionEncodeRequest
+SwarmResponse: TypeAlias = PipelineAck | Piece | StageState | RowsPiece | VisionEncodeResponse

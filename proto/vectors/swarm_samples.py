@@ -183,6 +183,10 @@ REQUESTS: list[tuple[str, AnyRequest]] = [
     ),
     ("probe-stage", swarm.ProbeStage(request_id=REQUEST_ID)),
     (
+        "fetch-rows",
+        swarm.FetchRows(request_id=REQUEST_ID, boundary=4, position=64, n_tokens=32, digest_only=True),
+    ),
+    (
         "fetch-piece",
         swarm.FetchPiece(
             model_id=MODEL_ID, part="tensor", tensor="blk.4.attn_q.weight", offset=2**20, size_bytes=2**20
@@ -219,6 +223,12 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
     ),
     ("stage-state", swarm.StageState(request_id=REQUEST_ID, known=True, busy=True)),
     ("stage-state-rows", swarm.StageState(request_id=REQUEST_ID, known=True, n_received=9, n_sent=5)),
+    (
+        "rows-piece",
+        swarm.RowsPiece(
+            request_id=REQUEST_ID, known=True, digest=bytes(range(32)), rows=memoryview(bytes(range(16)))
+        ),
+    ),
     ("piece", swarm.Piece(status="ok", data=memoryview(bytes(range(256))))),
     ("digests", Digests(status="part", known=(DigestRun(0, bytes(range(32))),))),
     (

@@ -183,6 +183,12 @@ BY_LINK = Definition(
 )
 REPEATS = Definition("swarmllm_jobs_repeated_total", "counter", "Jobs repeated after they arrived damaged.")
 BAD = Definition("swarmllm_messages_bad_total", "counter", "Messages of other nodes that could not be read.")
+CHECKS = Definition(
+    "swarmllm_checks_total",
+    "counter",
+    "Results of other nodes that were computed again: right, wrong, disputed between two, or dropped.",
+    ("outcome",),
+)
 WEIGHTS = Definition("swarmllm_worker_weights_bytes", "gauge", "Weights that a worker holds.", ("model_id",))
 PENDING = Definition(
     "swarmllm_worker_calls_pending", "gauge", "Calls a worker has not answered.", ("model_id",)
@@ -323,6 +329,14 @@ class _NodeState(Collector):
             (SLOW_STEPS, node.watchdog.n_slow),
         ):
             yield _family(definition, [((), value)])
+        n_right = pipelines.checked - pipelines.checks_wrong - pipelines.checks_disputed
+        outcomes = {
+            "right": n_right,
+            "wrong": pipelines.checks_wrong,
+            "disputed": pipelines.checks_disputed,
+            "dropped": pipelines.checks_dropped,
+        }
+        yield _family(CHECKS, [((outcome,), value) for outcome, value in outcomes.items()])
         tasks = node.supervision.statuses()
         yield _family(TASK_FAILURES, [((t.name,), t.n_failures) for t in tasks if t.n_failures])
         yield _family(TASKS_DOWN, [((), sum(task.is_down for task in tasks))])

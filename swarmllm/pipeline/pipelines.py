@@ -23,6 +23,8 @@ import trio
 from swarmllm.errors import ContextFull, InvalidRequest, NoPipeline, SwarmLLMError
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
+from swarmllm.pipeline.check.checker import Checker
+from swarmllm.pipeline.check.evidence import answer
 from swarmllm.pipeline.origin.attempts import Attempts, is_local
 from swarmllm.pipeline.origin.embedding_rows import Rows, RowsChain, local_rows, with_one_retry
 from swarmllm.pipeline.origin.generation import Generation, Source
@@ -54,7 +56,7 @@ from swarmllm.scheduling.peer_speeds import PeerSpeeds
 from swarmllm.scheduling.plan import Plan
 from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.byte_budget import ByteBudget
-from swarmllm.swarm.peers.trust import Note, unnoted
+from swarmllm.swarm.peers.trust import NEUTRAL, Note, unnoted
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.settings import ModelFile
@@ -64,6 +66,7 @@ from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import (
     FetchPiece,
+    FetchRows,
     Piece,
     PipelineAssignment,
     ProbeStage,
@@ -93,6 +96,7 @@ class Pipelines:
         tell_digests: Callable[[NodeId, FetchDigests], Awaitable[Digests]] | None = None,
         observations: Observations | None = None,
         note: Note = unnoted,
+        trust_of: Callable[[NodeId], float] = lambda node_id: NEUTRAL,
         links: StageLinks | None = None,
         budget: ByteBudget | None = None,
     ) -> None:
@@ -122,12 +126,25 @@ class Pipelines:
             pool, router, catalogue, settings, self._start_session, note, budget or ByteBudget()
         )
         self._here = LocalLoad(pool, self._sessions, settings)
+        self._checker = Checker(
+            router, registry, pool, settings, self._counts, self._suspects, note, trust_of, self._is_busy
+        )
         self._attempts = Attempts(
-            router, registry, pool, self._sessions, settings, self._counts, note, self._suspects
+            router,
+            registry,
+            pool,
+            self._sessions,
+            settings,
+            self._counts,
+            note,
+            self._suspects,
+            self._checker,
         )
         self._links = links or NoStageLinks()
         self._sessions.on_open = self._links.join
-        self._inbox = Inbox(self._sessions, self._attempts.chains, self._suspects, self._counts, note)
+        self._inbox = Inbox(
+            self._sessions, self._attempts.chains, self._suspects, self._counts, note, self._checker.replies
+        )
         self.on_notice = LinkNotices(self._links, self._sessions, observations, self._inbox.take)
         """For what workers say unasked."""
 
@@ -143,6 +160,9 @@ class Pipelines:
         )
         return counts
 
+    def _is_busy(self) -> bool:
+        return bool(self._here.own) or self._sessions.n_for_others() > 0
+
     def room(self) -> Room:
         """For one more request, of the model with least of it."""
         return self._here.room()
@@ -152,6 +172,7 @@ class Pipelines:
         async with trio.open_nursery() as nursery, self._router.changes() as changes:
             self._nursery = nursery
             supervise(nursery, "links", self._links.run)
+            supervise(nursery, "checks", self._checker.run)
             self._attempts.tell_with(nursery)
             self._router.serve(self.on_request, self.on_message)
             task_status.started()
@@ -270,6 +291,9 @@ class Pipelines:
             )
         if isinstance(request, ProbeStage):
             return encode_response(self._sessions.state(sender, request.request_id))
+        if isinstance(request, FetchRows):
+            context = self._sessions.context_for(sender, request.request_id)
+            return encode_response(await answer(self._pool, context, request))
         if isinstance(request, VisionEncodeRequest):
             # Workers have no encoder: whoever asks is to look elsewhere at once.
             return encode_response(

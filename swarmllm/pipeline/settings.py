@@ -23,6 +23,9 @@ class PipelineSettings:
     """Stages are told names of what they compute, so that they need not compute it again."""
     local_embedding_privacy: bool = False
     """No prompt leaves as token ids: a node that runs the whole model gets rows, too."""
+    check_rate: float = 0.0
+    """The part of the requests of fully trusted nodes whose results are computed again (strangers: four times
+    as many); 0: none. The daemon's default is another one."""
     n_ctx: int = 4096
     """KV cells per model: prompt and output of one request must fit."""
     max_stage_requests: int = 64

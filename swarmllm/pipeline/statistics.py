@@ -25,6 +25,13 @@ class PipelineStatistics:
     """Jobs walked for other nodes."""
     jobs_by_link: int = 0
     """Jobs that this node's workers took from links and ran."""
+    checked: int = 0
+    """Stages of other nodes whose results were computed again, with an outcome."""
+    checks_wrong: int = 0
+    checks_disputed: int = 0
+    """Of those, the ones in which one of two nodes was wrong, and it cannot be known which."""
+    checks_dropped: int = 0
+    """Drawn, but rows or somebody to compute them were missing, or there was no time."""
     messages_ignored: int = 0
     """For requests unknown here, or from nodes that have no part in them."""
     messages_bad: int = 0

@@ -86,6 +86,7 @@ TASKS: Final = (
         "requests that use this node fail; other nodes take over",
     ),
     LongLived("links", "restart", "opens and closes links between workers", "jobs go by way of the daemons"),
+    LongLived("checks", "restart", "computes rows of other nodes again", "less is checked"),
     LongLived("idle workers", "restart", "stops workers that nobody uses", "idle workers keep their memory"),
     LongLived(
         "announcer", "restart", "publishes what this node holds and its load", "others see an older record"

@@ -40,7 +40,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *(swarm.StageRows, swarm.PrefixCacheAnnounce, swarm.KeptPrefix),
     *(swarm.FileAnnounce, swarm.FetchPiece, swarm.Piece, swarm.Outline),
     *(file_digests.FetchDigests, file_digests.Digests, file_digests.DigestRun),
-    *(swarm.ProbeStage, swarm.StageState),
+    *(swarm.ProbeStage, swarm.StageState, swarm.FetchRows, swarm.RowsPiece),
     *(swarm.VisionEncodeRequest, swarm.VisionEncodeResponse),
     *get_args(swarm.JobMessage),
     *(Envelope, Heartbeat, Digest),

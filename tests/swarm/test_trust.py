@@ -82,6 +82,13 @@ def test_one_lie_of_a_stranger_costs_it_its_work_until_time_has_passed() -> None
     assert may_work(book.score("a", HALF_LIFE_S))
 
 
+@pytest.mark.parametrize("deed", [Deed.OVERSTATED, Deed.DISPUTED])
+@given(score=scores)
+def test_where_an_honest_node_may_be_meant_only_merit_is_lost(deed: Deed, score: float) -> None:
+    assert min(score, NEUTRAL) <= after(score, deed) <= score
+    assert after(1.0, deed) < 1.0
+
+
 def test_a_few_disconnections_are_no_reason() -> None:
     book = TrustBook()
     for _ in range(10):

@@ -182,10 +182,15 @@ def test_a_lone_step_passes_on_what_works_would(
         lone = stage.passed_on()
         assert stage.deliver(stage.job("work", position, position), alone=False) == 1
         assert essence(lone) == essence(stage.passed_on()) != []
+    engine = stage.handlers._opened()
+    if start:
+        came = [engine.received.read(request_id, start, 1, N_STEPS - 1) for request_id in ("lone", "work")]
+        np.testing.assert_array_equal(*came)
+    else:
+        assert not engine.received.has("lone", start)
     if end != 12:
         (timing,) = lone[0][0].timings  # type: ignore[union-attr]
         assert timing.busy_s >= timing.compute_s > 0
-        engine = stage.handlers._opened()
         kept = [engine.journals.read(request_id, end, 0, N_STEPS) for request_id in ("lone", "work")]
         np.testing.assert_array_equal(*kept)
         assert tensor_bytes(kept[0][-1:]) == lone[0][1]

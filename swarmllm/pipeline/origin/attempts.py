@@ -17,6 +17,7 @@ import trio
 from msgspec import UNSET
 
 from swarmllm.errors import DeadlineExceeded, NodeBusy, RemoteError, SwarmLLMError
+from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import Source
 from swarmllm.pipeline.origin.local import open_local
@@ -63,6 +64,7 @@ class Attempts:
         counts: PipelineStatistics,
         note: Note,
         suspects: Suspects,
+        checker: Checker,
     ) -> None:
         self.chains: dict[str, Chain] = {}
         """By request id."""
@@ -74,6 +76,7 @@ class Attempts:
         self._counts = counts
         self._note = note
         self._suspects = suspects
+        self._checker = checker
         self._start_soon: Callable[..., None] | None = None
         self._secret = secrets.token_bytes(32) if settings.shares_prefixes else None
 
@@ -119,6 +122,7 @@ class Attempts:
             on_repeat=self._count_repeat,
             names=prefix_names(self._secret, assignment),
             pace=pace,
+            checked_stage=self._checker.draws(context) if kind is Chain else None,
         )
         session = self._sessions.open(context, chain)
         self.chains[context.request_id] = chain
@@ -144,10 +148,25 @@ class Attempts:
             del self.chains[context.request_id]
             judge(chain, self._note, self._suspects)
             session.stop()
+            checked_stage = chain.checked_stage if chain.is_to_be_checked else None
             chain.close()
             # The session tidies up by itself; a client with an error to show need not wait for all of it.
             with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_TIMEOUT_S):
                 await session.done.wait()
+            if checked_stage is not None:
+                self._check(chain, checked_stage)
+
+    def _check(self, chain: Chain, stage: int) -> None:
+        """Without anybody waiting for it; then its stages are let go of."""
+
+        async def collect() -> None:
+            try:
+                await self._checker.collect(chain, stage)
+            finally:
+                self.let_go(chain.context.request_id, chain.context.view.stages)
+
+        if self._start_soon is not None:
+            self._start_soon(collect)
 
     async def _agree(
         self, chain: Chain, session: Session, assignment: PipelineAssignment

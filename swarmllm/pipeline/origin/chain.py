@@ -79,7 +79,9 @@ class Chain:
         names: PrefixNames | None = None,
         on_repeat: Callable[[], None] = lambda: None,
         pace: Pace | None = None,
+        checked_stage: int | None = None,
     ) -> None:
+        """`checked_stage`: the stages are to hold what they have when it is complete."""
         stages = context.view.stages
         self._state = LIFECYCLE.first
         self.context = context
@@ -100,6 +102,7 @@ class Chain:
         self.has_stalled = False
         """The culprit had work and did none."""
         self.pace = pace
+        self.checked_stage = checked_stage
         self._look_after_s = look_after_s
         self._look = look
         self._heard_s = 0.0
@@ -172,8 +175,7 @@ class Chain:
         prompt's last token there is always the logits to be computed."""
         if self._prefix_names is None:
             return ()
-        tokens = np.concatenate((self.prompt, np.array(self._generated, np.int32)))
-        return self._prefix_names.of_node(node_id, tokens[:-1])
+        return self._prefix_names.of_node(node_id, self.computed_tokens)
 
     def start(self, session: Session, n_known_blocks: int = 0) -> None:
         """All stages have accepted: let the first chunks go, after what every stage has rows of."""
@@ -208,8 +210,18 @@ class Chain:
         self._feed()
 
     @property
+    def is_to_be_checked(self) -> bool:
+        """Whether its stages hold the rows that they computed, for a check."""
+        return self.checked_stage is not None and self.is_complete and not self.is_rebuilt
+
+    @property
+    def computed_tokens(self) -> Tensor:
+        """i32, the prompt and what came of it, without the newest one, which no stage has computed."""
+        return np.concatenate((self.prompt, np.array(self._generated, np.int32)))[:-1]
+
+    @property
     def may_be_resumed(self) -> bool:
-        return (
+        return self.is_to_be_checked or (
             self._state in (ChainState.FAILED, ChainState.GIVEN_UP)
             and self._tokens.n_received > 0
             and len(self.context.view.stages) > 1

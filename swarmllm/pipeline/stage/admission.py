@@ -188,7 +188,8 @@ class Sessions:
         if session is not None:
             if session.view.origin != sender:
                 return False
-            session.prefixes = prefixes
+            # Who lets go of what is held has named it before.
+            session.prefixes = prefixes or session.prefixes
             if hold:
                 session.stop(hold=True)
             else:
@@ -214,6 +215,11 @@ class Sessions:
         busy = known and session is not None and session.is_busy()
         rows = session.rows() if known and session is not None else NO_ROWS
         return StageState(request_id=request_id, known=known, busy=busy, n_received=rows[0], n_sent=rows[1])
+
+    def context_for(self, sender: NodeId, request_id: str) -> RequestContext | None:
+        """Of a request of this origin that runs or is held here."""
+        session = self.by_request.get(request_id) or self.held.get(request_id)
+        return session.context if session is not None and session.view.origin == sender else None
 
     def n_for_others(self) -> int:
         return sum(self._is_of_others(session) for session in self.by_request.values())

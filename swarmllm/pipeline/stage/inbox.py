@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import trio
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.log_filter import provoked_by
+from swarmllm.pipeline.check.recompute import Replies
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.stage.admission import Sessions
@@ -40,6 +41,8 @@ class Inbox:
     suspects: Suspects
     counts: PipelineStatistics
     note: Note
+    replies: Replies = field(default_factory=Replies)
+    """To checks."""
 
     def read_request(self, sender: NodeId, body: bytes) -> AnyRequest:
         """Raises InvalidRequest."""
@@ -69,6 +72,7 @@ class Inbox:
         if isinstance(message, LayerForward):
             session = self.sessions.by_request.get(message.request_id)
             accepted = session is not None and session.arrive(sender, message, payload)
+            accepted = accepted or self.replies.take(sender, message, payload)
         elif isinstance(message, RemoteGenerateRequest):
             session = self.sessions.by_request.get(message.request_id)
             accepted = session is not None and session.arrive_prompt(sender, message, payload)

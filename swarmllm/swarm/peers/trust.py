@@ -50,6 +50,9 @@ class Deed(StrEnum):
     FLOODED = "flooded"
     TOO_SLOW = "too slow"
     BAD_NUMBERS = "bad numbers"
+    CHECKED = "checked"
+    DISPUTED = "disputed"
+    WRONG_RESULT = "wrong result"
     WRONG_BYTES = "wrong bytes"
 
 
@@ -70,6 +73,9 @@ class Effect:
     """Part of the way to 1."""
     keeps: float = 1.0
     """Factor on what there is."""
+    floor: float = 0.0
+    """It takes nothing from a score that is not above this: where an honest node may be meant, merit is lost
+    and nothing else."""
     once_in_s: float = 0.0
     """Further deeds of the kind within this time are counted and cost nothing: one burst of damage, which may
     be nobody's fault, counts as one deed."""
@@ -81,13 +87,16 @@ EFFECTS: Final[dict[Deed, Effect]] = {
     Deed.LOST: Effect("it disappeared while it had work of ours", keeps=0.97),
     Deed.FAILED: Effect("its part of a request failed", keeps=0.9),
     Deed.STALLED: Effect("it had work of ours, and did none of it", keeps=0.9),
-    Deed.OVERSTATED: Effect("it is far slower than it announced", keeps=0.975),
+    Deed.OVERSTATED: Effect("it is far slower than it announced", keeps=0.9, floor=NEUTRAL),
     Deed.DAMAGED: Effect("a job arrived from it with a wrong digest", keeps=0.85, once_in_s=3.0),
     Deed.BAD_REQUEST: Effect("it asked for what it should have refused itself", keeps=0.85),
     Deed.BROKE_PROTOCOL: Effect("it sent what the protocol does not allow", keeps=0.6, once_in_s=3.0),
     Deed.FLOODED: Effect("it sent more gossip than an honest node has", keeps=0.6, once_in_s=3.0),
     Deed.TOO_SLOW: Effect("a message came from it too slowly", keeps=0.97, once_in_s=3.0),
     Deed.BAD_NUMBERS: Effect("it sent numbers that are not finite", keeps=0.45),
+    Deed.CHECKED: Effect("its results were computed again, and were right", rises=0.01),
+    Deed.DISPUTED: Effect("it or another node says what is not so about results", keeps=0.95, floor=NEUTRAL),
+    Deed.WRONG_RESULT: Effect("its results were computed again, and were wrong", keeps=0.3),
     Deed.WRONG_BYTES: Effect("it sent bytes of a model whose hash is wrong", keeps=0.45),
 }
 
@@ -134,7 +143,8 @@ def drifted(score: float, elapsed_s: float) -> float:
 
 def after(score: float, deed: Deed) -> float:
     effect = EFFECTS[deed]
-    return min(1.0, max(0.0, (score + effect.rises * (1.0 - score)) * effect.keeps))
+    changed = (score + effect.rises * (1.0 - score)) * effect.keeps
+    return min(1.0, max(changed, min(score, effect.floor), 0.0))
 
 
 def may_work(score: float) -> bool:

@@ -18,6 +18,7 @@ from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.store import PeerStore
 from swarmllm.swarm.peers.trust import (
+    EFFECTS,
     NEUTRAL,
     Deed,
     Explanation,
@@ -53,7 +54,7 @@ class Trust:
         score = self._book.note(node_id, deed, self._clock(), detail)
         if (reputation := self._book.reputation(node_id)) is not None:
             reputation.is_unsaved = True
-        if deed not in (Deed.SERVED, Deed.GAVE_BYTES):
+        if not EFFECTS[deed].rises:
             provoked_by(log, node_id).info("node %s: %s; trust is now %.2f", node_id, deed, score)
 
     def score(self, node_id: NodeId) -> float:

@@ -2,8 +2,9 @@
 
 A stage that dies takes its KV along. Whoever takes its place needs the rows that the dead one was given, and
 this side of the hop still has them: a journal is the float32 rows that left a range of layers, by position.
-It begins with the request; one that would begin later (its first rows were somebody else's), or that has
-gone beyond the bound of all journals together, is none, and the rows are computed again.
+Only one that begins with the request can build a stage again; one that begins later, because its first rows
+were an earlier request's, is there to be checked. One that has gone beyond the bound of all journals together
+is none, and the rows are computed again.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ BLOCK_ROWS: Final = 64
 
 
 class _Journal:
-    def __init__(self) -> None:
-        self.n_rows = 0
+    def __init__(self, first: int) -> None:
+        self.first = first
+        """Position of the first row."""
+        self.n_rows = first
+        """Rows below this are here."""
         self.n_bytes = 0
         self._blocks: list[np.ndarray] = []
         self._loose: list[bytes] = []
@@ -52,7 +56,8 @@ class _Journal:
 
     def _put(self, position: int, rows: np.ndarray) -> None:
         self.n_rows = position + len(rows)
-        while self.n_rows > len(self._blocks) * BLOCK_ROWS:
+        position -= self.first
+        while self.n_rows - self.first > len(self._blocks) * BLOCK_ROWS:
             self._blocks.append(np.empty((BLOCK_ROWS, rows.shape[1]), np.float32))
             self.n_bytes += self._blocks[-1].nbytes
         done = 0
@@ -64,6 +69,7 @@ class _Journal:
 
     def read(self, position: int, n_rows: int) -> np.ndarray:
         """Of rows that are bound."""
+        position -= self.first
         first, last = position // BLOCK_ROWS, (position + n_rows - 1) // BLOCK_ROWS
         start = position - first * BLOCK_ROWS
         return np.concatenate(self._blocks[first : last + 1])[start : start + n_rows]
@@ -86,13 +92,13 @@ class Journals:
         """Rows f32 [n, n_embd] from `position` on have left the layers before `end`."""
         of_request = self._journals.get(request_id)
         journal = of_request.get(end) if of_request is not None else None
-        if journal is None:
-            if position or not self._max_bytes:
-                return
-            journal = self._journals.setdefault(request_id, {})[end] = _Journal()
-        elif position > journal.n_rows:
+        if journal is not None and not journal.first <= position <= journal.n_rows:
             self._drop(request_id, end)
             return
+        if journal is None:
+            if not self._max_bytes:
+                return
+            journal = self._journals.setdefault(request_id, {})[end] = _Journal(position)
         self._n_bytes -= journal.n_bytes
         journal.write(position, rows)
         self._n_bytes += journal.n_bytes
@@ -114,18 +120,22 @@ class Journals:
     def n_rows(self, request_id: str, end: int) -> int:
         """How many can be read, from position 0 on."""
         journal = self._journals.get(request_id, {}).get(end)
-        return journal.n_rows if journal is not None else 0
+        return journal.n_rows if journal is not None and not journal.first else 0
+
+    def has(self, request_id: str, end: int) -> bool:
+        """Whether any can be read."""
+        return end in self._journals.get(request_id, {})
 
     def read(self, request_id: str, end: int, position: int, n_rows: int) -> np.ndarray:
         """f32 [n_rows, n_embd]. Raises CallError position_gap."""
-        n_known = self.n_rows(request_id, end)
-        if position + n_rows > n_known:
+        journal = self._journals.get(request_id, {}).get(end)
+        first, n_known = (journal.first, journal.n_rows) if journal is not None else (0, 0)
+        if journal is None or not first <= position <= position + n_rows <= n_known:
             raise CallError(
                 "position_gap",
-                f"rows {position}:{position + n_rows} of a journal that has {n_known}",
+                f"rows {position}:{position + n_rows} of a journal that has {first}:{n_known}",
                 "position",
             )
-        journal = self._journals[request_id][end]
         self._n_bytes -= journal.n_bytes
         journal.bind()
         self._n_bytes += journal.n_bytes

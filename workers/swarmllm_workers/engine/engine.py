@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -46,6 +47,9 @@ from swarmllm_workers.schedule.segment_route import Route, find_path
 from swarmllm_workers.schedule.slots import Slots
 
 log = logging.getLogger(__name__)
+
+RECEIVED_PART: Final = 4
+"""What came in may take this part of what may be kept of what was sent."""
 
 
 class Engine:
@@ -78,6 +82,9 @@ class Engine:
         self.slots = Slots(settings.n_slots)
         self.prefixes = PrefixCache(settings, self.slots)
         self.journals = Journals(settings.journal_max_bytes)
+        self.received = Journals(settings.journal_max_bytes // RECEIVED_PART)
+        """What came in, by the layer boundary that it came to: for the origin to compare with what its
+        sender says."""
         self.held = HeldRequests(self.release)
         self._root = root_hash(settings.model_id, 0, self.n_layers)
         self._held: list[Range] = []
@@ -294,6 +301,7 @@ class Engine:
         self.slots.rename(request_id, new_id)
         self.prefixes.rename(request_id, new_id)
         self.journals.rename(request_id, new_id)
+        self.received.rename(request_id, new_id)
         self._routes[new_id] = self._routes.pop(request_id, {})
         try:
             self.empty(new_id, n_rows)
@@ -314,6 +322,7 @@ class Engine:
             log.debug("request %s ended with %d rows", request_id, n_rows)
         self.held.discard(request_id)
         self.journals.forget(request_id)
+        self.received.forget(request_id)
         self.prefixes.end(request_id, self._segments)
         self.empty(request_id)
         self._routes.pop(request_id, None)

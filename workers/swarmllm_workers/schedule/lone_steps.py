@@ -78,6 +78,9 @@ class LoneSteps:
             compute_s = time.perf_counter() - started
             timing = StageTiming(its.stage, compute_s, time.perf_counter() - since)
             self._ring.pass_token(seat, position + 1, decoded, (*job.timings, timing), may_relay=True)
+        if job.step == "layer":
+            came = bytes(payload)
+            engine.received.append(its.request_id, its.start, position, came, len(self._head))
         self._ring.turn(seat, compute_s)
         return True
 

@@ -158,6 +158,7 @@ class ForwardWork:
         if message.want == "hidden" and hidden is not None:
             # After the send: nobody waits for this.
             self._engine.journals.write(message.request_id, message.end, message.position, hidden)
+        self._keep_received()
         self.is_finished = True
 
     def _deliver(self, hidden: np.ndarray | None) -> None:
@@ -190,7 +191,14 @@ class ForwardWork:
             self._compute_s += time.perf_counter() - started
         self._parked = None
         self._deliver_token(decoded)
+        self._keep_received()
         self.is_finished = True
+
+    def _keep_received(self) -> None:
+        """After the send: nobody waits for this."""
+        message = self._message
+        if not self.has_tokens:
+            self._engine.received.write(message.request_id, message.start, message.position, self._data)
 
     @property
     def is_parked(self) -> bool:

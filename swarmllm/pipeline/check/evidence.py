@@ -1,0 +1,176 @@
+"""Collects the rows of a finished request that a check needs, from the stages that still have them."""
+
+from __future__ import annotations
+
+import numpy as np
+import trio
+from blake3 import blake3
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.check.recompute import Task, compute_here
+from swarmllm.pipeline.check.sampling import Stretch
+from swarmllm.pipeline.check.verdict import Evidence
+from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.stage.walker import RequestContext
+from swarmllm.scheduling.route import composes
+from swarmllm.swarm.router import Router
+from swarmllm_proto.codec import decode_response, encode_request
+from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.limits import CHECKED_ROWS_MAX
+from swarmllm_proto.swarm import FetchRows, RowsPiece
+from swarmllm_proto.tensors import Tensor
+
+ANSWER_TIMEOUT_S = 10.0
+_F32 = np.dtype("<f4")
+
+
+class NotThere(Exception):
+    """Rows that are not kept any more, or of which a node says so."""
+
+
+async def rows_here(
+    compute: Compute, context: RequestContext, boundary: int, position: int, n_rows: int
+) -> Tensor:
+    """As they left or reached this node's layers. Raises SwarmLLMError."""
+    return await compute.read_journal(
+        context.model, request_id=context.request_id, end=boundary, position=position, n_rows=n_rows
+    )
+
+
+async def answer(compute: Compute, context: RequestContext | None, request: FetchRows) -> RowsPiece:
+    """The stage's side. `context`: of a request that the asking node is the origin of."""
+    absent = RowsPiece(request_id=request.request_id, known=False)
+    if context is None:
+        return absent
+    view, row_bytes = context.view, context.n_embd * _F32.itemsize
+    boundaries = {
+        boundary
+        for index, stage in enumerate(view.stages)
+        if view.is_here(index)
+        for boundary in (stage.start, stage.end)
+    }
+    if request.boundary not in boundaries:
+        return absent
+    if not request.digest_only and request.n_tokens * row_bytes > CHECKED_ROWS_MAX:
+        return absent
+    try:
+        rows = await rows_here(compute, context, request.boundary, request.position, request.n_tokens)
+    except SwarmLLMError:
+        return absent
+    data = np.ascontiguousarray(rows, _F32).tobytes()
+    digest = blake3(data).digest()
+    kept = memoryview(b"" if request.digest_only else data)
+    return RowsPiece(request_id=request.request_id, known=True, digest=digest, rows=kept)
+
+
+class Collector:
+    """The origin's side, for one request that is over and whose stages are held."""
+
+    def __init__(
+        self, router: Router, compute: Compute, context: RequestContext, tokens: Tensor, chunk_tokens: int
+    ) -> None:
+        """`tokens`: i32, all that were computed; the prompt was in chunks of so many."""
+        self._router = router
+        self._compute = compute
+        self._context = context
+        self._tokens = tokens
+        self._chunk_tokens = chunk_tokens
+        self._row_bytes = context.n_embd * _F32.itemsize
+
+    async def collect(self, stage: int, stretch: Stretch) -> Evidence:
+        """Raises NotThere, SwarmLLMError."""
+        view = self._context.view
+        layers = view.layers(stage)
+        node_id, next_id = view.stages[stage].node_id, view.stages[stage + 1].node_id
+        is_agreed: bool | None = True
+        if stage == 0:
+            came_in = await self._compute.embed(self._context.model, self._tokens[: stretch.end])
+            # The last stage tells the first one each token, and may tell the origin another one.
+            is_told_here = stretch.end <= self._context.n_given_tokens
+            is_agreed = True if is_told_here or view.is_here(view.last) else None
+        else:
+            before = view.stages[stage - 1].node_id
+            came_in = await self._from_the_start(before, layers.start, stretch.end)
+            if before != view.node_id:
+                is_agreed = await self._has(node_id, layers.start, came_in)
+        return Evidence(
+            np.ascontiguousarray(came_in, _F32),
+            stretch.n_rows,
+            await self._told(node_id, layers.end, stretch),
+            await self._told(next_id, layers.end, stretch),
+            next_id == view.node_id,
+            is_agreed,
+        )
+
+    async def _from_the_start(self, node_id: NodeId, boundary: int, n_rows: int) -> Tensor:
+        """Where the first rows were an earlier request's, this node computes them again, if it can."""
+        here = node_id == self._context.view.node_id
+        loaded = self._compute.loaded(self._context.model.model_id)
+        before = LayerRange(0, boundary)
+        try:
+            return await self._rows(node_id, boundary, 0, n_rows)
+        except SwarmLLMError:
+            if not here or not composes(loaded, before):
+                raise
+        task = Task(self._context, before, self._tokens[:n_rows], n_rows, self._chunk_tokens)
+        return await compute_here(self._compute, task)
+
+    async def _told(self, node_id: NodeId, boundary: int, stretch: Stretch) -> Tensor | None:
+        try:
+            return await self._rows(node_id, boundary, *stretch)
+        except NotThere:
+            return None
+
+    async def _rows(self, node_id: NodeId, boundary: int, position: int, n_rows: int) -> Tensor:
+        if node_id == self._context.view.node_id:
+            return await rows_here(self._compute, self._context, boundary, position, n_rows)
+        at_once = min(4096, CHECKED_ROWS_MAX // self._row_bytes)
+        pieces: list[Tensor] = []
+        while n_rows and at_once:
+            n = min(n_rows, at_once)
+            piece = await self._ask(node_id, boundary, position, n)
+            if not piece.known or len(piece.rows) != n * self._row_bytes:
+                raise NotThere
+            pieces.append(np.frombuffer(piece.rows, _F32).reshape(n, self._context.n_embd))
+            position, n_rows = position + n, n_rows - n
+        if n_rows:
+            raise NotThere
+        return np.concatenate(pieces)
+
+    async def _has(self, node_id: NodeId, boundary: int, rows: Tensor) -> bool | None:
+        """Whether a stage says that these rows came to it."""
+        is_alike = True
+        for position in range(0, len(rows), 4096):
+            part = rows[position : position + 4096]
+            try:
+                piece = await self._ask(node_id, boundary, position, len(part), digest_only=True)
+            except NotThere:
+                return None
+            if not piece.known:
+                return None
+            is_alike &= piece.digest == blake3(np.ascontiguousarray(part, _F32).tobytes()).digest()
+        return is_alike
+
+    async def _ask(
+        self, node_id: NodeId, boundary: int, position: int, n_rows: int, *, digest_only: bool = False
+    ) -> RowsPiece:
+        request = FetchRows(
+            request_id=self._context.request_id,
+            boundary=boundary,
+            position=position,
+            n_tokens=n_rows,
+            digest_only=digest_only,
+        )
+        try:
+            with trio.fail_after(ANSWER_TIMEOUT_S):
+                body = await self._router.request(
+                    node_id, encode_request(request), timeout_s=ANSWER_TIMEOUT_S
+                )
+            piece = decode_response(body)
+        except (trio.TooSlowError, SwarmLLMError, ProtocolError):
+            raise NotThere from None
+        if not isinstance(piece, RowsPiece) or piece.request_id != request.request_id:
+            raise NotThere
+        return piece

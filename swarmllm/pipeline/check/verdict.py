@@ -1,0 +1,102 @@
+"""What follows from rows that were computed again. Pure.
+
+Rows travel between nodes without loss, so what one stage sent and the next one got must have equal bits.
+What two nodes compute from the same rows need not: other kernels, batches and types of KV round otherwise.
+`TOLERANCE` lies between what honest nodes differ by and what cheating does (docs/security.md has the figures,
+`python -m bench.checked_rows` measures them). Nobody is asked which kernels it has: a liar would name
+others, so equal bits are reported, and only the tolerance is held against anybody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+import numpy as np
+
+from swarmllm_proto.tensors import Tensor
+
+TOLERANCE: Final = 0.05
+"""Mean over the rows of a stretch: length of the difference / length of what the layers added to the row."""
+WORST_ROW: Final = 2.0
+"""A single row counts for no more: rows of another text are about so far away."""
+
+
+class Match(StrEnum):
+    EQUAL = "equal bits"
+    CLOSE = "within tolerance"
+    WRONG = "other numbers"
+
+
+class Verdict(StrEnum):
+    RIGHT = "right"
+    WRONG = "wrong"
+    """The stage is."""
+    DISPUTED_AFTER = "the stage and the one after it contradict each other"
+    DISPUTED_BEFORE = "the stage and the one before it contradict each other"
+    UNKNOWN = "unknown"
+    """Nothing follows: rows are not there any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """About one stretch of one stage. Rows: f32 [n, n_embd]."""
+
+    came_in: Tensor
+    """All rows before the stretch, and its own."""
+    n_rows: int
+    """Of the stretch."""
+    sent: Tensor | None
+    """By the stage, as it says; None: it does not say."""
+    received: Tensor | None
+    """From it, as the next one says."""
+    is_received_here: bool
+    """The next one is this node."""
+    is_agreed: bool | None
+    """The stage says that the same rows came in; None: it does not say. (Of rows that this node sent,
+    true.)"""
+
+
+def distance(recomputed: Tensor, told: Tensor, came_in: Tensor) -> float:
+    """0: alike; rows that no layer has touched are 1 away."""
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        off = np.linalg.norm(told.astype(np.float64) - recomputed, axis=1)
+        added = np.linalg.norm(recomputed.astype(np.float64) - came_in, axis=1)
+        parts = np.where(off == 0, 0.0, off / added)
+    return float(np.mean(np.minimum(np.where(np.isnan(parts), WORST_ROW, parts), WORST_ROW)))
+
+
+def compare(recomputed: Tensor, told: Tensor, came_in: Tensor) -> Match:
+    """`came_in`: the same rows before the layers."""
+    if recomputed.shape != told.shape:
+        return Match.WRONG
+    if recomputed.tobytes() == told.tobytes():
+        return Match.EQUAL
+    return Match.CLOSE if distance(recomputed, told, came_in) <= TOLERANCE else Match.WRONG
+
+
+def before_computing(evidence: Evidence) -> Verdict | None:
+    """What can be said without computing anything; None: nothing yet."""
+    if evidence.sent is None and evidence.received is None:
+        return Verdict.UNKNOWN
+    if evidence.is_agreed is False:
+        return Verdict.DISPUTED_BEFORE
+    return None
+
+
+def judge(evidence: Evidence, recomputed: Tensor) -> tuple[Verdict, Match]:
+    """`recomputed`: the stretch, by layers that are trusted. The match is that of what went on."""
+    own = evidence.came_in[-evidence.n_rows :]
+    sent, received = evidence.sent, evidence.received
+    went_on = received if received is not None else sent
+    assert went_on is not None, "see before_computing"
+    match = compare(recomputed, went_on, own)
+    says_right = sent is not None and compare(recomputed, sent, own) is not Match.WRONG
+    if match is not Match.WRONG:
+        return (Verdict.RIGHT if sent is None or says_right else Verdict.WRONG), match
+    if evidence.is_agreed is None:
+        return Verdict.DISPUTED_BEFORE, match
+    if evidence.is_received_here or (sent is not None and not says_right):
+        return Verdict.WRONG, match
+    return Verdict.DISPUTED_AFTER, match
