@@ -68,6 +68,7 @@ PURE = (
     "swarmllm.downloads.source",
     "swarmllm.downloads.spans",
     "swarmllm.pipeline.route.assembly",
+    "swarmllm.pipeline.check.verdict",
     "swarmllm.pipeline.job",
     "swarmllm.pipeline.repair.plan",
     "swarmllm.pipeline.processor",
