@@ -11,7 +11,7 @@ import trio
 
 from swarmllm.swarm.in_memory.link import LinkQuality
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
-from swarmllm.swarm.in_memory.router import InMemoryRouter, Record
+from swarmllm.swarm.in_memory.router import InMemoryRouter, MemoryPeer, Record
 
 REGION_POINTS_S = ((0.0, 0.0), (0.09, 0.0), (0.03, 0.15))
 """Round trips between regions: 90 to 160 ms."""
@@ -52,7 +52,7 @@ class SimulatedNetwork(InMemoryNetwork):
         here listens to changes, so none are announced: half a million pairs meet before the first tick."""
         now = trio.current_time()
         here, there = self._routers[a], self._routers[b]
-        here._connected_since[b] = there._connected_since[a] = now
+        here._peers[b], there._peers[a] = MemoryPeer(now), MemoryPeer(now)
         for source, target in ((here._records, there._records), (there._records, here._records)):
             if len(target) <= 1 < len(source):
                 target.update(source)
@@ -71,5 +71,5 @@ class SimulatedNetwork(InMemoryNetwork):
     def spread(self, origin: InMemoryRouter, writer: str, record: Record) -> None:
         """At once, to whoever `origin` is connected with."""
         origin._records[writer] = record
-        for node_id in origin._connected_since:
+        for node_id in origin._peers:
             self._routers[node_id]._records[writer] = record

@@ -126,7 +126,7 @@ class InMemoryNetwork:
         """Both ways, from the next message on a new link or a request on."""
         for here, there in ((a, b), (b, a)):
             self._qualities[here, there] = quality
-            if here in self._routers and (link := self._routers[here]._links.get(there)):
+            if here in self._routers and (link := self._routers[here].link_to(there)):
                 link.quality = quality
 
     def quality(self, sender: NodeId, receiver: NodeId) -> LinkQuality:

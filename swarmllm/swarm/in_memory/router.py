@@ -35,6 +35,23 @@ class Record:
     content: bytes
 
 
+@dataclass(eq=False, slots=True)
+class MemoryPeer:
+    """What a node has with another while they are connected."""
+
+    connected_since: float
+    link: MemoryLink | None = None
+    """For messages from here."""
+    exchanges: set[Outcome[bytes]] | None = None
+    """Requests that have no answer yet, once there was one: simulations have a million pairs."""
+
+    def end(self, node_id: NodeId) -> None:
+        if self.link is not None:
+            self.link.close()
+        for exchange in self.exchanges or ():
+            exchange.fail(NodeUnreachable(f"node {node_id} was lost while it was asked"))
+
+
 class Surroundings(Protocol):
     """What a node asks of the network that it is in."""
 
@@ -62,17 +79,18 @@ class InMemoryRouter:
         self._node_id = node_id
         self._version = (incarnation, 0)
         self._records: dict[NodeId, Record] = {}
+        """Of all nodes ever heard of, connected or not."""
         self._feed = ChangeFeed()
-        self._connected_since: dict[NodeId, float] = {}
-        self._links: dict[NodeId, MemoryLink] = {}
-        self._exchanges: dict[NodeId, set[Outcome[bytes]]] = {}
+        self._peers: dict[NodeId, MemoryPeer] = {}
+        """Those that are connected."""
+        self._to_self = MemoryPeer(0.0)
         self._scopes: set[trio.CancelScope] = set()
         self._alive = True
         self._on_request: RequestHandler | None = None
         self._on_message: MessageHandler | None = None
 
     def __repr__(self) -> str:
-        return f"<InMemoryRouter {self._node_id} connected={len(self._connected_since)}>"
+        return f"<InMemoryRouter {self._node_id} connected={len(self._peers)}>"
 
     @property
     def node_id(self) -> NodeId:
@@ -97,10 +115,10 @@ class InMemoryRouter:
         self._network.spread(self, self._node_id, Record(self._version, bytes(record)))
 
     def connected(self) -> frozenset[NodeId]:
-        return frozenset(self._connected_since)
+        return frozenset(self._peers)
 
     def peers(self) -> tuple[PeerInfo, ...]:
-        return tuple(self._peer(node_id, since) for node_id, since in sorted(self._connected_since.items()))
+        return tuple(self._info(node_id, self._peers[node_id]) for node_id in sorted(self._peers))
 
     def changes(self) -> AbstractAsyncContextManager[AsyncIterator[Change]]:
         return self._feed.subscribe()
@@ -111,7 +129,7 @@ class InMemoryRouter:
     async def connect(self, address: str, *, timeout_s: float = 10.0) -> NodeId:
         await trio.lowlevel.checkpoint()
         node_id = NodeId(address.rpartition("/")[2])
-        if node_id != self._node_id and node_id not in self._connected_since:
+        if node_id != self._node_id and node_id not in self._peers:
             raise NodeUnreachable(f"nothing answers at {address}")
         return node_id
 
@@ -119,7 +137,8 @@ class InMemoryRouter:
         check_request(body)
         target = self if node_id == self._node_id else self._network.router(self._require(node_id))
         exchange: Outcome[bytes] = Outcome()
-        waiting = self._exchanges.setdefault(node_id, set())
+        peer = self._peer(node_id)
+        peer.exchanges = waiting = peer.exchanges or set()
         waiting.add(exchange)
         try:
             target.start(target._answer, self, bytes(body), exchange)
@@ -149,15 +168,12 @@ class InMemoryRouter:
         self._network.nursery.start_soon(self._run_while_alive, task, args)
 
     def meet(self, node_id: NodeId) -> None:
-        self._connected_since[node_id] = trio.current_time()
+        self._peers[node_id] = MemoryPeer(trio.current_time())
         self._feed.announce(Change("connected", node_id))
 
     def lose(self, node_id: NodeId) -> None:
-        if link := self._links.pop(node_id, None):
-            link.close()
-        for exchange in self._exchanges.pop(node_id, set()):
-            exchange.fail(NodeUnreachable(f"node {node_id} was lost while it was asked"))
-        if self._connected_since.pop(node_id, None) is not None:
+        if (peer := self._peers.pop(node_id, None)) is not None:
+            peer.end(node_id)
             self._feed.announce(Change("disconnected", node_id))
 
     def learn(self, writer: NodeId, record: Record) -> None:
@@ -173,13 +189,22 @@ class InMemoryRouter:
 
     def die(self) -> None:
         self._alive = False
-        for node_id in [*self._connected_since, self._node_id]:
+        for node_id in list(self._peers):
             self.lose(node_id)
+        self._to_self.end(self._node_id)
         for scope in self._scopes:
             scope.cancel()
 
-    def _peer(self, node_id: NodeId, since: float) -> PeerInfo:
-        there, back = self._links.get(node_id), self._network.router(node_id)._links.get(self._node_id)
+    def _peer(self, node_id: NodeId) -> MemoryPeer:
+        return self._to_self if node_id == self._node_id else self._peers[self._require(node_id)]
+
+    def link_to(self, node_id: NodeId) -> MemoryLink | None:
+        """Where there has been a message."""
+        peer = self._peers.get(node_id)
+        return peer.link if peer is not None else None
+
+    def _info(self, node_id: NodeId, peer: MemoryPeer) -> PeerInfo:
+        there, back = peer.link, self._network.router(node_id).link_to(self._node_id)
         return PeerInfo(
             node_id=node_id,
             addresses=self._network.router(node_id).addresses,
@@ -189,16 +214,18 @@ class InMemoryRouter:
             data_plane="memory",
             bytes_sent=there.n_bytes if there else 0,
             bytes_received=back.n_bytes if back else 0,
-            connected_since=since,
+            connected_since=peer.connected_since,
         )
 
     def _require(self, node_id: NodeId) -> NodeId:
-        if node_id not in self._connected_since:
+        if node_id not in self._peers:
             raise NodeUnreachable(f"node {node_id} is not connected")
         return node_id
 
     def link(self, node_id: NodeId) -> MemoryLink:
-        if (link := self._links.get(node_id)) is None:
+        """Raises NodeUnreachable."""
+        peer = self._peer(node_id)
+        if (link := peer.link) is None:
             receiver = self._network.router(node_id)
             link = MemoryLink(
                 self._node_id,
@@ -207,7 +234,7 @@ class InMemoryRouter:
                 self._network.rng,
                 self._network.line(self._node_id, node_id),
             )
-            self._links[node_id] = link
+            peer.link = link
             receiver.start(link.carry)
         return link
 
