@@ -42,6 +42,7 @@ from swarmllm.swarm.libp2p.negotiation import agree
 from swarmllm.swarm.libp2p.requests import RequestProtocol
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder, encode_frame
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_workers.ring.link import LinkClosed, ReceivingLink
 
 KEY = bytes(range(32))
@@ -138,16 +139,24 @@ def _connection(data: bytes) -> None:
     _say_how(trio.run(run, clock=MockClock(autojump_threshold=0)))
 
 
-def _bulk_connection(data: bytes) -> None:
-    async def answer(_node_id: str, body: bytes) -> bytes:
+class _NoWays:
+    def all_connections(self, node_id: NodeId) -> list[Connection]:
+        return []
+
+    async def dial_bulk(self, node_id: NodeId) -> None:
+        return None
+
+    async def open_bulk_stream(self, node_id: NodeId, old: Connection | None) -> None:
+        return None
+
+    async def answer(self, sender: NodeId, body: bytes) -> bytes:
         return body
 
-    async def nobody(*_: object) -> None:
-        return
 
+def _bulk_connection(data: bytes) -> None:
     async def run() -> Connection:
         async with trio.open_nursery() as nursery:
-            bulk = Bulk("", nursery, lambda _: [], nobody, nobody, answer)
+            bulk = Bulk(NODE_ID, nursery, _NoWays())
             connection = Connection(NODE_ID, _Wire(data), bulk.take, dialled=False)  # type: ignore[arg-type]
             await connection.run()
             bulk.lost(connection)

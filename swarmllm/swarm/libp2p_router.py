@@ -33,12 +33,12 @@ from swarmllm.swarm.discovery.reachability import DialBacks, ReachabilityChecks
 from swarmllm.swarm.discovery.wide_area import open_wide_area
 from swarmllm.swarm.dispatch import (
     RequestRefused,
-    answer,
     check_message,
     check_record,
     check_request,
-    deliver,
 )
+from swarmllm.swarm.dispatch import answer as run_request_handler
+from swarmllm.swarm.dispatch import deliver as run_message_handler
 from swarmllm.swarm.in_memory.link import LinkQuality, MemoryLink
 from swarmllm.swarm.libp2p.exception_groups import unwrapped
 from swarmllm.swarm.libp2p.gossip import Gossip, run_gossip
@@ -136,10 +136,7 @@ class Libp2pRouter:
             gater,
             host,
             nursery,
-            addresses=self._data_addresses,
-            deliver=self._deliver,
-            lost=self._liveness.drop,
-            answer=self._answer_application,
+            self,
             note=note,
             budget=self.budget,
             neighbours=directory.neighbours,
@@ -167,12 +164,12 @@ class Libp2pRouter:
             reachability=lambda: self._checks.result,
             meet=partial(self.finding.meet, self._feed, self.connected),
             connected=self.connected,
-            let_go=lambda node_id: self._liveness.drop(node_id, "goodbye"),
+            let_go=lambda node_id: self.lost(node_id, "goodbye"),
             on_direct=self.plane.turn_to_direct,
             parts=directory.wide_area,
         )
         self._memory = memory
-        self._to_self = MemoryLink(identity.node_id, self._deliver, LinkQuality())
+        self._to_self = MemoryLink(identity.node_id, self.deliver, LinkQuality())
 
     def __repr__(self) -> str:
         return f"<Libp2pRouter {self.node_id} connected={len(self._connected)}>"
@@ -292,9 +289,12 @@ class Libp2pRouter:
         self.plane.forgive(envelope.node_id)
         self.finding.heard(envelope)
 
-    def _data_addresses(self, node_id: NodeId) -> list[Address]:
+    def data_addresses_of(self, node_id: NodeId) -> list[Address]:
         envelope = self.spread.envelope(node_id)
         return usable(envelope.data_addresses) if envelope else []
+
+    def lost(self, node_id: NodeId, how: str) -> None:
+        self._liveness.drop(node_id, how)
 
     async def _greet(self, node_id: NodeId) -> None:
         await self.spread.exchange.synchronise(node_id)
@@ -318,21 +318,21 @@ class Libp2pRouter:
             return self._peer_exchange.answer(sender, body)
         if kind != KIND_APPLICATION:
             return self.spread.exchange.answer(kind, body)
-        return await self._answer_application(sender, body)
+        return await self.answer(sender, body)
 
-    async def _answer_application(self, sender: NodeId, body: bytes) -> bytes:
-        return await answer(self._on_request, sender, body)
+    async def answer(self, sender: NodeId, body: bytes) -> bytes:
+        return await run_request_handler(self._on_request, sender, body)
 
     async def _request_to_self(self, body: bytes, timeout_s: float) -> bytes:
         with trio.move_on_after(timeout_s):
             try:
-                return await answer(self._on_request, self.node_id, bytes(body))
+                return await run_request_handler(self._on_request, self.node_id, bytes(body))
             except RequestRefused as refusal:
                 raise RemoteError(f"node {self.node_id}: {refusal}") from None
         raise DeadlineExceeded(f"node {self.node_id} did not answer within {timeout_s:g} s")
 
-    async def _deliver(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
-        await deliver(self._on_message, sender, header, payload)
+    async def deliver(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
+        await run_message_handler(self._on_message, sender, header, payload)
 
     async def _forget_peers(self) -> None:
         while True:

@@ -69,14 +69,14 @@ async def test_both_ask_on_the_connection_that_one_of_them_has_dialled(tmp_path:
 
 
 def delay_dial(router: Libp2pRouter, begun: trio.Event, go_on: trio.Event) -> None:
-    dial = router.plane.bulk._dial
+    dial = router.plane.dial_bulk
 
     async def wait_first(node_id: str) -> Connection | None:
         begun.set()
         await go_on.wait()
         return await dial(node_id)
 
-    router.plane.bulk._dial = wait_first
+    router.plane.dial_bulk = wait_first
 
 
 @pytest.mark.parametrize("later", ["smaller", "larger"])

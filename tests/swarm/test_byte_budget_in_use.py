@@ -15,10 +15,12 @@ from swarmllm.pipeline.stage.session_queue import Put, SessionQueue
 from swarmllm.swarm.byte_budget import LIMITS, ByteBudget, Kind, Limit
 from swarmllm.swarm.byte_budget_waiting import reserve_within
 from swarmllm.swarm.data.bulk import Bulk, BulkKind
+from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.wire import WireClosed
 from swarmllm.swarm.libp2p.requests import EXCHANGES_PER_PEER, RequestProtocol
 from swarmllm.swarm.payload_room import AT_ONCE_BYTES, ROOM_S, UNRESERVED_BYTES, PayloadRoom
 from swarmllm.swarm.peers.trust import Deed
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import MIB, REQUEST_MAX
 
 
@@ -201,15 +203,25 @@ class AskedConnection:
             await trio.sleep_forever()
 
 
-def open_bulk(nursery: trio.Nursery, budget: ByteBudget, note: Any = None) -> Bulk:
-    async def nobody(*_: Any) -> None:
+class NoWays:
+    """No connection is to be had, and what is asked has a large answer."""
+
+    def all_connections(self, node_id: NodeId) -> list[Connection]:
+        return []
+
+    async def dial_bulk(self, node_id: NodeId) -> None:
         return None
 
-    async def give(_sender: str, _body: bytes) -> bytes:
+    async def open_bulk_stream(self, node_id: NodeId, old: Connection | None) -> None:
+        return None
+
+    async def answer(self, sender: NodeId, body: bytes) -> bytes:
         return bytes(MIB)
 
+
+def open_bulk(nursery: trio.Nursery, budget: ByteBudget, note: Any = None) -> Bulk:
     options = {"note": note} if note else {}
-    return Bulk("me", nursery, lambda _: [], nobody, nobody, give, budget, **options)
+    return Bulk(NodeId("me"), nursery, NoWays(), budget, **options)
 
 
 async def test_answers_that_nobody_reads_stay_within_their_room() -> None:

@@ -155,7 +155,7 @@ async def test_of_two_connections_that_were_dialled_at_once_one_remains(tmp_path
         with trio.fail_after(DEADLINE_S):
             # As it is when neither has had the other's connection before it dialled.
             for here, there in ((a, b), (b, a)):
-                dialled = await here.plane._dial(there.node_id)
+                dialled = await here.plane.dial(there.node_id)
                 assert dialled is not None
                 await dialled.ready.wait()
                 neighbour_of(here, there.node_id).sending = dialled

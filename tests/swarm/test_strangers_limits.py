@@ -26,8 +26,11 @@ from swarmllm.swarm.libp2p.bounded_yamux import BoundedYamux, Overrun
 from swarmllm.swarm.libp2p.unsigned_pubsub import RECENT_MAX_BYTES, UnsignedPubsub, _ContentCache
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX, PrefixIndex
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.router_messages import DialBackRequest, encode_neighbour
 from swarmllm_proto.swarm import KeptPrefix, PrefixCacheAnnounce
+
+from .test_byte_budget_in_use import NoWays
 
 
 class Connection(BoundedYamux):
@@ -159,9 +162,6 @@ async def test_nodes_that_cannot_be_reached_are_not_kept_for_ever(monkeypatch: p
     monkeypatch.setattr(bulk, "_PEERS_MAX", 8)
     monkeypatch.setattr(data_plane, "_NEIGHBOURS_MAX", 8)
 
-    async def nothing(*_: Any) -> None:
-        return None
-
     async def unreachable(*_: Any) -> None:
         raise NodeUnreachable("gone")
 
@@ -169,7 +169,7 @@ async def test_nodes_that_cannot_be_reached_are_not_kept_for_ever(monkeypatch: p
     plane._neighbours = Parts.alone()
     plane._establish = unreachable  # type: ignore[method-assign, assignment]
     async with trio.open_nursery() as nursery:
-        transfers = Bulk(*cast("Any", ("me", nursery, lambda _: [], nothing, nothing, nothing)))
+        transfers = Bulk(NodeId("me"), nursery, NoWays())
         for number in range(100):
             stranger = cast("Any", f"node{number}")
             with pytest.raises(NoBulkWay):

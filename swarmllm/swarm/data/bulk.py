@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from struct import Struct
+from typing import Protocol
 
 import trio
 
@@ -81,19 +81,34 @@ class BulkPeer:
         return not self.is_in_use and now >= self.retry_at_s
 
 
+class BulkWays(Protocol):
+    """What transfers ask of the data plane."""
+
+    def all_connections(self, node_id: NodeId) -> list[Connection]:
+        """Of every kind."""
+        ...
+
+    async def dial_bulk(self, node_id: NodeId) -> Connection | None:
+        """A direct bulk connection; None where there is no such way."""
+        ...
+
+    async def open_bulk_stream(self, node_id: NodeId, old: Connection | None) -> Connection | None:
+        """One over libp2p that is better than `old`; None where there is no such way."""
+        ...
+
+    async def answer(self, sender: NodeId, body: bytes) -> bytes:
+        """The daemon's handler. Raises RequestRefused."""
+        ...
+
+
 class Bulk:
-    """`connections(node_id)` are all there are; `dial(node_id)` opens a direct bulk connection and
-    `open_stream(node_id, old)` one over libp2p that is better than `old`; None where there is no such way.
-    `answer` is the daemon's handler and raises RequestRefused."""
+    """Asks and answers for large answers, over `ways`."""
 
     def __init__(
         self,
         own_id: NodeId,
         nursery: trio.Nursery,
-        connections: Callable[[NodeId], list[Connection]],
-        dial: Callable[[NodeId], Awaitable[Connection | None]],
-        open_stream: Callable[[NodeId, Connection | None], Awaitable[Connection | None]],
-        answer: Callable[[NodeId, bytes], Awaitable[bytes]],
+        ways: BulkWays,
         budget: ByteBudget | None = None,
         note: Note = unnoted,
         peers: Parts[BulkPeer] | None = None,
@@ -102,10 +117,7 @@ class Bulk:
         self._note = note
         self._own_id = own_id
         self._nursery = nursery
-        self._connections = connections
-        self._dial = dial
-        self._open_stream = open_stream
-        self._answer = answer
+        self._ways = ways
         self._peers: Parts[BulkPeer] = Parts.alone() if peers is None else peers
         self._questions: dict[Connection, dict[int, _Question]] = {}
         self._n_answering: dict[Connection, int] = {}
@@ -182,14 +194,14 @@ class Bulk:
         return connection
 
     async def _establish(self, node_id: NodeId, peer: BulkPeer) -> Connection:
-        if there := [c for c in self._connections(node_id) if _is_ready_and_direct(c)]:
+        if there := [c for c in self._ways.all_connections(node_id) if _is_ready_and_direct(c)]:
             return there[0]
         connection = None
         if trio.current_time() >= peer.retry_at_s:
-            connection = await self._ready(await self._dial(node_id))
+            connection = await self._ready(await self._ways.dial_bulk(node_id))
             if connection is None:
                 peer.retry_at_s = trio.current_time() + _NO_WAY_S
-        connection = connection or await self._ready(await self._open_stream(node_id, None))
+        connection = connection or await self._ready(await self._ways.open_bulk_stream(node_id, None))
         if connection is None:
             raise NoBulkWay(f"node {node_id} takes no bulk connection")
         return connection
@@ -199,7 +211,7 @@ class Bulk:
         own = peer.connection
         if own is None or not own.dialled or self._own_id < node_id:
             return
-        for theirs in self._connections(node_id):
+        for theirs in self._ways.all_connections(node_id):
             if _is_ready_and_direct(theirs) and not theirs.dialled and theirs in self._n_answering:
                 peer.connection = theirs
                 self._end_if_replaced(own)
@@ -210,8 +222,8 @@ class Bulk:
 
     async def _look_for_better(self, node_id: NodeId, peer: BulkPeer, old: Connection) -> None:
         try:
-            better = await self._ready(await self._dial(node_id))
-            better = better or await self._ready(await self._open_stream(node_id, old))
+            better = await self._ready(await self._ways.dial_bulk(node_id))
+            better = better or await self._ready(await self._ways.open_bulk_stream(node_id, old))
         finally:
             peer.is_looking = False
             peer.retry_at_s = trio.current_time() + _NO_WAY_S
@@ -269,7 +281,7 @@ class Bulk:
         try:
             with asked:
                 try:
-                    kind, content = BulkKind.ANSWER, await self._answer(connection.node_id, body)
+                    kind, content = BulkKind.ANSWER, await self._ways.answer(connection.node_id, body)
                 except RequestRefused as refusal:
                     kind, content = BulkKind.REFUSED, str(refusal).encode()
             # It waits here until the peer reads.

@@ -17,8 +17,9 @@ learn of it now.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import trio
 
@@ -63,24 +64,34 @@ _BACKOFF_FIRST_S = 0.25
 _BACKOFF_MAX_S = 10.0
 _TURN_TRIES, _TURN_AGAIN_S = 8, 1.0
 
-Deliver = Callable[[NodeId, bytes, memoryview], Awaitable[None]]
+
+class DataPlaneUser(Protocol):
+    """Whose messages the data plane carries."""
+
+    def data_addresses_of(self, node_id: NodeId) -> Sequence[Address]:
+        """Where a peer's data port is."""
+        ...
+
+    async def deliver(self, sender: NodeId, header: bytes, payload: memoryview) -> None: ...
+
+    def lost(self, node_id: NodeId, how: str) -> None:
+        """A peer was lost unexpectedly."""
+        ...
+
+    async def answer(self, sender: NodeId, body: bytes) -> bytes:
+        """Raises RequestRefused."""
+        ...
 
 
 class DataPlane:
-    """`addresses(node_id)` says where a peer's data port is; `lost(node_id, how)` is told of every unexpected
-    loss."""
-
     def __init__(
         self,
         identity: Identity,
         gater: ConnectionGater,
         host: Host,
         nursery: trio.Nursery,
+        user: DataPlaneUser,
         *,
-        addresses: Callable[[NodeId], Sequence[Address]],
-        deliver: Deliver,
-        lost: Callable[[NodeId, str], None],
-        answer: Callable[[NodeId, bytes], Awaitable[bytes]],
         note: Note = unnoted,
         budget: ByteBudget | None = None,
         neighbours: Parts[Neighbour] | None = None,
@@ -92,25 +103,18 @@ class DataPlane:
         self._host = host
         self._nursery = nursery
         self._streams = StreamOpening(host, nursery)
-        self.addresses_of = addresses
-        self._deliver = deliver
-        self._lost = lost
+        self._user = user
         self._note = note
         self.bulk = Bulk(
             identity.node_id,
             nursery,
-            self.all_connections,
-            partial(self._dial, bulk=True),
-            self._open_bulk_stream,
-            answer,
+            self,
             self._budget,
             note,
             bulk_peers,
         )
         self._neighbours: Parts[Neighbour] = Parts.alone() if neighbours is None else neighbours
-        self.upgrades = Upgrades(
-            self._neighbours, self.connections, self._dial, self._reopen, identity.node_id
-        )
+        self.upgrades = Upgrades(self._neighbours, self, identity.node_id)
         self._pacing = TransferPacing()
         self._half_open: dict[trio.SocketStream, None] = {}
         """The oldest first."""
@@ -240,7 +244,7 @@ class DataPlane:
         if trio.current_time() < neighbour.retry_at_s:
             raise NodeUnreachable(f"node {node_id} could not be reached a moment ago")
         try:
-            connection = await self._dial(node_id)
+            connection = await self.dial(node_id)
             if connection is None:
                 connection = await self._open_stream(node_id)
             with trio.move_on_after(_HELLO_S):
@@ -256,9 +260,19 @@ class DataPlane:
         neighbour.n_failures = 0
         return connection
 
-    async def _dial(self, node_id: NodeId, *, bulk: bool = False) -> Connection | None:
+    async def dial(self, node_id: NodeId, *, bulk: bool = False) -> Connection | None:
+        """A direct connection; None where there is no such way."""
         wire = await self._shake_hands(node_id)
         return None if wire is None else self._start(node_id, wire, dialled=True, bulk=bulk)
+
+    async def dial_bulk(self, node_id: NodeId) -> Connection | None:
+        return await self.dial(node_id, bulk=True)
+
+    async def answer(self, sender: NodeId, body: bytes) -> bytes:
+        return await self._user.answer(sender, body)
+
+    def addresses_of(self, node_id: NodeId) -> Sequence[Address]:
+        return self._user.data_addresses_of(node_id)
 
     async def _shake_hands(self, node_id: NodeId) -> NoiseWire | None:
         for address in self.addresses_of(node_id):
@@ -276,7 +290,7 @@ class DataPlane:
         wire = await self._streams.open(node_id, protocol)
         return self._start(node_id, wire, dialled=True, bulk=protocol == BULK_PROTOCOL)
 
-    async def _open_bulk_stream(self, node_id: NodeId, old: Connection | None) -> Connection | None:
+    async def open_bulk_stream(self, node_id: NodeId, old: Connection | None) -> Connection | None:
         """One that goes a better way than `old`, where there is an old one."""
         if old is not None and (old.wire_kind != "relay" or not self._host.is_direct(node_id)):
             return None
@@ -285,7 +299,7 @@ class DataPlane:
         except NodeUnreachable:
             return None
 
-    async def _reopen(self, node_id: NodeId, old: Connection) -> Connection | None:
+    async def reopen(self, node_id: NodeId, old: Connection) -> Connection | None:
         """A stream that goes through no relay, where `old` does."""
         if old.wire_kind != "relay" or not self._host.is_direct(node_id):
             return None
@@ -347,7 +361,7 @@ class DataPlane:
         neighbour.n_bytes_received += connection.n_bytes_received
         is_loss = neighbour.needs(connection) or not self.has_connection(connection.node_id)
         if connection.ready.is_set() and not connection.bulk and is_loss:
-            self._lost(connection.node_id, connection.ending)
+            self._user.lost(connection.node_id, connection.ending)
         elif not neighbour.connections and not neighbour.n_failures and not neighbour.establishing.locked():
             self._neighbours.drop(connection.node_id)
 
@@ -392,7 +406,7 @@ class DataPlane:
             return False
         leaving = who_makes_room(n_of_each, node_id, CONNECTIONS_MAX, self._standing)
         if leaving not in (None, node_id):
-            self._lost(leaving, GAVE_WAY)
+            self._user.lost(leaving, GAVE_WAY)
         return leaving != node_id
 
     def _standing(self, node_id: NodeId) -> Standing:
@@ -417,6 +431,6 @@ class DataPlane:
         except trio.WouldBlock:
             await neighbour.delivering.acquire()
         try:
-            await self._deliver(connection.node_id, header, payload)
+            await self._user.deliver(connection.node_id, header, payload)
         finally:
             neighbour.delivering.release()

@@ -13,7 +13,7 @@ smaller node id sends on in the same way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import trio
 
@@ -31,23 +31,27 @@ _SETTLE_S = 5.0
 _HELLO_S = 5.0
 
 
-class Upgrades:
-    """`connections(node_id)` are those that can carry messages, `dial(node_id)` opens a direct one or gives
-    None, `reopen(node_id, old)` a stream that goes a better way than `old`, or gives None."""
+class BetterWays(Protocol):
+    """What upgrades ask of the data plane."""
 
-    def __init__(
-        self,
-        neighbours: Parts[Neighbour],
-        connections: Callable[[NodeId], list[Connection]],
-        dial: Callable[[NodeId], Awaitable[Connection | None]],
-        reopen: Callable[[NodeId, Connection], Awaitable[Connection | None]],
-        own_id: str,
-    ) -> None:
+    def connections(self, node_id: NodeId) -> list[Connection]:
+        """Those that can carry messages."""
+        ...
+
+    async def dial(self, node_id: NodeId) -> Connection | None:
+        """A direct connection; None where there is no such way."""
+        ...
+
+    async def reopen(self, node_id: NodeId, old: Connection) -> Connection | None:
+        """A stream that goes a better way than `old`; None where there is none."""
+        ...
+
+
+class Upgrades:
+    def __init__(self, neighbours: Parts[Neighbour], ways: BetterWays, own_id: str) -> None:
         self._own_id = own_id
         self._neighbours = neighbours
-        self._connections = connections
-        self._dial = dial
-        self._reopen = reopen
+        self._ways = ways
 
     async def run(self) -> None:
         while True:
@@ -64,7 +68,7 @@ class Upgrades:
         if neighbour is None or old is None or not old.alive or old.wire_kind == "direct":
             return False
         async with neighbour.establishing:
-            new = await self._direct(node_id) or await self._ready(await self._reopen(node_id, old))
+            new = await self._direct(node_id) or await self._ready(await self._ways.reopen(node_id, old))
             if new is None or neighbour.sending is not old:
                 return False
             has_turned = await self._turn(neighbour, old, new)
@@ -76,7 +80,7 @@ class Upgrades:
         """Leave all direct connections but one to their end. Which one the smaller node id says, by leaving
         the others: there may be several that look alike, and two nodes must not choose two."""
         neighbour = self._neighbours.get(node_id)
-        direct = [c for c in self._connections(node_id) if c.wire_kind == "direct"]
+        direct = [c for c in self._ways.connections(node_id) if c.wire_kind == "direct"]
         if neighbour is None or len(direct) < 2:
             return
         async with neighbour.establishing:
@@ -108,10 +112,10 @@ class Upgrades:
                 connection.forsake()
 
     async def _direct(self, node_id: NodeId) -> Connection | None:
-        for connection in self._connections(node_id):
+        for connection in self._ways.connections(node_id):
             if connection.wire_kind == "direct":
                 return connection
-        return await self._ready(await self._dial(node_id))
+        return await self._ready(await self._ways.dial(node_id))
 
     async def _ready(self, connection: Connection | None) -> Connection | None:
         if connection is not None:
