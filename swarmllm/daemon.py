@@ -142,7 +142,7 @@ async def open_daemon(
     directory = PeerDirectory()
     async with (
         open_trust(data_dir, settings.lists, directory.trust) as trust,
-        open_libp2p_router(settings, trust.note, trust.has_merit, trust.may_connect, directory) as router,
+        open_libp2p_router(settings, trust, directory) as router,
         _open_rooms(config, data_dir, catalogue, router, trust, watchdog) as (whereabouts, apply),
         trio.open_nursery() as nursery,
     ):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -52,7 +52,7 @@ from swarmllm.swarm.peers.connection_limits import Standings
 from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.peers.known_peers import KnownPeers, open_peer_memory
 from swarmllm.swarm.peers.liveness import ConnectedPeers, Liveness
-from swarmllm.swarm.peers.trust import Note, unnoted
+from swarmllm.swarm.peers.trust import NO_TRUST, PeerTrust
 from swarmllm.swarm.records.exchange import KIND_APPLICATION, KIND_DIAL_BACK, KIND_PEERS
 from swarmllm.swarm.records.spread import TOPIC_SIZES_BYTES, RecordSpread, next_incarnation
 from swarmllm.swarm.router import (
@@ -89,8 +89,9 @@ class Libp2pRouter:
         memory: KnownPeers,
         settings: SwarmSettings,
         directory: PeerDirectory,
-        note: Note = unnoted,
+        trust: PeerTrust,
     ) -> None:
+        note = trust.note
         self.directory = directory
         self._connected = ConnectedPeers(directory.liveness)
         self.budget = ByteBudget.of_mib(settings.strangers_mib, directory.held_bytes)
@@ -100,10 +101,8 @@ class Libp2pRouter:
         self._feed = ChangeFeed()
         self._on_request: RequestHandler | None = None
         self._on_message: MessageHandler | None = None
-        dialler = Dialler(
-            identity.node_id, random.Random(), settings.max_peers, gater.standing, directory.candidates
-        )
-        self.finding = AddressSources(host, nursery, dialler, gater.lets_in)
+        dialler = Dialler(identity.node_id, random.Random(), settings.max_peers, gater, directory.candidates)
+        self.finding = AddressSources(host, nursery, dialler, gater)
         self._requests = RequestProtocol(
             host, nursery, self._answer, budget=self.budget, note=note, peers=directory.requests
         )
@@ -127,7 +126,7 @@ class Libp2pRouter:
             dialler,
             self._requests,
             self._greet,
-            gater.standing,
+            gater,
             directory.liveness,
         )
         self.host = host
@@ -142,11 +141,9 @@ class Libp2pRouter:
             neighbours=directory.neighbours,
             bulk_peers=directory.bulk_peers,
         )
-        self._dial_backs = DialBacks(
-            identity, gater, self.spread.envelope, host.remote_ip, directory.dial_back_turns
-        )
+        self._dial_backs = DialBacks(identity, gater, self.spread, host, directory.dial_back_turns)
         self._checks = ReachabilityChecks(
-            partial(self._ask_kind, KIND_DIAL_BACK), self.connected, random.Random(), note
+            partial(self._ask_kind, KIND_DIAL_BACK), self._connected, random.Random(), note
         )
         self._peer_exchange = PeerExchange(
             partial(self._ask_kind, KIND_PEERS),
@@ -161,12 +158,8 @@ class Libp2pRouter:
             gater,
             settings,
             self.spread,
-            reachability=lambda: self._checks.result,
-            meet=partial(self.finding.meet, self._feed, self.connected),
-            connected=self.connected,
-            let_go=lambda node_id: self.lost(node_id, "goodbye"),
-            on_direct=self.plane.turn_to_direct,
-            parts=directory.wide_area,
+            self,
+            directory.wide_area,
         )
         self._memory = memory
         self._to_self = MemoryLink(identity.node_id, self.deliver, LinkQuality())
@@ -296,6 +289,16 @@ class Libp2pRouter:
     def lost(self, node_id: NodeId, how: str) -> None:
         self._liveness.drop(node_id, how)
 
+    def let_go(self, node_id: NodeId) -> None:
+        self.lost(node_id, "goodbye")
+
+    async def meet(self, node_id: NodeId, addresses: list[Address], timeout_s: float) -> NodeId:
+        """See AddressSources.meet."""
+        return await self.finding.meet(self._feed, self.connected, node_id, addresses, timeout_s)
+
+    async def turned_direct(self, node_id: NodeId) -> None:
+        await self.plane.turn_to_direct(node_id)
+
     async def _greet(self, node_id: NodeId) -> None:
         await self.spread.exchange.synchronise(node_id)
         self.wide_area.dht.met(node_id)
@@ -350,28 +353,24 @@ class Libp2pRouter:
 
 def open_libp2p_router(
     settings: SwarmSettings,
-    note: Note = unnoted,
-    has_merit: Callable[[NodeId], bool] = lambda node_id: False,
-    may_connect: Callable[[NodeId], bool] = lambda node_id: True,
+    trust: PeerTrust = NO_TRUST,
     directory: PeerDirectory | None = None,
 ) -> AbstractAsyncContextManager[Libp2pRouter]:
-    """Join the swarm until the context is left; leaving says goodbye. `has_merit` and `may_connect`: see
-    trust_keeper. `directory`: where this node's rooms keep what they hold of peers.
+    """Join the swarm until the context is left; leaving says goodbye. `directory`: where this node's rooms
+    keep what they hold of peers.
 
     Raises ConfigError (folder in use, unreadable identity, port taken) and InvalidRequest (an address in the
     settings). What is raised inside the context comes out as it is, unless something else fails at the same
     time.
     """
     directory = PeerDirectory() if directory is None else directory
-    return unwrapped(_running_router(settings, note, has_merit, may_connect, directory))
+    return unwrapped(_running_router(settings, trust, directory))
 
 
 @asynccontextmanager
 async def _running_router(
     settings: SwarmSettings,
-    note: Note,
-    has_merit: Callable[[NodeId], bool],
-    may_connect: Callable[[NodeId], bool],
+    trust: PeerTrust,
     directory: PeerDirectory,
 ) -> AsyncIterator[Libp2pRouter]:
     bootstrap = [NodeAddress.parse(text, field="bootstrap") for text in settings.bootstrap]
@@ -388,12 +387,11 @@ async def _running_router(
             open_peer_memory, settings.data_dir, network.network_id, directory.remembered
         )
         named = {*settings.lists.allow, *(where.node_id for where in bootstrap)}
-        standings = Standings(named, directory.remembered, has_merit)
+        standings = Standings(named, directory.remembered, trust, settings.lists)
         gater = ConnectionGater(
             network,
-            lambda node_id: settings.lists.lets_in(node_id) and may_connect(node_id),
+            standings,
             file=network_file,
-            standing=standings,
             peers=directory.membership_keys,
         )
         listeners = await open_listeners(settings.listen_host, settings.data_port)
@@ -407,7 +405,7 @@ async def _running_router(
             stack.callback(nursery.cancel_scope.cancel)
             host = Host(identity, gater)
             router = Libp2pRouter(
-                identity, gater, host, nursery, started_at_ms, memory, settings, directory, note
+                identity, gater, host, nursery, started_at_ms, memory, settings, directory, trust
             )
             spread = router.spread
             gossip = Gossip(
@@ -415,7 +413,7 @@ async def _running_router(
                 spread.validate,
                 spread.receive,
                 TOPIC_SIZES_BYTES,
-                note,
+                trust.note,
                 directory.gossip_allowances,
             )
 

@@ -14,6 +14,7 @@ import trio
 from deadlines import PATIENCE_S
 
 from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.dht.core import DhtNode
 from swarmllm.swarm.discovery.dht.dht import Dht
 from swarmllm.swarm.discovery.dht.keys import model_key, name_key
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip, run_gossip
@@ -21,6 +22,7 @@ from swarmllm.swarm.libp2p.host import Host, run_libp2p
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import load_or_create_identity
 from swarmllm.swarm.membership.network_key import new_secret, private_network
+from swarmllm_proto.identifiers import NodeId
 
 FOLDER = Path(__file__).parent / "js_libp2p"
 NOISE_AND_YAMUX = {"encryption": "/noise", "muxer": "/yamux/1.0.0"}
@@ -169,12 +171,16 @@ async def our_node(folder: Path, known: dict[str, Address]) -> AsyncIterator[tup
     folder.mkdir()  # noqa: ASYNC240 (a moment)
     host = Host(load_or_create_identity(folder), ConnectionGater())
 
-    def whereabouts(node_id: str) -> tuple[Address, ...]:
-        return (known[node_id],) if node_id in known else ()
+    class Node(DhtNode):
+        def whereabouts(self, node_id: NodeId) -> tuple[Address, ...]:
+            return (known[node_id],) if node_id in known else ()
+
+        def connected(self) -> set[NodeId]:
+            return host.connected()
 
     async with run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]), trio.open_nursery() as nursery:
         known[host.node_id] = Address("127.0.0.1", host.port)
-        dht = Dht(host, nursery, whereabouts=whereabouts)
+        dht = Dht(host, nursery, Node())
         nursery.start_soon(dht.run)
         yield host, dht
         nursery.cancel_scope.cancel()

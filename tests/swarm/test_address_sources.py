@@ -101,12 +101,12 @@ async def test_a_check_asks_another_peer_where_one_does_not_answer() -> None:
             raise NodeUnreachable("gone")
         return encode_neighbour(DialBackResponse(control=(DialBack(address=WHERE[0], reached=True),)))
 
-    checks = ReachabilityChecks(ask, lambda: {A, B, X}, random.Random(1))
+    checks = ReachabilityChecks(ask, {A, B, X}, random.Random(1))
     assert await checks.check()
     assert checks.result is not None
     assert checks.result.asked == asked[1]
     assert (checks.result.control, checks.result.data) == (((WHERE[0], True),), ())
-    assert not await ReachabilityChecks(ask, lambda: (), random.Random(1)).check()
+    assert not await ReachabilityChecks(ask, (), random.Random(1)).check()
 
 
 @pytest.mark.slow

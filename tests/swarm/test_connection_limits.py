@@ -9,14 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.swarm.peers.connection_limits import (
+    EVERYBODY,
     Candidate,
     Standing,
     Standings,
     network_of,
-    stranger,
     who_gives_way,
     who_makes_room,
 )
+from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust_keeper import Trust
+from swarmllm_proto.identifiers import NodeId
 
 NETWORKS = st.sampled_from(["", "a", "b", "c"])
 GUESTS = st.lists(
@@ -72,9 +75,9 @@ def test_a_flood_of_names_keeps_neither_members_nor_newcomers_out() -> None:
 
 def test_without_a_network_who_has_most_gives_way_and_the_modest_stay() -> None:
     n_of_each = {"modest": 2, "greedy": 6, "idle": 0}
-    assert who_makes_room(n_of_each, "new", 9, stranger) is None
-    assert who_makes_room(n_of_each, "new", 8, stranger) == "greedy"
-    assert who_makes_room(n_of_each, "greedy", 8, stranger) == "greedy"
+    assert who_makes_room(n_of_each, "new", 9, EVERYBODY.standing) is None
+    assert who_makes_room(n_of_each, "new", 8, EVERYBODY.standing) == "greedy"
+    assert who_makes_room(n_of_each, "greedy", 8, EVERYBODY.standing) == "greedy"
     passing = {"idle": Standing.PASSING, "modest": Standing.PASSING}
     assert who_makes_room(n_of_each, "new", 8, lambda n: passing.get(n, Standing.STRANGER)) == "modest"
     known = {"greedy": Standing.NAMED, "modest": Standing.REMEMBERED}
@@ -82,8 +85,11 @@ def test_without_a_network_who_has_most_gives_way_and_the_modest_stay() -> None:
 
 
 def test_what_is_known_of_a_node() -> None:
-    standings = Standings({"a"}, {"a", "b", "c"}, lambda node_id: node_id in ("a", "b"))
-    assert [standings(each) for each in "abcd"] == [
+    trust = Trust()
+    for each in ("a", "b"):
+        trust.note(NodeId(each), Deed.SERVED)
+    standings = Standings({"a"}, {"a", "b", "c"}, trust)
+    assert [standings.standing(NodeId(each)) for each in "abcd"] == [
         Standing.NAMED,
         Standing.PROVEN,
         Standing.REMEMBERED,

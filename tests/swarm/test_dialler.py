@@ -20,7 +20,7 @@ from swarmllm.swarm.discovery.dialler import (
     SLOW_S,
     Dialler,
 )
-from swarmllm.swarm.peers.connection_limits import Standing
+from swarmllm.swarm.peers.connection_limits import Standings
 
 HERE = [Address("192.0.2.1", 8810)]
 THERE = [Address("192.0.2.2", 8810)]
@@ -178,16 +178,14 @@ async def test_running_it_dials_until_everybody_is_connected(autojump_clock: Moc
 def test_strangers_on_every_place_do_not_keep_it_from_dialling_whom_it_knows() -> None:
     known = {"friend", "zed", "zoe"}
 
-    def standing(node_id: str) -> Standing:
-        return Standing.REMEMBERED if node_id in known else Standing.STRANGER
-
-    d = Dialler("me", random.Random(0), 2, standing)
+    standings = Standings(remembered=known)
+    d = Dialler("me", random.Random(0), 2, standings)
     for node_id in ("zoe", "stranger", "zed"):
         d.suggest(node_id, HERE, now=0.0)
     assert names(d.due(HOLD_BACK_S, {"a", "b", "c"})) == ["zoe", "zed"]
-    d = Dialler("me", random.Random(0), 2, standing)
+    d = Dialler("me", random.Random(0), 2, standings)
     d.suggest("zoe", HERE, now=0.0)
     assert names(d.due(HOLD_BACK_S, {"a", "friend"})) == ["zoe"]
-    d = Dialler("me", random.Random(0), 2, standing)
+    d = Dialler("me", random.Random(0), 2, standings)
     d.suggest("zoe", HERE, now=0.0)
     assert names(d.due(HOLD_BACK_S, {"zed", "friend"})) == []

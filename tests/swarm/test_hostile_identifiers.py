@@ -171,7 +171,7 @@ async def test_a_dial_back_from_nowhere_is_blamed_and_another_peer_is_asked() ->
     async def ask(node_id: str, body: bytes) -> bytes:
         return msgspec.msgpack.encode({"observed_ip": "somewhere"})
 
-    checks = ReachabilityChecks(ask, lambda: {FORWARDER}, random.Random(1), note)
+    checks = ReachabilityChecks(ask, {FORWARDER}, random.Random(1), note)
     assert not await checks.check()
     assert note.blamed == {FORWARDER}
     assert "observed_ip" in note.told[0][2]

@@ -29,7 +29,7 @@ async def node(
     await trio.Path(folder).mkdir()
     trust = trust or Trust()
     settings = SwarmSettings(folder, "127.0.0.1", 0, 0, bootstrap=bootstrap, mdns=False)
-    async with open_libp2p_router(settings, trust.note, trust.has_merit, trust.may_connect) as router:
+    async with open_libp2p_router(settings, trust) as router:
         yield router
 
 

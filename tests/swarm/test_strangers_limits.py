@@ -137,7 +137,7 @@ def test_prefixes_are_kept_of_so_many_nodes_and_so_many_of_each() -> None:
 
 async def test_so_many_nodes_are_dialled_back_at_once(autojump_clock: object) -> None:
     envelope = SimpleNamespace(addresses=("/ip4/10.0.0.1/tcp/1",), data_addresses=())
-    asked = DialBacks(*cast("Any", (None, None, lambda _: envelope, lambda _: "10.0.0.1")))
+    asked = DialBacks(*cast("Any", (None, None, SimpleNamespace(envelope=lambda _: envelope), None)))
     under_way = 0
 
     async def try_for_ever(*_: Any) -> None:

@@ -19,6 +19,7 @@ from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import Address, NodeAddress
 from swarmllm.swarm.discovery.dialler import ADDRESSES_PER_NODE, Dial, Dialler
 from swarmllm.swarm.libp2p.host import Host
+from swarmllm.swarm.peers.connection_limits import Admission
 from swarmllm_proto.envelope import Envelope
 from swarmllm_proto.identifiers import Multiaddr, NodeId
 
@@ -42,15 +43,11 @@ class _Dialling:
 
 
 class AddressSources:
-    """`lets_in(node_id)`: whether a connection to that node is wanted at all."""
-
-    def __init__(
-        self, host: Host, nursery: trio.Nursery, dialler: Dialler, lets_in: Callable[[NodeId], bool]
-    ) -> None:
+    def __init__(self, host: Host, nursery: trio.Nursery, dialler: Dialler, admission: Admission) -> None:
         self._host = host
         self._nursery = nursery
         self._dialler = dialler
-        self._lets_in = lets_in
+        self._admission = admission
 
     def begin(self, bootstrap: Iterable[NodeAddress], dial: Dial) -> None:
         for where in bootstrap:
@@ -90,7 +87,7 @@ class AddressSources:
         timeout_s: float,
     ) -> NodeId:
         """The same, with a node that another one named. Raises NodeUnreachable, DeadlineExceeded."""
-        if not self._lets_in(node_id):
+        if not self._admission.lets_in(node_id):
             raise NodeUnreachable(f"node {node_id} is not let in")
 
         async def where() -> list[Address]:
@@ -126,7 +123,7 @@ class AddressSources:
         lasting: bool = False,
         patience: float = math.inf,
     ) -> None:
-        if self._lets_in(node_id):
+        if self._admission.lets_in(node_id):
             now = trio.current_time()
             self._dialler.suggest(node_id, addresses, now, lasting=lasting, patience=patience)
 

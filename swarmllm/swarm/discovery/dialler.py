@@ -21,7 +21,7 @@ import trio
 from swarmllm.errors import NodeUnreachable
 from swarmllm.supervision import spawn
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.peers.connection_limits import Standing, stranger
+from swarmllm.swarm.peers.connection_limits import EVERYBODY, Admission, Standing
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.identifiers import NodeId
 
@@ -69,11 +69,11 @@ class Dialler:
         node_id: NodeId,
         randomness: random.Random,
         peers_max: int = PEERS_MAX,
-        standing: Callable[[NodeId], Standing] = stranger,
+        admission: Admission = EVERYBODY,
         peers: Parts[DialCandidate] | None = None,
     ) -> None:
         """Strangers are no reason not to dial whom this node knows: they give way (see places)."""
-        self._standing = standing
+        self._admission = admission
         self._node_id = node_id
         self._random = randomness
         self._candidates: Parts[DialCandidate] = Parts.alone() if peers is None else peers
@@ -143,8 +143,8 @@ class Dialler:
         return ready, next_s
 
     def _may_push_in(self, node_id: NodeId, connected: set[NodeId]) -> bool:
-        n_known = sum(self._standing(each) > Standing.STRANGER for each in connected)
-        return n_known < self._peers_max and self._standing(node_id) > Standing.STRANGER
+        n_known = sum(self._admission.standing(each) > Standing.STRANGER for each in connected)
+        return n_known < self._peers_max and self._admission.standing(node_id) > Standing.STRANGER
 
     def dialled(self, node_id: NodeId, now: float, *, succeeded: bool, unanswered: bool = False) -> None:
         if (candidate := self._candidates.get(node_id)) is not None:

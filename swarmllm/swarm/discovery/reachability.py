@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import trio
 
@@ -21,6 +22,7 @@ from swarmllm.swarm.data.noise_wire import HandshakeFailed, shake_hands
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.dispatch import RequestRefused, UnreadableRequest
+from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.peers.parts import Parts
@@ -63,6 +65,12 @@ class DialBackTurn:
         return now - self.at_s >= DIAL_BACK_EVERY_S
 
 
+class Envelopes(Protocol):
+    def envelope(self, node_id: NodeId) -> Envelope | None:
+        """The newest that has been heard."""
+        ...
+
+
 class DialBacks:
     """The side that is asked."""
 
@@ -70,14 +78,14 @@ class DialBacks:
         self,
         identity: Identity,
         gater: ConnectionGater,
-        envelope: Callable[[NodeId], Envelope | None],
-        observed_ip: Callable[[NodeId], str],
+        envelopes: Envelopes,
+        host: Host,
         peers: Parts[DialBackTurn] | None = None,
     ) -> None:
         self._identity = identity
         self._gater = gater
-        self._envelope = envelope
-        self._observed_ip = observed_ip
+        self._envelopes = envelopes
+        self._host = host
         self._turns: Parts[DialBackTurn] = Parts.alone() if peers is None else peers
         self._n_under_way = 0
 
@@ -87,7 +95,7 @@ class DialBacks:
             decode_neighbour(body, DialBackRequest)
         except ProtocolError as error:
             raise UnreadableRequest(str(error)) from None
-        envelope = self._envelope(sender)
+        envelope = self._envelopes.envelope(sender)
         if envelope is None:
             raise RequestRefused("your envelope is not known here yet")
         self._admit(sender)
@@ -102,7 +110,7 @@ class DialBacks:
                     nursery.start_soon(self._try, sender, address, False, data)
         finally:
             self._n_under_way -= 1
-        ip = self._observed_ip(sender)
+        ip = self._host.remote_ip(sender)
         if "%" in ip:  # a link-local address with its zone, which means something on this machine only
             ip = ""
         return encode_neighbour(DialBackResponse(control=tuple(control), data=tuple(data), observed_ip=ip))
@@ -161,7 +169,7 @@ class ReachabilityChecks:
     def __init__(
         self,
         ask: Callable[[NodeId, bytes], Awaitable[bytes]],
-        connected: Callable[[], Collection[NodeId]],
+        connected: Collection[NodeId],
         randomness: random.Random,
         note: Note = unnoted,
     ) -> None:
@@ -179,7 +187,7 @@ class ReachabilityChecks:
 
     async def check(self) -> bool:
         """Whether somebody answered."""
-        peers = sorted(self._connected())
+        peers = sorted(self._connected)
         for node_id in self._random.sample(peers, min(_PEERS_ASKED, len(peers))):
             try:
                 answered = await self._ask(node_id, encode_neighbour(DialBackRequest()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.dht.core import DhtNode
 from swarmllm.swarm.discovery.dht.dht import Dht, DhtParts
 from swarmllm.swarm.discovery.dht.keys import keys_of, model_key, name_key
 from swarmllm.swarm.discovery.dht.messages import Contact
@@ -48,9 +49,26 @@ PUNCHED_MAX = 6
 """Addresses of one node that are dialled at the agreed moment."""
 
 
-class Meet(Protocol):
-    async def __call__(self, node_id: NodeId, addresses: list[Address], timeout_s: float) -> str:
+class WideAreaUser(Protocol):
+    """The router, as it is seen from here."""
+
+    @property
+    def reachability(self) -> Reachability | None: ...
+
+    def connected(self) -> frozenset[NodeId]:
+        """The peers that count."""
+        ...
+
+    async def meet(self, node_id: NodeId, addresses: list[Address], timeout_s: float) -> NodeId:
         """Connect with a node, if it is not connected. Raises an error of our tree."""
+        ...
+
+    def let_go(self, node_id: NodeId) -> None:
+        """End the connections with a peer, on good terms."""
+        ...
+
+    async def turned_direct(self, node_id: NodeId) -> None:
+        """There is a direct connection to a peer that was reached through a relay."""
         ...
 
 
@@ -69,16 +87,14 @@ class WideArea:
     def __init__(
         self,
         dht: Dht,
-        meet: Meet,
-        connected: Callable[[], Collection[NodeId]],
+        user: WideAreaUser,
         relaying: Relaying,
         relay_service: RelayService | None,
     ) -> None:
         self.dht = dht
         self.relaying = relaying
         self.relay_service = relay_service
-        self._meet = meet
-        self._connected = connected
+        self._user = user
         self._turns = trio.Semaphore(_SEEKING_MAX)
         self._in_vain_at_s: dict[str, float] = {}
 
@@ -108,13 +124,13 @@ class WideArea:
         return self.dht.statistics()
 
     async def _meet_all(self, contacts: Iterable[Contact]) -> bool:
-        strangers = [contact for contact in contacts if contact.node_id not in self._connected()]
+        strangers = [contact for contact in contacts if contact.node_id not in self._user.connected()]
         n_met = 0
 
         async def meet(contact: Contact) -> None:
             nonlocal n_met
             try:
-                await self._meet(contact.node_id, list(contact.addresses), _MEET_S)
+                await self._user.meet(contact.node_id, list(contact.addresses), _MEET_S)
             except SwarmLLMError as error:
                 provoked_by(log, contact.node_id).info(
                     "node %s, named by the DHT: %s", contact.node_id, error.message
@@ -128,65 +144,90 @@ class WideArea:
         return n_met > 0
 
 
+class _Node(DhtNode):
+    """This node, as the DHT and the relays ask about it."""
+
+    def __init__(
+        self,
+        host: Host,
+        gater: ConnectionGater,
+        spread: RecordSpread,
+        user: WideAreaUser,
+        *,
+        uses_relays: bool,
+    ) -> None:
+        self._host = host
+        self._gater = gater
+        self._spread = spread
+        self._user = user
+        self._uses_relays = uses_relays
+
+    def whereabouts(self, node_id: NodeId) -> tuple[Address, ...]:
+        return tuple(usable(self.addresses(node_id)))
+
+    def connected(self) -> Collection[NodeId]:
+        return self._host.connected()
+
+    def lets_in(self, node_id: NodeId) -> bool:
+        return self._gater.lets_in(node_id)
+
+    def serves(self) -> bool:
+        """Until a peer has tried in vain."""
+        found = self._user.reachability
+        return found is None or any(reached for _, reached in found.control)
+
+    def let_go(self, node_id: NodeId) -> None:
+        self._user.let_go(node_id)
+
+    def addresses(self, node_id: NodeId) -> tuple[str, ...]:
+        envelope = self._spread.own if node_id == self._host.node_id else self._spread.envelope(node_id)
+        return envelope.addresses if envelope else ()
+
+    def is_hidden(self) -> bool:
+        return self._uses_relays and not self.serves()
+
+    def counted(self) -> Collection[NodeId]:
+        return self._user.connected()
+
+    async def tell(self, addresses: tuple[str, ...]) -> None:
+        await self._spread.reach_through(addresses)
+
+    def own_addresses(self) -> tuple[Address, ...]:
+        """Where another saw this node's connections come from, and what it knows of itself."""
+        own, found = self.whereabouts(self._host.node_id), self._user.reachability
+        seen = [Address(found.observed_ip, self._host.port)] if found and found.observed_ip else []
+        return tuple(dict.fromkeys((*seen, *own)))[:PUNCHED_MAX]
+
+    def known_addresses(self, node_id: NodeId) -> tuple[Address, ...]:
+        return self.whereabouts(node_id)[:PUNCHED_MAX]
+
+    async def turned_direct(self, node_id: NodeId) -> None:
+        await self._user.turned_direct(node_id)
+
+
 def open_wide_area(
     host: Host,
     nursery: trio.Nursery,
     gater: ConnectionGater,
     settings: SwarmSettings,
     spread: RecordSpread,
-    *,
-    reachability: Callable[[], Reachability | None],
-    meet: Meet,
-    connected: Callable[[], Collection[NodeId]],
-    let_go: Callable[[NodeId], None],
-    on_direct: Callable[[NodeId], Awaitable[None]],
+    user: WideAreaUser,
     parts: WideAreaParts,
 ) -> WideArea:
-    def may_be_dialled() -> bool:
-        """Until a peer has tried in vain."""
-        found = reachability()
-        return found is None or any(reached for _, reached in found.control)
-
-    def addresses(node_id: NodeId) -> tuple[str, ...]:
-        envelope = spread.own if node_id == host.node_id else spread.envelope(node_id)
-        return envelope.addresses if envelope else ()
-
+    node = _Node(host, gater, spread, user, uses_relays=settings.relay)
     dht = Dht(
         host,
         nursery,
+        node,
         network_id=gater.network_id,
         mode=settings.dht,
-        whereabouts=lambda node_id: tuple(usable(addresses(node_id))),
-        lets_in=gater.lets_in,
-        serves=may_be_dialled,
-        let_go=let_go,
         peers_max=settings.max_peers,
         parts=parts.dht,
     )
-
-    def where_to_punch() -> tuple[Address, ...]:
-        """Where another saw this node's connections come from, and what it knows of itself."""
-        own, found = usable(addresses(host.node_id)), reachability()
-        seen = [Address(found.observed_ip, host.port)] if found and found.observed_ip else []
-        return tuple(dict.fromkeys((*seen, *own)))[:PUNCHED_MAX]
-
-    punching = Punching(
-        host,
-        own_addresses=where_to_punch,
-        known_addresses=lambda node_id: tuple(usable(addresses(node_id)))[:PUNCHED_MAX],
-        on_direct=on_direct,
-        peers=parts.punching,
-    )
-    relaying = Relaying(
-        host,
-        Circuits(host, punching.punch if settings.hole_punching else None, parts.relays),
-        is_hidden=lambda: settings.relay and not may_be_dialled(),
-        connected=connected,
-        addresses=addresses,
-        tell=spread.reach_through,
-        randomness=random.Random(),
-    )
+    punching = Punching(host, node, parts.punching)
+    circuits = Circuits(host, punching.punch if settings.hole_punching else None, parts.relays)
+    relaying = Relaying(host, circuits, node, random.Random())
     if settings.relay:
         host.detour = relaying.detour
     relay_service = RelayService(host, parts.reservations) if settings.relay_service else None
-    return WideArea(dht, meet, connected, relaying, relay_service)
+    return WideArea(dht, user, relaying, relay_service)

@@ -34,7 +34,7 @@ from libp2p.security.noise.transport import Transport as Noise
 from swarmllm.errors import ConfigError
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.membership.network_key import KEYS_MAX, OPEN_SWARM, Network, NetworkFile
-from swarmllm.swarm.peers.connection_limits import Standing, stranger
+from swarmllm.swarm.peers.connection_limits import EVERYBODY, Admission, Standing
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.identifiers import NodeId, is_node_id
 
@@ -52,25 +52,22 @@ class ConnectionGated(HandshakeFailure):  # type: ignore[misc]
 
 
 class ConnectionGater:
-    """`lets_in(node_id)` is the settings' word on a node, `standing(node_id)` what it is to this one. `peers`
-    holds the key that each has proved to know. `clock` is in seconds since the epoch."""
+    """`peers` holds the key that each has proved to know. `clock` is in seconds since the epoch."""
 
     def __init__(
         self,
         network: Network = OPEN_SWARM,
-        lets_in: Callable[[NodeId], bool] = lambda node_id: True,
+        admission: Admission = EVERYBODY,
         *,
         file: NetworkFile | None = None,
-        standing: Callable[[NodeId], Standing] = stranger,
         peers: Parts[bytes] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._network = network
-        self._lets_in = lets_in
+        self._admission = admission
         self._file = file
         self._seen = file.state() if file else None
         self._clock = clock
-        self.standing = standing
         self._proved_with: Parts[bytes] = Parts.alone() if peers is None else peers
 
     @property
@@ -78,7 +75,10 @@ class ConnectionGater:
         return self._network.network_id
 
     def lets_in(self, node_id: NodeId) -> bool:
-        return self._lets_in(node_id)
+        return self._admission.lets_in(node_id)
+
+    def standing(self, node_id: NodeId) -> Standing:
+        return self._admission.standing(node_id)
 
     def refresh(self) -> None:
         """Take over keys that were changed since; blocking. Another network's are for the next start."""
@@ -103,7 +103,7 @@ class ConnectionGater:
         for node_id in [each for each in self._proved_with if each not in connected]:
             self._proved_with.drop(node_id)
         gone = [n for n, secret in self._proved_with.items() if secret not in accepted]
-        return [*gone, *(n for n in connected if n not in gone and not self._lets_in(n))]
+        return [*gone, *(n for n in connected if n not in gone and not self.lets_in(n))]
 
     async def check(self, session: Any, *, dialled: bool) -> None:
         """Raises ConnectionGated. The session is libp2p's, fresh from its handshake; closed on failure."""
@@ -111,7 +111,7 @@ class ConnectionGater:
         try:
             if not is_node_id(node_id):
                 raise ConnectionGated("the peer's key is not Ed25519")
-            if not self._lets_in(node_id):
+            if not self.lets_in(node_id):
                 raise ConnectionGated(f"{node_id} is not let in")
             if self._network.is_private:
                 with trio.fail_after(PROOF_S):

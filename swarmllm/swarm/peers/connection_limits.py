@@ -16,10 +16,12 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, Protocol
 
+from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
+from swarmllm.swarm.peers.trust import NO_TRUST, PeerTrust
 from swarmllm_proto.identifiers import NodeId
 
 CONNECTIONS_MAX: Final = 300
@@ -44,24 +46,45 @@ class Standing(IntEnum):
     """A person wrote it down: as allowed, or as an address to find the swarm by."""
 
 
-def stranger(_node_id: NodeId) -> Standing:
-    """For whoever knows nobody."""
-    return Standing.STRANGER
+class Admission(Protocol):
+    """What this node makes of another before they talk."""
+
+    def lets_in(self, node_id: NodeId) -> bool:
+        """Whether a connection to that node is wanted at all."""
+        ...
+
+    def standing(self, node_id: NodeId) -> Standing: ...
+
+
+class Everybody:
+    """Lets everybody in, and knows nobody."""
+
+    def lets_in(self, node_id: NodeId) -> bool:
+        return True
+
+    def standing(self, node_id: NodeId) -> Standing:
+        return Standing.STRANGER
+
+
+EVERYBODY: Final = Everybody()
 
 
 @dataclass(frozen=True, slots=True)
 class Standings:
-    """What this node knows of others. `has_merit(node_id)`: it is trusted more than a node that was never
-    met."""
+    """What this node knows of others."""
 
     named: Collection[NodeId] = ()
     remembered: Collection[NodeId] = ()
-    has_merit: Callable[[NodeId], bool] = field(default=lambda _node_id: False)
+    trust: PeerTrust = NO_TRUST
+    lists: PeerLists = NO_LISTS
 
-    def __call__(self, node_id: NodeId) -> Standing:
+    def lets_in(self, node_id: NodeId) -> bool:
+        return self.lists.lets_in(node_id) and self.trust.may_connect(node_id)
+
+    def standing(self, node_id: NodeId) -> Standing:
         if node_id in self.named:
             return Standing.NAMED
-        if self.has_merit(node_id):
+        if self.trust.has_merit(node_id):
             return Standing.PROVEN
         return Standing.REMEMBERED if node_id in self.remembered else Standing.STRANGER
 

@@ -33,11 +33,11 @@ from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.libp2p.requests import RequestProtocol
 from swarmllm.swarm.peers.connection_limits import (
     CONNECTIONS_MAX,
+    EVERYBODY,
     GAVE_WAY,
+    Admission,
     Candidate,
-    Standing,
     network_of,
-    stranger,
     who_gives_way,
 )
 from swarmllm.swarm.peers.parts import Parts
@@ -119,7 +119,7 @@ class Liveness:
         dialler: Dialler,
         requests: RequestProtocol,
         greet: Callable[[NodeId], Awaitable[None]],
-        standing: Callable[[NodeId], Standing] = stranger,
+        admission: Admission = EVERYBODY,
         peers: Parts[PeerLiveness] | None = None,
     ) -> None:
         self._host = host
@@ -127,7 +127,7 @@ class Liveness:
         self._feed = feed
         self._dialler = dialler
         self._requests = requests
-        self._standing = standing
+        self._admission = admission
         self._exchange_records = greet
         self._peers: Parts[PeerLiveness] = Parts.alone() if peers is None else peers
         self.connected = ConnectedPeers(self._peers)
@@ -217,8 +217,9 @@ class Liveness:
         staying = {node_id: n for node_id, n in counted.items() if node_id not in leaving}
         if sum(staying.values()) <= CONNECTIONS_MAX:
             return None
+        standing, remote_ip = self._admission.standing, self._host.remote_ip
         node_id = who_gives_way(
-            Candidate(node_id, self._standing(node_id), network_of(self._host.remote_ip(node_id)), n)
+            Candidate(node_id, standing(node_id), network_of(remote_ip(node_id)), n)
             for node_id, n in staying.items()
         )
         self._peer(node_id).gives_way = True

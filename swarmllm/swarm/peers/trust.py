@@ -66,6 +66,36 @@ def unnoted(node_id: NodeId, deed: Deed, detail: str = "") -> None:
     """For whoever keeps no book."""
 
 
+class PeerTrust(Protocol):
+    """What the swarm asks of the book of deeds (see trust_keeper)."""
+
+    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None: ...
+
+    def has_merit(self, node_id: NodeId) -> bool:
+        """Whether it is trusted more than a node that was never met."""
+        ...
+
+    def may_connect(self, node_id: NodeId) -> bool:
+        """Whether a node may have a connection at all."""
+        ...
+
+
+class NoTrust:
+    """Keeps no book."""
+
+    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None:
+        return
+
+    def has_merit(self, node_id: NodeId) -> bool:
+        return False
+
+    def may_connect(self, node_id: NodeId) -> bool:
+        return True
+
+
+NO_TRUST: Final = NoTrust()
+
+
 @dataclass(frozen=True, slots=True)
 class Effect:
     meaning: str

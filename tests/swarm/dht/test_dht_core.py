@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import pytest
 
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dht.core import DhtCore
+from swarmllm.swarm.discovery.dht.core import DhtCore, DhtNode
 from swarmllm.swarm.discovery.dht.keys import name_key, node_key, node_place, place
 from swarmllm.swarm.discovery.dht.lookup import ASKED_MAX, N_CLOSEST, PARALLEL, Lookup
 from swarmllm.swarm.discovery.dht.messages import Contact, Kind, Message
@@ -20,6 +21,7 @@ from swarmllm.swarm.discovery.dht.providers import (
 )
 from swarmllm.swarm.discovery.dht.table import BUCKET_SIZE, CONTACTS_MAX, STALE_S, RoutingTable
 from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.identifiers import NodeId
 
 from .swarm_of import HERE, contacts
 
@@ -97,6 +99,16 @@ def test_neither_one_node_nor_one_key_nor_all_together_fill_the_book() -> None:
     assert book.find(KEY, 0.0)[0] in others
 
 
+class Known(DhtNode):
+    """A node that knows where these are."""
+
+    def __init__(self, addresses: Mapping[str, tuple[Address, ...]]) -> None:
+        self._addresses = addresses
+
+    def whereabouts(self, node_id: NodeId) -> tuple[Address, ...]:
+        return self._addresses.get(node_id, ())
+
+
 class Web:
     """Nodes that each know the nearest to themselves, and answer."""
 
@@ -104,7 +116,7 @@ class Web:
         self.nodes = contacts(n)
         self.cores: dict[str, DhtCore] = {}
         for contact in self.nodes:
-            core = DhtCore(contact.node_id, lambda node_id: HERE, set)
+            core = DhtCore(contact.node_id, Known(dict.fromkeys((each.node_id for each in self.nodes), HERE)))
             for other in self.nodes:
                 core.table.answered(other, 0.0)
             self.cores[contact.node_id] = core
@@ -164,7 +176,7 @@ def test_a_lookup_asks_neither_itself_nor_anybody_twice() -> None:
 
 
 def core(*others: Contact) -> DhtCore:
-    made = DhtCore(ME, lambda node_id: HERE if node_id == ME else (), set)
+    made = DhtCore(ME, Known({ME: HERE}))
     for other in others:
         made.table.answered(other, 0.0)
     return made
@@ -195,7 +207,7 @@ def test_it_tells_what_it_has_itself_and_never_the_asker_of_itself() -> None:
 def test_signed_addresses_win_over_hearsay() -> None:
     (other,) = contacts(1)
     signed = (Address("198.51.100.1", 8810),)
-    it = DhtCore(ME, lambda node_id: signed if node_id == other.node_id else (), set)
+    it = DhtCore(ME, Known({other.node_id: signed}))
     it.answer(other.node_id, Message(Kind.ADD_PROVIDER, KEY, providers=(other,)), 0.0)
     assert it.providers.find(KEY, 0.0) == [Contact(other.node_id, signed)]
 

@@ -22,6 +22,7 @@ from multiaddr import Multiaddr
 
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht import asking, serving
+from swarmllm.swarm.discovery.dht.core import DhtNode
 from swarmllm.swarm.discovery.dht.dht import PROTOCOL, Dht, protocol_name
 from swarmllm.swarm.discovery.dht.keys import name_key, node_key
 from swarmllm.swarm.discovery.dht.messages import MESSAGE_MAX_BYTES, Contact, Kind, Message, encode
@@ -31,6 +32,7 @@ from swarmllm.swarm.libp2p.stream_framing import framed
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import load_or_create_identity
 from swarmllm.swarm.router import DhtMode
+from swarmllm_proto.identifiers import NodeId
 
 from ..conftest import DEADLINE_S
 from .swarm_of import contacts
@@ -57,11 +59,15 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         ) -> None:
             host = Host(load_or_create_identity(_folder(tmp_path / name)), ConnectionGater())
 
-            def whereabouts(node_id: str) -> tuple[Address, ...]:
-                return (Address("127.0.0.1", ports[node_id]),) if node_id in ports else ()
+            class Node(DhtNode):
+                def whereabouts(self, node_id: NodeId) -> tuple[Address, ...]:
+                    return (Address("127.0.0.1", ports[node_id]),) if node_id in ports else ()
+
+                def connected(self) -> set[NodeId]:
+                    return host.connected()
 
             async with trio.open_nursery() as inner, run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]):
-                dht = Dht(host, inner, mode=mode, whereabouts=whereabouts, peers_max=peers_max)
+                dht = Dht(host, inner, Node(), mode=mode, peers_max=peers_max)
                 ports[host.node_id] = host.port
                 inner.start_soon(dht.run)
                 task_status.started((host, dht))
@@ -136,7 +142,7 @@ async def test_whom_it_asks_in_passing_it_lets_go_when_it_has_enough(
     chain = [await start(name, peers_max=1) for name in "abc"]
     await introduce(chain[0], chain[1])
     dht, let_go = chain[2][1], list[str]()
-    monkeypatch.setattr(dht._asking, "_let_go", let_go.append)
+    monkeypatch.setattr(dht._asking._node, "let_go", let_go.append)
     await introduce(chain[2], chain[1])
     await until(lambda: chain[0][0].node_id in dht.core.table)
     await until(lambda: let_go == [chain[0][0].node_id])

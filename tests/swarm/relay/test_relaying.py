@@ -62,19 +62,25 @@ class Scene:
     def __init__(self, willing: set[str], connected: set[str]) -> None:
         self.circuits = Circuits(willing)
         self.host = Host(connected)
-        self.is_hidden = True
+        self.cannot_be_dialled = True
         self.connected = connected
         self.told: list[tuple[str, ...]] = []
         self.known: dict[str, tuple[str, ...]] = {}
         self.relaying = Relaying(
             self.host,  # type: ignore[arg-type]
             self.circuits,  # type: ignore[arg-type]
-            is_hidden=lambda: self.is_hidden,
-            connected=lambda: self.connected,
-            addresses=lambda node_id: self.known.get(node_id, (f"/ip4/192.0.2.1/tcp/{len(node_id)}",)),
-            tell=self.tell,
-            randomness=random.Random(0),
+            self,
+            random.Random(0),
         )
+
+    def is_hidden(self) -> bool:
+        return self.cannot_be_dialled
+
+    def counted(self) -> set[NodeId]:
+        return {NodeId(each) for each in self.connected}
+
+    def addresses(self, node_id: str) -> tuple[str, ...]:
+        return self.known.get(node_id, (f"/ip4/192.0.2.1/tcp/{len(node_id)}",))
 
     async def tell(self, addresses: tuple[str, ...]) -> None:
         self.told.append(addresses)
@@ -93,7 +99,7 @@ async def test_a_hidden_node_asks_until_it_has_enough_and_tells(autojump_clock: 
 
 async def test_a_node_that_can_be_dialled_asks_nobody(autojump_clock: trio.abc.Clock) -> None:
     scene = Scene(set(OTHERS), set(OTHERS))
-    scene.is_hidden = False
+    scene.cannot_be_dialled = False
     await scene.relaying.look()
     assert scene.circuits.asked == scene.told == []
 
@@ -132,7 +138,7 @@ async def test_a_relay_that_is_lost_is_told_no_more_and_lapsed_ones_neither(
     await trio.sleep(ASK_AGAIN_S)
     await scene.relaying.look()
     assert scene.told[-1]
-    scene.is_hidden = False
+    scene.cannot_be_dialled = False
     await trio.sleep(RESERVED_S + LOOK_EVERY_S)
     await scene.relaying.look()
     assert scene.told[-1] == ()

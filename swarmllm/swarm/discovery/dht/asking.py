@@ -8,18 +8,17 @@ takes its connection with it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import trio
 
 from swarmllm.errors import NodeUnreachable, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import Outcome, spawn
+from swarmllm.swarm.discovery.dht.core import DhtNode
 from swarmllm.swarm.discovery.dht.messages import MESSAGE_MAX_BYTES, Contact, Message, decode, encode
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm_proto.errors import ProtocolError
-from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +35,15 @@ class Asking:
         host: Host,
         nursery: trio.Nursery,
         protocol: str,
-        lets_in: Callable[[NodeId], bool],
-        let_go: Callable[[NodeId], None],
+        node: DhtNode,
         peers_max: int,
     ) -> None:
-        """`let_go(node_id)` ends the connection with a node that was asked in passing, when this one has
-        `peers_max`: as many as it looks for."""
+        """A node that was asked in passing is let go when this one has `peers_max`: as many as it looks
+        for."""
         self._host = host
         self._nursery = nursery
         self._protocol = protocol
-        self._lets_in = lets_in
-        self._let_go = let_go
+        self._node = node
         self._peers_max = peers_max
         self._turns = trio.Semaphore(UNDER_WAY_MAX)
 
@@ -66,7 +63,7 @@ class Asking:
         return True
 
     async def _run(self, contact: Contact, message: Message, *, expects_answer: bool) -> Message:
-        if not self._lets_in(contact.node_id):
+        if not self._node.lets_in(contact.node_id):
             raise NodeUnreachable("it is not let in")
         with trio.move_on_after(ASK_S):
             async with self._turns:
@@ -130,5 +127,5 @@ class Asking:
                 except Exception as error:
                     log.debug("ending a stream of the DHT: %s", type(error).__name__)
         if is_stranger and len(self._host.connected()) > self._peers_max:
-            self._let_go(contact.node_id)
+            self._node.let_go(contact.node_id)
         settle()

@@ -5,8 +5,7 @@ Without I/O: a message and the time in, a message out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Collection
 
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.keys import place
@@ -18,18 +17,35 @@ from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import NodeId
 
 
-class Whereabouts(Protocol):
-    def __call__(self, node_id: NodeId) -> tuple[Address, ...]:
+class DhtNode:
+    """What the DHT asks of the node that it runs on: here one that lets everybody in and knows nobody."""
+
+    def whereabouts(self, node_id: NodeId) -> tuple[Address, ...]:
         """Where a node says it is, as this node knows; empty: unknown."""
-        ...
+        return ()
+
+    def connected(self) -> Collection[NodeId]:
+        """Whom this node has a connection with."""
+        return ()
+
+    def lets_in(self, node_id: NodeId) -> bool:
+        """Whether a connection to that node is wanted at all."""
+        return True
+
+    def serves(self) -> bool:
+        """Whether others should count on this node, which they should not where they cannot dial it."""
+        return True
+
+    def let_go(self, node_id: NodeId) -> None:
+        """End the connection with a node that was asked in passing."""
+        return
 
 
 class DhtCore:
     def __init__(
         self,
         node_id: NodeId,
-        whereabouts: Whereabouts,
-        connected: Callable[[], set[NodeId]],
+        node: DhtNode,
         peers: Parts[int] | None = None,
     ) -> None:
         """`peers`: how many entries of each are kept here."""
@@ -38,8 +54,7 @@ class DhtCore:
         self.providers = ProviderBook(peers)
         self.provided: set[bytes] = set()
         """Keys that this node itself has."""
-        self._whereabouts = whereabouts
-        self._connected = connected
+        self._node = node
 
     def answer(self, sender: NodeId, message: Message, now: float) -> Message | None:
         """None: nothing is said to that. Raises BadMessage for what no honest node asks."""
@@ -58,7 +73,7 @@ class DhtCore:
 
     def placed(self, contact: Contact) -> Contact:
         """With the addresses that the node itself signed, where they are known."""
-        signed = self._whereabouts(contact.node_id)
+        signed = self._node.whereabouts(contact.node_id)
         return Contact(contact.node_id, signed or contact.addresses)
 
     def _key(self, message: Message) -> bytes:
@@ -69,7 +84,7 @@ class DhtCore:
     def _closer(self, sender: NodeId, key: bytes) -> tuple[Contact, ...]:
         """Connected ones first: others may have left since they answered."""
         nearest = self.table.closest(place(key), 2 * BUCKET_SIZE)
-        connected = self._connected()
+        connected = self._node.connected()
         told = [contact for contact in nearest if contact.node_id != sender]
         told.sort(key=lambda contact: contact.node_id not in connected)
         placed = [self.placed(contact) for contact in told]
@@ -78,7 +93,7 @@ class DhtCore:
     def _has(self, sender: NodeId, key: bytes, now: float) -> tuple[Contact, ...]:
         found = self.providers.find(key, now)[: PROVIDERS_PER_KEY // 4]
         if key in self.provided:
-            found.insert(0, Contact(self.node_id, self._whereabouts(self.node_id)))
+            found.insert(0, Contact(self.node_id, self._node.whereabouts(self.node_id)))
         return tuple(self.placed(contact) for contact in found if contact.node_id != sender)
 
     def _add(self, sender: NodeId, message: Message, now: float) -> None:

@@ -15,7 +15,7 @@ import trio
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery.dht.asking import Asking
-from swarmllm.swarm.discovery.dht.core import DhtCore, Whereabouts
+from swarmllm.swarm.discovery.dht.core import DhtCore, DhtNode
 from swarmllm.swarm.discovery.dht.keys import node_key, place
 from swarmllm.swarm.discovery.dht.lookup import PARALLEL, Lookup
 from swarmllm.swarm.discovery.dht.messages import Contact, Kind, Message
@@ -54,20 +54,14 @@ class DhtParts:
 
 
 class Dht:
-    """`lets_in(node_id)`: whether a connection to that node is wanted at all; `serves()`: whether others
-    should count on this node, which they should not where they cannot dial it."""
-
     def __init__(
         self,
         host: Host,
         nursery: trio.Nursery,
+        node: DhtNode,
         *,
         network_id: str = "",
         mode: DhtMode = "on",
-        whereabouts: Whereabouts,
-        lets_in: Callable[[NodeId], bool] = lambda node_id: True,
-        serves: Callable[[], bool] = lambda: True,
-        let_go: Callable[[NodeId], None] = lambda node_id: None,
         peers_max: int = PEERS_MAX,
         parts: DhtParts | None = None,
     ) -> None:
@@ -75,9 +69,9 @@ class Dht:
         self._host = host
         self._mode = mode
         self._own_key = node_key(host.node_id)
-        self.core = DhtCore(host.node_id, whereabouts, host.connected, parts.n_entries)
-        self._asking = Asking(host, nursery, protocol_name(network_id), lets_in, let_go, peers_max)
-        self._serving = Serving(self.core, serves, parts.askers)
+        self.core = DhtCore(host.node_id, node, parts.n_entries)
+        self._asking = Asking(host, nursery, protocol_name(network_id), node, peers_max)
+        self._serving = Serving(self.core, node, parts.askers)
         self._news = trio.Event()
         self._met = parts.met
         self._told: dict[bytes, float] = {}

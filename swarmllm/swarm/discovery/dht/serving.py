@@ -7,12 +7,11 @@ burst, opens more streams at once than STREAMS_PER_PEER, or sends what is no mes
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
 
-from swarmllm.swarm.discovery.dht.core import DhtCore
+from swarmllm.swarm.discovery.dht.core import DhtCore, DhtNode
 from swarmllm.swarm.discovery.dht.messages import MESSAGE_MAX_BYTES, decode, encode
 from swarmllm.swarm.libp2p.host import Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
@@ -51,16 +50,14 @@ class DhtAsker:
 
 
 class Serving:
-    """`serves()`: whether others should ask this node at all."""
-
     def __init__(
         self,
         core: DhtCore,
-        serves: Callable[[], bool] = lambda: True,
+        node: DhtNode,
         peers: Parts[DhtAsker] | None = None,
     ) -> None:
         self._core = core
-        self._serves = serves
+        self._node = node
         self._askers: Parts[DhtAsker] = Parts.alone() if peers is None else peers
         self._n_streams = 0
         self.n_answered = 0
@@ -68,7 +65,7 @@ class Serving:
 
     async def serve(self, sender: NodeId, stream: Stream) -> None:
         """One stream; the host closes it afterwards."""
-        if not self._serves():
+        if not self._node.serves():
             await stream.reset()
             return
         asker = self._asker(sender)

@@ -13,7 +13,7 @@ it is while it is free, as Linux does. It is tried TRIES times. Nothing is lost 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import trio
 
@@ -45,23 +45,31 @@ _LISTENER_WAITS_S = 0.02
 AT_ONCE_MAX = 8
 
 
-class Punching:
-    """`own_addresses()`: where the other end should dial this node; `known_addresses(node_id)`: where that
-    node says it is; `on_direct(node_id)` is called when there is a direct connection that was not there."""
+class PunchingNode(Protocol):
+    """What punching asks of its node."""
 
+    def own_addresses(self) -> tuple[Address, ...]:
+        """Where the other end should dial this node."""
+        ...
+
+    def known_addresses(self, node_id: NodeId) -> tuple[Address, ...]:
+        """Where that node says it is."""
+        ...
+
+    async def turned_direct(self, node_id: NodeId) -> None:
+        """There is a direct connection that was not there."""
+        ...
+
+
+class Punching:
     def __init__(
         self,
         host: Host,
-        *,
-        own_addresses: Callable[[], tuple[Address, ...]],
-        known_addresses: Callable[[NodeId], tuple[Address, ...]],
-        on_direct: Callable[[NodeId], Awaitable[None]],
+        node: PunchingNode,
         peers: Parts[bool] | None = None,
     ) -> None:
         self._host = host
-        self._own_addresses = own_addresses
-        self._known_addresses = known_addresses
-        self._on_direct = on_direct
+        self._node = node
         self._under_way: Parts[bool] = Parts.alone() if peers is None else peers
         self.n_punched = 0
         host.serve(DCUTR, self._answer)
@@ -73,7 +81,7 @@ class Punching:
         self._under_way.put(node_id, True)
         try:
             await trio.sleep(SETTLE_S)
-            await self._dial_all(node_id, self._known_addresses(node_id), as_listener=False)
+            await self._dial_all(node_id, self._node.known_addresses(node_id), as_listener=False)
             for _ in range(TRIES):
                 if self._host.is_direct(node_id) or not self._host.is_connected(node_id):
                     break
@@ -89,7 +97,7 @@ class Punching:
             provoked_by(log, node_id).info(
                 "node %s is connected directly now, not only through a relay", node_id
             )
-            await self._on_direct(node_id)
+            await self._node.turned_direct(node_id)
 
     async def _agree_and_dial(self, node_id: NodeId) -> None:
         try:
@@ -99,7 +107,7 @@ class Punching:
             return
         try:
             asked_at_s = trio.current_time()
-            await stream.write(framed(encode_punch(Punch("connect", self._own_addresses()))))
+            await stream.write(framed(encode_punch(Punch("connect", self._node.own_addresses()))))
             answer = await _heard(stream, "connect")
             rtt_s = trio.current_time() - asked_at_s
             await stream.write(framed(encode_punch(Punch("sync"))))
@@ -124,7 +132,7 @@ class Punching:
         self._under_way.put(sender, True)
         try:
             asked = await _heard(stream, "connect")
-            await stream.write(framed(encode_punch(Punch("connect", self._own_addresses()))))
+            await stream.write(framed(encode_punch(Punch("connect", self._node.own_addresses()))))
             await _heard(stream, "sync")
             await self._dial_all(sender, asked.addresses, as_listener=False)
         except (ProtocolError, trio.TooSlowError) as error:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
+from typing import Protocol
 
 import trio
 
@@ -32,27 +33,37 @@ _DETOURS_MAX = 3
 _REMEMBERED_MAX = 1024
 
 
-class Relaying:
-    """`is_hidden()`: whether others were found to be unable to dial this node; `addresses(node_id)` are those
-    of a node's envelope; `tell(addresses)` puts circuit addresses into this node's own."""
+class RelayedNode(Protocol):
+    """What relaying asks of its node."""
 
+    def is_hidden(self) -> bool:
+        """Whether others were found to be unable to dial this node."""
+        ...
+
+    def counted(self) -> Collection[NodeId]:
+        """The peers that count as connected."""
+        ...
+
+    def addresses(self, node_id: NodeId) -> Collection[str]:
+        """Those of a node's envelope."""
+        ...
+
+    async def tell(self, addresses: tuple[str, ...]) -> None:
+        """Put circuit addresses into this node's own envelope."""
+        ...
+
+
+class Relaying:
     def __init__(
         self,
         host: Host,
         circuits: Circuits,
-        *,
-        is_hidden: Callable[[], bool],
-        connected: Callable[[], Collection[NodeId]],
-        addresses: Callable[[NodeId], Collection[str]],
-        tell: Callable[[tuple[str, ...]], Awaitable[None]],
+        node: RelayedNode,
         randomness: random.Random,
     ) -> None:
         self._host = host
         self.circuits = circuits
-        self._is_hidden = is_hidden
-        self._connected = connected
-        self._addresses = addresses
-        self._tell = tell
+        self._node = node
         self._random = randomness
         self._told: tuple[str, ...] = ()
         self.n_detours = 0
@@ -74,12 +85,12 @@ class Relaying:
 
     async def look(self) -> None:
         """Have as many reservations as are needed, and let others know."""
-        now, connected = trio.current_time(), set(self._connected())
+        now, connected = trio.current_time(), set(self._node.counted())
         for relay_id, use in self.circuits.relays.items():
             until_s = use.reserved_until_s
             if until_s is not None and (relay_id not in connected or until_s <= now):
                 use.reserved_until_s = None
-        if self._is_hidden():
+        if self._node.is_hidden():
             for relay_id in self._worth_asking(now, connected):
                 await self._reserve(relay_id, now)
                 if sum(until_s > now + LOOK_EVERY_S for until_s in self._reserved().values()) >= RELAYS:
@@ -87,11 +98,13 @@ class Relaying:
         told = tuple(text for relay_id in self.relays for text in self._circuit_addresses(relay_id))
         if told != self._told:
             self._told = told
-            await self._tell(told)
+            await self._node.tell(told)
 
     async def detour(self, node_id: NodeId) -> None:
         """A connection with a node none of whose addresses answers. Raises NodeUnreachable."""
-        circuits = [circuit for text in self._addresses(node_id) if (circuit := CircuitAddress.parse(text))]
+        circuits = [
+            circuit for text in self._node.addresses(node_id) if (circuit := CircuitAddress.parse(text))
+        ]
         by_relay = {
             circuit.relay_id: circuit for circuit in circuits if circuit.relay_id != self._host.node_id
         }
@@ -142,5 +155,5 @@ class Relaying:
             provoked_by(log, relay_id).info("node %s is this node's relay", relay_id)
 
     def _circuit_addresses(self, relay_id: NodeId) -> list[str]:
-        found = [text for text in self._addresses(relay_id) if CircuitAddress.parse(text) is None]
+        found = [text for text in self._node.addresses(relay_id) if CircuitAddress.parse(text) is None]
         return [f"{text}/p2p/{relay_id}/p2p-circuit" for text in found[:ADDRESSES_PER_RELAY]]
