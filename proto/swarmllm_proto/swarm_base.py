@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 from msgspec import Meta
 
 from swarmllm_proto.identifiers import Digest as Digest
 from swarmllm_proto.identifiers import ModelId as ModelId
+from swarmllm_proto.identifiers import NodeId as NodeId
 
 WIRE_VERSION: Final = 1
 """The `v` of every message. A reader ignores fields it does not know and refuses another version."""
@@ -17,10 +18,6 @@ DIGEST_SIZE: Final = 32
 NAMES_MAX: Final = 32768
 """Bytes of names in one list: 1024 blocks, half of a job message's header."""
 
-if TYPE_CHECKING:
-    from swarmllm_proto.identifiers import NodeId as NodeId
-else:
-    NodeId = Annotated[str, Meta(min_length=1, max_length=128)]
 ShortText = Annotated[str, Meta(max_length=200)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TensorName = Annotated[str, Meta(max_length=512)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.models.layers import LayerRange
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import MEANINGS, NODE_ID_PATTERN, NodeId, is_node_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,9 @@ class Pin:
         name, colon, layers = rest.partition(":")
         if not (at and node_id and name and colon):
             raise InvalidRequest(f"{text[:80]!r} is not of the form NAME:START:END@NODE", field="pins")
-        return cls(name, LayerRange.parse(layers), NodeId(node_id))
+        if not is_node_id(node_id):
+            raise InvalidRequest(f"the node of {text[:160]!r} {MEANINGS[NODE_ID_PATTERN]}", field="pins")
+        return cls(name, LayerRange.parse(layers), node_id)
 
 
 @dataclass(frozen=True, slots=True)

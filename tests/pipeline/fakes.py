@@ -45,6 +45,11 @@ class FakeCatalogue:
         return self.entry
 
 
+def nickname_of(node_id: str) -> str:
+    """ "nick-b" of the node whose id `node_ids` calls B."""
+    return f"nick-{node_id[9]}"
+
+
 @dataclass
 class FakeNode:
     node_id: str
@@ -63,7 +68,7 @@ class FakeNode:
             ranges=tuple((layers.start, layers.end) for layers in ranges),
         )
         record = NodeRecord(
-            node_id=self.node_id, nickname=f"nick-{self.node_id}", models=(announced,) if ranges else ()
+            node_id=self.node_id, nickname=nickname_of(self.node_id), models=(announced,) if ranges else ()
         )
         await self.router.publish(encode_record(record))
 

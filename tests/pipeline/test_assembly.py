@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import trio
 from deadlines import PATIENCE_S
+from node_ids import A, B, C, D, node_id_named
 
 from bench.arithmetic import FakePool
 from swarmllm.errors import InvalidRequest, NoPipeline
@@ -25,12 +26,16 @@ from .fakes import Swarm, open_swarm
 
 
 def held(**ranges: str) -> dict[str, list[LayerRange]]:
-    return {node_id: [LayerRange.parse(text) for text in texts.split()] for node_id, texts in ranges.items()}
+    """By letter of the node."""
+    return {
+        node_id_named(letter): [LayerRange.parse(text) for text in texts.split()]
+        for letter, texts in ranges.items()
+    }
 
 
 def ask(holders: dict[str, list[LayerRange]], alignment: int = 1, **more: Any) -> Question:
     """Node "a" asks; all are alike, idle and near, but for `slow` and `full` ones."""
-    slow, full = more.pop("slow", ""), more.pop("full", "")
+    slow, full = more.pop("slow", ()), more.pop("full", ())
     speeds = {
         node_id: NodeSpeed(
             0.01 if node_id in slow else 0.001, 0.0001, lacks="no free slot" if node_id in full else ""
@@ -38,7 +43,7 @@ def ask(holders: dict[str, list[LayerRange]], alignment: int = 1, **more: Any) -
         for node_id in holders
     }
     rtt_s = more.pop("rtt_s", 0.001)
-    known = RouteInputs("a", Workload(100, 100), speeds, dict.fromkeys(holders, rtt_s))
+    known = RouteInputs(A, Workload(100, 100), speeds, dict.fromkeys(holders, rtt_s))
     connected = more.pop("connected", frozenset(holders))
     return Question(12, alignment, holders, connected, known, **{"model_name": "guide", **more})
 
@@ -46,7 +51,7 @@ def ask(holders: dict[str, list[LayerRange]], alignment: int = 1, **more: Any) -
 def stages(*texts: str) -> tuple[Stage, ...]:
     """From "a 0:4"."""
     pairs = [text.split() for text in texts]
-    ranges = [(node_id, LayerRange.parse(layers)) for node_id, layers in pairs]
+    ranges = [(node_id_named(letter), LayerRange.parse(layers)) for letter, layers in pairs]
     return tuple(Stage(node_id=node_id, start=each.start, end=each.end) for node_id, each in ranges)
 
 
@@ -63,8 +68,8 @@ LAST_TURN = stages("a 0:6", "c 6:12")
 def test_step_2_a_conversation_goes_where_it_was_if_that_is_at_most_half_as_slow_again() -> None:
     assert assemble(ask(HALVES)).stages == stages("a 0:6", "b 6:12")
     again = assemble(ask(HALVES, previous=LAST_TURN))
-    assert (again.stages, again.is_reused, again.standbys) == (LAST_TURN, True, (None, "b"))
-    slower = assemble(ask(HALVES, previous=LAST_TURN, slow="c"))
+    assert (again.stages, again.is_reused, again.standbys) == (LAST_TURN, True, (None, B))
+    slower = assemble(ask(HALVES, previous=LAST_TURN, slow=(C,)))
     assert (slower.stages, slower.is_reused) == (stages("a 0:6", "b 6:12"), False)
 
 
@@ -72,10 +77,10 @@ def test_step_2_a_conversation_goes_where_it_was_if_that_is_at_most_half_as_slow
 def test_step_2_half_as_slow_again_is_counted_on_the_whole_route(times: float, is_reused: bool) -> None:
     question = ask(held(b="0:12", c="0:12"), previous=stages("c 0:12"), rtt_s=0.0)
     known = question.circumstances
-    best_s = route_cost_s((RouteStage("b", LayerRange(0, 12)),), known)
-    ends_s = known.entry_s("c") + known.exit_s("c")
+    best_s = route_cost_s((RouteStage(B, LayerRange(0, 12)),), known)
+    ends_s = known.entry_s(C) + known.exit_s(C)
     scale = (times * best_s - ends_s) / (best_s - ends_s)
-    speeds = {**known.speeds, "c": NodeSpeed(0.001 * scale, 0.0001 * scale)}
+    speeds = {**known.speeds, C: NodeSpeed(0.001 * scale, 0.0001 * scale)}
     slower = replace(question, circumstances=replace(known, speeds=speeds))
     assert assemble(slower).is_reused is is_reused
 
@@ -83,10 +88,10 @@ def test_step_2_half_as_slow_again_is_counted_on_the_whole_route(times: float, i
 @pytest.mark.parametrize(
     "change",
     [
-        {"connected": {"b"}},
-        {"avoid": {"c"}},
+        {"connected": {B}},
+        {"avoid": {C}},
         {"holders": held(a="0:6", b="6:12", c="0:6")},
-        {"constraints": Constraints(pins=(Pin("guide", LayerRange(6, 12), "b"),))},
+        {"constraints": Constraints(pins=(Pin("guide", LayerRange(6, 12), B),))},
     ],
     ids=["gone", "failed", "holds other layers", "not allowed"],
 )
@@ -97,18 +102,18 @@ def test_step_2_a_last_pipeline_that_is_no_longer_possible_is_forgotten(change: 
 
 
 def test_step_2_a_last_pipeline_of_which_a_node_is_full_is_not_waited_for() -> None:
-    assert not assemble(ask(HALVES, previous=LAST_TURN, full="c")).is_reused
+    assert not assemble(ask(HALVES, previous=LAST_TURN, full=(C,))).is_reused
 
 
 def test_step_3_a_node_that_has_failed_is_no_holder() -> None:
-    assert assemble(ask(held(b="0:12", c="0:12"), avoid={"b"})).stages == stages("c 0:12")
+    assert assemble(ask(held(b="0:12", c="0:12"), avoid={B})).stages == stages("c 0:12")
     with pytest.raises(NoPipeline):
-        assemble(ask(held(b="0:12", c="0:12"), avoid={"b", "c"}))
+        assemble(ask(held(b="0:12", c="0:12"), avoid={B, C}))
 
 
 def test_step_4_only_who_is_connected_lives_whatever_records_say() -> None:
     question = ask(held(b="0:12", c="0:12"))
-    assert assemble(replace(question, connected={"c"})).stages == stages("c 0:12")
+    assert assemble(replace(question, connected={C})).stages == stages("c 0:12")
     with pytest.raises(NoPipeline, match="no connected node holds layers 0:12"):
         assemble(replace(question, connected=()))
     assert assemble(replace(ask(held(a="0:12")), connected=())).stages == stages("a 0:12")
@@ -116,28 +121,28 @@ def test_step_4_only_who_is_connected_lives_whatever_records_say() -> None:
 
 def test_a_plan_is_made_of_who_is_connected_too() -> None:
     question = ask(held(b="0:12", c="0:12"))
-    plan = plan_route(replace(question, connected={"c"}))
-    assert [stage.node_id for stage in plan.stages] == ["c"]
+    plan = plan_route(replace(question, connected={C}))
+    assert [stage.node_id for stage in plan.stages] == [C]
     assert not plan.stages[0].alternatives
     with pytest.raises(NoPipeline, match="no connected node holds layers 0:12"):
         plan_route(replace(question, connected=()))
 
 
 def test_step_5_load_and_latency_count() -> None:
-    assert assemble(ask(held(b="0:12", c="0:12"), slow="b")).stages == stages("c 0:12")
-    assert assemble(ask(held(b="0:12", c="0:12"), full="b")).stages == stages("c 0:12")
+    assert assemble(ask(held(b="0:12", c="0:12"), slow=(B,))).stages == stages("c 0:12")
+    assert assemble(ask(held(b="0:12", c="0:12"), full=(B,))).stages == stages("c 0:12")
 
 
 def test_step_6_a_split_that_is_slower_than_home_is_not_chosen() -> None:
     split = held(a="0:6 0:12", b="6:12")
-    far, near = ask(split, slow="a", rtt_s=0.5), ask(split, slow="a", rtt_s=0.001)
+    far, near = ask(split, slow=(A,), rtt_s=0.5), ask(split, slow=(A,), rtt_s=0.001)
     assert assemble(far).stages == stages("a 0:12")
     assert assemble(near).stages == stages("a 0:6", "b 6:12")
 
 
 def test_step_7_a_private_pipeline_begins_and_ends_at_home() -> None:
     question = ask(
-        held(a="0:2 10:12", b="2:10", c="0:12"), slow="a", constraints=Constraints(is_private=True)
+        held(a="0:2 10:12", b="2:10", c="0:12"), slow=(A,), constraints=Constraints(is_private=True)
     )
     assert assemble(question).stages == stages("a 0:2", "b 2:10", "a 10:12")
     assert assemble(replace(question, constraints=Constraints())).stages == stages("c 0:12")
@@ -148,7 +153,7 @@ def test_step_7_a_private_pipeline_begins_and_ends_at_home() -> None:
 
 
 def test_step_7_pinned_layers_run_where_they_are_pinned_and_only_of_that_model() -> None:
-    pins = (Pin.parse("guide:6:8@c"),)
+    pins = (Pin.parse(f"guide:6:8@{C}"),)
     assert assemble(ask(HALVES, constraints=Constraints(pins=pins))).stages == LAST_TURN
     other = ask(HALVES, constraints=Constraints(pins=pins), model_name="other")
     assert assemble(other).stages == stages("a 0:6", "b 6:12")
@@ -156,7 +161,19 @@ def test_step_7_pinned_layers_run_where_they_are_pinned_and_only_of_that_model()
         assemble(ask(held(a="0:12"), constraints=Constraints(pins=pins)))
 
 
-@pytest.mark.parametrize("text", ["guide:0:4", "guide@x", "guide:0:4@", "guide:4:0@x", ":0:4@x", "@"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "guide:0:4",
+        f"guide@{B}",
+        "guide:0:4@",
+        f"guide:4:0@{B}",
+        f":0:4@{B}",
+        "@",
+        "guide:0:4@x",
+        f"guide:0:4@{B}x",
+    ],
+)
 def test_a_pin_that_cannot_be_meant_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest):
         Pin.parse(text)
@@ -168,10 +185,10 @@ def test_step_8_ranges_of_one_node_that_meet_are_one_stage() -> None:
 
 def test_step_9_every_stage_has_the_best_other_holder_with_room_as_its_standby() -> None:
     holders = held(a="0:6", b="6:12", c="6:12", d="0:6 6:12")
-    assembly = assemble(ask(holders, slow="cd", full=""))
-    assert (assembly.stages, assembly.standbys) == (stages("a 0:6", "b 6:12"), ("d", "c"))
-    assert assemble(ask(holders, slow="cd", full="c")).standbys == ("d", "d")
-    assert assemble(ask(holders, slow="cd", full="cd")).standbys == (None, None)
+    assembly = assemble(ask(holders, slow=(C, D), full=()))
+    assert (assembly.stages, assembly.standbys) == (stages("a 0:6", "b 6:12"), (D, C))
+    assert assemble(ask(holders, slow=(C, D), full=(C,))).standbys == (D, D)
+    assert assemble(ask(holders, slow=(C, D), full=(C, D))).standbys == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +213,8 @@ def test_what_is_missing_is_named(alignment: int, holders: dict[str, list[LayerR
 
 async def test_step_10_a_conversation_returns_to_its_pipeline_while_it_lives() -> None:
     """Nodes b and c are alike; whoever answered first answers again, until it is gone."""
-    async with open_swarm({"a": FakePool(), "b": FakePool("0:12"), "c": FakePool("0:12")}) as swarm:
-        pipelines = swarm["a"].pipelines
+    async with open_swarm({A: FakePool(), B: FakePool("0:12"), C: FakePool("0:12")}) as swarm:
+        pipelines = swarm[A].pipelines
 
         async def turn() -> str:
             prompt = Prompt(text="hello", session="talk")
@@ -207,24 +224,24 @@ async def test_step_10_a_conversation_returns_to_its_pipeline_while_it_lives() -
                 return generation.route[0].node_id
 
         first = await turn()
-        other = "c" if first == "b" else "b"
+        other = C if first == B else B
         # Whoever has run before is measured, so the other one now looks as good or better.
         assert [await turn() for _ in range(3)] == [first] * 3
-        swarm.network.cut("a", first)
+        swarm.network.cut(A, first)
         await _until_forgotten(swarm, first)
         assert await turn() == other
 
 
 async def test_only_connected_holders_are_used() -> None:
-    async with open_swarm({"a": FakePool(), "b": FakePool("0:12"), "c": FakePool("0:12")}) as swarm:
-        pipelines = swarm["a"].pipelines
+    async with open_swarm({A: FakePool(), B: FakePool("0:12"), C: FakePool("0:12")}) as swarm:
+        pipelines = swarm[A].pipelines
         first = pipelines.stages_for(swarm.entry)[0].node_id
-        swarm.network.cut("a", first)
-        assert swarm["a"].registry.node(first) is not None
+        swarm.network.cut(A, first)
+        assert swarm[A].registry.node(first) is not None
         await _until_forgotten(swarm, first)
         second = pipelines.stages_for(swarm.entry)[0].node_id
-        assert {first, second} == {"b", "c"}
-        swarm.network.cut("a", second)
+        assert {first, second} == {B, C}
+        swarm.network.cut(A, second)
         await _until_forgotten(swarm, second)
         with pytest.raises(NoPipeline):
             pipelines.stages_for(swarm.entry)
@@ -232,5 +249,5 @@ async def test_only_connected_holders_are_used() -> None:
 
 async def _until_forgotten(swarm: Swarm, node_id: str) -> None:
     with trio.fail_after(PATIENCE_S):
-        while node_id in swarm["a"].registry.connected():
+        while node_id in swarm[A].registry.connected():
             await trio.lowlevel.checkpoint()

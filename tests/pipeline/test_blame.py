@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import trio
 from deadlines import PATIENCE_S
+from node_ids import LAST, LIAR, A, B, C, H, I, M
 from trio.testing import MockClock
 
 from bench.arithmetic import N_EMBD, FakePool, uncut
@@ -40,7 +41,7 @@ Changed = Callable[[LayerForward, bytes], tuple[bytes, bytes | memoryview]]
 
 
 async def ask(swarm: Swarm, n_tokens: int = 6) -> str:
-    async with swarm["a"].pipelines.generate(
+    async with swarm[A].pipelines.generate(
         Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=n_tokens)
     ) as generation:
         return "".join([piece.text async for piece in generation])
@@ -71,23 +72,23 @@ async def prefer(swarm: Swarm, liked: str, *others: str) -> None:
     """Routes lead through one node, the others being slow."""
     said = {liked: computes(swarm.entry.model_id, 1e-6)}
     said |= {other: computes(swarm.entry.model_id, 1.0) for other in others}
-    await swarm.tell("a", said)
+    await swarm.tell(A, said)
 
 
 @pytest.mark.parametrize("change", [not_numbers, too_wide])
 async def test_the_stage_that_refuses_bad_rows_keeps_its_trust_and_the_request_is_answered(
     change: Changed,
 ) -> None:
-    pools = {"a": FakePool("0:4"), "liar": FakePool("4:8"), "m": FakePool("4:8"), "h": FakePool("8:12")}
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:8"), M: FakePool("4:8"), H: FakePool("8:12")}
     async with open_swarm(pools) as swarm:
-        change_rows(swarm, "liar", change)
-        await prefer(swarm, "liar", "m")
+        change_rows(swarm, LIAR, change)
+        await prefer(swarm, LIAR, M)
         for _ in range(20):
             with trio.fail_after(PATIENCE_S):
                 assert await ask(swarm) == await uncut(PROMPT, 6)
-            assert swarm["a"].trust.score("h") >= NEUTRAL
-            assert swarm["a"].trust.score("m") >= NEUTRAL
-        swarm.kill("liar")
+            assert swarm[A].trust.score(H) >= NEUTRAL
+            assert swarm[A].trust.score(M) >= NEUTRAL
+        swarm.kill(LIAR)
         assert await ask(swarm) == await uncut(PROMPT, 6)
         await swarm.quiet()
 
@@ -98,12 +99,12 @@ def no_token(message: LayerForward, payload: bytes) -> tuple[bytes, bytes | memo
     return encode_job(message, payload)
 
 
-@pytest.mark.parametrize("first", ["a", "h"])
+@pytest.mark.parametrize("first", [A, H])
 async def test_a_token_outside_the_vocabulary_ends_only_the_attempt(first: str) -> None:
     """The last stage gives it to the first one in the midst of an answer. The stream goes on elsewhere."""
-    pools = {first: FakePool("0:6"), "liar": FakePool("6:12"), "m": FakePool("6:12"), "i": FakePool("0:6")}
-    async with open_swarm({"a": FakePool()} | pools) as swarm:
-        router, send = swarm["liar"].router, swarm["liar"].router.send
+    pools = {first: FakePool("0:6"), LIAR: FakePool("6:12"), M: FakePool("6:12"), I: FakePool("0:6")}
+    async with open_swarm({A: FakePool()} | pools) as swarm:
+        router, send = swarm[LIAR].router, swarm[LIAR].router.send
 
         async def lie(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
             message = decode_job(header, payload)
@@ -112,13 +113,13 @@ async def test_a_token_outside_the_vocabulary_ends_only_the_attempt(first: str) 
             await send(receiver, header, payload)
 
         router.send = lie  # type: ignore[method-assign]
-        await prefer(swarm, "liar", "m")
+        await prefer(swarm, LIAR, M)
         with trio.fail_after(PATIENCE_S):
             assert await ask(swarm) == await uncut(PROMPT, 6)
-        assert swarm[first].trust.score("liar") < NEUTRAL
-        assert swarm["a"].trust.score("m") >= NEUTRAL
-        assert swarm["a"].trust.score(first) >= NEUTRAL
-        assert swarm["a"].pipelines.statistics().recoveries == 1
+        assert swarm[first].trust.score(LIAR) < NEUTRAL
+        assert swarm[A].trust.score(M) >= NEUTRAL
+        assert swarm[A].trust.score(first) >= NEUTRAL
+        assert swarm[A].pipelines.statistics().recoveries == 1
         # Whoever comes next is served too, by the same workers.
         assert await ask(swarm) == await uncut(PROMPT, 6)
         await swarm.quiet()
@@ -126,79 +127,79 @@ async def test_a_token_outside_the_vocabulary_ends_only_the_attempt(first: str) 
 
 @pytest.mark.parametrize("part", [False, True], ids=["no part", "another stage"])
 async def test_a_token_for_a_request_of_others_costs_its_sender_only(part: bool) -> None:
-    pools = {"a": FakePool("0:4"), "liar": FakePool("4:8") if part else FakePool(), "h": FakePool("8:12")}
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:8") if part else FakePool(), H: FakePool("8:12")}
     if not part:
-        pools["m"] = FakePool("4:8")
+        pools[M] = FakePool("4:8")
     async with open_swarm(pools) as swarm:
 
         async def intrude(position: int, layers: object) -> None:
-            for request_id in list(swarm["a"].pipelines._attempts.chains):
+            for request_id in list(swarm[A].pipelines._attempts.chains):
                 token = StreamingToken(request_id=request_id, index=0, token=1)
-                await swarm["liar"].router.send("a", *encode_job(token, b"no "))
+                await swarm[LIAR].router.send(A, *encode_job(token, b"no "))
 
-        pools["h"].before_forward = intrude
+        pools[H].before_forward = intrude
         with trio.fail_after(PATIENCE_S):
             assert await ask(swarm) == await uncut(PROMPT, 6)
         await swarm.quiet()
-        assert swarm["a"].trust.explain("liar").counts["broke protocol"] >= 1
+        assert swarm[A].trust.explain(LIAR).counts["broke protocol"] >= 1
         for here in pools:
-            for there in pools.keys() - {"liar"}:
+            for there in pools.keys() - {LIAR}:
                 assert set(swarm[here].trust.explain(there).counts) <= {"served"}
 
 
 async def test_without_another_holder_bad_rows_cost_the_honest_stage_nothing() -> None:
-    pools = {"a": FakePool("0:4"), "liar": FakePool("4:8"), "h": FakePool("8:12")}
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:8"), H: FakePool("8:12")}
     async with open_swarm(pools) as swarm:
-        change_rows(swarm, "liar", not_numbers)
+        change_rows(swarm, LIAR, not_numbers)
         for _ in range(6):
             with pytest.raises(SwarmLLMError), trio.fail_after(PATIENCE_S):
                 await ask(swarm)
-        assert swarm["a"].trust.score("h") >= NEUTRAL
-        assert swarm["h"].trust.score("liar") < NEUTRAL
-        swarm.kill("liar")
-        await swarm.start("m", FakePool("4:8"))
+        assert swarm[A].trust.score(H) >= NEUTRAL
+        assert swarm[H].trust.score(LIAR) < NEUTRAL
+        swarm.kill(LIAR)
+        await swarm.start(M, FakePool("4:8"))
         with trio.fail_after(PATIENCE_S):
-            while "m" not in swarm["a"].registry.nodes():
+            while M not in swarm[A].registry.nodes():
                 await trio.lowlevel.checkpoint()
             assert await ask(swarm) == await uncut(PROMPT, 6)
 
 
-@pytest.mark.parametrize("accused", ["a", "m", "h", "nobody"])
+@pytest.mark.parametrize("accused", [A, M, H, "nobody"])
 async def test_a_stage_that_accuses_others_gains_nothing(accused: str) -> None:
     """It says that rows came to it broken; whoever it names is not held to it."""
-    pools = {"a": FakePool("0:4"), "liar": FakePool("4:8"), "m": FakePool("4:8"), "h": FakePool("8:12")}
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:8"), M: FakePool("4:8"), H: FakePool("8:12")}
     async with open_swarm(pools) as swarm:
-        node = swarm["liar"]
+        node = swarm[LIAR]
 
         async def accuse(sender: str, header: bytes, payload: memoryview) -> None:
             message = decode_job(header, payload)
             if isinstance(message, LayerForward):
                 error = PipelineError(request_id=message.request_id, node_id=accused, kind="bad_rows")
-                await node.router.send("a", *encode_job(error))
+                await node.router.send(A, *encode_job(error))
 
         node.router.serve(node.pipelines.on_request, accuse)
-        await prefer(swarm, "liar", "m")
+        await prefer(swarm, LIAR, M)
         for _ in range(3):
             with trio.fail_after(PATIENCE_S):
                 assert await ask(swarm) == await uncut(PROMPT, 6)
-        assert all(swarm["a"].trust.score(other) >= NEUTRAL for other in "mh")
+        assert all(swarm[A].trust.score(other) >= NEUTRAL for other in (M, H))
 
 
 async def test_the_origin_knows_that_its_own_rows_were_good() -> None:
-    pools = {"a": FakePool("0:4"), "liar": FakePool("4:12")}
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:12")}
     async with open_swarm(pools) as swarm:
-        node = swarm["liar"]
+        node = swarm[LIAR]
 
         async def accuse(sender: str, header: bytes, payload: memoryview) -> None:
             message = decode_job(header, payload)
             if isinstance(message, LayerForward):
-                error = PipelineError(request_id=message.request_id, node_id="a", kind="bad_rows")
-                await node.router.send("a", *encode_job(error))
+                error = PipelineError(request_id=message.request_id, node_id=A, kind="bad_rows")
+                await node.router.send(A, *encode_job(error))
 
         node.router.serve(node.pipelines.on_request, accuse)
         with pytest.raises(RemoteError), trio.fail_after(PATIENCE_S):
             await ask(swarm)
-        assert swarm["a"].trust.score("liar") < NEUTRAL
+        assert swarm[A].trust.score(LIAR) < NEUTRAL
 
 
 @pytest.mark.parametrize("layers", ["4:8", "0:12"])
@@ -206,9 +207,9 @@ async def test_the_origin_knows_that_its_own_rows_were_good() -> None:
 async def test_a_stage_that_stays_silent_is_not_asked_again_while_there_are_others(
     busy: bool, layers: str, patient_clock: MockClock
 ) -> None:
-    pools = {"a": FakePool("0:4"), "liar": FakePool(layers), "m": FakePool("4:8"), "h": FakePool("8:12")}
+    pools = {A: FakePool("0:4"), LIAR: FakePool(layers), M: FakePool("4:8"), H: FakePool("8:12")}
     async with open_swarm(pools) as swarm:
-        node, n_asked = swarm["liar"], 0
+        node, n_asked = swarm[LIAR], 0
         real = node.pipelines.on_request
 
         async def seem_busy(sender: str, body: bytes) -> bytes:
@@ -223,21 +224,21 @@ async def test_a_stage_that_stays_silent_is_not_asked_again_while_there_are_othe
             pass
 
         node.router.serve(seem_busy, nothing)
-        await prefer(swarm, "liar", "m")
+        await prefer(swarm, LIAR, M)
         for _ in range(3):
             assert await ask(swarm) == await uncut(PROMPT, 6)
         assert n_asked == 1
-        assert all(swarm["a"].trust.score(other) >= NEUTRAL for other in "mh")
+        assert all(swarm[A].trust.score(other) >= NEUTRAL for other in (M, H))
 
 
 async def test_progress_that_is_none_resets_no_deadline(patient_clock: MockClock) -> None:
-    pools = {"a": FakePool("0:4"), "liar": FakePool("4:12"), "m": FakePool("4:12")}
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:12"), M: FakePool("4:12")}
     async with open_swarm(pools) as swarm:
-        node = swarm["liar"]
+        node = swarm[LIAR]
 
         async def again_and_again(request_id: str) -> None:
             while True:
-                await node.router.send("a", *encode_job(PrefillProgress(request_id=request_id, position=1)))
+                await node.router.send(A, *encode_job(PrefillProgress(request_id=request_id, position=1)))
                 await trio.sleep(2)
 
         async def repeat(sender: str, header: bytes, payload: memoryview) -> None:
@@ -246,16 +247,16 @@ async def test_progress_that_is_none_resets_no_deadline(patient_clock: MockClock
                 node.router.start(again_and_again, message.request_id)
 
         node.router.serve(node.pipelines.on_request, repeat)
-        await prefer(swarm, "liar", "m")
+        await prefer(swarm, LIAR, M)
         began_s = trio.current_time()
         assert await ask(swarm) == await uncut(PROMPT, 6)
         assert trio.current_time() - began_s < 150
 
 
 async def test_a_token_that_the_model_does_not_have_is_the_last_stages_fault() -> None:
-    pools = {"a": FakePool("0:4"), "liar": FakePool("4:12"), "m": FakePool("4:12")}
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:12"), M: FakePool("4:12")}
     async with open_swarm(pools) as swarm:
-        router, send = swarm["liar"].router, swarm["liar"].router.send
+        router, send = swarm[LIAR].router, swarm[LIAR].router.send
 
         async def no_token(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
             message = decode_job(header, payload)
@@ -265,16 +266,16 @@ async def test_a_token_that_the_model_does_not_have_is_the_last_stages_fault() -
             await send(receiver, header, payload)
 
         router.send = no_token  # type: ignore[method-assign]
-        await prefer(swarm, "liar", "m")
+        await prefer(swarm, LIAR, M)
         with trio.fail_after(PATIENCE_S):
             assert await ask(swarm) == await uncut(PROMPT, 6)
-        assert swarm["a"].trust.score("liar") < NEUTRAL
+        assert swarm[A].trust.score(LIAR) < NEUTRAL
 
 
 async def test_a_stage_that_does_not_end_at_the_last_token_asked_for_costs_nobody_else_anything() -> None:
-    pools = {"a": FakePool("0:4"), "liar": FakePool("4:12"), "m": FakePool("4:12")}
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:12"), M: FakePool("4:12")}
     async with open_swarm(pools) as swarm:
-        router, send = swarm["liar"].router, swarm["liar"].router.send
+        router, send = swarm[LIAR].router, swarm[LIAR].router.send
 
         async def no_end(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
             message = decode_job(header, payload)
@@ -288,28 +289,28 @@ async def test_a_stage_that_does_not_end_at_the_last_token_asked_for_costs_nobod
             await send(receiver, header, payload)
 
         router.send = no_end  # type: ignore[method-assign]
-        await prefer(swarm, "liar", "m")
+        await prefer(swarm, LIAR, M)
         for _ in range(3):
             with trio.fail_after(PATIENCE_S):
                 assert await ask(swarm) == await uncut(PROMPT, 6)
-        assert swarm["a"].trust.score("m") >= NEUTRAL
+        assert swarm[A].trust.score(M) >= NEUTRAL
 
 
 async def test_a_report_of_the_last_stage_about_the_ring_is_no_breach() -> None:
     """The last stage hands the token to the first one."""
-    stages = (Stage(node_id="b", start=0, end=4), Stage(node_id="c", start=4, end=12))
-    view = RequestView(node_id="a", origin="a", stages=stages, prompt_here=True)
-    assert view.hands_to("a", "b")
-    assert view.hands_to("b", "c")
-    assert view.hands_to("c", "b")
-    assert not view.hands_to("a", "c")
-    assert not view.hands_to("b", "b")
+    stages = (Stage(node_id=B, start=0, end=4), Stage(node_id=C, start=4, end=12))
+    view = RequestView(node_id=A, origin=A, stages=stages, prompt_here=True)
+    assert view.hands_to(A, B)
+    assert view.hands_to(B, C)
+    assert view.hands_to(C, B)
+    assert not view.hands_to(A, C)
+    assert not view.hands_to(B, B)
 
 
 @pytest.mark.parametrize("skip", ["a position", "to numbers that are none"])
 async def test_rows_that_lead_nowhere_cost_no_honest_stage_its_trust(skip: str) -> None:
-    pools = {"a": FakePool("0:4"), "liar": FakePool("4:6"), "m": FakePool("4:6"), "h": FakePool("6:9")}
-    pools["last"] = FakePool("9:12")
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:6"), M: FakePool("4:6"), H: FakePool("6:9")}
+    pools[LAST] = FakePool("9:12")
 
     def twist(message: LayerForward, payload: bytes) -> tuple[bytes, bytes | memoryview]:
         if skip == "a position":
@@ -318,52 +319,52 @@ async def test_rows_that_lead_nowhere_cost_no_honest_stage_its_trust(skip: str) 
         return encode_job(message, tensor_bytes(np.full((message.n_tokens, N_EMBD), 1e30, np.float32)))
 
     async with open_swarm(pools) as swarm:
-        run = pools["h"]._run
+        run = pools[H]._run
 
         def overflow(slot: Any, layers: Any, position: int, rows: Any) -> Any:
             hidden = run(slot, layers, position, np.minimum(rows, 1e6))
             return hidden if rows.max() < 1e20 else np.full_like(hidden, np.inf)
 
-        pools["h"]._run = overflow  # type: ignore[method-assign]
-        change_rows(swarm, "liar", twist)
-        await prefer(swarm, "liar", "m")
+        pools[H]._run = overflow  # type: ignore[method-assign]
+        change_rows(swarm, LIAR, twist)
+        await prefer(swarm, LIAR, M)
         for _ in range(3):
             with trio.fail_after(PATIENCE_S):
                 assert await ask(swarm) == await uncut(PROMPT, 6)
-        for here in ("a", "h", "last", "m"):
-            for there in ("h", "last", "m"):
+        for here in (A, H, LAST, M):
+            for there in (H, LAST, M):
                 assert swarm[here].trust.score(there) >= NEUTRAL, (here, there)
 
 
 @pytest.mark.parametrize("n_copies", [3, 60])
 async def test_a_stage_that_is_sent_too_much_at_once_keeps_its_trust(n_copies: int) -> None:
-    pools = {"a": FakePool("0:4"), "liar": FakePool("4:6"), "m": FakePool("4:6"), "h": FakePool("6:9")}
-    pools["last"] = FakePool("9:12")
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:6"), M: FakePool("4:6"), H: FakePool("6:9")}
+    pools[LAST] = FakePool("9:12")
     async with open_swarm(pools) as swarm:
-        router, send = swarm["liar"].router, swarm["liar"].router.send
+        router, send = swarm[LIAR].router, swarm[LIAR].router.send
 
         async def again_and_again(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
             for _ in range(n_copies):
                 await send(receiver, header, payload)
 
         router.send = again_and_again  # type: ignore[method-assign]
-        await prefer(swarm, "liar", "m")
+        await prefer(swarm, LIAR, M)
         for _ in range(3):
             with trio.fail_after(PATIENCE_S):
                 assert await ask(swarm)
-        for here in ("a", "h", "last", "m"):
-            for there in ("h", "last", "m"):
+        for here in (A, H, LAST, M):
+            for there in (H, LAST, M):
                 assert swarm[here].trust.score(there) >= NEUTRAL, (here, there)
 
 
 def test_what_a_node_says_of_stages_that_are_not_its_own_does_not_count() -> None:
     stages = (
-        Stage(node_id="a", start=0, end=4),
-        Stage(node_id="b", start=4, end=8),
-        Stage(node_id="c", start=8, end=12),
+        Stage(node_id=A, start=0, end=4),
+        Stage(node_id=B, start=4, end=8),
+        Stage(node_id=C, start=8, end=12),
     )
     said = {
-        "b": (StageRows(0, 9, 9), StageRows(1, 7, 7), StageRows(2, 9, 9), StageRows(255, 9, 9)),
-        "c": (StageRows(2, 5, 0),),
+        B: (StageRows(0, 9, 9), StageRows(1, 7, 7), StageRows(2, 9, 9), StageRows(255, 9, 9)),
+        C: (StageRows(2, 5, 0),),
     }
     assert [(each.n_rows, each.n_journal) for each in left_of(stages, said)] == [(0, 0), (7, 7), (5, 0)]

@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 import trio
+from node_ids import A, B, C, D, X, node_id_named
 from trio.testing import wait_all_tasks_blocked
 
 from bench.arithmetic import FakePool, uncut
@@ -39,52 +40,52 @@ async def ask(swarm: Swarm, node_id: str, prompt: str = PROMPT, n_tokens: int = 
 @pytest.mark.parametrize(
     "holdings",
     [
-        {"a": ["0:4"], "b": ["4:8"], "c": ["8:12"]},
-        {"a": ["4:8"], "b": ["0:4"], "c": ["8:12"]},
-        {"a": ["8:12"], "b": ["0:4"], "c": ["4:8"]},
-        {"a": [], "b": ["0:5"], "c": ["5:12"]},
-        {"a": [], "b": ["0:12"]},
-        {"a": ["0:4", "8:12"], "b": ["4:8"]},
-        {"a": ["4:8"], "b": ["0:4", "8:12"]},
-        {"a": ["0:4", "4:8"], "b": ["8:12"]},
-        {"a": ["0:12"]},
-        {f"{letter}": [f"{i}:{i + 1}"] for i, letter in enumerate("abcdefghijkl")},
+        {A: ["0:4"], B: ["4:8"], C: ["8:12"]},
+        {A: ["4:8"], B: ["0:4"], C: ["8:12"]},
+        {A: ["8:12"], B: ["0:4"], C: ["4:8"]},
+        {A: [], B: ["0:5"], C: ["5:12"]},
+        {A: [], B: ["0:12"]},
+        {A: ["0:4", "8:12"], B: ["4:8"]},
+        {A: ["4:8"], B: ["0:4", "8:12"]},
+        {A: ["0:4", "4:8"], B: ["8:12"]},
+        {A: ["0:12"]},
+        {node_id_named(letter): [f"{i}:{i + 1}"] for i, letter in enumerate("abcdefghijkl")},
     ],
     ids=lambda holdings: " ".join(f"{node}={','.join(ranges)}" for node, ranges in holdings.items()),
 )
 async def test_every_cut_gives_the_uncut_text_and_frees_everything(holdings: dict[str, list[str]]) -> None:
     pools = {node_id: FakePool(*ranges) for node_id, ranges in holdings.items()}
     async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
-        assert await ask(swarm, "a") == await uncut(PROMPT, 12)
+        assert await ask(swarm, A) == await uncut(PROMPT, 12)
         await swarm.quiet()
 
 
 @pytest.mark.parametrize("n_prompt", [1, 3, 4, 5, 8, 9, 41])
 async def test_prompts_of_every_length_relative_to_the_chunk(n_prompt: int) -> None:
     prompt = ("abcdefghijklmnopqrstuvwxyz" * 2)[:n_prompt]
-    pools = {"a": FakePool("0:4"), "b": FakePool("4:8"), "c": FakePool("8:12")}
+    pools = {A: FakePool("0:4"), B: FakePool("4:8"), C: FakePool("8:12")}
     async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
-        assert await ask(swarm, "a", prompt) == await uncut(prompt, 12)
-        assert await ask(swarm, "c", prompt) == await uncut(prompt, 12)
+        assert await ask(swarm, A, prompt) == await uncut(prompt, 12)
+        assert await ask(swarm, C, prompt) == await uncut(prompt, 12)
 
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_random_cuts_on_random_nodes_from_random_origins(seed: int) -> None:
     random = Random(seed)
     cuts = sorted({0, 12, *(random.randrange(1, 12) for _ in range(random.randrange(8)))})
-    holdings: dict[str, list[str]] = {node_id: [] for node_id in "abcd"}
+    holdings: dict[str, list[str]] = {node_id: [] for node_id in (A, B, C, D)}
     for start, end in pairwise(cuts):
-        holdings[random.choice("abcd")].append(f"{start}:{end}")
+        holdings[random.choice((A, B, C, D))].append(f"{start}:{end}")
     prompt = "".join(random.choices("abcdefgh", k=random.randrange(1, 60)))
     settings = PipelineSettings(prefill_chunk_tokens=random.randrange(1, 9))
     pools = {node_id: FakePool(*ranges) for node_id, ranges in holdings.items()}
     async with open_swarm(pools, settings=settings) as swarm:
-        assert await ask(swarm, random.choice("abcd"), prompt) == await uncut(prompt, 12)
+        assert await ask(swarm, random.choice((A, B, C, D)), prompt) == await uncut(prompt, 12)
         await swarm.quiet()
 
 
 async def test_interleaved_requests_do_not_mix() -> None:
-    pools = {"a": FakePool("0:4"), "b": FakePool("4:8"), "c": FakePool("8:12")}
+    pools = {A: FakePool("0:4"), B: FakePool("4:8"), C: FakePool("8:12")}
     prompts = [f"question {i} " * (i + 1) for i in range(6)]
     answers: dict[str, str] = {}
     async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
@@ -94,26 +95,26 @@ async def test_interleaved_requests_do_not_mix() -> None:
 
         async with trio.open_nursery() as nursery:
             for index, prompt in enumerate(prompts):
-                nursery.start_soon(one, prompt, "abc"[index % 3])
+                nursery.start_soon(one, prompt, (A, B, C)[index % 3])
         await swarm.quiet()
     assert answers == {prompt: await uncut(prompt, 12) for prompt in prompts}
 
 
 async def test_the_prompt_never_leaves_the_origin() -> None:
-    pools = {"a": FakePool(), "b": FakePool("0:6"), "c": FakePool("6:12")}
+    pools = {A: FakePool(), B: FakePool("0:6"), C: FakePool("6:12")}
     async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
-        await ask(swarm, "a", n_tokens=3)
+        await ask(swarm, A, n_tokens=3)
     n_prompt = len(PROMPT)
-    assert sum(call[1] for call in pools["a"].calls if call[0] == "embed") == n_prompt
-    assert not [call for pool in (pools["b"], pools["c"]) for call in pool.calls if call[0] == "embed"]
+    assert sum(call[1] for call in pools[A].calls if call[0] == "embed") == n_prompt
+    assert not [call for pool in (pools[B], pools[C]) for call in pool.calls if call[0] == "embed"]
 
 
 async def test_no_message_carries_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither jobs nor the assignment: not its text, and rows instead of its tokens."""
-    pools = {"a": FakePool(), "b": FakePool("0:6"), "c": FakePool("6:12")}
+    pools = {A: FakePool(), B: FakePool("0:6"), C: FakePool("6:12")}
     secret, said = "Quixotic whimsy, hushed.", list[bytes]()
     async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
-        router = swarm["a"].router
+        router = swarm[A].router
         send, request = router.send, router.request
 
         async def overheard(node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
@@ -126,8 +127,8 @@ async def test_no_message_carries_the_prompt(monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(router, "send", overheard)
         monkeypatch.setattr(router, "request", overheard_request)
-        await ask(swarm, "a", secret, n_tokens=3)
-        tokens = await pools["a"].tokenize(ModelFile.of(swarm.entry), text=secret)
+        await ask(swarm, A, secret, n_tokens=3)
+        tokens = await pools[A].tokenize(ModelFile.of(swarm.entry), text=secret)
     assert len(said) >= 2 + len(secret) // 4  # Two assignments, and the chunks of the prompt.
     for at in range(len(secret) - 3):
         assert not [message for message in said if secret[at : at + 4].encode() in message]
@@ -138,26 +139,26 @@ async def test_no_message_carries_the_prompt(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_chunks_overlap_within_the_window() -> None:
     """While the last stage is held up, as many chunks leave as the window allows, and no more."""
-    pools = {"a": FakePool("0:6"), "b": FakePool("6:12")}
+    pools = {A: FakePool("0:6"), B: FakePool("6:12")}
     held = trio.Event()
 
     async def hold(position: int, layers: LayerRange) -> None:
         await held.wait()
 
-    pools["b"].before_forward = hold
+    pools[B].before_forward = hold
     async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm, trio.open_nursery() as nursery:
-        nursery.start_soon(ask, swarm, "a", "x" * 40)
+        nursery.start_soon(ask, swarm, A, X * 40)
         await wait_all_tasks_blocked(0.01)
-        n_chunks = len([call for call in pools["a"].calls if call[0] == "forward"])
+        n_chunks = len([call for call in pools[A].calls if call[0] == "forward"])
         held.set()
     assert n_chunks == 3
 
 
 async def test_the_report_names_stages_and_counts_tokens() -> None:
-    pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
+    pools = {A: FakePool("0:4"), B: FakePool("4:12")}
     async with (
         open_swarm(pools, settings=SMALL_CHUNKS) as swarm,
-        swarm["a"].pipelines.generate(
+        swarm[A].pipelines.generate(
             Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=5), queue_s=1.5
         ) as generation,
     ):
@@ -167,8 +168,8 @@ async def test_the_report_names_stages_and_counts_tokens() -> None:
     assert (generation.n_prompt_tokens, generation.n_generated) == (len(PROMPT), 5)
     assert (generation.shape, generation.is_local) == ("chain", False)
     assert [(stage.node_id, stage.nickname, str(stage.layers)) for stage in generation.route] == [
-        ("a", "nick-a", "0:4"),
-        ("b", "nick-b", "4:12"),
+        (A, "nick-a", "0:4"),
+        (B, "nick-b", "4:12"),
     ]
     # The fake computes a millisecond per call.
     assert [stage.compute_s for stage in generation.route] == pytest.approx([0.001, 0.001])
@@ -178,33 +179,33 @@ async def test_the_report_names_stages_and_counts_tokens() -> None:
 
 
 async def test_a_model_held_here_runs_here_without_jobs() -> None:
-    pools = {"a": FakePool("0:12"), "b": FakePool("0:12")}
+    pools = {A: FakePool("0:12"), B: FakePool("0:12")}
     async with (
         open_swarm(pools) as swarm,
-        swarm["a"].pipelines.generate(Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=5)) as generation,
+        swarm[A].pipelines.generate(Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=5)) as generation,
     ):
         assert [piece.index async for piece in generation] == [0, 1, 2, 3, 4]
         assert generation.is_local
-        assert [(stage.node_id, str(stage.layers)) for stage in generation.route] == [("a", "0:12")]
-    assert not pools["b"].calls
+        assert [(stage.node_id, str(stage.layers)) for stage in generation.route] == [(A, "0:12")]
+    assert not pools[B].calls
 
 
 async def test_what_cannot_run_says_which_layers_are_missing() -> None:
-    async with open_swarm({"a": FakePool("0:4"), "b": FakePool("6:12")}) as swarm:
+    async with open_swarm({A: FakePool("0:4"), B: FakePool("6:12")}) as swarm:
         with pytest.raises(NoPipeline, match="no connected node holds layers 4:6 of 0:12"):
-            await ask(swarm, "a")
+            await ask(swarm, A)
 
 
 async def test_prompts_that_do_not_fit_are_refused_before_anybody_is_asked() -> None:
-    pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
+    pools = {A: FakePool("0:4"), B: FakePool("4:12")}
     async with open_swarm(pools, settings=PipelineSettings(n_ctx=16)) as swarm:
         with pytest.raises(ContextFull, match="25 tokens"):
-            await ask(swarm, "a")
+            await ask(swarm, A)
         with pytest.raises(InvalidRequest, match="no tokens"):
-            await ask(swarm, "a", "")
-        assert not pools["b"].calls
+            await ask(swarm, A, "")
+        assert not pools[B].calls
         # What fits gets as many tokens as there is room for.
-        async with swarm["a"].pipelines.generate(
+        async with swarm[A].pipelines.generate(
             Prompt(text="x" * 10), swarm.entry, Sampling(max_tokens=100)
         ) as generation:
             assert len([piece async for piece in generation]) == 6
@@ -212,17 +213,17 @@ async def test_prompts_that_do_not_fit_are_refused_before_anybody_is_asked() -> 
 
 
 async def test_characters_cut_between_tokens_arrive_whole() -> None:
-    pools = {"a": FakePool("0:4"), "b": FakePool("4:12")}
+    pools = {A: FakePool("0:4"), B: FakePool("4:12")}
     pieces = iter(["ü".encode()[:1], "ü".encode()[1:], b"x", "€".encode()[:2]])
-    sample = pools["b"]._sample
+    sample = pools[B]._sample
 
     def split(slot: object, request_id: str, row: np.ndarray) -> tuple[object, bytes]:
         return sample(slot, request_id, row)[0], next(pieces)  # type: ignore[arg-type]
 
-    pools["b"]._sample = split  # type: ignore[assignment,method-assign]
+    pools[B]._sample = split  # type: ignore[assignment,method-assign]
     async with (
         open_swarm(pools) as swarm,
-        swarm["a"].pipelines.generate(Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=4)) as generation,
+        swarm[A].pipelines.generate(Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=4)) as generation,
     ):
         texts = [piece.text async for piece in generation]
     assert texts == ["", "ü", "x", "\ufffd"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from node_ids import A, B
 
 from swarmllm.errors import NodeUnreachable, RemoteError
 from swarmllm.pipeline.job import RequestView
@@ -47,9 +48,9 @@ async def never(chain: Chain) -> None:
 
 
 def a_chain() -> Chain:
-    stages = (Stage(node_id="a", start=0, end=6), Stage(node_id="b", start=6, end=12))
+    stages = (Stage(node_id=A, start=0, end=6), Stage(node_id=B, start=6, end=12))
     context = RequestContext(
-        "r", ModelFile("m", Path("/nowhere")), 4, 997, 8, Sampling(), RequestView("a", "a", stages, True)
+        "r", ModelFile("m", Path("/nowhere")), 4, 997, 8, Sampling(), RequestView(A, A, stages, True)
     )
     return Chain(
         context,
@@ -58,17 +59,17 @@ def a_chain() -> Chain:
         silence_timeout_s=1,
         look_after_s=5,
         look=never,
-        nicknames={"a": "", "b": ""},
+        nicknames={A: "", B: ""},
     )
 
 
 @pytest.mark.parametrize("says", SAYS)
 async def test_a_stage_that_answers_before_it_is_asked_breaks_the_protocol(says: str) -> None:
     chain = a_chain()
-    chain.receive("b", SAYS[says], b"")
+    chain.receive(B, SAYS[says], b"")
     assert isinstance(chain.failure, RemoteError)
     assert "while stages are asked to take part" in chain.failure.message
-    assert chain.culprit == "b"
+    assert chain.culprit == B
     assert not chain.may_be_resumed
 
 
@@ -77,7 +78,7 @@ async def test_the_same_is_no_fault_once_the_chain_has_started(says: str) -> Non
     chain, session = a_chain(), Session()
     chain.start(session)  # type: ignore[arg-type]
     chain.next_chunk()
-    chain.receive("b", SAYS[says], b"")
+    chain.receive(B, SAYS[says], b"")
     assert chain.failure is None
     assert session.n_stops == (says == "last token")
 
@@ -95,12 +96,12 @@ async def test_a_session_is_stopped_once_and_the_first_failure_stays(actions: li
         was_over = chain.state in OVER
         before = chain.n_generated, session.n_offers
         if action == "lost":
-            chain.lost("b")
+            chain.lost(B)
         elif action == "give up":
             if chain.state not in (ChainState.GIVEN_UP, ChainState.FINISHED):
                 chain.give_up()
         else:
-            chain.receive("b", SAYS[action], b"")
+            chain.receive(B, SAYS[action], b"")
         if was_over:
             assert (chain.n_generated, session.n_offers) == before
         failures.append(chain.failure)

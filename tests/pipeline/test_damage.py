@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import trio
 from deadlines import PATIENCE_S
+from node_ids import A, B, C, M, X, Z
 from trio.testing import wait_all_tasks_blocked
 
 from bench.arithmetic import N_EMBD, FakePool, uncut
@@ -60,7 +61,7 @@ def damage_on_arrival(
 
 
 async def ask(swarm: Swarm, n_tokens: int = 12) -> str:
-    async with swarm["a"].pipelines.generate(
+    async with swarm[A].pipelines.generate(
         Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=n_tokens)
     ) as generation:
         return "".join([piece.text async for piece in generation])
@@ -75,28 +76,28 @@ CASES: dict[str, Callable[[LayerForward], bool]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("node_id", ["b", "c"])
+@pytest.mark.parametrize("node_id", [B, C])
 @pytest.mark.parametrize("a_holds", [("0:4",), ()], ids=["origin is first", "origin holds nothing"])
 async def test_a_damaged_job_is_repeated_and_the_text_is_the_same(
     case: str, node_id: str, a_holds: tuple[str, ...]
 ) -> None:
     pools = {
-        "a": FakePool(*a_holds),
-        "b": FakePool(*(("4:8",) if a_holds else ("0:8",))),
-        "c": FakePool("8:12"),
+        A: FakePool(*a_holds),
+        B: FakePool(*(("4:8",) if a_holds else ("0:8",))),
+        C: FakePool("8:12"),
     }
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         positions = damage_on_arrival(swarm, node_id, CASES[case])
         with trio.fail_after(PATIENCE_S):
             assert await ask(swarm) == await uncut(PROMPT, 12)
         assert len(positions) == 1
-        assert swarm["a"].pipelines.statistics().repeats == 1
+        assert swarm[A].pipelines.statistics().repeats == 1
         await swarm.quiet()
 
 
-@pytest.mark.parametrize("first", ["a", "b"], ids=["origin embeds", "another node embeds"])
+@pytest.mark.parametrize("first", [A, B], ids=["origin embeds", "another node embeds"])
 async def test_a_token_damaged_on_its_way_to_the_first_stage_is_repeated(first: str) -> None:
-    pools = {"a": FakePool(), "b": FakePool(), "c": FakePool("6:12")}
+    pools = {A: FakePool(), B: FakePool(), C: FakePool("6:12")}
     pools[first].ranges = FakePool("0:6").ranges
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         positions = damage_on_arrival(
@@ -105,14 +106,14 @@ async def test_a_token_damaged_on_its_way_to_the_first_stage_is_repeated(first: 
         with trio.fail_after(PATIENCE_S):
             assert await ask(swarm) == await uncut(PROMPT, 12)
         # The origin repeats here without a message that could be damaged again.
-        assert positions == ([28, 29] if first == "a" else [28, 28])
+        assert positions == ([28, 29] if first == A else [28, 28])
         await swarm.quiet()
 
 
 async def test_a_line_that_always_damages_fails_the_request() -> None:
-    pools = {"a": FakePool("0:6"), "b": FakePool("6:12")}
+    pools = {A: FakePool("0:6"), B: FakePool("6:12")}
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        damage_on_arrival(swarm, "b", lambda job: True, times=1000)
+        damage_on_arrival(swarm, B, lambda job: True, times=1000)
         with pytest.raises(RemoteError, match="4 jobs arrived damaged"), trio.fail_after(PATIENCE_S):
             await ask(swarm)
         await swarm.quiet()
@@ -134,34 +135,34 @@ ROW = tensor_bytes(np.zeros((1, N_EMBD), np.float32))
 
 
 async def test_messages_for_unknown_requests_are_ignored_and_counted() -> None:
-    async with open_swarm({"a": FakePool("0:6"), "b": FakePool("6:12"), "m": FakePool()}) as swarm:
+    async with open_swarm({A: FakePool("0:6"), B: FakePool("6:12"), M: FakePool()}) as swarm:
         messages: list[tuple[JobMessage, bytes]] = [
             (forward("nobody"), ROW),
             (forward("nobody", step="embed", stage=0), b""),
             (StreamingToken(request_id="nobody", index=0, token=1), b"x"),
             (PrefillProgress(request_id="nobody", position=1), b""),
-            (PipelineError(request_id="nobody", node_id="x", kind="worker_error"), b""),
-            (PipelineError(request_id="nobody", node_id="m", kind="worker_error"), b""),
+            (PipelineError(request_id="nobody", node_id=X, kind="worker_error"), b""),
+            (PipelineError(request_id="nobody", node_id=M, kind="worker_error"), b""),
             (CancelInference(request_id="nobody"), b""),
         ]
         for message, payload in messages:
-            await swarm["m"].router.send("b", *encode_job(message, payload))
-        await swarm["m"].router.send("b", b"\xc1 no message at all", b"")
+            await swarm[M].router.send(B, *encode_job(message, payload))
+        await swarm[M].router.send(B, b"\xc1 no message at all", b"")
         await wait_all_tasks_blocked(0.01)
-        statistics = swarm["b"].pipelines.statistics()
+        statistics = swarm[B].pipelines.statistics()
         # The failure of "x" may be of a pipeline that "m" had, and is noted; that of "m" itself is too late
         # for whoever had a pipeline with it.
         assert (statistics.messages_ignored, statistics.messages_bad) == (5, 1)
-        assert swarm["b"].pipelines._suspects.now(trio.current_time()) == {"x"}
+        assert swarm[B].pipelines._suspects.now(trio.current_time()) == {X}
         assert await ask(swarm) == await uncut(PROMPT, 12)
 
 
 async def test_a_stranger_cannot_meddle_with_a_request() -> None:
     """It knows the request id and says everything a stage or the origin might say."""
-    pools = {"a": FakePool("0:6"), "b": FakePool("6:12"), "m": FakePool()}
+    pools = {A: FakePool("0:6"), B: FakePool("6:12"), M: FakePool()}
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        stranger = swarm["m"].router
-        async with swarm["a"].pipelines.generate(
+        stranger = swarm[M].router
+        async with swarm[A].pipelines.generate(
             Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=40)
         ) as generation:
             request_id = generation.request_id
@@ -175,16 +176,16 @@ async def test_a_stranger_cannot_meddle_with_a_request() -> None:
                     (forward(request_id, step="embed", stage=0), b""),
                     (StreamingToken(request_id=request_id, index=4, token=1, finish_reason="stop"), b"lies"),
                     (PrefillProgress(request_id=request_id, position=1), b""),
-                    (PipelineError(request_id=request_id, node_id="b", kind="worker_error"), b""),
+                    (PipelineError(request_id=request_id, node_id=B, kind="worker_error"), b""),
                     (CancelInference(request_id=request_id), b""),
                 ]
                 for message, payload in lies:
-                    for node_id in "ab":
+                    for node_id in (A, B):
                         await stranger.send(node_id, *encode_job(message, payload))
         assert "".join(texts) == await uncut(PROMPT, 40)
         # Nor did the stream have to survive it.
         assert generation.n_recoveries == 0
-        assert swarm["a"].pipelines.statistics().repeats == 0
+        assert swarm[A].pipelines.statistics().repeats == 0
 
 
 @pytest.mark.parametrize(
@@ -202,9 +203,9 @@ async def test_a_stranger_cannot_meddle_with_a_request() -> None:
 async def test_a_job_that_makes_no_sense_fails_the_request_with_the_field(
     changes: dict[str, object], payload: bytes, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pools = {"a": FakePool("0:6"), "b": FakePool("6:12")}
+    pools = {A: FakePool("0:6"), B: FakePool("6:12")}
     async with open_swarm(pools) as swarm:
-        real_send = swarm["a"].router.send
+        real_send = swarm[A].router.send
         n_sent = 0
 
         async def send(node_id: str, header: bytes, body: bytes | memoryview = b"") -> None:
@@ -215,9 +216,9 @@ async def test_a_job_that_makes_no_sense_fails_the_request_with_the_field(
                 header, body = encode_job(forward(message.request_id, **changes), payload)
             await real_send(node_id, header, body)
 
-        monkeypatch.setattr(swarm["a"].router, "send", send)
+        monkeypatch.setattr(swarm[A].router, "send", send)
         with (
-            pytest.raises(RemoteError, match=rf"node nick-b \(b\): .*{complaint}"),
+            pytest.raises(RemoteError, match=rf"node nick-b \({B}\): .*{complaint}"),
             trio.fail_after(PATIENCE_S),
         ):
             await ask(swarm)
@@ -235,36 +236,36 @@ async def test_a_job_that_makes_no_sense_fails_the_request_with_the_field(
         ),
         (PrefillProgress(request_id="-", position=10_000), "rows up to 10000"),
         (
-            PipelineError(request_id="-", node_id="b", kind="x", damaged=True, position=500),
+            PipelineError(request_id="-", node_id=B, kind="x", damaged=True, position=500),
             "no job is under way",
         ),
-        (PipelineError(request_id="-", node_id="b", kind="x", message="bell\x07\n"), r"\(b\): bell  $"),
+        (PipelineError(request_id="-", node_id=B, kind="x", message="bell\x07\n"), rf"\({B}\): bell  $"),
     ],
     ids=["token", "stop string", "progress", "damage", "control characters"],
 )
 async def test_a_stage_that_breaks_its_promises_is_named(message: JobMessage, complaint: str) -> None:
-    pools = {"a": FakePool("0:6"), "b": FakePool("6:12")}
+    pools = {A: FakePool("0:6"), B: FakePool("6:12")}
     async with open_swarm(pools, settings=PipelineSettings(failover_timeout_s=0)) as swarm:
         request_id = ""
 
         async def lie(position: int, layers: object) -> None:
             if position > len(PROMPT) + 2:
                 told = msgspec.structs.replace(message, request_id=request_id)
-                await swarm["b"].router.send("a", *encode_job(told))
+                await swarm[B].router.send(A, *encode_job(told))
 
         async def read() -> None:
             nonlocal request_id
-            async with swarm["a"].pipelines.generate(
+            async with swarm[A].pipelines.generate(
                 Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=4000)
             ) as generation:
                 request_id = generation.request_id
                 async for _ in generation:
                     pass
 
-        pools["b"].before_forward = lie
+        pools[B].before_forward = lie
         with pytest.raises(RemoteError, match=complaint) as failure, trio.fail_after(PATIENCE_S):
             await read()
-        assert "nick-b (b)" in str(failure.value)
+        assert f"nick-b ({B})" in str(failure.value)
         await swarm.quiet()
 
 
@@ -272,8 +273,8 @@ def assignment(entry_id: str, **changes: object) -> PipelineAssignment:
     fields: dict[str, object] = {
         "request_id": "r1",
         "model_id": entry_id,
-        "origin": "m",
-        "stages": (Stage(node_id="a", start=0, end=6), Stage(node_id="b", start=6, end=12)),
+        "origin": M,
+        "stages": (Stage(node_id=A, start=0, end=6), Stage(node_id=B, start=6, end=12)),
         "n_prompt_tokens": 3,
         "sampling": Sampling(),
     }
@@ -283,14 +284,14 @@ def assignment(entry_id: str, **changes: object) -> PipelineAssignment:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"origin": "a"}, b"must assign it itself"),
+        ({"origin": A}, b"must assign it itself"),
         ({"model_id": "0" * 64}, b"does not have the model"),
-        ({"stages": (Stage(node_id="b", start=0, end=6),)}, b"do not cover the model's 12 layers"),
-        ({"stages": (Stage(node_id="a", start=0, end=12),)}, b"no stage is assigned to this node"),
-        ({"stages": (Stage(node_id="b", start=0, end=12),)}, b"layers 0:12 are not loaded here"),
+        ({"stages": (Stage(node_id=B, start=0, end=6),)}, b"do not cover the model's 12 layers"),
+        ({"stages": (Stage(node_id=A, start=0, end=12),)}, b"no stage is assigned to this node"),
+        ({"stages": (Stage(node_id=B, start=0, end=12),)}, b"layers 0:12 are not loaded here"),
         (
-            {"stages": (Stage(node_id="zz", start=0, end=6), Stage(node_id="b", start=6, end=12))},
-            b"not connected to zz",
+            {"stages": (Stage(node_id=Z, start=0, end=6), Stage(node_id=B, start=6, end=12))},
+            f"not connected to {Z}".encode(),
         ),
     ],
     ids=["origin", "model", "cover", "none", "unloaded", "unreachable"],
@@ -298,36 +299,36 @@ def assignment(entry_id: str, **changes: object) -> PipelineAssignment:
 async def test_assignments_that_make_no_sense_are_refused_with_the_reason(
     changes: dict[str, object], reason: bytes
 ) -> None:
-    async with open_swarm({"a": FakePool("0:6"), "b": FakePool("6:12"), "m": FakePool()}) as swarm:
+    async with open_swarm({A: FakePool("0:6"), B: FakePool("6:12"), M: FakePool()}) as swarm:
         body = encode_request(assignment(swarm.entry.model_id, **changes))
-        assert reason in await swarm["m"].router.request("b", body)
-        assert swarm["b"].pipelines.statistics().active_stage_requests == 0
+        assert reason in await swarm[M].router.request(B, body)
+        assert swarm[B].pipelines.statistics().active_stage_requests == 0
 
 
 async def test_a_request_id_is_not_given_twice_and_a_cancelled_one_not_at_all() -> None:
-    async with open_swarm({"a": FakePool("0:6"), "b": FakePool("6:12"), "m": FakePool()}) as swarm:
-        router, model_id = swarm["m"].router, swarm.entry.model_id
-        assert b"in use" not in await router.request("b", encode_request(assignment(model_id)))
-        assert b"in use" in await router.request("b", encode_request(assignment(model_id)))
+    async with open_swarm({A: FakePool("0:6"), B: FakePool("6:12"), M: FakePool()}) as swarm:
+        router, model_id = swarm[M].router, swarm.entry.model_id
+        assert b"in use" not in await router.request(B, encode_request(assignment(model_id)))
+        assert b"in use" in await router.request(B, encode_request(assignment(model_id)))
         for request_id in ("r1", "r2"):
-            await router.send("b", *encode_job(CancelInference(request_id=request_id)))
+            await router.send(B, *encode_job(CancelInference(request_id=request_id)))
         await swarm.quiet()
         # The cancellation of r2 has overtaken its assignment.
         body = encode_request(assignment(model_id, request_id="r2"))
-        assert b"has been cancelled" in await router.request("b", body)
+        assert b"has been cancelled" in await router.request(B, body)
 
 
 async def test_a_neighbour_that_overruns_the_window_ends_its_request() -> None:
-    async with open_swarm({"a": FakePool("0:6"), "b": FakePool("6:12")}) as swarm:
+    async with open_swarm({A: FakePool("0:6"), B: FakePool("6:12")}) as swarm:
 
         async def stuck(position: int, layers: object) -> None:
             await trio.sleep_forever()
 
-        swarm["b"].pool.before_forward = stuck
-        body = encode_request(assignment(swarm.entry.model_id, origin="a"))
-        await swarm["a"].router.request("b", body)
+        swarm[B].pool.before_forward = stuck
+        body = encode_request(assignment(swarm.entry.model_id, origin=A))
+        await swarm[A].router.request(B, body)
         for position in range(40):
-            await swarm["a"].router.send("b", *encode_job(forward("r1", position=position), ROW))
+            await swarm[A].router.send(B, *encode_job(forward("r1", position=position), ROW))
         await wait_all_tasks_blocked(0.01)
         await swarm.quiet()
-        assert swarm["b"].pipelines.statistics().messages_ignored > 0
+        assert swarm[B].pipelines.statistics().messages_ignored > 0

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import trio
 from deadlines import PATIENCE_S
+from node_ids import A, B, C, M
 from trio.testing import wait_all_tasks_blocked
 
 from bench.arithmetic import N_EMBD, FakePool, uncut
@@ -25,7 +26,7 @@ PROMPT = "who may be trusted?"
 
 async def ask(swarm: Swarm) -> str:
     with trio.fail_after(PATIENCE_S):
-        async with swarm["a"].pipelines.generate(
+        async with swarm[A].pipelines.generate(
             Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=6)
         ) as generation:
             return "".join([piece.text async for piece in generation])
@@ -36,29 +37,29 @@ def deeds(swarm: Swarm, here: str, there: str) -> dict[str, int]:
 
 
 async def test_whoever_took_part_in_an_answer_has_served() -> None:
-    async with open_swarm({"a": FakePool("0:4"), "b": FakePool("4:8"), "c": FakePool("8:12")}) as swarm:
+    async with open_swarm({A: FakePool("0:4"), B: FakePool("4:8"), C: FakePool("8:12")}) as swarm:
         assert await ask(swarm) == await uncut(PROMPT, 6)
-        assert deeds(swarm, "a", "b") == deeds(swarm, "a", "c") == {"served": 1}
-        assert swarm["a"].trust.explain("a").counts == {}
+        assert deeds(swarm, A, B) == deeds(swarm, A, C) == {"served": 1}
+        assert swarm[A].trust.explain(A).counts == {}
 
 
 async def test_the_node_that_failed_is_held_to_it_and_nobody_else() -> None:
-    pools = {"a": FakePool("0:4"), "b": FakePool("4:8"), "c": FakePool("8:12")}
+    pools = {A: FakePool("0:4"), B: FakePool("4:8"), C: FakePool("8:12")}
     async with open_swarm(pools) as swarm:
 
         async def fail(*arguments: object, **named: object) -> None:
             raise WorkerError("out of order")
 
-        pools["c"].forward = fail  # type: ignore[method-assign, assignment]
+        pools[C].forward = fail  # type: ignore[method-assign, assignment]
         with pytest.raises(RemoteError):
             await ask(swarm)
-        assert set(deeds(swarm, "a", "c")) == {"failed"}
-        assert deeds(swarm, "a", "b") == {}
+        assert set(deeds(swarm, A, C)) == {"failed"}
+        assert deeds(swarm, A, B) == {}
 
 
 async def test_numbers_that_are_not_finite_are_laid_to_their_sender() -> None:
-    async with open_swarm({"a": FakePool("0:6"), "b": FakePool("6:12")}) as swarm:
-        router, send = swarm["a"].router, swarm["a"].router.send
+    async with open_swarm({A: FakePool("0:6"), B: FakePool("6:12")}) as swarm:
+        router, send = swarm[A].router, swarm[A].router.send
 
         async def poison(node_id: str, header: bytes, payload: bytes | memoryview = b"") -> None:
             message = decode_job(header, payload)
@@ -70,23 +71,23 @@ async def test_numbers_that_are_not_finite_are_laid_to_their_sender() -> None:
         router.send = poison  # type: ignore[method-assign]
         with pytest.raises(RemoteError, match="not finite"):
             await ask(swarm)
-        assert deeds(swarm, "b", "a")["bad numbers"] >= 1
+        assert deeds(swarm, B, A)["bad numbers"] >= 1
 
 
 async def test_nonsense_and_damage_are_noted() -> None:
-    async with open_swarm({"a": FakePool("0:6"), "b": FakePool("6:12")}) as swarm:
-        await swarm["a"].router.send("b", b"\xc1 no message at all", b"")
+    async with open_swarm({A: FakePool("0:6"), B: FakePool("6:12")}) as swarm:
+        await swarm[A].router.send(B, b"\xc1 no message at all", b"")
         message = LayerForward(request_id="x", step="layer", stage=1, position=0, n_tokens=1)
         header, _ = encode_job(message, b"row")
-        await swarm["a"].router.send("b", header, b"row, damaged")
+        await swarm[A].router.send(B, header, b"row, damaged")
         await wait_all_tasks_blocked(0.01)
-        assert deeds(swarm, "b", "a") == {"broke protocol": 1, "damaged": 1}
+        assert deeds(swarm, B, A) == {"broke protocol": 1, "damaged": 1}
 
 
 async def test_a_distrusted_node_gets_no_work() -> None:
-    async with open_swarm({"a": FakePool("0:6"), "b": FakePool("6:12")}) as swarm:
+    async with open_swarm({A: FakePool("0:6"), B: FakePool("6:12")}) as swarm:
         assert await ask(swarm) == await uncut(PROMPT, 6)
-        swarm["a"].trust.note("b", Deed.WRONG_BYTES)
+        swarm[A].trust.note(B, Deed.WRONG_BYTES)
         with pytest.raises(NoPipeline):
             await ask(swarm)
 
@@ -94,9 +95,9 @@ async def test_a_distrusted_node_gets_no_work() -> None:
 @pytest.mark.parametrize(
     ("full", "other", "pools"),
     [
-        ("b", "m", {"a": "0:4", "b": "4:8", "m": "4:8", "c": "8:12"}),
-        ("c", "m", {"a": "0:4", "b": "4:8", "c": "8:12", "m": "8:12"}),
-        ("b", "m", {"a": "0:0", "b": "0:12", "m": "0:12"}),
+        (B, M, {A: "0:4", B: "4:8", M: "4:8", C: "8:12"}),
+        (C, M, {A: "0:4", B: "4:8", C: "8:12", M: "8:12"}),
+        (B, M, {A: "0:0", B: "0:12", M: "0:12"}),
     ],
     ids=["middle", "last", "whole"],
 )
@@ -110,25 +111,25 @@ async def test_a_stage_whose_room_others_used_up_is_busy_and_nobody_is_blamed(
         swarm[full].pipelines._sessions.budget = budget
         said = {full: computes(swarm.entry.model_id, 1e-6), other: computes(swarm.entry.model_id, 1.0)}
         for _ in range(3):
-            await swarm.tell("a", said)
+            await swarm.tell(A, said)
             assert await ask(swarm) == await uncut(PROMPT, 6)
         await swarm.quiet()
         assert budget.n_refused
         for here in pools:
             for there in pools:
                 assert set(deeds(swarm, here, there)) <= {"served"}
-        assert not swarm["a"].pipelines._suspects.ordered(trio.current_time())
+        assert not swarm[A].pipelines._suspects.ordered(trio.current_time())
         for node_id in pools:
             assert full not in swarm[node_id].pipelines._suspects.ordered(trio.current_time())
         assert budget.n_bytes == 750
 
 
 async def test_an_origin_whose_room_others_used_up_doubts_nobody() -> None:
-    async with open_swarm({"b": FakePool("0:4"), "a": FakePool("4:8"), "c": FakePool("8:12")}) as swarm:
-        budget = swarm["a"].pipelines._sessions.budget = ByteBudget({kind: Limit(0, 0) for kind in Kind})
+    async with open_swarm({B: FakePool("0:4"), A: FakePool("4:8"), C: FakePool("8:12")}) as swarm:
+        budget = swarm[A].pipelines._sessions.budget = ByteBudget({kind: Limit(0, 0) for kind in Kind})
         with pytest.raises(NodeBusy):
             await ask(swarm)
         assert budget.n_refused
-        assert deeds(swarm, "a", "b") == deeds(swarm, "a", "c") == {}
-        assert not swarm["a"].pipelines._suspects.ordered(trio.current_time())
+        assert deeds(swarm, A, B) == deeds(swarm, A, C) == {}
+        assert not swarm[A].pipelines._suspects.ordered(trio.current_time())
         await swarm.quiet()

@@ -6,6 +6,7 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from node_ids import A, B, C, M
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from bench.arithmetic import uncut
@@ -40,14 +41,14 @@ def drop_one(swarm: object, node_id: str, monkeypatch: pytest.MonkeyPatch, at: i
     monkeypatch.setattr(router, "send", lossy)
 
 
-@pytest.mark.parametrize("dropper", ["a", "b", "c"])
+@pytest.mark.parametrize("dropper", [A, B, C])
 async def test_a_job_that_is_dropped_silently_is_missed_within_the_time_of_an_acknowledgement(
     dropper: str, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_swarm(pools_of(a="0:4", b="4:8", c="8:12"), settings=SETTINGS) as swarm:
         drop_one(swarm, dropper, monkeypatch, at=len(PROMPT) + 5)
         started_s = trio.current_time()
-        text, generation = await read(swarm, "a", kills(swarm))
+        text, generation = await read(swarm, A, kills(swarm))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 1
         assert trio.current_time() - started_s == pytest.approx(ACK_S, abs=0.5)
@@ -58,7 +59,7 @@ async def test_a_retry_prefers_no_pipeline(patient_clock: MockClock, monkeypatch
     """A conversation returns to its nodes, though others are a little quicker, but not when that has just
     failed without anybody being to blame."""
     async with open_swarm(pools_of(a="0:4", b="4:12", c="4:12"), settings=SETTINGS) as swarm:
-        pipelines, model_id = swarm["a"].pipelines, swarm.entry.model_id
+        pipelines, model_id = swarm[A].pipelines, swarm.entry.model_id
 
         async def turn() -> str:
             prompt = Prompt(text=PROMPT, session="talk")
@@ -68,11 +69,11 @@ async def test_a_retry_prefers_no_pipeline(patient_clock: MockClock, monkeypatch
                 return generation.route[1].node_id
 
         first = await turn()
-        (other,) = {"b", "c"} - {first}
-        await swarm.tell("a", {first: computes(model_id, 0.0012), other: computes(model_id, 0.001)})
+        (other,) = {B, C} - {first}
+        await swarm.tell(A, {first: computes(model_id, 0.0012), other: computes(model_id, 0.001)})
         assert pipelines.stages_for(swarm.entry)[1].node_id == other
         assert await turn() == first
-        drop_one(swarm, "a", monkeypatch, at=0)
+        drop_one(swarm, A, monkeypatch, at=0)
         assert await turn() == other
         assert pipelines.statistics().retries == 1
 
@@ -84,11 +85,11 @@ async def test_a_stage_that_knows_nothing_of_the_request_is_found_out_at_the_fir
 
         async def forget(index: int) -> None:
             if index == 4:
-                sessions = swarm["b"].pipelines._sessions.by_request
+                sessions = swarm[B].pipelines._sessions.by_request
                 sessions.clear()
 
         started_s = trio.current_time()
-        text, generation = await read(swarm, "a", forget)
+        text, generation = await read(swarm, A, forget)
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 1
         assert trio.current_time() - started_s == pytest.approx(ACK_S / 2, abs=0.5)
@@ -108,11 +109,11 @@ async def test_a_stage_that_does_not_answer_is_to_blame(patient_clock: MockClock
                 async def deaf(sender: str, header: bytes, payload: memoryview) -> None:
                     pass
 
-                swarm["b"].router.serve(silent, deaf)
+                swarm[B].router.serve(silent, deaf)
 
         started_s = trio.current_time()
-        with pytest.raises(NodeUnreachable, match="node b does not say how the request stands within 5 s"):
-            await read(swarm, "a", fall_silent)
+        with pytest.raises(NodeUnreachable, match=f"node {B} does not say how the request stands within 5 s"):
+            await read(swarm, A, fall_silent)
         assert trio.current_time() - started_s == pytest.approx(ACK_S, abs=0.5)
 
 
@@ -123,31 +124,32 @@ async def test_work_that_takes_long_is_waited_for(patient_clock: MockClock) -> N
         if position == len(PROMPT) + 3:
             await trio.sleep(60)
 
-    pools["b"].before_forward = slowly
+    pools[B].before_forward = slowly
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        text, generation = await read(swarm, "a", kills(swarm))
+        text, generation = await read(swarm, A, kills(swarm))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 0
 
 
 async def test_everybody_learns_of_a_node_that_fails() -> None:
     """The next request of another node goes around it, without finding out by itself."""
-    pools = pools_of(a="0:4", e="0:4", b="4:12", c="4:12")
+    pools = pools_of(a="0:4", f="0:4", b="4:12", c="4:12")
 
     async def dies(position: int, layers: LayerRange) -> None:
         raise WorkerDied("worker 4711 was killed by signal 9")
 
-    pools["b"].before_forward = pools["c"].before_forward = dies
+    pools[B].before_forward = pools[C].before_forward = dies
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        first = swarm["e"].pipelines.stages_for(swarm.entry)[1].node_id
-        other = "c" if first == "b" else "b"
+        first = swarm[F].pipelines.stages_for(swarm.entry)[1].node_id
+        assert swarm[A].pipelines.stages_for(swarm.entry)[1].node_id == first
+        other = C if first == B else B
         pools[other].before_forward = None
-        await read(swarm, "a", kills(swarm))
+        await read(swarm, A, kills(swarm))
         await wait_all_tasks_blocked()
         n_before = len(pools[first].calls)
-        text, _ = await read(swarm, "e", kills(swarm))
+        text, _ = await read(swarm, F, kills(swarm))
         assert text == await uncut(PROMPT, N_TOKENS)
-        assert swarm["e"].pipelines.statistics().retries == 0
+        assert swarm[F].pipelines.statistics().retries == 0
         assert len(pools[first].calls) == n_before
         await swarm.quiet()
 
@@ -155,39 +157,39 @@ async def test_everybody_learns_of_a_node_that_fails() -> None:
 async def test_a_suspect_is_used_where_there_is_nobody_else() -> None:
     pools = pools_of(a="0:4", b="4:12", m="")
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        swarm["a"].pipelines._suspects.accuse("m", "b", trio.current_time())
-        text, _ = await read(swarm, "a", kills(swarm))
+        swarm[A].pipelines._suspects.accuse(M, B, trio.current_time())
+        text, _ = await read(swarm, A, kills(swarm))
         assert text == await uncut(PROMPT, N_TOKENS)
 
 
 async def test_a_suspect_that_comes_back_is_none_any_more() -> None:
     async with open_swarm(pools_of(a="0:4", b="4:12", m="")) as swarm:
-        suspects = swarm["a"].pipelines._suspects
-        suspects.accuse("m", "b", trio.current_time())
-        swarm.kill("b")
+        suspects = swarm[A].pipelines._suspects
+        suspects.accuse(M, B, trio.current_time())
+        swarm.kill(B)
         await wait_all_tasks_blocked()
-        assert suspects.now(trio.current_time()) == {"b"}
-        await swarm.start("b", pools_of(b="4:12")["b"])
+        assert suspects.now(trio.current_time()) == {B}
+        await swarm.start(B, pools_of(b="4:12")[B])
         await wait_all_tasks_blocked()
         assert not suspects.now(trio.current_time())
 
 
 def test_suspicion_ends_by_itself_or_when_the_node_comes_back() -> None:
     suspects = Suspects()
-    suspects.accuse("a", "b", 0.0)
-    suspects.accuse("a", "c", 1.0)
-    assert suspects.now(1.0) == {"b", "c"}
-    suspects.clear("c")
-    assert suspects.now(SUSPECT_S - 0.1) == {"b"}
+    suspects.accuse(A, B, 0.0)
+    suspects.accuse(A, C, 1.0)
+    assert suspects.now(1.0) == {B, C}
+    suspects.clear(C)
+    assert suspects.now(SUSPECT_S - 0.1) == {B}
     assert suspects.now(SUSPECT_S) == frozenset()
 
 
 def test_one_node_is_believed_of_no_more_than_a_few_others() -> None:
     suspects = Suspects()
     for number in range(MAX_PER_ACCUSER + 1):
-        suspects.accuse("a", str(number), 0.0)
+        suspects.accuse(A, str(number), 0.0)
     assert len(suspects.now(0.0)) == MAX_PER_ACCUSER
-    suspects.accuse("b", "one more", 0.0)
+    suspects.accuse(B, "one more", 0.0)
     assert len(suspects.now(0.0)) == MAX_PER_ACCUSER + 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from node_ids import A, B
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.pipeline import Prompt
@@ -15,7 +16,7 @@ def account(*node_ids: str) -> StageAccount:
 
 
 def test_what_stages_did_not_spend_is_shared_by_the_hops() -> None:
-    told = account("a", "b", "b")
+    told = account(A, B, B)
     told.add_prefill([StageTiming(0, 0.5, 0.6), StageTiming(1, 0.25, 0.3), StageTiming(2, 0.125, 0.2)])
     for _ in range(4):
         told.add_decoded([StageTiming(0, 0.01, 0.02), StageTiming(1, 0.02, 0.03), StageTiming(2, 0.03, 0.04)])
@@ -28,13 +29,13 @@ def test_what_stages_did_not_spend_is_shared_by_the_hops() -> None:
 
 
 def test_a_single_stage_elsewhere_has_no_hop_in_its_ring() -> None:
-    told = account("b")
+    told = account(B)
     told.add_decoded([StageTiming(0, 0.01, 0.02)])
     assert told.reports([""], decode_s=1.0)[0].network_s == 0.0
 
 
 def test_timings_of_stages_that_do_not_exist_are_ignored() -> None:
-    told = account("a", "b")
+    told = account(A, B)
     told.add_prefill([StageTiming(9, 1.0, 1.0)])
     told.add_decoded([StageTiming(9, 1.0, 1.0)])
     assert [(stage.compute_s, stage.prefill_s) for stage in told.reports(["", ""], 0.0)] == [(0, 0), (0, 0)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import trio
 from deadlines import PATIENCE_S
+from node_ids import A, H
 
 from bench.arithmetic import FakePool
 from swarmllm.errors import GrammarTooComplex, InvalidRequest, RemoteError, SwarmLLMError
@@ -37,7 +38,7 @@ class Refusing(FakePool):
 
 async def ask(swarm: Swarm, sampling: Sampling) -> None:
     with trio.fail_after(PATIENCE_S):
-        async with swarm["a"].pipelines.generate(Prompt(text="?"), swarm.entry, sampling) as generation:
+        async with swarm[A].pipelines.generate(Prompt(text="?"), swarm.entry, sampling) as generation:
             async for _ in generation:
                 pass
 
@@ -54,24 +55,24 @@ async def test_a_head_charges_who_sent_what_its_own_worker_would_have_refused(
     sampling: Sampling, error: InvalidRequest, is_charged: bool
 ) -> None:
     head = Refusing("6:12", error=error)
-    async with open_swarm({"a": FakePool("0:6"), "h": head}) as swarm:
+    async with open_swarm({A: FakePool("0:6"), H: head}) as swarm:
         with pytest.raises(RemoteError, match=error.message):
             await ask(swarm, sampling)
         assert head.n_refused
-        assert (swarm["h"].trust.score("a") < NEUTRAL) is is_charged
-        assert swarm["a"].trust.score("h") < NEUTRAL, "it compiles here"
+        assert (swarm[H].trust.score(A) < NEUTRAL) is is_charged
+        assert swarm[A].trust.score(H) < NEUTRAL, "it compiles here"
         await swarm.quiet()
 
 
 async def test_a_grammar_that_turns_out_too_complex_is_the_clients_matter_alone() -> None:
     head = Refusing("6:12", error=GrammarTooComplex("too complex", field="grammar"))
-    async with open_swarm({"a": FakePool("0:6"), "h": head}) as swarm:
+    async with open_swarm({A: FakePool("0:6"), H: head}) as swarm:
         with pytest.raises(GrammarTooComplex) as caught:
             await ask(swarm, GRAMMAR)
         assert (caught.value.http_status, caught.value.field) == (400, "grammar")
         assert head.n_refused == 1, "no second pipeline has to hear of it"
-        assert swarm["h"].trust.score("a") >= NEUTRAL
-        assert swarm["a"].trust.score("h") >= NEUTRAL
+        assert swarm[H].trust.score(A) >= NEUTRAL
+        assert swarm[A].trust.score(H) >= NEUTRAL
         await swarm.quiet()
 
 
@@ -82,9 +83,9 @@ async def test_the_origin_asks_its_own_worker_before_anybody_else() -> None:
             raise InvalidRequest("no grammar", field="grammar")
 
     origin, head = Checking("0:6"), FakePool("6:12")
-    async with open_swarm({"a": origin, "h": head}) as swarm:
+    async with open_swarm({A: origin, H: head}) as swarm:
         with pytest.raises(InvalidRequest):
             await ask(swarm, GRAMMAR)
         assert origin.checked == [GRAMMAR]
         assert not head.calls
-        assert swarm["h"].trust.score("a") >= NEUTRAL
+        assert swarm[H].trust.score(A) >= NEUTRAL

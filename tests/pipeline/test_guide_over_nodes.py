@@ -13,6 +13,7 @@ import pytest
 import trio
 from deadlines import PATIENCE_S
 from msgspec.structs import replace
+from node_ids import A, B, C, D
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue
@@ -27,7 +28,7 @@ from .fakes import Swarm, open_swarm
 
 pytestmark = pytest.mark.slow
 
-THIRDS = {"a": "0:4", "b": "4:8", "c": "8:12"}
+THIRDS = {A: "0:4", B: "4:8", C: "8:12"}
 QUESTIONS = (
     "What is a pipeline?",
     "Tell me, please, in a few words and without hurry, how a hidden state gets from one node to the next!",
@@ -99,11 +100,11 @@ async def test_greedy_tokens_over_three_nodes_equal_the_uncut_model(
 
         # At the same time, and from each node, so that every stage is once the origin's neighbour.
         async with trio.open_nursery() as nursery:
-            for node_id, question in zip("abc", QUESTIONS, strict=True):
+            for node_id, question in zip((A, B, C), QUESTIONS, strict=True):
                 nursery.start_soon(one, node_id, question)
         await swarm.quiet()
         for question, (tokens, text) in answers.items():
-            prompt = await swarm["a"].pool.tokenize(
+            prompt = await swarm[A].pool.tokenize(
                 ModelFile(entry.model_id, entry.path), messages=[{"role": "user", "content": question}]
             )
             expected = expected_tokens(uncut, prompt.tolist())
@@ -116,11 +117,11 @@ async def test_a_worker_elsewhere_tells_which_stop_string_ended_the_text(
     tmp_path: Path, entry: CatalogueEntry
 ) -> None:
     prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[0]}])
-    async with guide_swarm(tmp_path, entry, {"a": "", "b": "0:12"}) as swarm:
-        _, text = await ask(swarm, "a", QUESTIONS[0])
+    async with guide_swarm(tmp_path, entry, {A: "", B: "0:12"}) as swarm:
+        _, text = await ask(swarm, A, QUESTIONS[0])
         word = text[len(text) // 2 :][:6]
         sampling = replace(GREEDY, stop=("\0", word))
-        async with swarm["a"].pipelines.generate(prompt, entry, sampling) as generation:
+        async with swarm[A].pipelines.generate(prompt, entry, sampling) as generation:
             shown = "".join([piece.text async for piece in generation])
         assert shown == text[: text.index(word)]
         assert (generation.shape, generation.stop_sequence) == ("remote-generate", word)
@@ -132,10 +133,10 @@ async def test_log_probabilities_over_three_nodes_are_those_of_one(
     sampling = Sampling(temperature=0.0, max_tokens=8, logprobs=True, top_logprobs=4)
     prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[0]}])
     told = []
-    for holdings in (THIRDS, {"a": "0:12"}):
+    for holdings in (THIRDS, {A: "0:12"}):
         async with (
             guide_swarm(tmp_path, entry, holdings) as swarm,
-            swarm["a"].pipelines.generate(prompt, entry, sampling) as generation,
+            swarm[A].pipelines.generate(prompt, entry, sampling) as generation,
         ):
             told.append([piece.logprobs async for piece in generation])
     assert [len(logprobs) for logprobs in told[0]] == [5] * 8
@@ -153,7 +154,7 @@ async def test_the_next_turn_over_three_nodes_is_that_of_fresh_ones(
 
     async def say(swarm: Swarm) -> str:
         prompt = Prompt(messages=turns)
-        async with swarm["a"].pipelines.generate(prompt, entry, GREEDY) as generation:
+        async with swarm[A].pipelines.generate(prompt, entry, GREEDY) as generation:
             text = "".join([piece.text async for piece in generation])
         cached.append(generation.n_cached_tokens)
         await swarm.quiet()
@@ -173,11 +174,11 @@ async def test_the_next_turn_over_three_nodes_is_that_of_fresh_ones(
 async def test_a_node_without_layers_uses_one_that_has_them_all(
     tmp_path: Path, entry: CatalogueEntry, uncut: llama_cpp.Llama
 ) -> None:
-    async with guide_swarm(tmp_path, entry, {"a": "", "b": "0:12"}) as swarm:
-        remote = await ask(swarm, "a", QUESTIONS[1])
-        assert await ask(swarm, "b", QUESTIONS[1]) == remote
+    async with guide_swarm(tmp_path, entry, {A: "", B: "0:12"}) as swarm:
+        remote = await ask(swarm, A, QUESTIONS[1])
+        assert await ask(swarm, B, QUESTIONS[1]) == remote
         prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[1]}])
-        async with swarm["a"].pipelines.generate(prompt, entry, GREEDY) as generation:
+        async with swarm[A].pipelines.generate(prompt, entry, GREEDY) as generation:
             assert [piece.token async for piece in generation] == remote[0]
         assert generation.shape == "remote-generate"
         assert generation.timings.decode_s > 0
@@ -193,14 +194,14 @@ async def test_leaving_early_frees_the_only_slot_of_every_worker(
         prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[0]}])
         endless = Sampling(temperature=0.0, max_tokens=900, ignore_eos=True)
         for _ in range(3):
-            async with swarm["a"].pipelines.generate(prompt, entry, endless) as generation:
+            async with swarm[A].pipelines.generate(prompt, entry, endless) as generation:
                 async for piece in generation:
                     if piece.index == 5:
                         break
             await swarm.quiet()
 
 
-@pytest.mark.parametrize("victim", ["a", "c"])
+@pytest.mark.parametrize("victim", [A, C])
 async def test_a_stream_survives_a_killed_worker(tmp_path: Path, entry: CatalogueEntry, victim: str) -> None:
     """Its node starts it again; sampled with penalties, so that the sampler has to be what it was."""
     sampling = Sampling(temperature=0.8, seed=5, repeat_penalty=1.2, max_tokens=24, ignore_eos=True)
@@ -208,7 +209,7 @@ async def test_a_stream_survives_a_killed_worker(tmp_path: Path, entry: Catalogu
 
     async def read(kill_at: int) -> list[int]:
         tokens = []
-        async with swarm["a"].pipelines.generate(prompt, entry, sampling) as generation:
+        async with swarm[A].pipelines.generate(prompt, entry, sampling) as generation:
             async for piece in generation:
                 tokens.append(piece.token)
                 if piece.index == kill_at:
@@ -224,16 +225,16 @@ async def test_a_stream_survives_a_killed_worker(tmp_path: Path, entry: Catalogu
         await swarm.quiet()
 
 
-@pytest.mark.parametrize(("victim", "layers"), [("b", "4:8"), ("c", "8:12")])
+@pytest.mark.parametrize(("victim", "layers"), [(B, "4:8"), (C, "8:12")])
 async def test_a_spare_is_built_up_from_what_the_others_have(
     tmp_path: Path, entry: CatalogueEntry, victim: str, layers: str
 ) -> None:
     prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[0]}])
-    async with guide_swarm(tmp_path, entry, {**THIRDS, "d": layers}) as swarm:
-        expected = await ask(swarm, "a", QUESTIONS[0])
+    async with guide_swarm(tmp_path, entry, {**THIRDS, D: layers}) as swarm:
+        expected = await ask(swarm, A, QUESTIONS[0])
         tokens = []
         with trio.fail_after(PATIENCE_S):
-            async with swarm["a"].pipelines.generate(prompt, entry, GREEDY) as generation:
+            async with swarm[A].pipelines.generate(prompt, entry, GREEDY) as generation:
                 async for piece in generation:
                     tokens.append(piece.token)
                     if piece.index == 7:
@@ -241,17 +242,17 @@ async def test_a_spare_is_built_up_from_what_the_others_have(
                         os.kill(worker.pid, signal.SIGKILL)
         assert tokens == expected[0]
         assert (generation.n_recoveries, generation.n_rebuilt) == (1, 1)
-        assert "d" in {stage.node_id for stage in generation.route}
+        assert D in {stage.node_id for stage in generation.route}
         await swarm.quiet()
 
 
 async def test_a_stream_survives_the_only_worker(tmp_path: Path, entry: CatalogueEntry) -> None:
-    async with guide_swarm(tmp_path, entry, {"a": "0:12"}) as swarm:
-        expected = await ask(swarm, "a", QUESTIONS[0])
-        (worker,) = swarm["a"].pool.statistics()
+    async with guide_swarm(tmp_path, entry, {A: "0:12"}) as swarm:
+        expected = await ask(swarm, A, QUESTIONS[0])
+        (worker,) = swarm[A].pool.statistics()
         prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[0]}])
         tokens = []
-        async with swarm["a"].pipelines.generate(prompt, entry, GREEDY) as generation:
+        async with swarm[A].pipelines.generate(prompt, entry, GREEDY) as generation:
             async for piece in generation:
                 tokens.append(piece.token)
                 if piece.index == 5:

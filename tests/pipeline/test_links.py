@@ -12,6 +12,7 @@ import pytest
 import trio
 import trio.lowlevel
 from deadlines import PATIENCE_S
+from node_ids import A, B, C, O
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from bench.arithmetic import FakePool, uncut
@@ -35,9 +36,9 @@ from .fakes import open_swarm
 MODEL = ModelFile("0" * 64, Path("/nowhere"))
 
 
-def context(*nodes: str, here: str = "a", wants: Any = "tokens") -> RequestContext:
+def context(*nodes: str, here: str = A, wants: Any = "tokens") -> RequestContext:
     stages = tuple(Stage(node_id=node, start=index, end=index + 1) for index, node in enumerate(nodes))
-    view = RequestView(node_id=here, origin="o", stages=stages, prompt_here=False)
+    view = RequestView(node_id=here, origin=O, stages=stages, prompt_here=False)
     return RequestContext("r", MODEL, 4, 997, 3, Sampling(max_tokens=7), view, wants=wants)
 
 
@@ -92,7 +93,7 @@ class Workers:
 class Parts:
     def __init__(self) -> None:
         self.maker, self.workers = Maker(), Workers()
-        self.links = StageLinks("a", self.maker, cast(RingCalls, self.workers))
+        self.links = StageLinks(A, self.maker, cast(RingCalls, self.workers))
 
     async def join(self, context: RequestContext) -> None:
         self.links.join(context)
@@ -111,28 +112,28 @@ async def running() -> AsyncIterator[Parts]:
 
 async def test_a_request_brings_a_seat_for_each_stage_here_and_opens_the_link_ahead() -> None:
     async with running() as parts:
-        await parts.join(context("a", "b", "c"))
-        assert parts.workers.told == [("seat", 0, "c", "b", None), ("sending", "b")]
-        assert parts.maker.opened == ["b"]
+        await parts.join(context(A, B, C))
+        assert parts.workers.told == [("seat", 0, C, B, None), ("sending", B)]
+        assert parts.maker.opened == [B]
 
 
 async def test_the_last_stage_is_told_how_to_sample() -> None:
     async with running() as parts:
-        await parts.join(context("b", "a"))
-        assert parts.workers.told[0] == ("seat", 1, "b", "b", Sampling(max_tokens=7))
+        await parts.join(context(B, A))
+        assert parts.workers.told[0] == ("seat", 1, B, B, Sampling(max_tokens=7))
 
 
 async def test_two_stages_in_a_row_need_no_link_between_them() -> None:
     async with running() as parts:
-        await parts.join(context("a", "a", "b"))
+        await parts.join(context(A, A, B))
         assert sorted(told for told in parts.workers.told if told[0] == "seat") == [
-            ("seat", 0, "b", "a", None),
-            ("seat", 1, "a", "b", None),
+            ("seat", 0, B, A, None),
+            ("seat", 1, A, B, None),
         ]
-        assert parts.maker.opened == ["b"]
+        assert parts.maker.opened == [B]
 
 
-@pytest.mark.parametrize("alone", [context("a"), context("b", "a", wants="normed")])
+@pytest.mark.parametrize("alone", [context(A), context(B, A, wants="normed")])
 async def test_who_decodes_with_nobody_needs_none(alone: RequestContext) -> None:
     async with running() as parts:
         await parts.join(alone)
@@ -142,44 +143,44 @@ async def test_who_decodes_with_nobody_needs_none(alone: RequestContext) -> None
 async def test_requests_share_a_link() -> None:
     async with running() as parts:
         for _ in range(3):
-            await parts.join(context("a", "b"))
-        parts.links.join(context("a", "b"))
-        parts.links.join(context("a", "b"))
+            await parts.join(context(A, B))
+        parts.links.join(context(A, B))
+        parts.links.join(context(A, B))
         await wait_all_tasks_blocked()
-        assert parts.maker.opened == ["b"]
+        assert parts.maker.opened == [B]
 
 
 async def test_a_new_worker_needs_a_new_link() -> None:
     async with running() as parts:
-        await parts.join(context("a", "b"))
+        await parts.join(context(A, B))
         parts.workers.process = 2
         await trio.lowlevel.checkpoint()
-        parts.links.ended(MODEL.model_id, "b", "sending", "the worker died")
-        await parts.join(context("a", "b"))
-        assert parts.maker.opened == ["b", "b"]
+        parts.links.ended(MODEL.model_id, B, "sending", "the worker died")
+        await parts.join(context(A, B))
+        assert parts.maker.opened == [B, B]
 
 
 async def test_a_link_that_cannot_be_had_is_tried_again_later(autojump_clock: MockClock) -> None:
     async with running() as parts:
         parts.maker.is_reachable = False
-        await parts.join(context("a", "b"))
-        await parts.join(context("a", "b"))
-        assert parts.maker.opened == ["b"]
+        await parts.join(context(A, B))
+        await parts.join(context(A, B))
+        assert parts.maker.opened == [B]
         await trio.sleep(RETRY_S)
         parts.maker.is_reachable = True
-        await parts.join(context("a", "b"))
-        assert parts.maker.opened == ["b", "b"]
-        assert ("sending", "b") in parts.workers.told
+        await parts.join(context(A, B))
+        assert parts.maker.opened == [B, B]
+        assert ("sending", B) in parts.workers.told
 
 
 async def test_a_lost_node_loses_its_links() -> None:
     async with running() as parts:
-        await parts.join(context("a", "b"))
-        parts.links.lost("b")
+        await parts.join(context(A, B))
+        parts.links.lost(B)
         await wait_all_tasks_blocked()
-        assert parts.workers.told[-1] == ("close", "b")
-        await parts.join(context("a", "b"))
-        assert parts.maker.opened == ["b", "b"]
+        assert parts.workers.told[-1] == ("close", B)
+        await parts.join(context(A, B))
+        assert parts.maker.opened == [B, B]
 
 
 async def test_a_link_from_a_neighbour_is_taken_where_there_is_a_worker() -> None:
@@ -187,29 +188,29 @@ async def test_a_link_from_a_neighbour_is_taken_where_there_is_a_worker() -> Non
         assert parts.maker.handler is not None
         with socket.socket() as connection:
             end = LinkEnd(connection, bytes(32), 1)
-            assert await parts.maker.handler("b", MODEL.model_id, end)
+            assert await parts.maker.handler(B, MODEL.model_id, end)
             parts.workers.process = None
-            assert not await parts.maker.handler("b", MODEL.model_id, end)
-        parts.links.lost("b")
+            assert not await parts.maker.handler(B, MODEL.model_id, end)
+        parts.links.lost(B)
         await wait_all_tasks_blocked()
-        assert parts.workers.told[-1] == ("close", "b")
+        assert parts.workers.told[-1] == ("close", B)
 
 
 async def test_a_request_without_a_seat_goes_on_without_links() -> None:
     async with running() as parts:
         parts.workers.is_dying = True
-        await parts.join(context("a", "b"))
+        await parts.join(context(A, B))
         assert parts.maker.opened == []
 
 
 async def test_a_request_whose_jobs_come_by_links_is_not_silent(autojump_clock: MockClock) -> None:
     silence_s = 10.0
     async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
-        network.add("o")
+        network.add(O)
         session = Session(
-            context("a", "b"),
+            context(A, B),
             FakePool("0:1"),
-            network.add("a"),
+            network.add(A),
             silence_timeout_s=PipelineSettings(silence_timeout_s=silence_s).silence_timeout_s,
         )
         nursery.start_soon(session.run)
@@ -225,17 +226,17 @@ async def test_a_request_whose_jobs_come_by_links_is_not_silent(autojump_clock: 
 
 async def test_only_nodes_of_the_request_are_sent_what_a_worker_says() -> None:
     async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
-        network.add("o"), network.add("stranger")
-        session = Session(context("a", "b"), FakePool("0:1"), network.add("a"), silence_timeout_s=10)
+        network.add(O), network.add("stranger")
+        session = Session(context(A, B), FakePool("0:1"), network.add(A), silence_timeout_s=10)
         nursery.start_soon(session.run)
         assert not session.relay("stranger", b"header", b"")
-        assert session.relay("o", b"header", b"")
+        assert session.relay(O, b"header", b"")
         session.stop()
 
 
 async def test_two_tokens_that_come_the_wrong_way_round_are_put_right() -> None:
-    async with open_swarm({"a": FakePool("0:6"), "b": FakePool("6:12")}) as swarm:
-        pipelines = swarm["a"].pipelines
+    async with open_swarm({A: FakePool("0:6"), B: FakePool("6:12")}) as swarm:
+        pipelines = swarm[A].pipelines
         held: list[tuple[str, bytes, memoryview]] = []
         n_swapped = 0
 
@@ -250,7 +251,7 @@ async def test_two_tokens_that_come_the_wrong_way_round_are_put_right() -> None:
                 n_swapped += 1
                 await pipelines.on_message(*held.pop())
 
-        swarm["a"].router.serve(pipelines.on_request, deliver)
+        swarm[A].router.serve(pipelines.on_request, deliver)
         prompt = "where do the layers live?"
         text = ""
         with trio.fail_after(PATIENCE_S):

@@ -9,6 +9,7 @@ import trio
 from deadlines import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
+from node_ids import A, B, C
 from trio.testing import MockClock
 
 from bench.arithmetic import FakePool, uncut
@@ -27,7 +28,7 @@ PROMPT = "what comes first?"
 
 async def ask(swarm: Swarm, n_tokens: int = 12) -> str:
     with trio.fail_after(PATIENCE_S):
-        async with swarm["a"].pipelines.generate(
+        async with swarm[A].pipelines.generate(
             Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=n_tokens)
         ) as generation:
             return "".join([piece.text async for piece in generation])
@@ -55,20 +56,20 @@ def shuffle_tokens(swarm: Swarm, node_id: str, rng: random.Random, n_held: int) 
 @pytest.mark.parametrize("n_held", [2, 3, 8])
 async def test_tokens_that_overtake_each_other_are_read_in_order(n_held: int) -> None:
     """As where some go by links and some by daemons. The origin holds no stage: the ring does not wait."""
-    pools = {"a": FakePool(), "b": FakePool("0:6"), "c": FakePool("6:12")}
+    pools = {A: FakePool(), B: FakePool("0:6"), C: FakePool("6:12")}
     async with open_swarm(pools) as swarm:
-        shuffle_tokens(swarm, "c", random.Random(n_held), n_held)
+        shuffle_tokens(swarm, C, random.Random(n_held), n_held)
         assert await ask(swarm) == await uncut(PROMPT, 12)
-        for other in "bc":
-            assert swarm["a"].trust.score(other) > NEUTRAL
+        for other in (B, C):
+            assert swarm[A].trust.score(other) > NEUTRAL
         await swarm.quiet()
 
 
 @pytest.mark.parametrize("ahead", [EARLY_TOKENS_MAX + 1, 2**31 - 2])
 async def test_tokens_far_beyond_the_window_are_no_matter_of_order(ahead: int) -> None:
-    pools = {"a": FakePool("0:6"), "b": FakePool("6:12")}
+    pools = {A: FakePool("0:6"), B: FakePool("6:12")}
     async with open_swarm(pools) as swarm:
-        router, send = swarm["b"].router, swarm["b"].router.send
+        router, send = swarm[B].router, swarm[B].router.send
 
         async def skip(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
             message = decode_job(header, payload)
@@ -84,9 +85,9 @@ async def test_tokens_far_beyond_the_window_are_no_matter_of_order(ahead: int) -
 
 async def test_tokens_that_never_fill_the_gap_are_no_progress(patient_clock: MockClock) -> None:
     """A stage that goes on telling what is ahead of a missing token does not hold its client for ever."""
-    pools = {"a": FakePool("0:6"), "b": FakePool("6:12")}
+    pools = {A: FakePool("0:6"), B: FakePool("6:12")}
     async with open_swarm(pools) as swarm:
-        router, send = swarm["b"].router, swarm["b"].router.send
+        router, send = swarm[B].router, swarm[B].router.send
 
         async def ahead_for_ever(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
             message = decode_job(header, payload)
@@ -101,7 +102,7 @@ async def test_tokens_that_never_fill_the_gap_are_no_progress(patient_clock: Moc
         router.send = ahead_for_ever  # type: ignore[method-assign]
         began_s = trio.current_time()
         with pytest.raises(SwarmLLMError):
-            async with swarm["a"].pipelines.generate(
+            async with swarm[A].pipelines.generate(
                 Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=12)
             ) as generation:
                 _ = [piece.text async for piece in generation]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from node_ids import A, B, O
 
 from bench.arithmetic import FakePool
 from swarmllm.errors import NodeUnreachable
@@ -44,7 +45,7 @@ ROWS = np.zeros((1, 4), np.float32)
 TOKENS = np.zeros(1, np.int32)
 
 
-def view(node_id: str, *node_ids: str, origin: str = "o") -> RequestView:
+def view(node_id: str, *node_ids: str, origin: str = O) -> RequestView:
     """Stages of two layers each on `node_ids`, as `node_id` sees them."""
     stages = [Stage(node_id=owner, start=2 * i, end=2 * i + 2) for i, owner in enumerate(node_ids)]
     return RequestView(node_id=node_id, origin=origin, stages=stages, prompt_here=node_id == origin)
@@ -55,14 +56,14 @@ def held(*ranges: str) -> list[LayerRange]:
 
 
 VIEWS = [
-    view("o", "a"),
-    view("o", "o", "a"),
-    view("o", "a", "o"),
-    view("a", "a"),
-    view("a", "a", "b"),
-    view("a", "a", "a"),
-    view("a", "a", "b", "a"),
-    view("b", "a", "b"),
+    view(O, A),
+    view(O, O, A),
+    view(O, A, O),
+    view(A, A),
+    view(A, A, B),
+    view(A, A, A),
+    view(A, A, B, A),
+    view(B, A, B),
 ]
 MADE_BY_THE_DRIVER = {
     (State.PROCESS_LAYERS, Outcome.PASSED_ON),
@@ -108,7 +109,7 @@ def test_what_cannot_come_of_a_state_raises_and_leaves_the_job_as_it_was(state: 
         job = Job(ComputeStep.LAYER, position=5, n_tokens=2, token=7, tensor=ROWS)
         before = replace(job)
         with pytest.raises(UnknownTransition, match=f"{state.name} cannot end with {outcome.name}"):
-            advance(job, state, outcome, view("a", "a", "b"))
+            advance(job, state, outcome, view(A, A, B))
         assert job == before
 
 
@@ -127,7 +128,7 @@ async def test_an_outcome_passes_the_table_before_anybody_is_told(monkeypatch: p
     missing = (State.HEAD, Outcome.TOKEN_ELSEWHERE)
     without = {pair: state for pair, state in TRANSITIONS.items() if pair != missing}
     monkeypatch.setattr("swarmllm.pipeline.processor.TRANSITIONS", without)
-    seen = view("b", "a", "b")
+    seen = view(B, A, B)
     context = RequestContext("r", ModelFile("m", Path("/nowhere")), 4, 997, 1, Sampling(), seen)
     walker = Walker(context, Pool("2:4"), Listening(), None)  # type: ignore[arg-type]
     with pytest.raises(UnknownTransition, match="HEAD cannot end with TOKEN_ELSEWHERE"):
@@ -160,57 +161,55 @@ def validated(job: Job, seen: RequestView, loaded: list[LayerRange]) -> State:
 class TestValidating:
     def test_to_done_without_the_needed_segment(self) -> None:
         job = Job(ComputeStep.LAYER, stage=1, tensor=ROWS)
-        assert validated(job, view("b", "a", "b"), []) is State.DONE
-        assert validated(job, view("b", "a", "b"), held("0:2")) is State.DONE
+        assert validated(job, view(B, A, B), []) is State.DONE
+        assert validated(job, view(B, A, B), held("0:2")) is State.DONE
         # A part of a loaded segment cannot run.
-        assert validated(job, view("b", "a", "b"), held("0:4")) is State.DONE
+        assert validated(job, view(B, A, B), held("0:4")) is State.DONE
 
     def test_to_done_where_the_stage_is_not_in_the_pipeline_or_not_here(self) -> None:
-        assert (
-            validated(Job(ComputeStep.LAYER, stage=7, tensor=ROWS), view("b", "b"), held("0:2")) is State.DONE
-        )
-        assert validated(Job(ComputeStep.LAYER, tensor=ROWS), view("b", "a", "b"), held("0:2")) is State.DONE
+        assert validated(Job(ComputeStep.LAYER, stage=7, tensor=ROWS), view(B, B), held("0:2")) is State.DONE
+        assert validated(Job(ComputeStep.LAYER, tensor=ROWS), view(B, A, B), held("0:2")) is State.DONE
 
     def test_to_done_without_rows(self) -> None:
-        assert validated(Job(ComputeStep.LAYER), view("a", "a"), held("0:2")) is State.DONE
+        assert validated(Job(ComputeStep.LAYER), view(A, A), held("0:2")) is State.DONE
 
     @pytest.mark.parametrize("step", [ComputeStep.TOKENIZE, ComputeStep.NORM])
     def test_to_done_at_steps_where_no_job_rests(self, step: ComputeStep) -> None:
-        assert validated(Job(step, tensor=ROWS), view("a", "a"), held("0:2")) is State.DONE
+        assert validated(Job(step, tensor=ROWS), view(A, A), held("0:2")) is State.DONE
 
     def test_to_done_at_head_where_the_head_is_not(self) -> None:
         job = Job(ComputeStep.HEAD, stage=1)
-        assert validated(job, view("a", "a", "b"), held("0:2")) is State.DONE
-        assert validated(job, view("b", "a", "b"), []) is State.DONE
+        assert validated(job, view(A, A, B), held("0:2")) is State.DONE
+        assert validated(job, view(B, A, B), []) is State.DONE
 
     def test_to_done_at_head_with_chunks_left_away_from_the_origin(self) -> None:
-        assert validated(Job(ComputeStep.HEAD, prefill_left=4), view("a", "a"), held("0:2")) is State.DONE
+        assert validated(Job(ComputeStep.HEAD, prefill_left=4), view(A, A), held("0:2")) is State.DONE
 
     def test_to_head_at_head_with_prefill_complete(self) -> None:
-        assert validated(Job(ComputeStep.HEAD, stage=1), view("b", "a", "b"), held("2:4")) is State.HEAD
+        assert validated(Job(ComputeStep.HEAD, stage=1), view(B, A, B), held("2:4")) is State.HEAD
 
     def test_to_embed_at_head_with_chunks_left(self) -> None:
-        assert validated(Job(ComputeStep.HEAD, prefill_left=4), view("o", "a", "b"), []) is State.EMBED
+        assert validated(Job(ComputeStep.HEAD, prefill_left=4), view(O, A, B), []) is State.EMBED
 
     def test_to_embed_with_a_token_at_the_first_stage_or_the_origin(self) -> None:
         job = Job(ComputeStep.EMBED, token=7)
-        assert validated(job, view("a", "a", "b"), held("0:2")) is State.EMBED
-        assert validated(job, view("o", "a", "b"), []) is State.EMBED
-        assert validated(job, view("b", "a", "b"), held("2:4")) is State.DONE
-        assert validated(job, view("a", "a", "b"), []) is State.DONE
+        assert validated(job, view(A, A, B), held("0:2")) is State.EMBED
+        assert validated(job, view(O, A, B), []) is State.EMBED
+        assert validated(job, view(B, A, B), held("2:4")) is State.DONE
+        assert validated(job, view(A, A, B), []) is State.DONE
 
     def test_to_process_layers_otherwise(self) -> None:
         job = Job(ComputeStep.LAYER, stage=1, tensor=ROWS)
-        assert validated(job, view("b", "a", "b"), held("2:3", "3:4")) is State.PROCESS_LAYERS
+        assert validated(job, view(B, A, B), held("2:3", "3:4")) is State.PROCESS_LAYERS
 
 
 class TestEmbed:
     def test_to_done_when_every_chunk_is_on_its_way(self) -> None:
-        assert next_state(State.EMBED, after_embed(Job(ComputeStep.HEAD), view("o", "a"))) is State.DONE
+        assert next_state(State.EMBED, after_embed(Job(ComputeStep.HEAD), view(O, A))) is State.DONE
 
     def test_to_done_where_a_token_was_not_embedded(self) -> None:
         job = Job(ComputeStep.EMBED, token=7)
-        assert next_state(State.EMBED, after_embed(job, view("a", "a", "b"))) is State.DONE
+        assert next_state(State.EMBED, after_embed(job, view(A, A, B))) is State.DONE
 
     async def test_to_done_if_the_update_cannot_be_sent_or_nobody_has_the_next_layer(self) -> None:
         """The walk ends in SEND, and the origin's side is told who is lost."""
@@ -229,51 +228,49 @@ class TestEmbed:
             def lost(self, node_id: str) -> None:
                 lost.append(node_id)
 
-        context = RequestContext(
-            "r", ModelFile("m", Path("/nowhere")), 4, 997, 1, Sampling(), view("o", "a", "b")
-        )
+        context = RequestContext("r", ModelFile("m", Path("/nowhere")), 4, 997, 1, Sampling(), view(O, A, B))
         walker = Walker(context, FakePool(), Unreachable(), Side())  # type: ignore[arg-type]
-        with pytest.raises(NodeUnreachable, match="a is gone"):
+        with pytest.raises(NodeUnreachable, match=f"{A} is gone"):
             await walker.walk(Job(ComputeStep.HEAD, prefill_left=1))
-        assert lost == ["a"]
+        assert lost == [A]
 
     def test_to_send_when_the_first_layer_is_remote(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS)
-        assert next_state(State.EMBED, after_embed(job, view("o", "a"))) is State.SEND
+        assert next_state(State.EMBED, after_embed(job, view(O, A))) is State.SEND
         job = Job(ComputeStep.EMBED, token=7)
-        assert next_state(State.EMBED, after_embed(job, view("o", "a"))) is State.SEND
+        assert next_state(State.EMBED, after_embed(job, view(O, A))) is State.SEND
 
     def test_to_process_layers_when_it_is_local(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=TOKENS)
-        assert next_state(State.EMBED, after_embed(job, view("a", "a", "b"))) is State.PROCESS_LAYERS
+        assert next_state(State.EMBED, after_embed(job, view(A, A, B))) is State.PROCESS_LAYERS
 
 
 class TestProcessLayers:
     def test_to_send_when_the_next_layers_are_remote(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS)
-        assert layers_done(job, view("a", "a", "b")) is State.SEND
-        assert (job.stage, destination(job, view("a", "a", "b"))) == (1, "b")
+        assert layers_done(job, view(A, A, B)) is State.SEND
+        assert (job.stage, destination(job, view(A, A, B))) == (1, B)
 
     def test_again_when_they_are_local(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS)
-        assert layers_done(job, view("a", "a", "a")) is State.PROCESS_LAYERS
+        assert layers_done(job, view(A, A, A)) is State.PROCESS_LAYERS
         assert job.stage == 1
 
     def test_at_the_last_layer_the_step_becomes_head_and_the_next_iteration_decides(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS, stage=1)
-        seen = view("b", "a", "b")
+        seen = view(B, A, B)
         assert layers_done(job, seen) is State.VALIDATING
         assert job.step is ComputeStep.HEAD
         assert validated(job, seen, held("2:4")) is State.HEAD
 
     def test_a_chunk_that_is_not_the_last_ends_with_a_note_to_the_origin(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS, stage=1, prefill_left=3)
-        assert layers_done(job, view("b", "a", "b")) is State.SEND
-        assert destination(job, view("b", "a", "b")) == "o"
+        assert layers_done(job, view(B, A, B)) is State.SEND
+        assert destination(job, view(B, A, B)) == O
 
     def test_where_the_origin_runs_the_last_stage_the_next_chunk_follows(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS, stage=1, prefill_left=3)
-        seen = view("o", "a", "o")
+        seen = view(O, A, O)
         assert layers_done(job, seen) is State.VALIDATING
         assert validated(job, seen, held("2:4")) is State.EMBED
 
@@ -288,34 +285,34 @@ class TestHead:
 
     def test_to_done_at_the_end_of_generation(self) -> None:
         job = self.sampled(1, finish_reason="stop")
-        assert sampled_from(job, view("b", "a", "b")) is State.DONE
+        assert sampled_from(job, view(B, A, B)) is State.DONE
 
     async def test_to_done_if_the_client_is_gone(self) -> None:
         """Its walk is cancelled wherever it is, and the slot is freed."""
-        pools = {"a": FakePool("0:6"), "b": FakePool("6:12")}
+        pools = {A: FakePool("0:6"), B: FakePool("6:12")}
         async with open_swarm(pools) as swarm:
-            async with swarm["a"].pipelines.generate(
+            async with swarm[A].pipelines.generate(
                 Prompt(text="who is there?"), swarm.entry, Sampling(max_tokens=4000)
             ) as generation:
                 await anext(generation)
             await swarm.quiet()
-            assert not pools["b"].slots
+            assert not pools[B].slots
             assert generation.finish_reason is None
 
     def test_to_send_when_the_first_stage_is_elsewhere(self) -> None:
         job = self.sampled(1)
-        assert sampled_from(job, view("b", "a", "b")) is State.SEND
-        assert destination(job, view("b", "a", "b")) == "a"
+        assert sampled_from(job, view(B, A, B)) is State.SEND
+        assert destination(job, view(B, A, B)) == A
         assert (job.step, job.stage, job.position, job.n_tokens) == (ComputeStep.EMBED, 0, 15, 1)
 
     def test_to_embed_when_the_first_stage_is_here(self) -> None:
         job = self.sampled(2)
-        assert sampled_from(job, view("a", "a", "b", "a")) is State.EMBED
+        assert sampled_from(job, view(A, A, B, A)) is State.EMBED
         assert (job.stage, job.position) == (0, 15)
 
     def test_to_process_layers_when_this_stage_is_also_the_first(self) -> None:
         job = self.sampled(0)
-        assert sampled_from(job, view("a", "a")) is State.PROCESS_LAYERS
+        assert sampled_from(job, view(A, A)) is State.PROCESS_LAYERS
         assert (job.step, job.position, job.n_tokens) == (ComputeStep.LAYER, 15, 1)
 
 
@@ -343,10 +340,10 @@ class TestPassedOn:
     async def test_from_process_layers_to_done(self) -> None:
         job = Job(ComputeStep.LAYER, position=5, n_tokens=1, tensor=ROWS)
         passed_on = ForwardResult(None, None, b"", 0.0, onward=True)
-        assert await self.sent(view("a", "a", "b"), job, passed_on) == []
+        assert await self.sent(view(A, A, B), job, passed_on) == []
         kept = ForwardResult(ROWS, None, b"", 0.1)
         job = Job(ComputeStep.LAYER, position=5, n_tokens=1, tensor=ROWS)
-        assert await self.sent(view("a", "a", "b"), job, kept) == [("b", "LayerForward")]
+        assert await self.sent(view(A, A, B), job, kept) == [(B, "LayerForward")]
 
     async def test_from_head_to_done_and_an_origin_without_a_link_is_told(self) -> None:
         token = Token(request_id="r", index=3, token=7)
@@ -355,11 +352,11 @@ class TestPassedOn:
         def last() -> Job:
             return Job(ComputeStep.LAYER, stage=1, position=5, n_tokens=1, tensor=ROWS)
 
-        assert await self.sent(view("b", "a", "b", origin="a"), last(), passed_on) == []
-        assert await self.sent(view("b", "a", "b"), last(), passed_on) == [("o", "StreamingToken")]
+        assert await self.sent(view(B, A, B, origin=A), last(), passed_on) == []
+        assert await self.sent(view(B, A, B), last(), passed_on) == [(O, "StreamingToken")]
         here = replace(passed_on, onward=False)
-        told = await self.sent(view("b", "a", "b"), last(), here)
-        assert told == [("a", "LayerForward"), ("o", "StreamingToken")]
+        told = await self.sent(view(B, A, B), last(), here)
+        assert told == [(A, "LayerForward"), (O, "StreamingToken")]
 
 
 def test_the_documented_diagram_is_the_table() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from node_ids import A, C, D, E
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.origin.output import BrokenPromise
@@ -108,29 +109,29 @@ def test_a_piece_that_was_damaged_leaves_again_and_what_was_never_sent_is_a_brok
     assert not list(feeding.next_replays("r"))
 
 
-BROKEN = Assembly(stages("a 0:4", "b 4:8", "c 8:12"), (None, "d", None))
+BROKEN = Assembly(stages("a 0:4", "b 4:8", "c 8:12"), (None, D, None))
 HOLDERS = held(a="0:4", b="4:8", c="8:12", d="4:8", e="4:8")
 
 
 def test_the_standby_takes_the_place_of_a_dead_stage() -> None:
-    question = ask(HOLDERS, connected={"a", "c", "d", "e"})
+    question = ask(HOLDERS, connected={A, C, D, E})
     mended = mend(question, BROKEN)
-    assert mended == Assembly(stages("a 0:4", "d 4:8", "c 8:12"), (None, "e", None))
+    assert mended == Assembly(stages("a 0:4", "d 4:8", "c 8:12"), (None, E, None))
     # Also where another node would do as well, and comes first by its name.
-    other = mend(question, replace(BROKEN, standbys=(None, "e", None)))
-    assert other == Assembly(stages("a 0:4", "e 4:8", "c 8:12"), (None, "d", None))
+    other = mend(question, replace(BROKEN, standbys=(None, E, None)))
+    assert other == Assembly(stages("a 0:4", "e 4:8", "c 8:12"), (None, D, None))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"connected": {"c", "e"}},
-        {"connected": {"c", "d", "e"}, "avoid": {"d"}},
-        {"connected": {"c", "d", "e"}, "full": "d"},
-        {"connected": {"c", "d", "e"}, "holders": held(a="0:4", b="4:8", c="8:12", d="0:4", e="4:8")},
+        {"connected": {C, E}},
+        {"connected": {C, D, E}, "avoid": {D}},
+        {"connected": {C, D, E}, "full": D},
+        {"connected": {C, D, E}, "holders": held(a="0:4", b="4:8", c="8:12", d="0:4", e="4:8")},
         {
-            "connected": {"c", "d", "e"},
-            "constraints": Constraints(pins=(Pin("guide", LayerRange(4, 8), "e"),)),
+            "connected": {C, D, E},
+            "constraints": Constraints(pins=(Pin("guide", LayerRange(4, 8), E),)),
         },
     ],
 )
@@ -142,7 +143,7 @@ def test_where_the_standby_cannot_another_holder_does(change: dict[str, object])
 
 def test_a_neighbour_that_holds_the_range_too_becomes_a_stage_more() -> None:
     holders = held(a="0:4", b="4:8", c="4:8 8:12")
-    mended = mend(ask(holders, connected={"c"}), Assembly(BROKEN.stages, (None, "c", None)))
+    mended = mend(ask(holders, connected={C}), Assembly(BROKEN.stages, (None, C, None)))
     assert mended is not None
     assert mended.stages == stages("a 0:4", "c 4:8", "c 8:12")
 
@@ -150,9 +151,9 @@ def test_a_neighbour_that_holds_the_range_too_becomes_a_stage_more() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"connected": {"c"}},  # nobody holds the middle
-        {"holders": held(a="", b="0:4 4:8 8:12", d="0:4", e="4:12"), "connected": {"d", "e"}},  # none stays
-        {"holders": held(a="0:4 0:12", c="8:12", d="4:8"), "slow": "d"},  # all at home is better now
+        {"connected": {C}},  # nobody holds the middle
+        {"holders": held(a="", b="0:4 4:8 8:12", d="0:4", e="4:12"), "connected": {D, E}},  # none stays
+        {"holders": held(a="0:4 0:12", c="8:12", d="4:8"), "slow": (D,)},  # all at home is better now
     ],
 )
 def test_what_cannot_be_mended_or_is_not_worth_it_is_left(change: dict[str, object]) -> None:

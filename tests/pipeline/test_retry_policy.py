@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from node_ids import B
 
 from swarmllm.errors import (
     ContextFull,
@@ -55,7 +56,7 @@ def test_lateness_before_the_first_token_is_retried_once_and_known_as_such() -> 
 def test_a_failure_before_the_first_token_is_told_rather_than_the_lack_of_an_alternative() -> None:
     recovery = RetryPolicy(60.0)
     recovery.failed(LOST, 0.0)
-    recovery.avoid.add("b")
+    recovery.avoid.add(B)
     with pytest.raises(NodeUnreachable, match="lost"):
         recovery.failed(NOBODY, 0.0)
 
@@ -63,7 +64,7 @@ def test_a_failure_before_the_first_token_is_told_rather_than_the_lack_of_an_alt
 def test_a_node_that_failed_is_asked_again_where_there_is_no_other() -> None:
     recovery = RetryPolicy(60.0)
     recovery.failed(WorkerDied("died"), 0.0)
-    recovery.avoid.add("b")
+    recovery.avoid.add(B)
     assert recovery.failed(NOBODY, 0.0) == 0.0
     assert not recovery.avoid
 
@@ -102,7 +103,7 @@ def test_waits_end_within_patience_and_never_lie_in_the_past(
     now_s, n_immediate = 0.0, 0
     for error, somebody_is_to_blame, wake_early in failures:
         if somebody_is_to_blame and error is not NOBODY:
-            recovery.avoid.add("b")
+            recovery.avoid.add(B)
         try:
             again_s = recovery.failed(error, now_s)
         except SwarmLLMError:

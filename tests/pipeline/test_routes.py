@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from node_ids import A, B, C, D, O, X, Y
 
 from bench.arithmetic import FakePool, fake_entry
 from swarmllm.models.layers import LayerRange
@@ -50,7 +51,7 @@ def believed(
     capabilities: dict[str, NodeCapability],
     observations: Observations | None = None,
     load: Load | None = None,
-    origin: str = "o",
+    origin: str = O,
 ) -> RouteInputs:
     model = manifest()
     return circumstances(
@@ -59,7 +60,7 @@ def believed(
         workload(model, 10, 20),
         [origin, *capabilities],
         capabilities,
-        Links({"a": 0.01}),
+        Links({A: 0.01}),
         observations or Observations(),
         load or Load(),
     )
@@ -68,17 +69,17 @@ def believed(
 @pytest.mark.parametrize("announced", [1e300, 1e-300, 5e-324])
 def test_announced_times_at_the_limits_of_numbers_overflow_nothing(announced: float) -> None:
     """numpy's warning about an overflow is an error in tests."""
-    known = believed({"a": ran(announced), "b": ran(1e300), "c": NodeCapability(memory_bytes_per_s=5e-324)})
+    known = believed({A: ran(announced), B: ran(1e300), C: NodeCapability(memory_bytes_per_s=5e-324)})
     for speed in known.speeds.values():
         assert 0 < speed.decode_s <= SLOWEST_LAYER_S
         assert 0 < speed.prefill_s <= SLOWEST_LAYER_S
-    holders = {"o": [LayerRange(0, 2)], "a": [LayerRange(2, 4)], "b": [LayerRange(2, 4)]}
+    holders = {O: [LayerRange(0, 2)], A: [LayerRange(2, 4)], B: [LayerRange(2, 4)]}
     assert cheapest_route(4, 1, holders, known)
 
 
 def test_what_a_node_observed_is_believed() -> None:
-    known = believed({"a": ran(0.004)})
-    speed = known.speeds["a"]
+    known = believed({A: ran(0.004)})
+    speed = known.speeds[A]
     assert (speed.decode_s, speed.prefill_s, speed.is_measured) == (0.004, 0.0004, True)
     assert known.workload.row_bytes == 4 * manifest().n_embd
 
@@ -86,18 +87,18 @@ def test_what_a_node_observed_is_believed() -> None:
 def test_a_node_that_never_ran_is_estimated_as_far_off_as_the_others_were() -> None:
     """a reads 1 GB/s and takes four times its roofline; b reads twice as fast."""
     capabilities = {
-        "a": ran(0.004, memory_bytes_per_s=1e9, flops=1e15),
-        "b": NodeCapability(memory_bytes_per_s=2e9, flops=1e15),
+        A: ran(0.004, memory_bytes_per_s=1e9, flops=1e15),
+        B: NodeCapability(memory_bytes_per_s=2e9, flops=1e15),
     }
     speeds = believed(capabilities).speeds
-    assert speeds["b"].decode_s == pytest.approx(0.002)
-    assert not speeds["b"].is_measured
+    assert speeds[B].decode_s == pytest.approx(0.002)
+    assert not speeds[B].is_measured
 
 
 def test_a_node_of_which_nothing_is_known_is_typical_and_without_any_all_are_equal() -> None:
-    speeds = believed({"a": ran(0.004), "b": NodeCapability()}).speeds
-    assert speeds["b"].decode_s == 0.004
-    unknown = believed({"a": NodeCapability(), "b": NodeCapability()}).speeds
+    speeds = believed({A: ran(0.004), B: NodeCapability()}).speeds
+    assert speeds[B].decode_s == 0.004
+    unknown = believed({A: NodeCapability(), B: NodeCapability()}).speeds
     assert len({(speed.decode_s, speed.prefill_s) for speed in unknown.values()}) == 1
 
 
@@ -105,33 +106,33 @@ def test_this_node_knows_itself_from_its_own_observations() -> None:
     observations = Observations()
     observations.machine = MachineSpeed(1e9, 1e12)
     observations.observe(MODEL_ID, "decode", 0.008, 4, 1)
-    speed = believed({"o": ran(0.5), "a": ran(0.004)}, observations, Load(3)).speeds["o"]
+    speed = believed({O: ran(0.5), A: ran(0.004)}, observations, Load(3)).speeds[O]
     assert (speed.decode_s, speed.n_active, speed.is_measured) == (pytest.approx(0.002), 3, True)
 
 
 def test_load_and_full_nodes_are_seen() -> None:
     speeds = believed(
         {
-            "a": NodeCapability(active_requests=1, stage_requests=2, max_requests=4),
-            "b": NodeCapability(active_requests=1, stage_requests=3, max_requests=4),
+            A: NodeCapability(active_requests=1, stage_requests=2, max_requests=4),
+            B: NodeCapability(active_requests=1, stage_requests=3, max_requests=4),
         }
     ).speeds
-    assert (speeds["a"].n_active, speeds["a"].is_full) == (3, False)
-    assert speeds["b"].lacks == "4 requests run there, and it takes 4"
+    assert (speeds[A].n_active, speeds[A].is_full) == (3, False)
+    assert speeds[B].lacks == "4 requests run there, and it takes 4"
 
 
 def test_round_trips_between_others_are_theirs_to_tell_and_ours_are_not() -> None:
     told = NodeCapability(
         observed_links=(
-            ObservedLink(node_id="b", rtt_s=0.02),
-            ObservedLink(node_id="o", rtt_s=9.0),
+            ObservedLink(node_id=B, rtt_s=0.02),
+            ObservedLink(node_id=O, rtt_s=9.0),
             ObservedLink(node_id="stranger", rtt_s=0.01),
         )
     )
-    known = believed({"a": told, "b": NodeCapability()})
-    assert known.pair_rtt_s == {("a", "b"): 0.02}
-    assert known.rtt_s("b", "a") == 0.02
-    assert known.rtt_s("o", "a") == 0.01
+    known = believed({A: told, B: NodeCapability()})
+    assert known.pair_rtt_s == {(A, B): 0.02}
+    assert known.rtt_s(B, A) == 0.02
+    assert known.rtt_s(O, A) == 0.01
 
 
 async def test_forwards_and_generations_are_observed() -> None:
@@ -168,12 +169,12 @@ class SlowResult(msgspec.Struct):
 
 
 async def test_a_request_goes_where_the_gossip_says_it_is_quicker() -> None:
-    async with open_swarm({"a": FakePool(), "b": FakePool("0:12"), "c": FakePool("0:12")}) as swarm:
-        pipelines, entry = swarm["a"].pipelines, swarm.entry
+    async with open_swarm({A: FakePool(), B: FakePool("0:12"), C: FakePool("0:12")}) as swarm:
+        pipelines, entry = swarm[A].pipelines, swarm.entry
         (before,) = [stage.node_id for stage in pipelines.stages_for(entry)]
-        (other,) = {"b", "c"} - {before}
+        (other,) = {B, C} - {before}
         said = {before: computes(entry.model_id, 0.004), other: computes(entry.model_id, 0.001)}
-        await swarm.tell("a", said)
+        await swarm.tell(A, said)
         assert [stage.node_id for stage in pipelines.stages_for(entry)] == [other]
         plan = await pipelines.plan(entry, RequestSize(100, 200))
         assert (plan.stages[0].node_id, plan.stages[0].standby, plan.stages[0].is_measured) == (
@@ -199,49 +200,49 @@ def test_origins_lean_to_different_ones_of_like_nodes_and_to_none_that_is_clearl
 
 def test_what_was_just_sent_elsewhere_counts_before_its_record_says_so() -> None:
     speeds = believed(
-        {"a": NodeCapability(active_requests=1), "b": NodeCapability()}, load=Load(sent={"a": 2})
+        {A: NodeCapability(active_requests=1), B: NodeCapability()}, load=Load(sent={A: 2})
     ).speeds
-    assert (speeds["a"].n_active, speeds["b"].n_active) == (3, 0)
+    assert (speeds[A].n_active, speeds[B].n_active) == (3, 0)
 
 
 async def test_a_second_request_of_the_same_moment_goes_to_the_other_node() -> None:
-    pools = {"a": FakePool(), "b": FakePool("0:12"), "c": FakePool("0:12")}
+    pools = {A: FakePool(), B: FakePool("0:12"), C: FakePool("0:12")}
     async with open_swarm(pools) as swarm:
-        pipelines, prompt = swarm["a"].pipelines, Prompt(text="hi")
+        pipelines, prompt = swarm[A].pipelines, Prompt(text="hi")
         async with (
             pipelines.generate(prompt, swarm.entry, Sampling(max_tokens=30)) as first,
             pipelines.generate(prompt, swarm.entry, Sampling(max_tokens=30)) as second,
         ):
             nodes = {generation.route[0].node_id for generation in (first, second)}
-        assert nodes == {"b", "c"}
+        assert nodes == {B, C}
         await swarm.quiet()
 
 
 async def test_a_stage_here_needs_a_slot_as_everywhere_else() -> None:
     """b is the slower one. What others run does not fill this one, and what runs here as a whole waits for
     its turn."""
-    pools = {"a": FakePool("0:6"), "b": FakePool("0:6"), "c": FakePool("6:12")}
-    settings = dict.fromkeys(pools, PipelineSettings()) | {"a": PipelineSettings(max_requests_per_model=1)}
+    pools = {A: FakePool("0:6"), B: FakePool("0:6"), C: FakePool("6:12")}
+    settings = dict.fromkeys(pools, PipelineSettings()) | {A: PipelineSettings(max_requests_per_model=1)}
     async with open_swarm(pools, settings=settings) as swarm:
-        speeds = {"b": 0.01, "c": 0.001}
-        await swarm.tell("a", {name: computes(swarm.entry.model_id, speeds[name]) for name in speeds})
-        pipelines, prompt = swarm["a"].pipelines, Prompt(text="hi")
+        speeds = {B: 0.01, C: 0.001}
+        await swarm.tell(A, {name: computes(swarm.entry.model_id, speeds[name]) for name in speeds})
+        pipelines, prompt = swarm[A].pipelines, Prompt(text="hi")
 
         def nodes() -> list[str]:
             return [stage.node_id for stage in pipelines.stages_for(swarm.entry)]
 
         assert pipelines.room().free_slots == 1
-        assert nodes() == ["a", "c"]
+        assert nodes() == [A, C]
         async with pipelines.generate(prompt, swarm.entry, Sampling(max_tokens=30)):
             assert pipelines.room().free_slots == 0
-            assert nodes() == ["b", "c"]
+            assert nodes() == [B, C]
             plan = await pipelines.plan(swarm.entry, RequestSize(10, 20))
-            assert [(each.node_id, each.reason) for each in plan.refused] == [("a", "no free slot")]
+            assert [(each.node_id, each.reason) for each in plan.refused] == [(A, "no free slot")]
             async with pipelines.generate(prompt, swarm.entry, Sampling(max_tokens=30)) as second:
-                assert [stage.node_id for stage in second.route] == ["b", "c"]
+                assert [stage.node_id for stage in second.route] == [B, C]
                 assert pipelines.room().free_slots == 0
-            swarm["a"].pool.ranges = (LayerRange(0, 12),)
-            assert nodes() == ["a"]
+            swarm[A].pool.ranges = (LayerRange(0, 12),)
+            assert nodes() == [A]
         await swarm.quiet()
 
 
@@ -250,13 +251,13 @@ def test_a_node_without_a_slot_or_without_kv_for_this_request_is_full() -> None:
     room = {"slots": 8, "free_slots": 1, "free_kv_tokens": 30}
     speeds = believed(
         {
-            "a": NodeCapability(**room),
-            "b": NodeCapability(**room | {"free_slots": 0}),
-            "c": NodeCapability(**room | {"free_kv_tokens": 29}),
-            "d": NodeCapability(),
+            A: NodeCapability(**room),
+            B: NodeCapability(**room | {"free_slots": 0}),
+            C: NodeCapability(**room | {"free_kv_tokens": 29}),
+            D: NodeCapability(),
         }
     ).speeds
-    assert [speeds[name].lacks for name in "abcd"] == [
+    assert [speeds[name].lacks for name in (A, B, C, D)] == [
         "",
         "no free slot",
         "no room for 30 tokens of context: 29 free",
@@ -266,23 +267,23 @@ def test_a_node_without_a_slot_or_without_kv_for_this_request_is_full() -> None:
 
 def test_what_runs_here_takes_slots_and_the_kv_it_may_need() -> None:
     settings = PipelineSettings(n_ctx=4096, max_requests_per_model=4)
-    held = [Held("x", 1000, 10**6), Held("x", 100, 20), Held("y", 2000, 20)]
+    held = [Held(X, 1000, 10**6), Held(X, 100, 20), Held(Y, 2000, 20)]
     assert room_left(held, settings) == Room(4, 2, 4096 - 2020)
     assert room_left([], settings) == Room(4, 4, 4096)
-    assert room_left([Held("x", 4000, 200)] * 5, settings) == Room(4, 0, 0)
-    assert room_left([Held("x", 100, 20)], settings, {"x": 512, "y": 8192}) == Room(4, 3, 512 - 120)
-    assert room_left([], settings, {"y": 256}) == Room(4, 4, 256)
+    assert room_left([Held(X, 4000, 200)] * 5, settings) == Room(4, 0, 0)
+    assert room_left([Held(X, 100, 20)], settings, {X: 512, Y: 8192}) == Room(4, 3, 512 - 120)
+    assert room_left([], settings, {Y: 256}) == Room(4, 4, 256)
 
 
 def test_coordinates_and_bandwidth_reach_the_route() -> None:
     def at(x_s: float, error: float = 0.1) -> NodeCapability:
         place = NetworkCoordinate(position_s=(x_s, 0.0, 0.0), height_s=0.001, error=error)
-        link = ObservedLink(node_id="b", rtt_s=0.03, bytes_per_s=2e6)
+        link = ObservedLink(node_id=B, rtt_s=0.03, bytes_per_s=2e6)
         return NodeCapability(coordinate=place, observed_links=(link,) if x_s == 0.5 else ())
 
-    known = believed({"a": at(0.0), "b": at(0.1), "c": at(0.2, error=1.0), "d": at(0.5)})
-    assert known.rtt_s("a", "b") == pytest.approx(0.102)
-    assert known.rtt_s("c", "a") == UNMEASURED_RTT_S  # c is not sure of its place
-    assert known.rtt_s("b", "d") == 0.03
-    assert known.bytes_per_s("b", "d") == 2e6
-    assert known.bytes_per_s("a", "b") == LINK_BYTES_PER_S
+    known = believed({A: at(0.0), B: at(0.1), C: at(0.2, error=1.0), D: at(0.5)})
+    assert known.rtt_s(A, B) == pytest.approx(0.102)
+    assert known.rtt_s(C, A) == UNMEASURED_RTT_S  # c is not sure of its place
+    assert known.rtt_s(B, D) == 0.03
+    assert known.bytes_per_s(B, D) == 2e6
+    assert known.bytes_per_s(A, B) == LINK_BYTES_PER_S

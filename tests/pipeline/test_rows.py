@@ -8,6 +8,7 @@ import llama_cpp
 import numpy as np
 import pytest
 import trio
+from node_ids import A, B, C
 
 from swarmllm.errors import ContextFull, RemoteError
 from swarmllm.guide import GUIDE_PATH
@@ -71,7 +72,7 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "holdings",
-    [{"a": "0:12"}, THIRDS, {"a": "", "b": "0:12"}, {"a": "6:12", "b": "0:6"}],
+    [{A: "0:12"}, THIRDS, {A: "", B: "0:12"}, {A: "6:12", B: "0:6"}],
     ids=["here", "three nodes", "elsewhere", "turned round"],
 )
 async def test_rows_are_those_of_the_uncut_model(
@@ -79,7 +80,7 @@ async def test_rows_are_those_of_the_uncut_model(
 ) -> None:
     async with guide_swarm(tmp_path, entry, holdings, n_slots=2) as swarm:
         for _ in range(3):  # more often than there are slots: one that was kept would be missed
-            rows = await swarm["a"].pipelines.rows(TOKENS, entry)
+            rows = await swarm[A].pipelines.rows(TOKENS, entry)
             assert rows.values.shape == expected.shape
             # Chunks of another size are summed in another order.
             np.testing.assert_allclose(rows.values, expected, rtol=0, atol=2e-2)
@@ -92,19 +93,19 @@ async def test_tokens_and_rows_do_not_disturb_each_other(tmp_path: Path, entry: 
     """They share a worker, its segments and its batches' order, and never a batch."""
     greedy = Sampling(temperature=0.0, max_tokens=30)
     answers: list[list[int]] = []
-    async with guide_swarm(tmp_path, entry, {"a": "0:12"}) as swarm:
+    async with guide_swarm(tmp_path, entry, {A: "0:12"}) as swarm:
 
         async def ask() -> None:
             prompt = Prompt(messages=[{"role": "user", "content": "What is a pipeline?"}])
-            async with swarm["a"].pipelines.generate(prompt, entry, greedy) as generation:
+            async with swarm[A].pipelines.generate(prompt, entry, greedy) as generation:
                 answers.append([piece.token async for piece in generation])
 
         await ask()
-        alone = (await swarm["a"].pipelines.rows(TOKENS, entry)).values
+        alone = (await swarm[A].pipelines.rows(TOKENS, entry)).values
         together: list[np.ndarray] = []
 
         async def rows() -> None:
-            together.append((await swarm["a"].pipelines.rows(TOKENS, entry)).values)
+            together.append((await swarm[A].pipelines.rows(TOKENS, entry)).values)
 
         async with trio.open_nursery() as nursery:
             for _ in range(2):
@@ -116,19 +117,19 @@ async def test_tokens_and_rows_do_not_disturb_each_other(tmp_path: Path, entry: 
 
 
 async def test_a_prompt_that_is_too_long_is_refused(tmp_path: Path, entry: CatalogueEntry) -> None:
-    async with guide_swarm(tmp_path, entry, {"a": "0:12"}) as swarm:
+    async with guide_swarm(tmp_path, entry, {A: "0:12"}) as swarm:
         with pytest.raises(ContextFull):
-            await swarm["a"].pipelines.rows(np.ones(5000, np.int32), entry)
+            await swarm[A].pipelines.rows(np.ones(5000, np.int32), entry)
 
 
 async def test_a_lost_node_is_gone_round_once(tmp_path: Path, entry: CatalogueEntry) -> None:
-    holdings = {"a": "0:6", "b": "6:12", "c": "6:12"}
+    holdings = {A: "0:6", B: "6:12", C: "6:12"}
     async with guide_swarm(tmp_path, entry, holdings) as swarm:
-        first = await swarm["a"].pipelines.rows(TOKENS, entry)
+        first = await swarm[A].pipelines.rows(TOKENS, entry)
         used = first.stages[1].node_id
         model = entry.model_id
         await swarm[used].pool.unload(model, LayerRange(6, 12))
-        again = await swarm["a"].pipelines.rows(TOKENS, entry)
+        again = await swarm[A].pipelines.rows(TOKENS, entry)
         assert again.stages[1].node_id != used
         np.testing.assert_allclose(again.values, first.values, rtol=0, atol=2e-2)
 
@@ -138,8 +139,8 @@ async def never(chain: Chain) -> None:
 
 
 def a_chain() -> RowsChain:
-    stages = (Stage(node_id="a", start=0, end=6), Stage(node_id="b", start=6, end=12))
-    view = RequestView("a", "a", stages, True)
+    stages = (Stage(node_id=A, start=0, end=6), Stage(node_id=B, start=6, end=12))
+    view = RequestView(A, A, stages, True)
     context = RequestContext("r", ModelFile("m", GUIDE_PATH), 4, 997, 8, Sampling(), view, wants="normed")
     return RowsChain(
         context,
@@ -148,7 +149,7 @@ def a_chain() -> RowsChain:
         silence_timeout_s=1,
         look_after_s=5,
         look=never,
-        nicknames={"a": "", "b": ""},
+        nicknames={A: "", B: ""},
     )
 
 
@@ -175,17 +176,17 @@ def started() -> RowsChain:
 )
 async def test_rows_that_cannot_be_meant_end_the_request(position: int, payload: bytes) -> None:
     chain = started()
-    chain.receive("b", PrefillProgress(request_id="r", position=position), payload)
+    chain.receive(B, PrefillProgress(request_id="r", position=position), payload)
     assert isinstance(chain.failure, RemoteError)
-    assert chain.culprit == "b"
+    assert chain.culprit == B
 
 
 async def test_rows_that_can_be_meant_are_taken() -> None:
     chain = started()
     rows = b"".join(encode_tensor(np.ones((4, 4), np.float32)))
-    chain.receive("b", PrefillProgress(request_id="r", position=4), rows)
+    chain.receive(B, PrefillProgress(request_id="r", position=4), rows)
     assert (chain.failure, chain.is_complete) == (None, False)
-    chain.receive("b", PrefillProgress(request_id="r", position=8), rows)
+    chain.receive(B, PrefillProgress(request_id="r", position=8), rows)
     assert (await chain.all_rows()).shape == (8, 4)
 
 

@@ -12,6 +12,7 @@ import trio
 import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from node_ids import A, B, O
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from bench.arithmetic import FakePool
@@ -49,15 +50,15 @@ class Parts:
     """A session of node a, the first of two stages, with its callbacks counted."""
 
     def __init__(self, network: InMemoryNetwork) -> None:
-        for name in ("o", "b"):
+        for name in (O, B):
             network.add(name)
         self.pool = CountingPool()
         self.n_ends = self.n_holds = 0
         self.was_taken = False
         self.session = Session(
-            context("a", "b"),
+            context(A, B),
             self.pool,
-            network.add("a"),
+            network.add(A),
             silence_timeout_s=SILENCE_S,
             hold_s=HOLD_S,
             on_hold=lambda _: self._count("n_holds"),
@@ -75,13 +76,13 @@ class Parts:
 
 
 OUTSIDE: Final[dict[str, Callable[[Parts], object]]] = {
-    "relay": lambda parts: parts.session.relay("o", b"header", b""),
-    "overrun": lambda parts: [parts.session.relay("o", b"header", b"") for _ in range(5000)],
+    "relay": lambda parts: parts.session.relay(O, b"header", b""),
+    "overrun": lambda parts: [parts.session.relay(O, b"header", b"") for _ in range(5000)],
     "turns": lambda parts: parts.session.turned(3, running=True),
     "rests": lambda parts: parts.session.turned(0, running=False),
     "failure": lambda parts: parts.session.report(SwarmLLMError("no")),
-    "neighbour lost": lambda parts: parts.session.lost("b"),
-    "origin lost": lambda parts: parts.session.lost("o"),
+    "neighbour lost": lambda parts: parts.session.lost(B),
+    "origin lost": lambda parts: parts.session.lost(O),
     "stop": lambda parts: parts.session.stop(),
     "hold": lambda parts: parts.session.stop(hold=True),
     "let go": lambda parts: parts.session.let_go(),

@@ -10,6 +10,7 @@ import trio
 from deadlines import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
+from node_ids import LIAR, A, B, C, H, M, node_id_named
 from trio.testing import MockClock
 
 from bench.arithmetic import FakePool, uncut
@@ -27,7 +28,7 @@ from .fakes import Swarm, open_swarm
 PROMPT = "is there room?"
 
 
-async def ask(swarm: Swarm, node_id: str = "a") -> str:
+async def ask(swarm: Swarm, node_id: str = A) -> str:
     with trio.fail_after(PATIENCE_S):
         async with swarm[node_id].pipelines.generate(
             Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=6)
@@ -37,46 +38,46 @@ async def ask(swarm: Swarm, node_id: str = "a") -> str:
 
 async def assign_and_be_silent(swarm: Swarm, n_prompt_tokens: int = 1) -> bool:
     stages = (
-        Stage(node_id="liar", start=0, end=4),
-        Stage(node_id="m", start=4, end=8),
-        Stage(node_id="liar", start=8, end=12),
+        Stage(node_id=LIAR, start=0, end=4),
+        Stage(node_id=M, start=4, end=8),
+        Stage(node_id=LIAR, start=8, end=12),
     )
     assignment = PipelineAssignment(
         request_id=uuid.uuid4().hex,
         model_id=swarm.entry.model_id,
-        origin="liar",
+        origin=LIAR,
         stages=stages,
         n_prompt_tokens=n_prompt_tokens,
         sampling=Sampling(),
     )
-    ack = decode_response(await swarm["liar"].router.request("m", encode_request(assignment)))
+    ack = decode_response(await swarm[LIAR].router.request(M, encode_request(assignment)))
     assert isinstance(ack, PipelineAck)
     return ack.accepted
 
 
 async def test_empty_assignments_of_one_member_keep_nobody_else_out(patient_clock: MockClock) -> None:
-    pools = {"a": FakePool("0:4"), "m": FakePool("4:8"), "h": FakePool("8:12"), "liar": FakePool()}
+    pools = {A: FakePool("0:4"), M: FakePool("4:8"), H: FakePool("8:12"), LIAR: FakePool()}
     async with open_swarm(pools) as swarm:
         for _ in range(20):
             for _ in range(8):
                 await assign_and_be_silent(swarm)
             assert await ask(swarm) == await uncut(PROMPT, 6)
-            assert await ask(swarm, "m") == await uncut(PROMPT, 6)
+            assert await ask(swarm, M) == await uncut(PROMPT, 6)
             await trio.sleep(1)
-        assert swarm["a"].trust.score("m") >= NEUTRAL
+        assert swarm[A].trust.score(M) >= NEUTRAL
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_and_makes_no_node_look_full() -> None:
-    pools = {"a": FakePool("0:4"), "m": FakePool("4:8"), "h": FakePool("8:12"), "liar": FakePool()}
+    pools = {A: FakePool("0:4"), M: FakePool("4:8"), H: FakePool("8:12"), LIAR: FakePool()}
     async with open_swarm(pools) as swarm:
         assert not await assign_and_be_silent(swarm, 2**31 - 1)
-        assert swarm["m"].pipelines.room().free_kv_tokens > 0
+        assert swarm[M].pipelines.room().free_kv_tokens > 0
 
 
 def places(**held: int) -> list[Place]:
     return [
-        Place(f"{origin}{i}", origin, float(i), has_begun=True)
-        for origin, n in held.items()
+        Place(f"{letter}{i}", node_id_named(letter), float(i), has_begun=True)
+        for letter, n in held.items()
         for i in range(n)
     ]
 
@@ -84,29 +85,29 @@ def places(**held: int) -> list[Place]:
 def test_one_origin_may_have_all_while_nobody_else_asks() -> None:
     shares = Shares(8)
     for n in range(8):
-        assert shares.ask("a", places(a=n), 100.0).is_granted
-    assert not shares.ask("a", places(a=8), 100.0).is_granted
+        assert shares.ask(A, places(a=n), 100.0).is_granted
+    assert not shares.ask(A, places(a=8), 100.0).is_granted
 
 
 def test_an_origin_that_was_turned_away_is_served_before_one_that_has_its_share() -> None:
     shares = Shares(8)
-    assert not shares.ask("b", places(a=8), 100.0).is_granted
-    assert not shares.ask("a", places(a=7), 101.0).is_granted
-    assert shares.ask("b", places(a=7), 102.0).is_granted
-    assert shares.ask("a", places(a=6, b=1), 103.0).is_granted
-    assert not shares.ask("b", places(a=8), 110.0).is_granted
-    assert shares.ask("a", places(a=7), 110.0 + WANT_S).is_granted
+    assert not shares.ask(B, places(a=8), 100.0).is_granted
+    assert not shares.ask(A, places(a=7), 101.0).is_granted
+    assert shares.ask(B, places(a=7), 102.0).is_granted
+    assert shares.ask(A, places(a=6, b=1), 103.0).is_granted
+    assert not shares.ask(B, places(a=8), 110.0).is_granted
+    assert shares.ask(A, places(a=7), 110.0 + WANT_S).is_granted
 
 
 def test_unused_places_go_first_those_of_the_origin_with_most_before_others() -> None:
     shares = Shares(4)
-    taken = [Place(f"a{i}", "a", 10.0 + i, has_begun=i == 0) for i in range(3)]
-    taken.append(Place("b0", "b", 0.0, has_begun=False))
-    assert shares.ask("c", taken, 13.0).instead_of == "a1"
+    taken = [Place(f"a{i}", A, 10.0 + i, has_begun=i == 0) for i in range(3)]
+    taken.append(Place("b0", B, 0.0, has_begun=False))
+    assert shares.ask(C, taken, 13.0).instead_of == "a1"
     # Once it is old enough, even the only one of another.
-    taken = [Place("b0", "b", 0.0, has_begun=False), *places(a=3)]
-    assert shares.ask("a", taken, FIRST_JOB_S).instead_of == "b0"
-    assert shares.ask("a", taken, FIRST_JOB_S - 0.1).instead_of is None
+    taken = [Place("b0", B, 0.0, has_begun=False), *places(a=3)]
+    assert shares.ask(A, taken, FIRST_JOB_S).instead_of == "b0"
+    assert shares.ask(A, taken, FIRST_JOB_S - 0.1).instead_of is None
 
 
 @given(
@@ -144,7 +145,7 @@ async def test_what_a_node_puts_into_its_own_queue_leaves_the_part_of_others_fre
 
 @pytest.mark.parametrize("n", [1, 8])
 async def test_requests_of_one_origin_side_by_side_are_all_answered(n: int) -> None:
-    pools = {"a": FakePool("0:4"), "m": FakePool("4:8"), "h": FakePool("8:12")}
+    pools = {A: FakePool("0:4"), M: FakePool("4:8"), H: FakePool("8:12")}
     async with open_swarm(pools) as swarm, trio.open_nursery() as nursery:
         for _ in range(n):
             nursery.start_soon(ask, swarm)

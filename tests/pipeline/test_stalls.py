@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pytest
 import trio
 from msgspec import UNSET, UnsetType
+from node_ids import LIAR, A, B, C, H, M, node_id_named
 from trio.testing import MockClock
 
 from bench.arithmetic import FakePool, fake_entry, uncut
@@ -39,7 +40,7 @@ N_TOKENS = 8
 async def ask(swarm: Swarm) -> float:
     """How long it took, by the mock clock."""
     began_s = trio.current_time()
-    async with swarm["a"].pipelines.generate(
+    async with swarm[A].pipelines.generate(
         Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=N_TOKENS)
     ) as generation:
         text = "".join([piece.text async for piece in generation])
@@ -48,19 +49,19 @@ async def ask(swarm: Swarm) -> float:
 
 
 def three_stages() -> dict[str, FakePool]:
-    return {"a": FakePool("0:4"), "liar": FakePool("4:8"), "m": FakePool("4:8"), "h": FakePool("8:12")}
+    return {A: FakePool("0:4"), LIAR: FakePool("4:8"), M: FakePool("4:8"), H: FakePool("8:12")}
 
 
 async def boast(swarm: Swarm) -> None:
     """The liar announces that it computes for nothing."""
     model_id = swarm.entry.model_id
-    await swarm.tell("a", {"liar": computes(model_id, 1e-12), "m": computes(model_id, 1e-3)})
+    await swarm.tell(A, {LIAR: computes(model_id, 1e-12), M: computes(model_id, 1e-3)})
 
 
 def be_silent(swarm: Swarm, *, busy: bool, rows: tuple[int | UnsetType, int | UnsetType]) -> list[str]:
     """The liar acknowledges and does nothing; it says of itself that it is so far. Returns the ids of the
     assignments that it gets."""
-    node, asked = swarm["liar"], []
+    node, asked = swarm[LIAR], []
     real = node.pipelines.on_request
 
     async def answer(sender: str, body: bytes) -> bytes:
@@ -95,35 +96,35 @@ async def test_a_silent_stage_is_left_for_its_rival_within_seconds(
         for _ in range(19):
             assert await ask(swarm) < 1
         assert len(asked) == 1
-        trust = swarm["a"].trust
-        assert all(trust.score(other) >= NEUTRAL for other in "mh")
+        trust = swarm[A].trust
+        assert all(trust.score(other) >= NEUTRAL for other in (M, H))
         if not busy and rows in (ADMITS, DENIES):
-            assert trust.score("liar") < NEUTRAL
-        swarm.kill("liar")
+            assert trust.score(LIAR) < NEUTRAL
+        swarm.kill(LIAR)
         assert await ask(swarm) < 1
 
 
 async def test_a_stage_that_stalls_again_and_again_is_out_of_all_routes(patient_clock: MockClock) -> None:
-    pools = {"a": FakePool("0:4"), "liar": FakePool("4:8"), "h": FakePool("8:12")}
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:8"), H: FakePool("8:12")}
     async with open_swarm(pools) as swarm:
         be_silent(swarm, busy=False, rows=ADMITS)
         for _ in range(20):
             with pytest.raises(Exception, match=r"does not do its part|no connected node|cannot run now"):
                 await ask(swarm)
-        assert swarm["a"].trust.score("liar") < WORK_MIN
-        assert swarm["a"].trust.score("h") >= NEUTRAL
-        swarm.kill("liar")
-        await swarm.start("m", FakePool("4:8"))
+        assert swarm[A].trust.score(LIAR) < WORK_MIN
+        assert swarm[A].trust.score(H) >= NEUTRAL
+        swarm.kill(LIAR)
+        await swarm.start(M, FakePool("4:8"))
         with trio.fail_after(60):
-            while "m" not in swarm["a"].registry.nodes():
+            while M not in swarm[A].registry.nodes():
                 await trio.lowlevel.checkpoint()
         assert await ask(swarm) < 1
 
 
 async def test_a_stage_that_gives_a_token_every_five_seconds_is_left(patient_clock: MockClock) -> None:
-    pools = {"a": FakePool("0:4"), "liar": FakePool("4:12"), "m": FakePool("4:12")}
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:12"), M: FakePool("4:12")}
     async with open_swarm(pools) as swarm:
-        router, send = swarm["liar"].router, swarm["liar"].router.send
+        router, send = swarm[LIAR].router, swarm[LIAR].router.send
 
         async def slowly(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
             if isinstance(decode_job(header, payload), StreamingToken):
@@ -134,12 +135,12 @@ async def test_a_stage_that_gives_a_token_every_five_seconds_is_left(patient_clo
         await boast(swarm)
         assert await ask(swarm) < 25
         assert await ask(swarm) < 1
-        assert swarm["a"].trust.score("m") >= NEUTRAL
+        assert swarm[A].trust.score(M) >= NEUTRAL
 
 
 async def test_a_slow_stage_without_a_rival_is_waited_for(patient_clock: MockClock) -> None:
-    async with open_swarm({"a": FakePool("0:4"), "slow": FakePool("4:12")}) as swarm:
-        router, send = swarm["slow"].router, swarm["slow"].router.send
+    async with open_swarm({A: FakePool("0:4"), M: FakePool("4:12")}) as swarm:
+        router, send = swarm[M].router, swarm[M].router.send
 
         async def slowly(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
             await trio.sleep(4.9)
@@ -147,18 +148,18 @@ async def test_a_slow_stage_without_a_rival_is_waited_for(patient_clock: MockClo
 
         router.send = slowly  # type: ignore[method-assign]
         assert await ask(swarm) > 30
-        assert swarm["a"].pipelines.statistics().recoveries == 0
-        assert swarm["a"].trust.score("slow") >= NEUTRAL
+        assert swarm[A].pipelines.statistics().recoveries == 0
+        assert swarm[A].trust.score(M) >= NEUTRAL
 
 
 async def test_progress_that_is_repeated_resets_no_deadline(patient_clock: MockClock) -> None:
-    pools = {"a": FakePool("0:4"), "liar": FakePool("4:12"), "m": FakePool("4:12")}
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:12"), M: FakePool("4:12")}
     async with open_swarm(pools) as swarm:
-        node = swarm["liar"]
+        node = swarm[LIAR]
 
         async def again_and_again(request_id: str) -> None:
             while True:
-                await node.router.send("a", *encode_job(PrefillProgress(request_id=request_id, position=1)))
+                await node.router.send(A, *encode_job(PrefillProgress(request_id=request_id, position=1)))
                 await trio.sleep(2)
 
         async def repeat(sender: str, header: bytes, payload: memoryview) -> None:
@@ -173,54 +174,57 @@ async def test_progress_that_is_repeated_resets_no_deadline(patient_clock: MockC
 
 
 async def test_accusations_of_many_exclude_nobody_who_is_needed() -> None:
-    pools = {"a": FakePool("0:4"), "m": FakePool("4:12")}
-    pools |= {f"liar{index}": FakePool("0:1") for index in range(6)}
+    pools = {A: FakePool("0:4"), M: FakePool("4:12")}
+    liars = [node_id_named(f"liar{index}") for index in range(6)]
+    pools |= {liar: FakePool("0:1") for liar in liars}
     async with open_swarm(pools) as swarm:
-        for index in range(6):
-            error = PipelineError(request_id="x", node_id="m", kind="worker_died", message="it failed")
+        for liar in liars:
+            error = PipelineError(request_id="x", node_id=M, kind="worker_died", message="it failed")
             for _ in range(10):
-                await swarm[f"liar{index}"].router.send("a", *encode_job(error))
+                await swarm[liar].router.send(A, *encode_job(error))
         await ask(swarm)
-        assert swarm["a"].trust.score("m") >= NEUTRAL
+        assert swarm[A].trust.score(M) >= NEUTRAL
 
 
 def test_no_node_is_believed_to_read_weights_faster_than_any_machine() -> None:
     manifest = fake_entry().manifest
     n_bytes = sum(shard.size_bytes for shard in manifest.shards if shard.kind == "layer") / manifest.n_layers
-    said = {NodeId("b"): computes(manifest.model_id, 1e-30)}
+    said = {NodeId(B): computes(manifest.model_id, 1e-30)}
     known = circumstances(
-        NodeId("a"), manifest, workload(manifest, 9, 9), list(said), said, Links(), Observations(), Load()
+        NodeId(A), manifest, workload(manifest, 9, 9), list(said), said, Links(), Observations(), Load()
     )
-    assert known.speeds[NodeId("b")].decode_s == pytest.approx(n_bytes / FASTEST_BYTES_PER_S)
-    assert known.speeds[NodeId("b")].prefill_s >= n_bytes / FASTEST_BYTES_PER_S / PREFILL_ROWS
+    assert known.speeds[NodeId(B)].decode_s == pytest.approx(n_bytes / FASTEST_BYTES_PER_S)
+    assert known.speeds[NodeId(B)].prefill_s >= n_bytes / FASTEST_BYTES_PER_S / PREFILL_ROWS
 
 
-STAGES = tuple(Stage(node_id=node, start=at, end=at + 4) for at, node in ((0, "a"), (4, "b"), (8, "c")))
+STAGES = tuple(Stage(node_id=node, start=at, end=at + 4) for at, node in ((0, A), (4, B), (8, C)))
 
 
 @pytest.mark.parametrize(
     ("told", "waits_for", "culprit"),
     [
-        ({"b": (5, 0), "c": (0, 0)}, "b", "b"),
-        ({"b": (5, 5), "c": (0, 0)}, "bc", None),
-        ({"b": (5, 5), "c": (5, 4)}, "c", "c"),
-        ({"b": (5, 5), "c": (5, 5)}, "c", "c"),
-        ({"b": (0, 0), "c": (0, 0)}, "b", "b"),
-        ({"b": (UNSET, UNSET), "c": (0, 0)}, "", None),
-        ({"b": (5, UNSET), "c": (0, 0)}, "bc", None),
-        ({"b": (0, 0), "c": (5, 0)}, "c", "c"),
+        ({B: (5, 0), C: (0, 0)}, (B,), B),
+        ({B: (5, 5), C: (0, 0)}, (B, C), None),
+        ({B: (5, 5), C: (5, 4)}, (C,), C),
+        ({B: (5, 5), C: (5, 5)}, (C,), C),
+        ({B: (0, 0), C: (0, 0)}, (B,), B),
+        ({B: (UNSET, UNSET), C: (0, 0)}, (), None),
+        ({B: (5, UNSET), C: (0, 0)}, (B, C), None),
+        ({B: (0, 0), C: (5, 0)}, (C,), C),
     ],
 )
 def test_the_node_that_has_the_row_is_asked_for_it(
-    told: Mapping[str, tuple[int | UnsetType, int | UnsetType]], waits_for: str, culprit: str | None
+    told: Mapping[str, tuple[int | UnsetType, int | UnsetType]],
+    waits_for: tuple[NodeId, ...],
+    culprit: str | None,
 ) -> None:
     states = {
         node: StageState(request_id="x", known=True, n_received=rows[0], n_sent=rows[1])
         for node, rows in told.items()
     }
-    found = judge_states(STAGES, "a", states, 5, 5, False, 1.0)
+    found = judge_states(STAGES, A, states, 5, 5, False, 1.0)
     assert (found.waits_for, found.culprit) == (frozenset(waits_for), culprit)
-    assert judge_states(STAGES, "a", states, 5, 5, True, 1.0).error is None
+    assert judge_states(STAGES, A, states, 5, 5, True, 1.0).error is None
 
 
 def test_a_change_waits_until_the_client_has_waited_as_long_as_it_costs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from node_ids import A, B, C, D
 
 from bench.arithmetic import uncut
 from swarmllm.pipeline import Prompt
@@ -10,7 +11,7 @@ from swarmllm.pipeline.origin.generation import Generation
 from swarmllm_proto.ipc import Sampling
 
 from .fakes import Swarm, open_swarm
-from .test_survival import PROMPT, SETTINGS, Act, kills, pools_of
+from .test_survival import PROMPT, SETTINGS, Act, kills, pools_by_id
 
 
 async def nothing(index: int) -> None:
@@ -19,7 +20,7 @@ async def nothing(index: int) -> None:
 
 async def read(swarm: Swarm, sampling: Sampling, act: Act = nothing) -> tuple[str, Generation]:
     text = ""
-    async with swarm["a"].pipelines.generate(Prompt(text=PROMPT), swarm.entry, sampling) as generation:
+    async with swarm[A].pipelines.generate(Prompt(text=PROMPT), swarm.entry, sampling) as generation:
         async for piece in generation:
             assert generation.stop_sequence is None or piece.finish_reason == "stop"
             text += piece.text
@@ -32,11 +33,11 @@ async def last_word(n_tokens: int) -> str:
 
 
 HOLDINGS = [
-    {"a": "0:12"},
-    {"a": "", "b": "0:12"},
-    {"a": "0:4", "b": "4:8", "c": "8:12"},
-    {"a": "8:12", "b": "0:4", "c": "4:8"},
-    {"a": "", "b": "0:6", "c": "6:12"},
+    {A: "0:12"},
+    {A: "", B: "0:12"},
+    {A: "0:4", B: "4:8", C: "8:12"},
+    {A: "8:12", B: "0:4", C: "4:8"},
+    {A: "", B: "0:6", C: "6:12"},
 ]
 SHAPES = ["local", "remote-generate", "chain", "chain", "chain"]
 
@@ -44,7 +45,7 @@ SHAPES = ["local", "remote-generate", "chain", "chain", "chain"]
 @pytest.mark.parametrize(("holdings", "shape"), list(zip(HOLDINGS, SHAPES, strict=True)), ids=str)
 async def test_every_shape_tells_it(holdings: dict[str, str], shape: str) -> None:
     word = await last_word(8)
-    async with open_swarm(pools_of(**holdings), settings=SETTINGS) as swarm:
+    async with open_swarm(pools_by_id(holdings), settings=SETTINGS) as swarm:
         text, generation = await read(swarm, Sampling(max_tokens=20, stop=("never", word, "ever")))
         assert text == await uncut(PROMPT, 7)
         assert (generation.shape, generation.finish_reason) == (shape, "stop")
@@ -56,13 +57,13 @@ async def test_every_shape_tells_it(holdings: dict[str, str], shape: str) -> Non
 
 @pytest.mark.parametrize(
     "holdings",
-    [{"a": "0:4", "b": "4:8", "c": "8:12", "d": "8:12"}, {"a": "", "b": "0:12", "c": "0:12"}],
+    [{A: "0:4", B: "4:8", C: "8:12", D: "8:12"}, {A: "", B: "0:12", C: "0:12"}],
     ids=["chain", "remote-generate"],
 )
 async def test_it_is_told_after_another_node_went_on(holdings: dict[str, str]) -> None:
     word = await last_word(12)
-    async with open_swarm(pools_of(**holdings), settings=SETTINGS) as swarm:
-        victim = swarm["a"].pipelines.stages_for(swarm.entry)[-1].node_id
+    async with open_swarm(pools_by_id(holdings), settings=SETTINGS) as swarm:
+        victim = swarm[A].pipelines.stages_for(swarm.entry)[-1].node_id
         sampling = Sampling(max_tokens=20, stop=("never", word))
         text, generation = await read(swarm, sampling, kills(swarm, victim))
         assert text == await uncut(PROMPT, 11)

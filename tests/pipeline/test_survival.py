@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from random import Random
 
 import pytest
 import trio
 from deadlines import PATIENCE_S
+from node_ids import A, B, C, D, E, node_id_named
 from trio.testing import MockClock
 
 from bench.arithmetic import FakePool, uncut
@@ -17,6 +18,7 @@ from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.generation import Generation
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm_proto.codec import decode_request
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PipelineAssignment
 
@@ -43,8 +45,13 @@ async def read(swarm: Swarm, node_id: str, act: Act) -> tuple[str, Generation]:
     return text, generation
 
 
-def pools_of(**holdings: str) -> dict[str, FakePool]:
+def pools_by_id(holdings: Mapping[NodeId, str]) -> dict[NodeId, FakePool]:
     return {node_id: FakePool(*ranges.split()) for node_id, ranges in holdings.items()}
+
+
+def pools_of(**holdings: str) -> dict[str, FakePool]:
+    """By letter of the node."""
+    return pools_by_id({node_id_named(letter): ranges for letter, ranges in holdings.items()})
 
 
 def kills(swarm: Swarm, *node_ids: str, at: int = 5) -> Act:
@@ -56,16 +63,16 @@ def kills(swarm: Swarm, *node_ids: str, at: int = 5) -> Act:
     return act
 
 
-@pytest.mark.parametrize(("victim", "spare"), [("b", "4:8"), ("c", "8:12")])
+@pytest.mark.parametrize(("victim", "spare"), [(B, "4:8"), (C, "8:12")])
 async def test_a_dead_node_is_replaced_by_another_holder(victim: str, spare: str) -> None:
     async with open_swarm(pools_of(a="0:4", b="4:8", c="8:12", d=spare), settings=SETTINGS) as swarm:
         with trio.fail_after(PATIENCE_S):
-            text, generation = await read(swarm, "a", kills(swarm, victim))
+            text, generation = await read(swarm, A, kills(swarm, victim))
         assert text == await uncut(PROMPT, N_TOKENS)
-        assert "d" in {stage.node_id for stage in generation.route}
+        assert D in {stage.node_id for stage in generation.route}
         assert (generation.n_recoveries, generation.n_generated) == (1, N_TOKENS)
         assert generation.timings.decode_s > 0
-        statistics = swarm["a"].pipelines.statistics()
+        statistics = swarm[A].pipelines.statistics()
         assert (statistics.recoveries, statistics.retries) == (1, 0)
         await swarm.quiet()
 
@@ -74,26 +81,26 @@ async def test_two_nodes_that_die_together_are_replaced() -> None:
     pools = pools_of(a="0:4", b="4:8", c="8:12", d="4:8", e="8:12")
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         with trio.fail_after(PATIENCE_S):
-            text, generation = await read(swarm, "a", kills(swarm, "b", "c"))
+            text, generation = await read(swarm, A, kills(swarm, B, C))
         assert text == await uncut(PROMPT, N_TOKENS)
-        assert [stage.node_id for stage in generation.route] == ["a", "d", "e"]
+        assert [stage.node_id for stage in generation.route] == [A, D, E]
         await swarm.quiet()
 
 
 async def test_one_node_dies_after_the_other() -> None:
     pools = pools_of(a="", b="0:12", c="0:6", d="6:12", e="0:12")
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        order = iter(["b", "e"])
+        order = iter([B, E])
 
         async def act(index: int) -> None:
             if index in (3, 11):
                 swarm.kill(next(order))
 
         with trio.fail_after(PATIENCE_S):
-            text, generation = await read(swarm, "a", act)
+            text, generation = await read(swarm, A, act)
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 2
-        assert [stage.node_id for stage in generation.route] == ["c", "d"]
+        assert [stage.node_id for stage in generation.route] == [C, D]
         await swarm.quiet()
 
 
@@ -108,15 +115,15 @@ async def test_the_stream_waits_for_the_dead_node_and_goes_on_when_it_is_back(
 
         async def return_later() -> None:
             await trio.sleep(0.9)
-            await swarm.start("b", FakePool("4:8"))
+            await swarm.start(B, FakePool("4:8"))
 
         async def act(index: int) -> None:
             if index == 5:
-                swarm.kill("b")
+                swarm.kill(B)
                 nursery.start_soon(return_later)
 
         started_s = trio.current_time()
-        text, generation = await read(swarm, "a", act)
+        text, generation = await read(swarm, A, act)
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 1
         assert 0.9 <= generation.timings.decode_s <= trio.current_time() - started_s < 1.2
@@ -130,7 +137,7 @@ async def test_without_a_replacement_the_stream_ends_with_what_is_missing(patien
         with pytest.raises(
             NoPipeline, match=r"b.* disconnected .*nobody could go on with it within 3 s.*holds layers 4:8"
         ):
-            await read(swarm, "a", kills(swarm, "b"))
+            await read(swarm, A, kills(swarm, B))
         assert trio.current_time() - started_s == pytest.approx(3, abs=0.6)
         await swarm.quiet()
 
@@ -138,7 +145,7 @@ async def test_without_a_replacement_the_stream_ends_with_what_is_missing(patien
 async def test_a_client_that_leaves_during_the_pause_leaves_nothing_behind(patient_clock: MockClock) -> None:
     async with open_swarm(pools_of(a="0:4", b="4:8", c="8:12"), settings=SETTINGS) as swarm:
         with trio.move_on_after(1) as patience:
-            await read(swarm, "a", kills(swarm, "b"))
+            await read(swarm, A, kills(swarm, B))
         assert patience.cancelled_caught
         await swarm.quiet()
 
@@ -154,13 +161,13 @@ def dies_at(positions: set[int]) -> Callable[[int, LayerRange], Awaitable[None]]
     return before_forward
 
 
-@pytest.mark.parametrize("where", ["a", "b", "c"])
+@pytest.mark.parametrize("where", [A, B, C])
 async def test_a_worker_that_dies_is_asked_again_once_it_is_back(where: str) -> None:
     pools = pools_of(a="0:4", b="4:8", c="8:12")
     pools[where].before_forward = dies_at({len(PROMPT) + 3, len(PROMPT) + 9})
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         with trio.fail_after(PATIENCE_S):
-            text, generation = await read(swarm, "a", kills(swarm))
+            text, generation = await read(swarm, A, kills(swarm))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 2
         await swarm.quiet()
@@ -169,13 +176,13 @@ async def test_a_worker_that_dies_is_asked_again_once_it_is_back(where: str) -> 
 @pytest.mark.parametrize("position", [0, len(PROMPT) + 7])
 async def test_a_worker_here_that_runs_the_whole_model_dies(position: int) -> None:
     pools = pools_of(a="0:12", b="")
-    pools["a"].before_forward = dies_at({position})
+    pools[A].before_forward = dies_at({position})
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         with trio.fail_after(PATIENCE_S):
-            text, generation = await read(swarm, "a", kills(swarm))
+            text, generation = await read(swarm, A, kills(swarm))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.is_local
-        statistics = swarm["a"].pipelines.statistics()
+        statistics = swarm[A].pipelines.statistics()
         assert (statistics.retries, statistics.recoveries) == ((1, 0) if position == 0 else (0, 1))
         await swarm.quiet()
 
@@ -191,10 +198,10 @@ async def test_a_request_that_kills_every_worker_is_given_up() -> None:
             n_deaths += 1
             raise WorkerDied("worker 4711 was killed by signal 11")
 
-    pools["b"].before_forward = pools["c"].before_forward = always
+    pools[B].before_forward = pools[C].before_forward = always
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         with pytest.raises(RemoteError, match="signal 11"), trio.fail_after(PATIENCE_S):
-            await read(swarm, "a", kills(swarm))
+            await read(swarm, A, kills(swarm))
         assert n_deaths == 3
         await swarm.quiet()
 
@@ -203,7 +210,7 @@ async def test_only_the_last_stage_is_told_what_has_been_said() -> None:
     seen: list[tuple[str, PipelineAssignment]] = []
     pools = pools_of(a="0:3", b="3:6", c="6:9", d="9:12", e="3:6")
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        for node_id in "bcde":
+        for node_id in (B, C, D, E):
             pipelines = swarm[node_id].pipelines
 
             async def listen(
@@ -215,12 +222,12 @@ async def test_only_the_last_stage_is_told_what_has_been_said() -> None:
                 return await inner(sender, body)  # type: ignore[operator, no-any-return]
 
             swarm[node_id].router.serve(listen, pipelines.on_message)
-        await read(swarm, "a", kills(swarm, "b", at=6))
+        await read(swarm, A, kills(swarm, B, at=6))
     later = [(node_id, assignment) for node_id, assignment in seen[3:]]
-    assert {node_id for node_id, _ in later} == {"e", "c", "d"}
-    assert {node_id for node_id, assignment in later if assignment.generated} == {"d"}
+    assert {node_id for node_id, _ in later} == {E, C, D}
+    assert {node_id for node_id, assignment in later if assignment.generated} == {D}
     assert len({assignment.request_id for _, assignment in seen}) == 2
-    (last,) = [assignment for node_id, assignment in later if node_id == "d"]
+    (last,) = [assignment for node_id, assignment in later if node_id == D]
     assert len(last.generated) >= 7
     assert last.sampling.seed is not None
 
@@ -229,13 +236,17 @@ async def test_only_the_last_stage_is_told_what_has_been_said() -> None:
 async def test_whatever_dies_and_returns_the_text_is_the_same(seed: int, patient_clock: MockClock) -> None:
     """Five nodes with random ranges; nodes die at random tokens, some together, and return after a while."""
     random = Random(seed)
-    holdings = {"a": random.choice(["", "0:4", "4:8"])} | {
-        node_id: random.choice(["0:4", "4:8", "8:12", "0:4 4:8", "4:8 8:12", "0:12"]) for node_id in "bcde"
+    holdings = {A: random.choice(["", "0:4", "4:8"])} | {
+        node_id: random.choice(["0:4", "4:8", "8:12", "0:4 4:8", "4:8 8:12", "0:12"])
+        for node_id in (B, C, D, E)
     }
     for layers in ("0:4", "4:8", "8:12"):
-        holdings[random.choice("bcde")] += f" {layers}"
+        holdings[random.choice((B, C, D, E))] += f" {layers}"
     holdings = {node_id: " ".join(sorted(set(text.split()))) for node_id, text in holdings.items()}
-    async with open_swarm(pools_of(**holdings), settings=SETTINGS) as swarm, trio.open_nursery() as nursery:
+    async with (
+        open_swarm(pools_by_id(holdings), settings=SETTINGS) as swarm,
+        trio.open_nursery() as nursery,
+    ):
 
         async def return_later(node_id: str) -> None:
             await trio.sleep(random.uniform(0, 0.6))
@@ -243,12 +254,12 @@ async def test_whatever_dies_and_returns_the_text_is_the_same(seed: int, patient
 
         async def act(index: int) -> None:
             if random.random() < 0.2:
-                for node_id in random.sample("bcde", random.randrange(1, 3)):
+                for node_id in random.sample((B, C, D, E), random.randrange(1, 3)):
                     if node_id in swarm.nodes:
                         swarm.kill(node_id)
                         nursery.start_soon(return_later, node_id)
 
-        text, _ = await read(swarm, "a", act)
+        text, _ = await read(swarm, A, act)
         assert text == await uncut(PROMPT, N_TOKENS)
         await swarm.quiet()
 
@@ -260,14 +271,14 @@ async def test_a_failure_that_no_other_pipeline_would_mend_ends_the_stream() -> 
         if position > len(PROMPT):
             raise SwarmLLMError("something else")
 
-    pools["a"].before_forward = fail
+    pools[A].before_forward = fail
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         with pytest.raises(SwarmLLMError, match="something else"):
-            await read(swarm, "a", kills(swarm))
+            await read(swarm, A, kills(swarm))
 
 
 async def test_with_no_patience_a_stream_ends_with_its_pipeline() -> None:
     mortal = PipelineSettings(failover_timeout_s=0)
     async with open_swarm(pools_of(a="0:4", b="4:12", c="4:12"), settings=mortal) as swarm:
         with pytest.raises(NodeUnreachable, match="disconnected"):
-            await read(swarm, "a", kills(swarm, "b", "c"))
+            await read(swarm, A, kills(swarm, B, C))

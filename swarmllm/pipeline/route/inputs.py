@@ -36,6 +36,8 @@ FASTEST_BYTES_PER_S = 10e12
 SLOWEST_LAYER_S = 3600.0
 """A longer time makes no route worse, and sums of this one stay finite."""
 NOTHING_MEASURED: Mapping[NodeId, float] = MappingProxyType({})
+SLOWEST_LINK_BYTES_PER_S = 1.0
+"""The same of a line's speed: the time per byte stays finite."""
 ROW_BYTES_PER_VALUE = 4
 """Hidden states travel as float32."""
 
@@ -126,7 +128,7 @@ def circumstances(
             if link.node_id in others:
                 pair_rtt_s[node_id, link.node_id] = link.rtt_s
                 if link.bytes_per_s:
-                    pair_bytes_per_s[node_id, link.node_id] = link.bytes_per_s
+                    pair_bytes_per_s[node_id, link.node_id] = max(link.bytes_per_s, SLOWEST_LINK_BYTES_PER_S)
     places = {
         node_id: Coordinate(place.position_s, place.height_s, place.error)
         for node_id in node_ids
