@@ -22,7 +22,6 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     GeneratedTokens,
     LayerIndex,
     Logprobs,
-    PeerId,
     Position,
     RequestId,
     Sampling,

@@ -40,7 +40,6 @@ StopIndex = Annotated[int, Meta(ge=0, le=STOPS_MAX - 1)]
 """Of a string in `Sampling.stop`."""
 GeneratedTokens = Annotated[tuple[TokenId, ...], Meta(max_length=2**19)]
 """What a request has generated already, where another process goes on with it; at most 5 bytes each."""
-PeerId = Annotated[str, Meta(min_length=1, max_length=128)]
 StageIndex = Annotated[int, Meta(ge=0, le=255)]
 
 

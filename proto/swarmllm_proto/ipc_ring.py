@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc_base import (
     DaemonMessage,
     LayerIndex,
-    PeerId,
     RequestId,
     Sampling,
     Seconds,
@@ -23,14 +23,14 @@ class TakeLink(DaemonMessage, frozen=True, tag=True):
     Payload: the 32 bytes of the one key that this end needs, then its next nonce as u64, little-endian.
     Answered by Done; a link with the same peer in the same direction is closed for it."""
 
-    peer: PeerId
+    peer: NodeId
     direction: Literal["sending", "receiving"]
 
 
 class CloseLinks(DaemonMessage, frozen=True, tag=True):
     """Close the links with a peer, in both directions. Answered by Done."""
 
-    peer: PeerId
+    peer: NodeId
 
 
 class TakeSeat(DaemonMessage, frozen=True, tag=True):
@@ -42,9 +42,9 @@ class TakeSeat(DaemonMessage, frozen=True, tag=True):
     stage: StageIndex
     start: LayerIndex
     end: LayerIndex
-    before: PeerId
-    after: PeerId
-    origin: PeerId
+    before: NodeId
+    after: NodeId
+    origin: NodeId
     """Who is told of tokens."""
     n_prompt_tokens: TokenCount
     sampling: Sampling | None = None
@@ -58,7 +58,7 @@ class Arrived(WorkerMessage, frozen=True, tag=True):
     """A job message came by a link and is not for this worker to deal with (id 0). Payload: its
     frame."""
 
-    sender: PeerId
+    sender: NodeId
 
 
 class Relay(WorkerMessage, frozen=True, tag=True):
@@ -66,7 +66,7 @@ class Relay(WorkerMessage, frozen=True, tag=True):
     frame."""
 
     request_id: RequestId
-    receiver: PeerId
+    receiver: NodeId
 
 
 class Turned(WorkerMessage, frozen=True, tag=True):
@@ -85,6 +85,6 @@ class Turned(WorkerMessage, frozen=True, tag=True):
 class LinkLost(WorkerMessage, frozen=True, tag=True):
     """A link has ended (id 0). What may not have arrived has been handed over in Relays before."""
 
-    peer: PeerId
+    peer: NodeId
     direction: Literal["sending", "receiving"]
     reason: str = ""

@@ -6,7 +6,7 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from node_ids import A, B, C, M
+from node_ids import A, B, C, F, M
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from bench.arithmetic import uncut

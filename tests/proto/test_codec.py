@@ -10,6 +10,7 @@ import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
+from node_ids import A
 
 from swarmllm_proto import codec, ipc, limits, swarm
 from swarmllm_proto.errors import BadMessage, DamagedJob, FrameTooLarge, ProtocolError, UnsupportedVersion
@@ -21,12 +22,12 @@ ASSIGNMENT: dict[str, Any] = {
     "type": "PipelineAssignment",
     "request_id": "r",
     "model_id": MODEL_ID,
-    "origin": "n",
-    "stages": [{"node_id": "n", "start": 0, "end": 4}],
+    "origin": A,
+    "stages": [{"node_id": A, "start": 0, "end": 4}],
     "n_prompt_tokens": 3,
     "sampling": {},
 }
-RECORD: dict[str, Any] = {"type": "NodeRecord", "node_id": "n"}
+RECORD: dict[str, Any] = {"type": "NodeRecord", "node_id": A}
 TOKEN: dict[str, Any] = {"type": "StreamingToken", "request_id": "r", "index": 0, "token": 1}
 pack = msgspec.msgpack.encode
 
@@ -149,22 +150,22 @@ Decode = Callable[[bytes], object]
         (codec.decode_request, pack({**ASSIGNMENT, "stages": []}), "stages"),
         (
             codec.decode_request,
-            pack({**ASSIGNMENT, "stages": [{"node_id": "n", "start": 0}]}),
+            pack({**ASSIGNMENT, "stages": [{"node_id": A, "start": 0}]}),
             "stages[0].end",
         ),
         (
             codec.decode_request,
-            pack({**ASSIGNMENT, "stages": [{"node_id": "n", "start": 3, "end": 3}]}),
+            pack({**ASSIGNMENT, "stages": [{"node_id": A, "start": 3, "end": 3}]}),
             "stages[0].end",
         ),
         (
             codec.decode_request,
-            pack({**ASSIGNMENT, "stages": [{"node_id": "n", "start": 1, "end": 3}]}),
+            pack({**ASSIGNMENT, "stages": [{"node_id": A, "start": 1, "end": 3}]}),
             "stages[0].start",
         ),
         (
             codec.decode_request,
-            pack({**ASSIGNMENT, "stages": [{"node_id": "n", "start": s, "end": s + 2} for s in (0, 3)]}),
+            pack({**ASSIGNMENT, "stages": [{"node_id": A, "start": s, "end": s + 2} for s in (0, 3)]}),
             "stages[1].start",
         ),
         (codec.decode_request, pack({**FETCH_DIGESTS, "header": "AB" * 32}), "header"),
@@ -301,7 +302,7 @@ def test_bytes_of_a_model_are_not_copied_out_of_the_answer_that_brought_them() -
 
 def test_senders_and_readers_share_the_size_limits() -> None:
     announce = swarm.ShardAnnounce(model_id=MODEL_ID, name="m" * 200, n_layers=9, ranges=((0, 1),) * 256)
-    record = swarm.NodeRecord(node_id="n", models=(announce,) * 256)
+    record = swarm.NodeRecord(node_id=A, models=(announce,) * 256)
     with pytest.raises(FrameTooLarge, match="record"):
         codec.encode_record(record)
     with pytest.raises(FrameTooLarge, match="record"):
@@ -345,8 +346,8 @@ def test_sampling_means_the_same_on_both_wires(sampling: ipc.Sampling) -> None:
     assignment = swarm.PipelineAssignment(
         request_id="r",
         model_id=MODEL_ID,
-        origin="n",
-        stages=(swarm.Stage(node_id="n", start=0, end=4),),
+        origin=A,
+        stages=(swarm.Stage(node_id=A, start=0, end=4),),
         n_prompt_tokens=3,
         sampling=sampling,
     )

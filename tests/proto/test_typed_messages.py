@@ -5,26 +5,31 @@ The message types are taken from the modules, so that a new message or field is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
+from node_ids import A, B
 
 from swarmllm_proto import (
+    codec,
     envelope,
     file_digests,
+    ipc,
     router_messages,
     swarm,
     swarm_prefix,
     swarm_resume,
     swarm_vision,
 )
+from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import HEX_DIGEST_PATTERN, NODE_ID_PATTERN
+from swarmllm_proto.ipc import Sampling
 
 MODULES: tuple[ModuleType, ...] = (
     *(envelope, file_digests, router_messages, swarm, swarm_prefix, swarm_resume, swarm_vision),
@@ -36,8 +41,10 @@ STRUCTS = {
     if isinstance(value, type) and issubclass(value, msgspec.Struct) and not name.startswith("_")
 }
 NUMBERS = (math.nan, math.inf, -math.inf, -1e300, 1e300, -1.0, 2.0**64)
+LINK = swarm.ObservedLink(node_id=B, rtt_s=0.1)
 UNBOUNDED = {"v"}
 """Compared with the one version that is spoken."""
+NODE_IDS = {"node_id", "origin", "peer", "before", "after", "sender", "receiver", "dialler"}
 
 
 def leaves(kind: inspect.Type, path: str) -> Iterator[tuple[str, inspect.Type]]:
@@ -70,6 +77,12 @@ def fields() -> Iterator[tuple[str, inspect.Type]]:
 
 
 FIELDS = sorted(fields(), key=lambda field: field[0])
+IPC_FIELDS = [
+    (f"{struct.__name__}.{field.name}", field.type)
+    for struct in (*get_args(ipc.AnyDaemonMessage), *get_args(ipc.AnyWorkerMessage))
+    for field in cast(inspect.StructType, inspect.type_info(struct)).fields
+    if field.name in NODE_IDS
+]
 
 
 def test_the_types_of_every_module_are_looked_at() -> None:
@@ -87,15 +100,64 @@ def test_every_number_and_text_is_bounded(path: str, kind: inspect.Type) -> None
         assert kind.max_length is not None, f"{path} may be of any length"
 
 
-@pytest.mark.parametrize(("path", "kind"), FIELDS, ids=lambda each: each if isinstance(each, str) else "")
+@pytest.mark.parametrize(
+    ("path", "kind"), FIELDS + IPC_FIELDS, ids=lambda each: each if isinstance(each, str) else ""
+)
 def test_every_identifier_is_of_its_type(path: str, kind: inspect.Type) -> None:
-    struct, _, name = path.rpartition(".")
+    name = path.rpartition(".")[2]
     if name == "model_id":
         assert isinstance(kind, inspect.StrType)
         assert kind.pattern == HEX_DIGEST_PATTERN
-    if name == "node_id" and struct in ("Envelope", "Heartbeat", "KnownPeer"):
+    if name in NODE_IDS:
         assert isinstance(kind, inspect.StrType)
         assert kind.pattern == NODE_ID_PATTERN
+
+
+RECORD = swarm.NodeRecord(node_id=A, capability=swarm.NodeCapability(observed_links=(LINK,)))
+ASSIGNMENT = swarm.PipelineAssignment(
+    request_id="r",
+    model_id="0" * 64,
+    origin=A,
+    stages=(swarm.Stage(node_id=B, start=0, end=4),),
+    n_prompt_tokens=3,
+    sampling=Sampling(),
+)
+ERROR = swarm.PipelineError(request_id="r", node_id=A, kind="overloaded", message="")
+NO_NODE_IDS = st.one_of(
+    st.text(max_size=60),
+    st.sampled_from(
+        ("0OIl", A[:-1], A + "1", A.upper(), f" {A[1:]}", A[:-1] + "\n", "Qm" + "1" * 44, "1" * 52)
+    ),
+    st.tuples(st.integers(0, 51), st.sampled_from("0OIl-\0é")).map(
+        lambda at: A[: at[0]] + at[1] + A[at[0] + 1 :]
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "path", "decode"),
+    [
+        (RECORD, ("node_id",), codec.decode_record),
+        (RECORD, ("capability", "observed_links", 0, "node_id"), codec.decode_record),
+        (ASSIGNMENT, ("origin",), codec.decode_request),
+        (ASSIGNMENT, ("stages", 0, "node_id"), codec.decode_request),
+        (ERROR, ("node_id",), codec.decode_job),
+    ],
+)
+@given(text=NO_NODE_IDS)
+def test_a_text_that_is_no_node_id_is_refused_by_its_field(
+    message: msgspec.Struct, path: tuple[str | int, ...], decode: Callable[[bytes], object], text: str
+) -> None:
+    said = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+    inner = said
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = text
+    with pytest.raises(BadMessage) as refused:
+        decode(msgspec.msgpack.encode(said))
+    assert refused.value.field == "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(
+        "."
+    )
 
 
 FLOATS = [(path, kind) for path, kind in FIELDS if isinstance(kind, inspect.FloatType)]

@@ -9,17 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from node_ids import A, B
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_job, encode_ipc
 from swarmllm_proto.frames import FrameDecoder
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import LayerForward, StreamingToken
 from swarmllm_proto.tensors import decode_tensor, encode_tensor
 
 from .client import DEADLINE_S, Answer, Worker
 
-NODES = ("first", "last")
+NODES = (A, B)
 SPLIT = 6
 SECRET = bytes(range(32)) + bytes(8)
 
@@ -39,7 +41,7 @@ def open_halves(workers: tuple[Worker, Worker], **settings: Any) -> None:
 class RingOfTwo:
     """`origin`: the node whose clients ask, one of NODES or a third."""
 
-    def __init__(self, workers: tuple[Worker, Worker], origin: str = "first") -> None:
+    def __init__(self, workers: tuple[Worker, Worker], origin: NodeId = A) -> None:
         self.workers = workers
         self.origin = origin
         self.tokens: dict[str, dict[int, StreamingToken]] = {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from node_ids import A, B
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
@@ -56,8 +57,8 @@ class Stage:
         (ours, self._receiving), (theirs, sending) = socket.socketpair(), socket.socketpair()
         self._descriptor = self._receiving.fileno()
         for end_of_link, peer, direction in (
-            (self._receiving, "before", "receiving"),
-            (sending, "after", "sending"),
+            (self._receiving, A, "receiving"),
+            (sending, B, "sending"),
         ):
             self._ends.append(end_of_link.detach())
             self.handle(ipc.TakeLink(id=7, peer=peer, direction=direction), memoryview(SECRET))  # type: ignore[arg-type]
@@ -80,9 +81,9 @@ class Stage:
                 stage=min(start, 1),
                 start=start,
                 end=end,
-                before="before",
-                after="after",
-                origin="after",
+                before=A,
+                after=B,
+                origin=B,
                 n_prompt_tokens=1,
                 sampling=sampling,
             )
@@ -231,7 +232,7 @@ def test_a_token_that_there_is_not_is_refused(stages: MakeStage) -> None:
     stage = stages(0, 4)
     stage.seat("r")
     stage.deliver(stage.job("r", 1, seed=10**6))
-    assert stage.refusals() == [("handed up", "before")]
+    assert stage.refusals() == [("handed up", A)]
 
 
 def test_a_step_that_is_repeated_goes_back_to_its_position(stages: MakeStage) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from node_ids import A
 
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import encode_ipc
@@ -100,18 +101,18 @@ def test_what_came_with_a_refused_message_is_not_given_to_the_next(start_worker:
     worker = start_worker()
     before = n_descriptors(worker.process.pid)
     wrong, wrong_end = socket.socketpair()
-    refused = b"".join(encode_ipc(ipc.TakeLink(id=1, peer="p", direction="sideways"), SECRET))  # type: ignore[arg-type]
+    refused = b"".join(encode_ipc(ipc.TakeLink(id=1, peer=A, direction="sideways"), SECRET))  # type: ignore[arg-type]
     socket.send_fds(worker.socket, [refused], [wrong_end.fileno()])
     assert worker.receive(ipc.Error).kind == "bad_message"
     wrong_end.close()
     wrong.settimeout(DEADLINE_S)
     assert wrong.recv(1) == b""  # nobody has the other end any more
     right, right_end = socket.socketpair()
-    link = b"".join(encode_ipc(ipc.TakeLink(id=2, peer="p", direction="sending"), SECRET))
+    link = b"".join(encode_ipc(ipc.TakeLink(id=2, peer=A, direction="sending"), SECRET))
     socket.send_fds(worker.socket, [link], [right_end.fileno()])
     worker.receive(ipc.Done)
     right_end.close()
-    worker.call(ipc.CloseLinks, peer="p")
+    worker.call(ipc.CloseLinks, peer=A)
     right.settimeout(DEADLINE_S)
     assert right.recv(1) == b""  # the link that was closed is the one that was given
     assert n_descriptors(worker.process.pid) == before

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from node_ids import A, B, C
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_job, encode_job
 from swarmllm_proto.frames import FrameDecoder, encode_frame
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.ring.link import SendingLink
@@ -63,7 +65,7 @@ def rings(resident: tuple[Worker, Worker]) -> Iterator[MakeRing]:
     """`rings(origin)`: two workers that have nothing to do, and no links."""
     made: list[RingOfTwo] = []
 
-    def make(origin: str = "first") -> RingOfTwo:
+    def make(origin: NodeId = A) -> RingOfTwo:
         made.append(RingOfTwo(resident, origin))
         return made[-1]
 
@@ -86,7 +88,7 @@ def strangers(last: Worker) -> Iterator[MakeStranger]:
     """`strangers(peer)`: somebody who has a link to `last`."""
     made: list[Stranger] = []
 
-    def make(peer: str = NODES[0]) -> Stranger:
+    def make(peer: NodeId = NODES[0]) -> Stranger:
         made.append(Stranger(last, peer))
         return made[-1]
 
@@ -97,7 +99,7 @@ def strangers(last: Worker) -> Iterator[MakeStranger]:
         stranger.link.connection.close()
 
 
-@pytest.mark.parametrize("origin", ["first", "last", "elsewhere"])
+@pytest.mark.parametrize("origin", [A, B, C], ids=["first", "last", "elsewhere"])
 def test_a_ring_of_links_gives_the_text_of_the_uncut_model(
     rings: MakeRing, uncut: dict[str, tuple[np.ndarray, list[int], bytes]], origin: str
 ) -> None:
@@ -114,7 +116,7 @@ def test_a_ring_of_links_gives_the_text_of_the_uncut_model(
     assert all(timing.busy_s >= timing.compute_s > 0 for timing in last.timings)
 
 
-@pytest.mark.parametrize("origin", ["first", "last", "elsewhere"])
+@pytest.mark.parametrize("origin", [A, B, C], ids=["first", "last", "elsewhere"])
 def test_the_origin_of_a_ring_learns_which_stop_string_ended_it(
     rings: MakeRing, uncut: dict[str, tuple[np.ndarray, list[int], bytes]], origin: str
 ) -> None:
@@ -274,7 +276,7 @@ ROW = b"".join(encode_tensor(np.zeros((1, 256), np.float32)))
 @pytest.mark.parametrize(
     ("peer", "changed"),
     [
-        pytest.param("somebody", {}, id="not the node before"),
+        pytest.param(C, {}, id="not the node before"),
         pytest.param(NODES[0], {"request_id": "other"}, id="unknown request"),
         pytest.param(NODES[0], {"stage": 2}, id="another stage"),
         pytest.param(NODES[0], {"position": 3}, id="in the prompt"),
@@ -349,9 +351,9 @@ def test_the_daemon_hears_that_a_job_runs_before_it_is_done_and_when_it_is_gone(
         stage=1,
         start=SPLIT,
         end=12,
-        before="a",
-        after="b",
-        origin="a",
+        before=A,
+        after=B,
+        origin=A,
         n_prompt_tokens=4,
     )
     ring.take_seat(take)
@@ -369,7 +371,7 @@ def test_the_daemon_hears_that_a_job_runs_before_it_is_done_and_when_it_is_gone(
 
 
 def test_a_link_without_its_socket_is_refused(last: Worker) -> None:
-    assert last.refused(ipc.TakeLink, SECRET, peer="p", direction="sending").kind == "bad_message"
+    assert last.refused(ipc.TakeLink, SECRET, peer=C, direction="sending").kind == "bad_message"
 
 
 @pytest.mark.parametrize(("end", "sampling"), [(12, None), (8, GREEDY), (13, GREEDY)])
@@ -382,9 +384,9 @@ def test_a_seat_that_contradicts_itself_is_refused(
         stage=1,
         start=SPLIT,
         end=end,
-        before="b",
-        after="a",
-        origin="o",
+        before=B,
+        after=A,
+        origin=C,
         n_prompt_tokens=1,
         sampling=sampling,
     )

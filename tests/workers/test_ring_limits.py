@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from node_ids import A, B
 
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import encode_job
@@ -26,9 +27,9 @@ def seated() -> tuple[Ring, Seat]:
             stage=1,
             start=4,
             end=12,
-            before="a",
-            after="b",
-            origin="a",
+            before=A,
+            after=B,
+            origin=A,
             n_prompt_tokens=4,
         )
     )
@@ -49,16 +50,16 @@ def test_a_seat_holds_so_many_jobs_and_bytes_and_then_closes_the_link(n_rows: in
     frame = job(4, n_rows, n_embd)
     n_max = min(SEAT_JOBS_MAX, SEAT_BYTES_MAX // len(frame.payload))
     for _ in range(n_max):
-        ring._arrive("a", frame, False)
+        ring._arrive(A, frame, False)
     with pytest.raises(LinkClosed, match="broke the protocol"):
-        ring._arrive("a", frame, False)
+        ring._arrive(A, frame, False)
     assert seat.n_bytes_waiting == n_max * len(frame.payload) <= SEAT_BYTES_MAX
 
 
 def test_jobs_that_have_been_run_make_room() -> None:
     ring, seat = seated()
     for _ in range(3 * SEAT_JOBS_MAX):
-        ring._arrive("a", job(4, 1, 64), False)
+        ring._arrive(A, job(4, 1, 64), False)
         ring.turn(seat, 0.0)
     assert seat.n_bytes_waiting == 0
 
@@ -74,8 +75,8 @@ def test_what_a_worker_refuses_goes_to_the_daemon_which_knows_who_sent_it(kind: 
     ring = Ring(lambda message, *_: sent.append(message), refuse, lambda *_: None)
     ring.take_seat(seated()[1].message)
     frame = job(4, 1, 64)
-    ring._arrive("a", frame, False)
+    ring._arrive(A, frame, False)
     (seat,) = ring._seats.values()
-    assert [message for message in sent if not isinstance(message, ipc.Turned)] == [ipc.Arrived(sender="a")]
+    assert [message for message in sent if not isinstance(message, ipc.Turned)] == [ipc.Arrived(sender=A)]
     assert not seat.waiting
     assert not seat.is_running
