@@ -69,9 +69,9 @@ NodeId = NewType(
     "NodeId",
     Annotated[str, Meta(min_length=NODE_ID_SIZE, max_length=NODE_ID_SIZE, pattern=NODE_ID_PATTERN)],
 )
-ModelId = Annotated[str, Meta(min_length=64, max_length=64, pattern=HEX_DIGEST_PATTERN)]
+ModelId = NewType("ModelId", Annotated[str, Meta(min_length=64, max_length=64, pattern=HEX_DIGEST_PATTERN)])
 """BLAKE3 of a model's manifest, in hexadecimal."""
-Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern=HEX_DIGEST_PATTERN)]
+Digest = NewType("Digest", Annotated[str, Meta(min_length=64, max_length=64, pattern=HEX_DIGEST_PATTERN)])
 """BLAKE3, in hexadecimal."""
 Multiaddr = NewType("Multiaddr", Annotated[str, Meta(min_length=1, max_length=MULTIADDR_MAX)])
 """Protocols and their values, each of them checked by `require_multiaddrs`. Not every one can be dialled."""
@@ -83,6 +83,7 @@ MEANINGS: Final = {
 """Pattern -> what to say of a text that does not match it."""
 
 _NODE_ID: Final = re.compile(NODE_ID_PATTERN)
+_HEX_DIGEST: Final = re.compile(HEX_DIGEST_PATTERN)
 _PORT: Final = re.compile(r"[1-9][0-9]{0,4}")
 _DNS_NAME: Final = re.compile(
     r"(?=.{1,253}\Z)[0-9A-Za-z_](?:[0-9A-Za-z_-]{0,61}[0-9A-Za-z_])?(?:\.[0-9A-Za-z_]"
@@ -99,6 +100,10 @@ def parse_node_id(text: str, field: str = "node_id") -> NodeId:
     if not is_node_id(text):
         raise BadMessage(field, MEANINGS[NODE_ID_PATTERN])
     return text
+
+
+def is_model_id(text: str) -> TypeGuard[ModelId]:
+    return _HEX_DIGEST.match(text) is not None
 
 
 def parse_port(text: str) -> int:

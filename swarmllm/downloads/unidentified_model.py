@@ -25,7 +25,7 @@ from swarmllm.models import CatalogueEntry, LayerRange, Manifest, TensorEntry, m
 from swarmllm.models.gguf_header import GgufHeader, read_header
 from swarmllm.models.hashing import manifest_of
 from swarmllm_proto.file_digests import DigestRun, FetchDigests, Runs
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import Digest, NodeId
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,10 @@ class UnidentifiedModel:
         """What other nodes are asked."""
         notes = self.notes
         return FetchDigests(
-            header=self.header_digest, size_bytes=notes.size_bytes, sha256=notes.sha256 or None, known=known
+            header=Digest(self.header_digest),
+            size_bytes=notes.size_bytes,
+            sha256=Digest(notes.sha256) if notes.sha256 else None,
+            known=known,
         )
 
     def is_about(self, question: FetchDigests) -> bool:

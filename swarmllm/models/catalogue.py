@@ -35,6 +35,7 @@ from swarmllm.models.manifest import Manifest, TensorEntry
 from swarmllm.models.model_files import FileState, PartFile, first_file
 from swarmllm.models.names import check_name, normalise_name
 from swarmllm.models.tensor_digest import CHUNK_BYTES, DIGEST_BYTES
+from swarmllm_proto.identifiers import ModelId
 
 SCHEMA_VERSION = 2
 MIN_ID_PREFIX = 6
@@ -201,7 +202,7 @@ class Catalogue:
             _write_parts(database, entry)
         return entry
 
-    def revise(self, model_id: str, manifest: Manifest) -> CatalogueEntry:
+    def revise(self, model_id: ModelId, manifest: Manifest) -> CatalogueEntry:
         """Replace what was derived of a model, which stays the same. Raises ModelNotFound."""
         assert manifest.model_id == model_id
         with self.database() as database:
@@ -268,7 +269,7 @@ class Catalogue:
             database.executemany("INSERT INTO tensors VALUES (?, ?, ?, 1)", rows)
         return self.get(entry.model_id)
 
-    def chunk_list(self, model_id: str, tensor: TensorEntry) -> bytes | None:
+    def chunk_list(self, model_id: ModelId, tensor: TensorEntry) -> bytes | None:
         """None: not known here."""
         if tensor.size_bytes <= CHUNK_BYTES:
             return bytes.fromhex(tensor.blake3)
@@ -278,7 +279,7 @@ class Catalogue:
             ).fetchone()
         return row[0] if row else None
 
-    def keep_chunk_lists(self, model_id: str, chunk_lists: Mapping[str, bytes]) -> None:
+    def keep_chunk_lists(self, model_id: ModelId, chunk_lists: Mapping[str, bytes]) -> None:
         """By the tensors' names; whoever calls has checked them."""
         rows = [(model_id, name, each) for name, each in chunk_lists.items() if len(each) > DIGEST_BYTES]
         with self.database() as database:
@@ -411,7 +412,7 @@ def _forget(database: sqlite3.Connection, model_id: str) -> None:
         database.execute(f"DELETE FROM {table} WHERE model_id = ?", (model_id,))
 
 
-def _forget_chunks(database: sqlite3.Connection, model_id: str) -> None:
+def _forget_chunks(database: sqlite3.Connection, model_id: ModelId) -> None:
     database.execute("DELETE FROM chunk_lists WHERE model_id = ?", (model_id,))
 
 
@@ -437,7 +438,7 @@ def _entry(
 ) -> CatalogueEntry:
     model_id, name, path, size_bytes, mtime_ns, manifest = row
     return CatalogueEntry(
-        model_id,
+        ModelId(model_id),
         name,
         Path(path),
         _manifest_decoder.decode(manifest),

@@ -13,7 +13,7 @@ from swarmllm.models.model_files import FileState, PartFile, joint_state
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    model_id: str
+    model_id: ModelId
     name: str
     path: Path
     """Of several files, the first."""

@@ -29,6 +29,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from swarmllm.models.layers import LayerRange
+from swarmllm_proto.identifiers import ModelId
 
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Meta(ge=0)]
@@ -97,9 +98,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return ("\n".join(lines) + "\n").encode()
 
     @property
-    def model_id(self) -> str:
+    def model_id(self) -> ModelId:
         """64 hexadecimal digits."""
-        return blake3(self.canonical_bytes).hexdigest()
+        return ModelId(blake3(self.canonical_bytes).hexdigest())
 
     @property
     def whole(self) -> LayerRange:

@@ -12,6 +12,7 @@ import re
 import sqlite3
 
 from swarmllm.errors import InvalidRequest
+from swarmllm_proto.identifiers import ModelId
 
 MAX_NAME_LENGTH = 100
 
@@ -54,13 +55,13 @@ def owner_of(database: sqlite3.Connection, name: str) -> str | None:
     return row[0] if row else None
 
 
-def further_names(database: sqlite3.Connection, model_id: str) -> tuple[str, ...]:
+def further_names(database: sqlite3.Connection, model_id: ModelId) -> tuple[str, ...]:
     """Besides the one that is shown, in order."""
     rows = database.execute("SELECT name FROM further_names WHERE model_id = ? ORDER BY name", (model_id,))
     return tuple(name for (name,) in rows)
 
 
-def give_name(database: sqlite3.Connection, name: str, model_id: str) -> None:
+def give_name(database: sqlite3.Connection, name: str, model_id: ModelId) -> None:
     database.execute("INSERT OR REPLACE INTO further_names VALUES (?, ?)", (name, model_id))
 
 
@@ -68,5 +69,5 @@ def drop_name(database: sqlite3.Connection, name: str) -> None:
     database.execute("DELETE FROM further_names WHERE name = ?", (name,))
 
 
-def drop_names(database: sqlite3.Connection, model_id: str) -> None:
+def drop_names(database: sqlite3.Connection, model_id: ModelId) -> None:
     database.execute("DELETE FROM further_names WHERE model_id = ?", (model_id,))

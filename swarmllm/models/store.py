@@ -56,6 +56,7 @@ from swarmllm.models.verification import (
     unfinished_files,
 )
 from swarmllm.private_files import sync_folder
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.segment_names import FOLDER
 from swarmllm_proto.swarm import Outline
 
@@ -108,7 +109,7 @@ class Store:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return len(strays)
 
-    def adopt(self, model_id: str, name: str, outline: Outline, header: bytes) -> CatalogueEntry:
+    def adopt(self, model_id: ModelId, name: str, outline: Outline, header: bytes) -> CatalogueEntry:
         """A new container from what another node says the model looks like; no tensor is there yet.
 
         Everything is checked against `model_id`, which covers every byte of metadata and every tensor's
@@ -189,7 +190,7 @@ class Store:
             )
 
     @contextmanager
-    def _new_container(self, model_id: str, origin: Path | None = None) -> Iterator[tuple[Path, Path]]:
+    def _new_container(self, model_id: ModelId, origin: Path | None = None) -> Iterator[tuple[Path, Path]]:
         """(a folder to be filled, where `put` brings it). What fails in the block leaves everything as it
         was, the file at `origin` included."""
         incoming = self._folder / f"{INCOMING}{uuid.uuid4().hex}"
@@ -320,7 +321,7 @@ class Store:
         return [self.catalogue.get(model_id) for model_id in ids]
 
     def _write_header(
-        self, path: Path, model_id: str, name: str, outline: Outline, header: bytes
+        self, path: Path, model_id: ModelId, name: str, outline: Outline, header: bytes
     ) -> CatalogueEntry:
         n_bytes = outline.header_bytes
         if not len(header) == n_bytes <= outline.size_bytes < 2**62:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import trio
 
@@ -24,7 +25,7 @@ from swarmllm.scheduling.hysteresis import CONSISTENT_TICKS, Hysteresis
 from swarmllm.scheduling.placement import ModelShape
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 
 log = logging.getLogger("swarmllm.node")
 
@@ -37,7 +38,7 @@ class PlacedModel:
     """What is known of one model that is placed here; its public fields are shown to people."""
 
     name: str
-    model_id: str = ""
+    model_id: ModelId | Literal[""] = ""
     target: tuple[LayerRange, ...] = ()
     state: str = "looking for it"
     loading: tuple[LayerRange, ...] = ()
@@ -98,7 +99,7 @@ class AutoShardManager:
     # What the swarm is told.
 
     @property
-    def model_ids(self) -> tuple[str, ...]:
+    def model_ids(self) -> tuple[ModelId, ...]:
         return tuple(sorted({model.model_id for model in self.models if model.model_id}))
 
     @property
@@ -106,10 +107,10 @@ class AutoShardManager:
         """Of the budget; layers that the user loaded count too."""
         return max(0, self._budget_bytes - self._used_bytes()) if self.models else 0
 
-    def loading(self, model_id: str) -> tuple[LayerRange, ...]:
+    def loading(self, model_id: ModelId) -> tuple[LayerRange, ...]:
         return next((model.loading for model in self.models if model.model_id == model_id), ())
 
-    def pinned(self, model_id: str) -> tuple[LayerRange, ...]:
+    def pinned(self, model_id: ModelId) -> tuple[LayerRange, ...]:
         """Of what is loaded, what was not loaded here."""
         managed = [layers for m in self.models if m.model_id == model_id for layers in m.managed]
         return subtract(self._pool.loaded(model_id), managed)
@@ -117,7 +118,7 @@ class AutoShardManager:
     def _used_bytes(self) -> int:
         held = {model_id: list(ranges) for model_id, ranges in self._pool.models().items()}
         for model in self.models:
-            if model.loading:
+            if model.model_id and model.loading:
                 held.setdefault(model.model_id, []).extend(model.loading)
         return sum(
             self._shapes[model_id].n_bytes(layers)

@@ -16,6 +16,7 @@ from swarmllm.scheduling.coordinates import TRUSTED_ERROR, Coordinate, moved
 from swarmllm.scheduling.observation import MAX_MODELS, Observations
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import PeerInfo
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, ObservedLatency, ObservedLink
 
 MAX_LINKS = 32
@@ -35,7 +36,7 @@ def describe(
     admission: Admission,
     stage_requests: int,
     room: Room,
-    placed_models: tuple[str, ...],
+    placed_models: tuple[ModelId, ...],
     placing_free_bytes: int,
 ) -> NodeCapability:
     total_bytes, free_bytes = memory_bytes()

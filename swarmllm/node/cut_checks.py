@@ -17,6 +17,7 @@ from swarmllm.models import Catalogue, CatalogueEntry
 from swarmllm.models.cuts import needs_check, with_verdict
 from swarmllm.workerpool import ModelFile, WorkerPool
 from swarmllm.workerpool.cut_check import engine_version
+from swarmllm_proto.identifiers import ModelId
 
 log = logging.getLogger("swarmllm.node")
 
@@ -27,7 +28,7 @@ class CutChecks:
         self._catalogue = catalogue
         self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
 
-    def forget(self, model_id: str) -> None:
+    def forget(self, model_id: ModelId) -> None:
         """The model is no longer known here."""
         if model_id in self._locks and not self._locks[model_id].locked():
             del self._locks[model_id]

@@ -19,6 +19,7 @@ from swarmllm.errors import BadModel, ModelNotFound, NodeUnreachable, StoreLocke
 from swarmllm.models import CatalogueEntry, LayerRange, subtract
 from swarmllm.node.remembered_loads import RememberedLoad, RememberedLoads
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerPool
+from swarmllm_proto.identifiers import ModelId
 
 log = logging.getLogger("swarmllm.node")
 
@@ -83,7 +84,7 @@ class LoadRestorer:
         except NodeUnreachable as error:
             self._has_failed(load, error)
 
-    async def _bring_back(self, model_id: str) -> None:
+    async def _bring_back(self, model_id: ModelId) -> None:
         """Raises ModelNotFound, NodeUnreachable; all else is said, and does not stop anything."""
         finished = False
         while not finished and (load := self._remembered.get(model_id)) is not None:

@@ -276,8 +276,11 @@ class ModelKeeper:
     def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None = None) -> ModelView:
         """Of a model of this node's, or one that only others have."""
         if entry is not None:
-            model = self._registry.model(entry.model_id)
-        model_id = entry.model_id if entry else model.model_id if model else ""
+            model_id, model = entry.model_id, self._registry.model(entry.model_id)
+        elif model is not None:
+            model_id = model.model_id
+        else:
+            raise ValueError("neither this node nor another one has the model")
         return view_model(
             entry,
             model,

@@ -12,7 +12,7 @@ from swarmllm.scheduling.route import is_complete, missing_layers
 from swarmllm.swarm.records.registry import SwarmModel
 from swarmllm.transfer.model_transfer import announcement
 from swarmllm.workerpool.settings import LoadOptions, ModelMemory
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 
 Ranges = tuple[LayerRange, ...]
 
@@ -32,11 +32,16 @@ class Coverages:
     def __init__(self, node_id: NodeId, nickname_of: Callable[[NodeId], str]) -> None:
         self._node_id = node_id
         self._nickname_of = nickname_of
-        self._known: dict[str, tuple[SwarmModel | None, tuple[object, ...], Coverage]] = {}
+        self._known: dict[ModelId | None, tuple[SwarmModel | None, tuple[object, ...], Coverage]] = {}
         self.n_made = 0
 
     def of(
-        self, model_id: str, model: SwarmModel | None, n_layers: int, alignment: int, loaded: Ranges
+        self,
+        model_id: ModelId | None,
+        model: SwarmModel | None,
+        n_layers: int,
+        alignment: int,
+        loaded: Ranges,
     ) -> Coverage:
         """`loaded`: this node's own ranges, as its pool has them; its record may still be on its way to the
         registry."""
@@ -47,7 +52,7 @@ class Coverages:
             self._known[model_id] = known = (model, facts, made)
         return known[2]
 
-    def keep(self, model_ids: Iterable[str]) -> None:
+    def keep(self, model_ids: Iterable[ModelId]) -> None:
         """Forget all others."""
         self._known = {m: self._known[m] for m in model_ids if m in self._known}
 
@@ -83,10 +88,10 @@ def view_model(
     """`loaded` as `Coverages.of` has it."""
     n_layers = entry.manifest.n_layers if entry else model.n_layers if model else 0
     alignment = entry.manifest.cut_alignment if entry else 1
-    model_id = entry.model_id if entry else model.model_id if model else ""
+    model_id = entry.model_id if entry else model.model_id if model else None
     coverage = coverages.of(model_id, model, n_layers, alignment, loaded)
     return ModelView(
-        model_id=model_id,
+        model_id=model_id or "",
         name=entry.name if entry else model.name if model else "",
         n_layers=n_layers,
         entry=entry,

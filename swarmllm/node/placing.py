@@ -18,7 +18,7 @@ from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import Workload
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode, place
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
 
 NOBODY = NodeId("")
@@ -113,7 +113,7 @@ def next_step(
 
 
 def _node(
-    record: NodeRecord, announced: ShardAnnounce | None, model_id: str, layer_s: float, n_ranges: int
+    record: NodeRecord, announced: ShardAnnounce | None, model_id: ModelId, layer_s: float, n_ranges: int
 ) -> PlacementNode:
     said, takes_part = record.capability, model_id in record.capability.placed_models
     held: tuple[LayerRange, ...] = ()

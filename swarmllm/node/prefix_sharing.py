@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.swarm import KeptPrefix, PrefixCacheAnnounce, ShardAnnounce
 from swarmllm_proto.swarm_prefix import PREFIX_MODELS_MAX
 
 
 def prefix_announcements(
-    kept: Mapping[str, tuple[KeptPrefix, ...]], ready: Iterable[ShardAnnounce]
+    kept: Mapping[ModelId, tuple[KeptPrefix, ...]], ready: Iterable[ShardAnnounce]
 ) -> tuple[PrefixCacheAnnounce, ...]:
     """`kept`: by model id, the most recently used first. Where there are too many, every model has an equal
     share of the room."""

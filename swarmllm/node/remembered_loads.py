@@ -26,6 +26,7 @@ from swarmllm.errors import ConfigError, InvalidRequest
 from swarmllm.models import LayerRange, merge, subtract
 from swarmllm.private_files import write_private
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions
+from swarmllm_proto.identifiers import ModelId
 
 log = logging.getLogger("swarmllm.node")
 
@@ -37,7 +38,7 @@ MAX_FILE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class RememberedLoad:
-    model_id: str
+    model_id: ModelId
     name: str
     """As it was called when it was loaded."""
     layers: tuple[LayerRange, ...]
@@ -63,11 +64,11 @@ class RememberedLoads:
     def all(self) -> tuple[RememberedLoad, ...]:
         return tuple(self._loads.values())
 
-    def get(self, model_id: str) -> RememberedLoad | None:
+    def get(self, model_id: ModelId) -> RememberedLoad | None:
         return self._loads.get(model_id)
 
     async def remember(
-        self, model_id: str, name: str, layers: LayerRange, options: LoadOptions, *, beside_others: bool
+        self, model_id: ModelId, name: str, layers: LayerRange, options: LoadOptions, *, beside_others: bool
     ) -> None:
         """Layers were loaded; `beside_others`: beside layers of the model whose options go on counting. Where
         it cannot be written the log says so."""
@@ -84,7 +85,7 @@ class RememberedLoads:
         self._loads[model_id] = RememberedLoad(model_id, name, layers_held, options)
         await self._save()
 
-    async def forget(self, model_id: str, name: str, gone: LayerRange) -> bool:
+    async def forget(self, model_id: ModelId, name: str, gone: LayerRange) -> bool:
         """Layers are not wanted any more, of this model or of one that had its name before; whether any of
         them were remembered. What is bringing them back is cancelled."""
         changed = [
@@ -105,7 +106,7 @@ class RememberedLoads:
         return bool(changed)
 
     @contextmanager
-    def until_forgotten(self, model_id: str) -> Iterator[None]:
+    def until_forgotten(self, model_id: ModelId) -> Iterator[None]:
         """The block is left at once where layers of the model are forgotten."""
         with trio.CancelScope() as scope:
             self._coming_back[model_id] = scope
@@ -126,7 +127,7 @@ class RememberedLoads:
 
 
 class _Model(msgspec.Struct, frozen=True, kw_only=True):
-    model_id: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    model_id: ModelId
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     layers: Annotated[tuple[Annotated[str, Meta(max_length=32)], ...], Meta(min_length=1, max_length=1024)]
     options: LoadOptions = AS_CONFIGURED

@@ -10,7 +10,7 @@ from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.swarm.peers.trust import Explanation
 from swarmllm.swarm.router import PeerInfo
 from swarmllm.workerpool.settings import LoadOptions, ModelMemory
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord
 
 
@@ -32,7 +32,7 @@ class HolderView:
 class ModelView:
     """A model of the catalogue (then `entry` is there) or one that only other nodes have."""
 
-    model_id: str
+    model_id: ModelId | Literal[""]
     name: str
     n_layers: int
     entry: CatalogueEntry | None

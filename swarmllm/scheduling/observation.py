@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swarmllm.scheduling.coordinates import Coordinate
+from swarmllm_proto.identifiers import ModelId
 
 EMA_ALPHA = 0.2
 MAX_MODELS = 32
@@ -51,7 +52,7 @@ class Observations:
     """What this node has seen of itself."""
 
     def __init__(self) -> None:
-        self._by_model: OrderedDict[str, Latency] = OrderedDict()
+        self._by_model: OrderedDict[ModelId, Latency] = OrderedDict()
         self.machine = MachineSpeed()
         """Unknown until somebody has measured it."""
         self.coordinate = Coordinate()
@@ -61,7 +62,7 @@ class Observations:
     def __repr__(self) -> str:
         return f"<Observations models={len(self._by_model)}>"
 
-    def observe(self, model_id: str, phase: Phase, compute_s: float, n_layers: int, n_rows: int) -> None:
+    def observe(self, model_id: ModelId, phase: Phase, compute_s: float, n_layers: int, n_rows: int) -> None:
         """One forward of `n_rows` rows through `n_layers` layers took `compute_s`. Nonsense (no time, no
         rows) is ignored: a clock may stand still, the average must not."""
         if compute_s <= 0 or n_layers < 1 or n_rows < 1:
@@ -80,10 +81,10 @@ class Observations:
     def observe_hop(self, handling_s: float) -> None:
         self.hop_s = _averaged(self.hop_s, min(handling_s, SLOWEST_HOP_S))
 
-    def latency(self, model_id: str) -> Latency:
+    def latency(self, model_id: ModelId) -> Latency:
         return self._by_model.get(model_id, Latency())
 
-    def latest(self) -> list[tuple[str, Latency]]:
+    def latest(self) -> list[tuple[ModelId, Latency]]:
         """Every model observed, the one that ran last first."""
         return list(reversed(self._by_model.items()))
 

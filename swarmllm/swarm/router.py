@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from socket import socket
 from typing import Literal, Protocol
 
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 
 RequestHandler = Callable[[NodeId, bytes], Awaitable[bytes]]
 """(sender's node id, request body) -> response body. An exception becomes a RemoteError at the caller."""
@@ -119,7 +119,7 @@ class DhtStatistics:
 class Seeker(Protocol):
     """What a router can do that looks beyond the connected nodes."""
 
-    def announce(self, models: Iterable[tuple[str, str]]) -> None:
+    def announce(self, models: Iterable[tuple[ModelId, str]]) -> None:
         """(ModelId, name) of everything that this node has; replaces what was announced before."""
         ...
 

@@ -34,7 +34,7 @@ from swarmllm.transfer.parallel import run_lanes
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.limits import OUTLINE_MAX, PIECE_MAX
 from swarmllm_proto.swarm import FetchPiece, Outline, Piece
 
@@ -59,7 +59,9 @@ class Lie(RemoteError):
 class Asking:
     """Asks one holder for pieces, patiently while it is busy."""
 
-    def __init__(self, router: Router, settings: TransferSettings, node_id: NodeId, model_id: str) -> None:
+    def __init__(
+        self, router: Router, settings: TransferSettings, node_id: NodeId, model_id: ModelId
+    ) -> None:
         self._router = router
         self._settings = settings
         self._node_id = node_id
@@ -119,7 +121,7 @@ class Asking:
         return response
 
 
-async def fetch_container(asking: Asking, store: Store, model_id: str, name: str) -> CatalogueEntry:
+async def fetch_container(asking: Asking, store: Store, model_id: ModelId, name: str) -> CatalogueEntry:
     """A new container with the header that one holder has. Raises BadModel where that is not the model's,
     StoreFull, and what asking raises."""
     raw = await asking.whole("outline", OUTLINE_MAX)

@@ -37,7 +37,7 @@ from swarmllm.swarm.router import DhtStatistics, Router, Seeker
 from swarmllm.transfer.fetch import Asking, Fetch, fetch_container
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm.transfer.uploads import Uploads
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import FetchPiece, FileAnnounce, Piece
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class ModelTransfer:
         self._note = note
         self._seeker = seeker
         self._uploads = Uploads(store.catalogue, settings)
-        self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
+        self._locks: defaultdict[ModelId, trio.Lock] = defaultdict(trio.Lock)
         self._statistics = TransferStatistics()
 
     @property
@@ -118,11 +118,11 @@ class ModelTransfer:
             return ()
         return tuple(announcement(entry) for entry in entries)[:MAX_ANNOUNCED]
 
-    def sources(self, model_id: str) -> tuple[str, ...]:
+    def sources(self, model_id: ModelId) -> tuple[str, ...]:
         """The connected nodes that have files of a model."""
         return tuple(sorted(self._registry.files(model_id)))
 
-    def announce_far(self, models: Iterable[tuple[str, str]]) -> None:
+    def announce_far(self, models: Iterable[tuple[ModelId, str]]) -> None:
         """(ModelId, name) of what this node has for others, whoever and wherever they are."""
         if self._seeker is not None:
             self._seeker.announce(models)
@@ -254,7 +254,7 @@ class ModelTransfer:
         if not self._locks[entry.model_id].locked():
             del self._locks[entry.model_id]
 
-    def _announced(self, name_or_id: str) -> dict[str, dict[NodeId, FileAnnounce]]:
+    def _announced(self, name_or_id: str) -> dict[ModelId, dict[NodeId, FileAnnounce]]:
         return self._registry.files_named(name_or_id)
 
     async def _look_far(self, name_or_id: str, look: Callable[[], T]) -> T:
@@ -269,7 +269,7 @@ class ModelTransfer:
                 found = look()
         return found
 
-    async def _adopt(self, model_id: str, files: dict[NodeId, FileAnnounce]) -> CatalogueEntry:
+    async def _adopt(self, model_id: ModelId, files: dict[NodeId, FileAnnounce]) -> CatalogueEntry:
         failure: SwarmLLMError = ModelNotFound("nobody has it any more", field="model")
         for node_id, announced in sorted(files.items()):
             if node_id in self._statistics.liars:

@@ -20,6 +20,7 @@ from swarmllm.models import Catalogue, CatalogueEntry, TensorEntry
 from swarmllm.models.cuts import checked_unit
 from swarmllm.models.tensor_locations import Places
 from swarmllm.transfer.settings import TransferSettings
+from swarmllm_proto.identifiers import Digest, ModelId
 from swarmllm_proto.limits import PIECE_MAX
 from swarmllm_proto.swarm import FetchPiece, Outline, Piece
 
@@ -50,7 +51,7 @@ class _Source:
         outline = Outline(
             header_bytes=header_bytes,
             size_bytes=entry.state.size_bytes,
-            digests={tensor.name: tensor.blake3 for tensor in tensors},
+            digests={tensor.name: Digest(tensor.blake3) for tensor in tensors},
             checked_unit=checked_unit(entry.manifest),
         )
         return cls(
@@ -103,7 +104,7 @@ class Uploads:
         self.n_bytes += len(data)
         return Piece(status="ok", data=memoryview(data))
 
-    def forget(self, model_id: str) -> None:
+    def forget(self, model_id: ModelId) -> None:
         """The model has changed."""
         self._sources.pop(model_id, None)
 
@@ -123,7 +124,7 @@ class Uploads:
         if self._settings.upload_bytes_s:
             self._free_at_s -= n_bytes / self._settings.upload_bytes_s
 
-    async def _source(self, model_id: str) -> _Source | None:
+    async def _source(self, model_id: ModelId) -> _Source | None:
         now_s = trio.current_time()
         source = self._sources.get(model_id)
         if source is None or source.until_s < now_s:

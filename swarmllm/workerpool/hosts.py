@@ -22,13 +22,14 @@ from swarmllm.workerpool.hosted import HostedModel
 from swarmllm.workerpool.process import SOCKET_PATH_MAX
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
 from swarmllm.workerpool.worker import Worker
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import AnyWorkerMessage
 
 SOCKET_NAME_LENGTH: Final = 32
 """More than a socket's file name has."""
 
 T = TypeVar("T")
-OnNotice = Callable[[str, Worker, AnyWorkerMessage, memoryview], None]
+OnNotice = Callable[[ModelId, Worker, AnyWorkerMessage, memoryview], None]
 """What a worker that is up says unasked: (model id, worker, message, payload)."""
 
 
@@ -42,13 +43,13 @@ class Hosts:
         self.socket_dir = runtime_dir
         self.on_notice: OnNotice = lambda model_id, worker, message, payload: None
         self._runtime_dir = runtime_dir
-        self._hosted: dict[str, HostedModel] = {}
+        self._hosted: dict[ModelId, HostedModel] = {}
         self._nursery: trio.Nursery | None = None
 
     def __iter__(self) -> Iterator[HostedModel]:
         return iter(tuple(self._hosted.values()))
 
-    def items(self) -> tuple[tuple[str, HostedModel], ...]:
+    def items(self) -> tuple[tuple[ModelId, HostedModel], ...]:
         """By model id."""
         return tuple(self._hosted.items())
 
@@ -88,10 +89,10 @@ class Hosts:
             hosted.model = model
         return hosted
 
-    def get(self, model_id: str) -> HostedModel | None:
+    def get(self, model_id: ModelId) -> HostedModel | None:
         return self._hosted.get(model_id)
 
-    def worker(self, model_id: str) -> Worker | None:
+    def worker(self, model_id: ModelId) -> Worker | None:
         """The one that is up."""
         hosted = self._hosted.get(model_id)
         return hosted.worker if hosted is not None else None
@@ -106,7 +107,7 @@ class Hosts:
         closed = WorkerDied("the worker pool was closed")
         return detach(self._running(), "worker", work, closed=closed)
 
-    def drop_if_empty(self, model_id: str) -> None:
+    def drop_if_empty(self, model_id: ModelId) -> None:
         hosted = self._hosted.get(model_id)
         if hosted is not None and hosted.is_empty:
             del self._hosted[model_id]
@@ -116,7 +117,9 @@ class Hosts:
             raise WorkerError("the worker pool is not running")
         return self._nursery
 
-    def _notice(self, model_id: str, worker: Worker, message: AnyWorkerMessage, payload: memoryview) -> None:
+    def _notice(
+        self, model_id: ModelId, worker: Worker, message: AnyWorkerMessage, payload: memoryview
+    ) -> None:
         # What the last worker had to say concerns nobody any more.
         if worker is self.worker(model_id):
             self.on_notice(model_id, worker, message, payload)

@@ -17,6 +17,7 @@ from swarmllm.workerpool.settings import (
     ModelFile,
     ModelMemory,
 )
+from swarmllm_proto.identifiers import ModelId
 
 Then = Callable[[], Awaitable[object]]
 
@@ -56,7 +57,7 @@ class HeldLayers:
 
     async def unload(
         self,
-        model_id: str,
+        model_id: ModelId,
         layers: LayerRange | None = None,
         progress: OnProgress | None = None,
         then: Then | None = None,
@@ -82,27 +83,27 @@ class HeldLayers:
 
         return await self._hosts.background(work).wait()
 
-    def memory(self, model_id: str) -> ModelMemory:
+    def memory(self, model_id: ModelId) -> ModelMemory:
         hosted = self._hosts.get(model_id)
         return hosted.memory if hosted else ModelMemory()
 
-    def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
+    def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]:
         """The model's layers here, in order; a stage may be any part of one range that respects the cut
         alignment."""
         hosted = self._hosts.get(model_id)
         return hosted.wanted if hosted is not None else ()
 
-    def models(self) -> dict[str, tuple[LayerRange, ...]]:
+    def models(self) -> dict[ModelId, tuple[LayerRange, ...]]:
         """Every model of which layers are to be served here, whether or not its worker is up at this
         moment."""
         return {model_id: hosted.wanted for model_id, hosted in self._hosts.items() if hosted.wanted}
 
-    def loaded_with(self, model_id: str) -> LoadOptions | None:
+    def loaded_with(self, model_id: ModelId) -> LoadOptions | None:
         """What counts for a model that is loaded here, every option said."""
         hosted = self._hosts.get(model_id)
         return LoadOptions.of(hosted.settings) if hosted is not None and hosted.wanted else None
 
-    def context_sizes(self) -> dict[str, int]:
+    def context_sizes(self) -> dict[ModelId, int]:
         """KV cells (n_ctx) of every model of which layers are to be served here."""
         return {model_id: hosted.settings.n_ctx for model_id, hosted in self._hosts.items() if hosted.wanted}
 
@@ -114,7 +115,7 @@ class HeldLayers:
             return False
         return hosted.inode != await trio.to_thread.run_sync(inode_of, model.path)
 
-    async def forget(self, model_id: str) -> None:
+    async def forget(self, model_id: ModelId) -> None:
         """The model is no longer this node's: end its worker and keep nothing of it. Layers of it that were
         wanted are so no longer. Goes on when the caller leaves."""
 

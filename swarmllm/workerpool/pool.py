@@ -32,6 +32,7 @@ from swarmllm.workerpool.settings import ModelFile, WorkerSettings
 from swarmllm.workerpool.statistics import WorkerStatistics, statistics_of
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.frames import Payload
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import (
     AnyDaemonMessage,
     AnyWorkerMessage,
@@ -82,7 +83,7 @@ class WorkerPool:
         hosts.on_notice = self._notice
         self.ring = RingCalls(hosts)
         self.cuts = CutTrials(hosts)
-        self.on_notice: Callable[[str, AnyWorkerMessage, memoryview], None] | None = None
+        self.on_notice: Callable[[ModelId, AnyWorkerMessage, memoryview], None] | None = None
         """(model id, message, payload): what a worker says unasked."""
         layers = HeldLayers(hosts, on_change or (lambda: None))
         self.load, self.unload, self.forget = layers.load, layers.unload, layers.forget
@@ -242,7 +243,7 @@ class WorkerPool:
                 await self._cancel(worker, request_id)
             worker.forget(message.id)
 
-    async def release(self, model_id: str, request_id: str) -> None:
+    async def release(self, model_id: ModelId, request_id: str) -> None:
         """Free the request's KV; unknown requests and absent workers are fine."""
         self._forget(model_id, request_id)
         worker = self._hosts.worker(model_id)
@@ -253,7 +254,7 @@ class WorkerPool:
                 timeout_s=self._settings.call_timeout_s,
             )
 
-    async def cancel(self, model_id: str, request_id: str) -> None:
+    async def cancel(self, model_id: ModelId, request_id: str) -> None:
         """Stop the request wherever it is and free its KV; unknown requests and absent workers are fine."""
         self._forget(model_id, request_id)
         worker = self._hosts.worker(model_id)
@@ -264,7 +265,7 @@ class WorkerPool:
                 timeout_s=self._settings.call_timeout_s,
             )
 
-    async def stop(self, model_id: str) -> None:
+    async def stop(self, model_id: ModelId) -> None:
         """End the model's worker; what was loaded stays wanted, and the next call loads it again."""
         hosted = self._hosts.get(model_id)
         if hosted is not None:
@@ -273,7 +274,7 @@ class WorkerPool:
     def statistics(self) -> tuple[WorkerStatistics, ...]:
         return tuple(statistics_of(hosted) for hosted in self._hosts)
 
-    def _forget(self, model_id: str, request_id: str) -> None:
+    def _forget(self, model_id: ModelId, request_id: str) -> None:
         if (hosted := self._hosts.get(model_id)) is not None:
             hosted.forget(request_id)
 
@@ -281,7 +282,9 @@ class WorkerPool:
         _, data = await worker.call(message, Text, payload=payload, timeout_s=self._settings.call_timeout_s)
         return str(data, "utf-8", "replace")
 
-    def _notice(self, model_id: str, worker: Worker, message: AnyWorkerMessage, payload: memoryview) -> None:
+    def _notice(
+        self, model_id: ModelId, worker: Worker, message: AnyWorkerMessage, payload: memoryview
+    ) -> None:
         if isinstance(message, PrefixManifestUpdate):
             self._prefixes.take_manifest(model_id, worker, message, payload)
         elif self.on_notice is not None:

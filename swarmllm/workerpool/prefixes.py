@@ -8,6 +8,7 @@ from swarmllm.workerpool.settings import ModelFile
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.frames import Payload, as_pieces
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import (
     ExportPrefixSnapshot,
     ImportPrefixSnapshot,
@@ -23,10 +24,10 @@ from swarmllm_proto.swarm_prefix import KeptPrefix
 class KeptPrefixes:
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
-        self._manifests: dict[str, tuple[Worker, tuple[KeptPrefix, ...]]] = {}
+        self._manifests: dict[ModelId, tuple[Worker, tuple[KeptPrefix, ...]]] = {}
         """By model id, what which worker said last."""
 
-    def kept_prefixes(self) -> dict[str, tuple[KeptPrefix, ...]]:
+    def kept_prefixes(self) -> dict[ModelId, tuple[KeptPrefix, ...]]:
         """By model id, the beginnings of prompts of which workers that are up have the KV, the most recently
         used first; nothing where the settings do not want it told."""
         up = {model_id: said for model_id, said in self._manifests.items() if self._hosts.get(model_id)}
@@ -38,7 +39,7 @@ class KeptPrefixes:
         }
 
     def take_manifest(
-        self, model_id: str, worker: Worker, message: PrefixManifestUpdate, payload: memoryview
+        self, model_id: ModelId, worker: Worker, message: PrefixManifestUpdate, payload: memoryview
     ) -> None:
         """What a worker says it keeps. Raises BadMessage."""
         names = split_names(payload)

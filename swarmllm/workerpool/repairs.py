@@ -10,6 +10,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.forward_result import Hidden, checked_tensor
 from swarmllm.workerpool.hosts import Hosts
 from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import (
     Done,
     HoldRequest,
@@ -25,7 +26,7 @@ class Repairs:
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
 
-    async def hold(self, model_id: str, request_id: str, hold_s: float) -> None:
+    async def hold(self, model_id: ModelId, request_id: str, hold_s: float) -> None:
         """Stop the request, but keep its KV and its journal for `resume`; unknown requests and absent workers
         are fine."""
         if (hosted := self._hosts.get(model_id)) is not None:

@@ -7,6 +7,7 @@ from struct import Struct
 from typing import Final, Literal
 
 from swarmllm.workerpool.hosts import Hosts
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import CloseLinks, Done, Sampling, StageTiming, TakeLink, TakeSeat
 
 CALL_TIMEOUT_S: Final = 10.0
@@ -39,22 +40,22 @@ class RingCalls:
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
 
-    def pid(self, model_id: str) -> int | None:
+    def pid(self, model_id: ModelId) -> int | None:
         """Of the process that has the links; another one has none of them."""
         worker = self._hosts.worker(model_id)
         return worker.pid if worker is not None else None
 
     async def take_seat(
         self,
-        model_id: str,
+        model_id: ModelId,
         *,
         request_id: str,
         stage: int,
         start: int,
         end: int,
-        before: str,
-        after: str,
-        origin: str,
+        before: NodeId,
+        after: NodeId,
+        origin: NodeId,
         n_prompt_tokens: int,
         sampling: Sampling | None,
     ) -> None:
@@ -78,8 +79,8 @@ class RingCalls:
 
     async def take_link(
         self,
-        model_id: str,
-        peer: str,
+        model_id: ModelId,
+        peer: NodeId,
         direction: Literal["sending", "receiving"],
         descriptor: int,
         key: bytes,
@@ -98,7 +99,7 @@ class RingCalls:
         )
         return worker.pid
 
-    async def close_links(self, model_id: str, peer: str) -> None:
+    async def close_links(self, model_id: ModelId, peer: NodeId) -> None:
         worker = self._hosts.worker(model_id)
         if worker is not None:
             await worker.call(CloseLinks(id=worker.new_id(), peer=peer), Done, timeout_s=CALL_TIMEOUT_S)

@@ -11,6 +11,7 @@ from msgspec import Meta
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
 from swarmllm.models.cuts import checked_unit
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import FlashAttention, KernelMode, KvType
 from swarmllm_proto.segment_names import FOLDER
 
@@ -23,7 +24,7 @@ GpuLayers = Annotated[int, Meta(ge=0, le=65535)]
 class ModelFile:
     """A model as far as a worker is concerned."""
 
-    model_id: str
+    model_id: ModelId
     path: Path
     """Absolute; opened by the worker, never by the pool."""
     checked_unit: int = 0

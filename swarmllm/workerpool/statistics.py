@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.hosted import HostedModel
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import KernelChoice
 
 
@@ -13,7 +14,7 @@ from swarmllm_proto.ipc import KernelChoice
 class WorkerStatistics:
     """One model's worker at one moment."""
 
-    model_id: str
+    model_id: ModelId
     pid: int | None
     """None where no worker is up."""
     loaded: tuple[LayerRange, ...]

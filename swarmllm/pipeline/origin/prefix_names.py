@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, secret_root
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc_prefix import join_names
 from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, PipelineAssignment, Stage, StageBlocks
 from swarmllm_proto.tensors import Tensor
@@ -24,7 +24,7 @@ from swarmllm_proto.tensors import Tensor
 class PrefixNames:
     """For one request. `secret`: 32 bytes, the same for all requests that are to recognise each other."""
 
-    def __init__(self, secret: bytes, model_id: str, stages: Sequence[Stage]) -> None:
+    def __init__(self, secret: bytes, model_id: ModelId, stages: Sequence[Stage]) -> None:
         self._stages = tuple(stages)
         self._roots = [secret_root(secret, model_id, stage.start, stage.end) for stage in stages]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.swarm import Stage
 
 MAX_SESSIONS = 1024
@@ -19,7 +20,7 @@ class Affinity:
     def __repr__(self) -> str:
         return f"<Affinity sessions={len(self._stages)}>"
 
-    def remember(self, model_id: str, session: str, stages: tuple[Stage, ...]) -> None:
+    def remember(self, model_id: ModelId, session: str, stages: tuple[Stage, ...]) -> None:
         """`session` "": the client names none, and nothing is kept."""
         if not session:
             return
@@ -28,5 +29,5 @@ class Affinity:
         while len(self._stages) > MAX_SESSIONS:
             self._stages.popitem(last=False)
 
-    def previous(self, model_id: str, session: str) -> tuple[Stage, ...]:
+    def previous(self, model_id: ModelId, session: str) -> tuple[Stage, ...]:
         return self._stages.get((model_id, session), ())

@@ -22,7 +22,7 @@ from swarmllm.pipeline.stage.occupancy import Room
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import HOP_HANDLING_S, NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.observation import PREFILL_ROWS, Latency, MachineSpeed, Observations, roofline
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import NodeCapability
 
 EQUAL_FOR_ALL_S = 0.001
@@ -173,7 +173,7 @@ def _completed(observed: Mapping[str, float | None], guessed: Mapping[str, float
     return {node_id: min(known.get(node_id, typical_s), SLOWEST_LAYER_S) for node_id in guessed}
 
 
-def _observed(capability: NodeCapability, model_id: str, least_s: float) -> Latency:
+def _observed(capability: NodeCapability, model_id: ModelId, least_s: float) -> Latency:
     """`least_s`: to read a layer's weights, for one row; rows of a prompt share a reading."""
     for latency in capability.observed_latencies:
         if latency.model_id == model_id:

@@ -11,7 +11,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.occupancy import Held, Room, room_left
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 
 
 class LocalLoad:
@@ -34,7 +34,7 @@ class LocalLoad:
         waits = covers(self._pool.loaded(entry.model_id), LayerRange(0, entry.manifest.n_layers))
         return Load(n_active, "" if waits else self._room_of(entry.model_id).lack(n_tokens), sent)
 
-    def _room_of(self, model_id: str) -> Room:
+    def _room_of(self, model_id: ModelId) -> Room:
         n_ctx = self._pool.context_sizes().get(model_id, self._settings.n_ctx)
         held = (each for each in self._held() if each.model_id == model_id)
         return room_left(held, self._settings, {model_id: n_ctx})

@@ -20,6 +20,7 @@ from swarmllm.pipeline.stage.compute import (
 )
 from swarmllm.scheduling.observation import Observations
 from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import GenerateDone, Token
 
 
@@ -58,7 +59,7 @@ class _ObservedGeneration:
         self,
         generation: LocalGeneration,
         observations: Observations,
-        model_id: str,
+        model_id: ModelId,
         n_layers: int,
         first_index: int,
     ) -> None:

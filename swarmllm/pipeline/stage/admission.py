@@ -32,7 +32,7 @@ from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import Note, unnoted
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import KeptRows
 from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageBlocks, StageRows, StageState
 
@@ -234,7 +234,7 @@ class Sessions:
         )
         return [*filter(None, map(held_here, for_others))]
 
-    def _is_of_others(self, session: Session, model_id: str | None = None) -> bool:
+    def _is_of_others(self, session: Session, model_id: ModelId | None = None) -> bool:
         is_of_model = model_id in (None, session.context.model.model_id)
         return is_of_model and session.view.origin != self.router.node_id
 
@@ -264,7 +264,7 @@ class Sessions:
         self.open(context)
         return context
 
-    def _make_room(self, origin: str, model_id: str | None, capacity: int) -> bool:
+    def _make_room(self, origin: str, model_id: ModelId | None, capacity: int) -> bool:
         """For one more request, of any model or of this one."""
         shares = self._shares.setdefault(model_id, Shares(capacity))
         places = [

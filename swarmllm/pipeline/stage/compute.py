@@ -13,6 +13,7 @@ from typing import Any, Literal, NotRequired, Protocol, TypedDict, Unpack
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.ring import RingHint
 from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import Effort, FinishReason, GenerateDone, KeptRows, Sampling, Token, TokenLogprob
 from swarmllm_proto.tensors import Tensor
 
@@ -80,9 +81,9 @@ class GenerateCall(TypedDict):
 class Compute(Protocol):
     """The part of WorkerPool that a request uses; see there for what it raises."""
 
-    def loaded(self, model_id: str) -> tuple[LayerRange, ...]: ...
+    def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]: ...
 
-    def context_sizes(self) -> dict[str, int]: ...
+    def context_sizes(self) -> dict[ModelId, int]: ...
 
     async def tokenize(
         self,
@@ -108,9 +109,9 @@ class Compute(Protocol):
         self, model: ModelFile, *, request_id: str, layers: LayerRange, names: bytes, scope: str
     ) -> int: ...
 
-    async def cancel(self, model_id: str, request_id: str) -> None: ...
+    async def cancel(self, model_id: ModelId, request_id: str) -> None: ...
 
-    async def hold(self, model_id: str, request_id: str, hold_s: float) -> None: ...
+    async def hold(self, model_id: ModelId, request_id: str, hold_s: float) -> None: ...
 
     async def resume(
         self,

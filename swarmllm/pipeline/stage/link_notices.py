@@ -15,7 +15,7 @@ from swarmllm.scheduling.observation import Observations
 from swarmllm.workerpool.faults import worker_fault
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import AnyWorkerMessage, Arrived, Error, LinkLost, Relay, Turned
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 
@@ -32,7 +32,7 @@ class LinkNotices:
     observations: Observations
     handle: Callable[[NodeId, bytes, memoryview], None]
 
-    def __call__(self, model_id: str, message: AnyWorkerMessage, payload: memoryview) -> None:
+    def __call__(self, model_id: ModelId, message: AnyWorkerMessage, payload: memoryview) -> None:
         if isinstance(message, Arrived):
             if (frame := _frame(payload)) is not None:
                 self.handle(NodeId(message.sender), frame.header, frame.payload)

@@ -21,7 +21,7 @@ from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.supervision import spawn
 from swarmllm.swarm.router import LinkEnd, LinkMaker
 from swarmllm.workerpool.ring import RingCalls
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId, is_model_id
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class NoStageLinks:
         pass
 
     def ended(
-        self, model_id: str, node_id: NodeId, direction: Literal["sending", "receiving"], reason: str
+        self, model_id: ModelId, node_id: NodeId, direction: Literal["sending", "receiving"], reason: str
     ) -> None:
         pass
 
@@ -109,7 +109,7 @@ class StageLinks(NoStageLinks):
             self._spawn(self._close, *key)
 
     def ended(
-        self, model_id: str, node_id: NodeId, direction: Literal["sending", "receiving"], reason: str
+        self, model_id: ModelId, node_id: NodeId, direction: Literal["sending", "receiving"], reason: str
     ) -> None:
         """A worker's link has ended."""
         provoked_by(log, node_id).info(
@@ -144,7 +144,7 @@ class StageLinks(NoStageLinks):
         if after != self._node_id:
             await self._ensure(model_id, after)
 
-    async def _ensure(self, model_id: str, node_id: NodeId) -> None:
+    async def _ensure(self, model_id: ModelId, node_id: NodeId) -> None:
         link = self._sending.setdefault((model_id, node_id), _Sending())
         is_up = link.pid is not None and link.pid == self._workers.pid(model_id)
         if is_up or link.is_opening or trio.current_time() < link.retry_at_s:
@@ -164,7 +164,12 @@ class StageLinks(NoStageLinks):
         finally:
             link.is_opening = False
 
-    async def _take(self, sender: NodeId, model_id: str, end: LinkEnd) -> bool:
+    async def _take(self, sender: NodeId, purpose: str, end: LinkEnd) -> bool:
+        """`purpose`: the model's id."""
+        if not is_model_id(purpose):
+            provoked_by(log, sender).info("the link from %s is not taken: it names no model", sender)
+            return False
+        model_id = purpose
         try:
             pid = await self._workers.take_link(
                 model_id, sender, "receiving", end.connection.fileno(), end.key, end.nonce
@@ -176,7 +181,7 @@ class StageLinks(NoStageLinks):
             self._receiving.add((model_id, sender))
         return pid is not None
 
-    async def _close(self, model_id: str, node_id: NodeId) -> None:
+    async def _close(self, model_id: ModelId, node_id: NodeId) -> None:
         try:
             await self._workers.close_links(model_id, node_id)
         except SwarmLLMError as error:

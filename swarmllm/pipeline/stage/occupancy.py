@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.walker import RequestContext
+from swarmllm_proto.identifiers import ModelId
 
 EXPECTED_OUTPUT_TOKENS = 256
 """What a route is chosen for, where a request allows more: few answers use all they may."""
@@ -23,7 +24,7 @@ EXPECTED_OUTPUT_TOKENS = 256
 class Held:
     """By one request."""
 
-    model_id: str
+    model_id: ModelId
     n_prompt_tokens: int
     max_tokens: int
 
@@ -58,7 +59,7 @@ def held_here(context: RequestContext) -> Held | None:
 
 
 def room_left(
-    held: Iterable[Held], settings: PipelineSettings, context_sizes: Mapping[str, int] = MappingProxyType({})
+    held: Iterable[Held], settings: PipelineSettings, context_sizes: Mapping[ModelId, int] = MappingProxyType({})
 ) -> Room:
     """What is left beside the requests that run. `context_sizes`: KV cells of the models that are loaded
     here, by their ids."""

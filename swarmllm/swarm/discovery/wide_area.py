@@ -36,7 +36,7 @@ from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.records.spread import RecordSpread
 from swarmllm.swarm.router import DhtStatistics, Reachability
 from swarmllm.swarm.settings import SwarmSettings
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class WideArea:
         self._turns = trio.Semaphore(_SEEKING_MAX)
         self._in_vain_at_s: dict[str, float] = {}
 
-    def announce(self, models: Iterable[tuple[str, str]]) -> None:
+    def announce(self, models: Iterable[tuple[ModelId, str]]) -> None:
         """See Seeker."""
         keys = dict.fromkeys(
             key for model_id, name in models for key in (model_key(model_id), name_key(name))

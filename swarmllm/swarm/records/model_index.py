@@ -40,7 +40,7 @@ class Holder:
 class SwarmModel:
     """A model of which connected nodes hold layers, or have files to give."""
 
-    model_id: str
+    model_id: ModelId
     name: str
     n_layers: int
     held: Mapping[NodeId, tuple[LayerRange, ...]]
@@ -60,7 +60,7 @@ class Contradiction:
     """A node gives a model of this node another number of layers: the id is a hash that fixes it."""
 
     node_id: NodeId
-    model_id: str
+    model_id: ModelId
     said: int
     known: int
 
@@ -113,7 +113,7 @@ class ModelIndex:
         self._nodes: Parts[IndexedRecord] = Parts.alone() if peers is None else peers
         self._ids_of: dict[str, dict[str, int]] = {}
         """Name -> model id -> how many nodes call it so."""
-        self._ids_with: dict[str, set[str]] = {}
+        self._ids_with: dict[str, set[ModelId]] = {}
         """The first MIN_ID_PREFIX characters of an id -> ids."""
         self.version = 0
         self.n_touched = 0
@@ -148,11 +148,11 @@ class ModelIndex:
         if list(before) != list(after):
             self.version += 1
 
-    def announcers(self, model_id: str) -> Iterable[NodeId]:
+    def announcers(self, model_id: ModelId) -> Iterable[NodeId]:
         model = self._models.get(model_id)
         return model.said.keys() if model else ()
 
-    def held(self, model_id: str) -> Mapping[NodeId, tuple[LayerRange, ...]]:
+    def held(self, model_id: ModelId) -> Mapping[NodeId, tuple[LayerRange, ...]]:
         model = self._models.get(model_id)
         if model is None:
             return {}
@@ -164,12 +164,12 @@ class ModelIndex:
                 held[node_id] = model.ranges[node_id]
         return {node_id: ranges for node_id, ranges in held.items() if ranges}
 
-    def files(self, model_id: str) -> dict[NodeId, FileAnnounce]:
+    def files(self, model_id: ModelId) -> dict[NodeId, FileAnnounce]:
         model = self._models.get(model_id)
         said = self._true(model) if model else ()
         return {n: each.files for n, each in said if each.files is not None and n != self._node_id}
 
-    def model(self, model_id: str) -> SwarmModel | None:
+    def model(self, model_id: ModelId) -> SwarmModel | None:
         model = self._models.get(model_id)
         if model is None:
             return None
@@ -177,17 +177,17 @@ class ModelIndex:
             model.view = self._view(model_id, model)
         return model.view
 
-    def called(self, name_or_id: str) -> Iterator[str]:
-        if name_or_id in self._models:
+    def called(self, name_or_id: str) -> Iterator[ModelId]:
+        if is_model_id(name_or_id) and name_or_id in self._models:
             yield name_or_id
         yield from (m for m in self._ids_of.get(name_or_id, ()) if m != name_or_id)
 
-    def beginning_with(self, prefix: str) -> Iterator[str]:
+    def beginning_with(self, prefix: str) -> Iterator[ModelId]:
         if len(prefix) >= MIN_ID_PREFIX:
             ids = self._ids_with.get(prefix[:MIN_ID_PREFIX], ())
             yield from (model_id for model_id in ids if model_id.startswith(prefix))
 
-    def fair_choice(self, limit: int) -> list[str]:
+    def fair_choice(self, limit: int) -> list[ModelId]:
         """`limit` model ids, one of each node in turn, this node's first."""
         if len(self._models) <= limit:
             return list(self._models)
@@ -209,14 +209,14 @@ class ModelIndex:
             if own is None or said.n_layers == own.n_layers:
                 yield node_id, said
 
-    def _blame(self, node_id: NodeId, model_id: str, model: _Model) -> None:
+    def _blame(self, node_id: NodeId, model_id: ModelId, model: _Model) -> None:
         own = model.said.get(self._node_id)
         for other in model.said if node_id == self._node_id else (node_id,):
             said = model.said[other].n_layers
             if own is not None and said != own.n_layers:
                 self._on_contradiction(Contradiction(other, model_id, said, own.n_layers))
 
-    def _put_in(self, node_id: NodeId, model_id: str, said: _Said) -> None:
+    def _put_in(self, node_id: NodeId, model_id: ModelId, said: _Said) -> None:
         model = self._models.get(model_id)
         if model is None:
             model = self._models[model_id] = _Model()
@@ -229,7 +229,7 @@ class ModelIndex:
         self._touched()
         self._blame(node_id, model_id, model)
 
-    def _take_out(self, node_id: NodeId, model_id: str, said: _Said) -> None:
+    def _take_out(self, node_id: NodeId, model_id: ModelId, said: _Said) -> None:
         model = self._models[model_id]
         del model.said[node_id]
         model.ranges.pop(node_id, None)
@@ -253,7 +253,7 @@ class ModelIndex:
         self.version += 1
         self.n_touched += 1
 
-    def _view(self, model_id: str, model: _Model) -> SwarmModel:
+    def _view(self, model_id: ModelId, model: _Model) -> SwarmModel:
         said: Counter[tuple[str, int]] = Counter()
         for writer, each in self._true(model):
             for name in each.names:
@@ -267,12 +267,12 @@ class ModelIndex:
         return SwarmModel(model_id, name, n_layers, held, tuple(sorted(self.files(model_id))))
 
 
-def _said(record: NodeRecord) -> dict[str, _Said]:
+def _said(record: NodeRecord) -> dict[ModelId, _Said]:
     """A model that is named twice counts as it is named first, and so does its number of layers."""
-    ready: dict[str, ShardAnnounce] = {}
+    ready: dict[ModelId, ShardAnnounce] = {}
     for shard in record.models:
         ready.setdefault(shard.model_id, shard)
-    files: dict[str, FileAnnounce] = {}
+    files: dict[ModelId, FileAnnounce] = {}
     for file in record.files:
         shown = ready.get(file.model_id)
         if shown is None or shown.n_layers == file.n_layers:

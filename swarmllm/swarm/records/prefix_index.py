@@ -64,7 +64,7 @@ class PrefixIndex:
         return len(self._by_node.get(node_id) or ())
 
     def longest(
-        self, model_id: str, hashes: Sequence[bytes], counts: Callable[[NodeId], bool]
+        self, model_id: ModelId, hashes: Sequence[bytes], counts: Callable[[NodeId], bool]
     ) -> PrefixMatch:
         """The most of a prompt's complete blocks (`hashes`, see swarmllm_proto.blocks) of which some node
         that `counts` has all, and those nodes."""

@@ -28,7 +28,7 @@ from swarmllm.swarm.records.model_index import SwarmModel as SwarmModel
 from swarmllm.swarm.records.prefix_index import Beginning, PrefixIndex, PrefixMatch
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.errors import BadMessage
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord
 
 LISTED_MAX = 256
@@ -153,20 +153,20 @@ class Registry:
         """Every record heard, connected or not."""
         return {n: each.record for n, each in self._announced.items() if each.record is not None}
 
-    def holders(self, model_id: str) -> list[Holder]:
+    def holders(self, model_id: ModelId) -> list[Holder]:
         """Ranges that are ready on connected nodes and this one, ordered by range, then node id."""
         return sorted(
             (Holder(layers, node_id) for node_id, held in self.held(model_id).items() for layers in held),
             key=lambda holder: (holder.layers.start, holder.layers.end, holder.node_id),
         )
 
-    def held(self, model_id: str) -> Mapping[NodeId, tuple[LayerRange, ...]]:
+    def held(self, model_id: ModelId) -> Mapping[NodeId, tuple[LayerRange, ...]]:
         """The same by node, in no particular order; of each node at most
         `model_index.NODE_RANGES_MAX` ranges."""
         self._settle_for(model_id)
         return self._index.held(model_id)
 
-    def model(self, model_id: str) -> SwarmModel | None:
+    def model(self, model_id: ModelId) -> SwarmModel | None:
         """What connected nodes and this one hold or have files of, of one model. The same object until
         something about it changes.
 
@@ -176,7 +176,7 @@ class Registry:
         self._settle_for(model_id)
         return self._index.model(model_id)
 
-    def listed(self, limit: int = LISTED_MAX) -> Sequence[str]:
+    def listed(self, limit: int = LISTED_MAX) -> Sequence[ModelId]:
         """Ids of models that connected nodes and this one hold or have files of. Where there are more than
         `limit`, nodes take turns: the first that each names, then the second of each, this node first. So
         nobody's announcements push out those of others."""
@@ -186,11 +186,11 @@ class Registry:
             self._listed = key, self._index.fair_choice(limit)
         return self._listed[1]
 
-    def as_listed(self, model_id: str) -> SwarmModel | None:
+    def as_listed(self, model_id: ModelId) -> SwarmModel | None:
         """`model` without another look at who is trusted: right after `listed`."""
         return self._index.model(model_id)
 
-    def models(self, limit: int = LISTED_MAX) -> dict[str, SwarmModel]:
+    def models(self, limit: int = LISTED_MAX) -> dict[ModelId, SwarmModel]:
         """All that are listed, at once; by model id."""
         found = ((model_id, self.as_listed(model_id)) for model_id in self.listed(limit))
         return {model_id: model for model_id, model in found if model is not None}
@@ -207,17 +207,19 @@ class Registry:
         models = (self._index.model(model_id) for model_id in found)
         return [model for model in models if model is not None]
 
-    def files(self, model_id: str) -> dict[NodeId, FileAnnounce]:
+    def files(self, model_id: ModelId) -> dict[NodeId, FileAnnounce]:
         """What other connected nodes have files of, of one model: node id -> what it said."""
         self._settle_for(model_id)
         return self._index.files(model_id)
 
-    def files_named(self, name_or_id: str, limit: int = LISTED_MAX) -> dict[str, dict[NodeId, FileAnnounce]]:
+    def files_named(
+        self, name_or_id: str, limit: int = LISTED_MAX
+    ) -> dict[ModelId, dict[NodeId, FileAnnounce]]:
         """Model id -> node id -> what that node has of the models of which some other connected node gives
         files under this name, or whose ids begin like this (from `MIN_ID_PREFIX` characters on)."""
         self._settle(self._present)
         called = itertools.chain(self._index.called(name_or_id), self._index.beginning_with(name_or_id))
-        files: dict[str, dict[NodeId, FileAnnounce]] = {}
+        files: dict[ModelId, dict[NodeId, FileAnnounce]] = {}
         for model_id in called:
             found = self._index.files(model_id)
             if any(each.name == name_or_id for each in found.values()) or (
@@ -228,7 +230,7 @@ class Registry:
                 break
         return files
 
-    def holders_of_prefix(self, model_id: str, hashes: Sequence[bytes]) -> PrefixMatch:
+    def holders_of_prefix(self, model_id: ModelId, hashes: Sequence[bytes]) -> PrefixMatch:
         """The longest beginning of a prompt, whose complete blocks have these hashes, of which other
         connected nodes that are trusted enough announce the KV, and those nodes."""
         return self._prefixes.longest(model_id, hashes, self._shares)
@@ -252,7 +254,7 @@ class Registry:
         for node_id in changed:
             self._place(node_id)
 
-    def _settle_for(self, model_id: str) -> None:
+    def _settle_for(self, model_id: ModelId) -> None:
         """For one model: only its announcers can leave it, and only a distrusted node can enter."""
         self._settle([*self._index.announcers(model_id), *self._distrusted])
 

@@ -29,6 +29,7 @@ from swarmllm_proto import ipc
 from swarmllm_proto.codec import NO_DIGEST, decode_job, encode_job_frame
 from swarmllm_proto.errors import DamagedJob, ProtocolError
 from swarmllm_proto.frames import Frame, encode_frame
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import StageTiming
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
@@ -95,7 +96,7 @@ class Seat:
     def has_news(self) -> bool:
         return bool(self.n_turned) or self.is_running is not self.is_told_running
 
-    def takes(self, sender: str, job: LayerForward) -> bool:
+    def takes(self, sender: NodeId, job: LayerForward) -> bool:
         """Whether this is a decode job that `sender` has to send here."""
         step = "layer" if self.message.stage else "embed"
         return (
@@ -113,9 +114,9 @@ class Ring:
         self._take = take
         self._watch = watch
         self._seats: dict[tuple[str, int], Seat] = {}
-        self._sending: dict[str, SendingLink] = {}
-        self._receiving: dict[str, ReceivingLink] = {}
-        self._peers: dict[int, str] = {}
+        self._sending: dict[NodeId, SendingLink] = {}
+        self._receiving: dict[NodeId, ReceivingLink] = {}
+        self._peers: dict[int, NodeId] = {}
         """Whose link a descriptor is."""
         self.has_spare_core = False
         """Whether the daemons can work while all compute threads do."""
@@ -138,7 +139,7 @@ class Ring:
         self._peers[connection.fileno()] = message.peer
         self._watch(connection.fileno(), select.POLLIN)
 
-    def close_links(self, peer: str) -> None:
+    def close_links(self, peer: NodeId) -> None:
         self._close_receiving(peer)
         self._lose_sending(peer, "closed here", is_news=False)
 
@@ -313,7 +314,7 @@ class Ring:
         for receiving in self._receiving.values():
             receiving.connection.close()
 
-    def _arrive(self, peer: str, frame: Frame, is_last: bool) -> None:
+    def _arrive(self, peer: NodeId, frame: Frame, is_last: bool) -> None:
         came_at = time.perf_counter()
         try:
             job = decode_job(frame.header, frame.payload)
@@ -347,7 +348,7 @@ class Ring:
                 )
             )
 
-    def _hand_up(self, peer: str, frame: Frame) -> None:
+    def _hand_up(self, peer: NodeId, frame: Frame) -> None:
         self._send(ipc.Arrived(sender=peer), _frame(frame.header, frame.payload))
 
     def _pass_on(self, seat: Seat, jobs: tuple[tuple[JobMessage, bytes], ...], may_relay: bool) -> bool:
@@ -368,7 +369,7 @@ class Ring:
         return may_relay
 
     def _relay(
-        self, request_id: str, receiver: str, message: JobMessage, payload: bytes | memoryview
+        self, request_id: str, receiver: NodeId, message: JobMessage, payload: bytes | memoryview
     ) -> None:
         self._send(ipc.Relay(request_id=request_id, receiver=receiver), encode_job_frame(message, payload))
 
@@ -378,7 +379,7 @@ class Ring:
             events = select.POLLIN | (select.POLLOUT if link.is_waiting else 0)
             self._watch(link.connection.fileno(), events)
 
-    def _lose_sending(self, peer: str, reason: str, *, is_news: bool = True) -> None:
+    def _lose_sending(self, peer: NodeId, reason: str, *, is_news: bool = True) -> None:
         link = self._sending.pop(peer, None)
         if link is None:
             return
@@ -396,7 +397,7 @@ class Ring:
                 message = msgspec.structs.replace(message, resent=True)
             self._relay(seat.message.request_id, seat.message.after, message, payload)
 
-    def _close_receiving(self, peer: str) -> None:
+    def _close_receiving(self, peer: NodeId) -> None:
         link = self._receiving.pop(peer, None)
         if link is not None:
             self._forget(link.connection)

@@ -7,22 +7,20 @@ BLAKE3 hash already; that of a name is a hash with a context of its own, so that
 from __future__ import annotations
 
 import hashlib
-import re
 from functools import lru_cache
 
 from blake3 import blake3
 from libp2p.peer.id import ID
 
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId, is_model_id
 
 KEY_MAX_BYTES = 64
 """The longest multihash that is looked at; ours have 34."""
 _BLAKE3 = bytes((0x1E, 0x20))
 _NAME_CONTEXT = "swarmllm 2026 model name in the DHT"
-_MODEL_ID = re.compile("[0-9a-f]{64}")
 
 
-def model_key(model_id: str) -> bytes:
+def model_key(model_id: ModelId) -> bytes:
     """`model_id`: 64 hexadecimal digits."""
     return _BLAKE3 + bytes.fromhex(model_id)
 
@@ -33,8 +31,7 @@ def name_key(name: str) -> bytes:
 
 def keys_of(name_or_id: str) -> tuple[bytes, ...]:
     """The beginning of an id leads nowhere: a hash has no near misses."""
-    is_id = _MODEL_ID.fullmatch(name_or_id) is not None
-    return (*([model_key(name_or_id)] if is_id else []), name_key(name_or_id))
+    return (*([model_key(name_or_id)] if is_model_id(name_or_id) else []), name_key(name_or_id))
 
 
 def place(content: bytes) -> int:
