@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from node_ids import A, B, C, D
 
 from swarmllm.config import AutoManageTable
 from swarmllm.errors import NodeUnreachable
@@ -22,6 +23,7 @@ from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import encode_record
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
 
 LAYER_BYTES = 2**20
@@ -206,7 +208,7 @@ def layers_of(members: list[Member]) -> list[LayerRange]:
 
 
 async def test_nobody_moves_before_three_looks_agree() -> None:
-    member = Member("a", 12)
+    member = Member(A, 12)
     await live([member], CONSISTENT_TICKS)
     assert member.acts == []  # The first look only tells the swarm that it takes part.
     await live([member], 1)
@@ -217,7 +219,7 @@ async def test_nobody_moves_before_three_looks_agree() -> None:
 
 
 async def test_three_nodes_place_a_model_by_themselves_and_replace_the_one_that_leaves() -> None:
-    members = [Member(name, 6) for name in "abc"]
+    members = [Member(name, 6) for name in (A, B, C)]
     await live(members, 10)
     held = layers_of(members)
     assert covers(held, WHOLE)
@@ -227,7 +229,7 @@ async def test_three_nodes_place_a_model_by_themselves_and_replace_the_one_that_
     members.remove(gone)
     await live(members, 12, 1000.0)
     assert covers(layers_of(members), WHOLE)
-    newcomer = Member("d", 12)
+    newcomer = Member(D, 12)
     steady = {member.node_id: member.pool.held for member in members}
     await live([*members, newcomer], 10, 2000.0)
     assert {member.node_id: member.pool.held for member in members} == steady
@@ -236,7 +238,7 @@ async def test_three_nodes_place_a_model_by_themselves_and_replace_the_one_that_
 
 
 async def test_what_a_user_loaded_is_never_dropped_and_counts() -> None:
-    loaded, other = Member("a", 12), Member("b", 6)
+    loaded, other = Member(A, 12), Member(B, 6)
     loaded.pool.held = ranges("0:6")
     await live([loaded, other], 10)
     assert covers(loaded.pool.held, LayerRange(0, 6))
@@ -246,34 +248,34 @@ async def test_what_a_user_loaded_is_never_dropped_and_counts() -> None:
 
 async def test_what_others_are_still_loading_is_not_dropped_here() -> None:
     """Layers 6:9 are to be b's; until it has them, the copy here is the last."""
-    member = Member("a", 6)
+    member = Member(A, 6)
     member.pool.held = member.manager.models[0].managed = ranges("6:12")
-    tell(member, holder("b", loading="0:9"))
-    await live([member], 8, others="b")
+    tell(member, holder(B, loading="0:9"))
+    await live([member], 8, others=(B,))
     assert member.acts == []
     assert member.manager.models[0].state == "waits for another holder of 6:9"
-    tell(member, holder("b", ready="0:9"))
-    await live([member], CONSISTENT_TICKS, 100.0, others="b")
+    tell(member, holder(B, ready="0:9"))
+    await live([member], CONSISTENT_TICKS, 100.0, others=(B,))
     assert member.acts == ["drop 6:9"]
 
 
 @pytest.mark.parametrize(
     ("connected", "trusted", "acts"),
-    [("b", "b", ["load 6:12"]), ("", "b", []), ("b", "", [])],
+    [((B,), (B,), ["load 6:12"]), ((), (B,), []), ((B,), (), [])],
     ids=["counts", "gone", "not trusted"],
 )
 async def test_only_who_is_connected_and_trusted_is_planned_with(
-    connected: str, trusted: str, acts: list[str]
+    connected: tuple[NodeId, ...], trusted: tuple[NodeId, ...], acts: list[str]
 ) -> None:
     """There is room for half of the model here; the other half is said to be on b."""
-    member = Member("a", 6, may_work=lambda node_id: node_id in trusted)
-    tell(member, holder("b", ready="0:6"))
+    member = Member(A, 6, may_work=lambda node_id: node_id in trusted)
+    tell(member, holder(B, ready="0:6"))
     await live([member], CONSISTENT_TICKS + 1, others=connected)
     assert member.acts == acts
 
 
 async def test_a_step_that_failed_is_tried_again_later_and_says_why() -> None:
-    member = Member("a", 12)
+    member = Member(A, 12)
     member.failure = NodeUnreachable("nobody gives it")
     await live([member], 4)
     assert member.acts == ["load 0:12"]
@@ -287,7 +289,7 @@ async def test_a_step_that_failed_is_tried_again_later_and_says_why() -> None:
 
 
 async def test_pipelines_are_begun_only_up_to_the_limit_and_standbys_join_them() -> None:
-    members = [Member(name, 12, max_pipes=1) for name in "abcd"]
+    members = [Member(name, 12, max_pipes=1) for name in (A, B, C, D)]
     await live(members, 12)
     copies = [sum(layer in layers for layers in layers_of(members)) for layer in range(12)]
     assert set(copies) == {2}  # One pipeline, and one standby of every layer.
@@ -315,17 +317,17 @@ def test_absurd_claims_of_speed_do_not_break_the_plan() -> None:
         )
         return NodeRecord(node_id=node_id, capability=capability)
 
-    records = {"a": claims("a", 5e-324), "b": claims("b", 1e9)}
+    records = {A: claims(A, 5e-324), B: claims(B, 1e9)}
     targets = plan_of(ENTRY.manifest, records, None).targets
     assert sorted(len(layers) for held in targets.values() for layers in held) == [5, 7]
 
 
 async def test_layers_whose_drop_failed_stay_the_managers() -> None:
-    member = Member("a", 6)
+    member = Member(A, 6)
     member.pool.held = member.manager.models[0].managed = ranges("6:12")
-    tell(member, holder("b", ready="0:9"))
+    tell(member, holder(B, ready="0:9"))
     member.failure = NodeUnreachable("the worker is busy")
-    await live([member], CONSISTENT_TICKS + 1, others="b")
+    await live([member], CONSISTENT_TICKS + 1, others=(B,))
     assert member.acts == ["drop 6:9"]
     assert member.manager.pinned(ENTRY.model_id) == ()
     assert member.manager.models[0].managed == ranges("6:12")

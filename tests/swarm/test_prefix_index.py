@@ -6,6 +6,7 @@ import pytest
 from block_names import block_hashes
 from hypothesis import given
 from hypothesis import strategies as st
+from node_ids import N, node_id_named
 
 from swarmllm.node.prefix_sharing import prefix_announcements
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX, PrefixIndex, PrefixMatch
@@ -14,6 +15,8 @@ from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.codec import decode_record, encode_record
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.swarm import KeptPrefix, NodeRecord, PrefixCacheAnnounce, ShardAnnounce
+
+LIAR, ME, NEAR, GONE = map(node_id_named, ("liar", "me", "near", "gone"))
 
 MODEL = "a" * 64
 OTHER = "b" * 64
@@ -75,20 +78,20 @@ def test_of_one_node_no_more_is_taken_than_it_may_say() -> None:
 
 
 def test_listed_are_connected_nodes_that_are_trusted_and_never_oneself() -> None:
-    distrusted = {"liar"}
-    registry = Registry("me", may_share=lambda node_id: node_id not in distrusted)
-    for node_id in ("me", "near", "liar", "gone"):
+    distrusted = {LIAR}
+    registry = Registry(ME, may_share=lambda node_id: node_id not in distrusted)
+    for node_id in (ME, NEAR, LIAR, GONE):
         record = NodeRecord(node_id=node_id, prefix_caches=(announce((5, 2), (5, 1)),))
         registry.apply(node_id, encode_record(record))
-    registry.set_connected({"near", "liar"})
-    assert registry.holders_of_prefix(MODEL, hashes_of(5, 3)) == PrefixMatch(2, frozenset({"near"}))
-    assert [registry.n_prefixes(n) for n in ("me", "near", "liar", "gone")] == [0, 2, 0, 0]
+    registry.set_connected({NEAR, LIAR})
+    assert registry.holders_of_prefix(MODEL, hashes_of(5, 3)) == PrefixMatch(2, frozenset({NEAR}))
+    assert [registry.n_prefixes(n) for n in (ME, NEAR, LIAR, GONE)] == [0, 2, 0, 0]
     distrusted.clear()
-    assert registry.holders_of_prefix(MODEL, hashes_of(5, 3)).node_ids == {"near", "liar"}
-    registry.apply("near", encode_record(NodeRecord(node_id="near", prefix_caches=(announce((5, 1)),))))
-    assert registry.holders_of_prefix(MODEL, hashes_of(5, 3)).node_ids == {"liar"}
-    registry.forget("liar")
-    assert registry.holders_of_prefix(MODEL, hashes_of(5, 3)) == PrefixMatch(1, frozenset({"near"}))
+    assert registry.holders_of_prefix(MODEL, hashes_of(5, 3)).node_ids == {NEAR, LIAR}
+    registry.apply(NEAR, encode_record(NodeRecord(node_id=NEAR, prefix_caches=(announce((5, 1)),))))
+    assert registry.holders_of_prefix(MODEL, hashes_of(5, 3)).node_ids == {LIAR}
+    registry.forget(LIAR)
+    assert registry.holders_of_prefix(MODEL, hashes_of(5, 3)) == PrefixMatch(1, frozenset({NEAR}))
     assert registry.holders_of_prefix(OTHER, hashes_of(5, 3)) == PrefixMatch()
 
 
@@ -107,7 +110,7 @@ def test_an_announcement_that_is_wrong_is_refused_by_its_field(
     caches: tuple[PrefixCacheAnnounce, ...], field: str
 ) -> None:
     with pytest.raises(BadMessage, match=field):
-        decode_record(encode_record(NodeRecord(node_id="n", prefix_caches=caches)))
+        decode_record(encode_record(NodeRecord(node_id=N, prefix_caches=caches)))
 
 
 @given(st.lists(st.tuples(st.integers(0, 80), st.booleans()), max_size=12))
@@ -125,4 +128,4 @@ def test_what_is_told_fits_what_is_taken_and_is_of_whole_models(models: list[tup
     for each in told:
         assert models[int(each.model_id, 16)][1]
         assert each.prefixes == kept[each.model_id][: len(each.prefixes)] != ()
-    assert decode_record(encode_record(NodeRecord(node_id="n", prefix_caches=told))).prefix_caches == told
+    assert decode_record(encode_record(NodeRecord(node_id=N, prefix_caches=told))).prefix_caches == told

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from node_ids import A, B, C, node_id_named
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.swarm.records.model_index import NODE_MODELS_MAX, NODE_RANGES_MAX, Contradiction
@@ -15,8 +16,10 @@ from swarmllm.swarm.records.registry import LISTED_MAX, Registry
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
 
-ME = "me"
-NODES = [ME, "a", "b", "c"]
+ME, ZOE, LIAR = map(node_id_named, ("me", "zoe", "liar"))
+
+NODES = [ME, A, B, C]
+PEERS = [node_id_named(f"peer{number:03}") for number in range(256)]
 IDS = ["a" * 64, "b" * 64, "aaaaaa" + "c" * 58]
 NAMES = ["guide", "other"]
 
@@ -173,7 +176,7 @@ def a_model(number: int, *ranges: tuple[int, int]) -> ShardAnnounce:
 
 
 def flood(registry: Registry, n_peers: int, n_models: int = 256) -> None:
-    names = [f"peer{number:03}" for number in range(n_peers)]
+    names = PEERS[:n_peers]
     for number, name in enumerate(names):
         models = tuple(a_model(1000 * (number + 1) + each) for each in range(n_models))
         registry.apply(name, encode_record(NodeRecord(node_id=name, models=models)))
@@ -186,11 +189,11 @@ def test_a_record_costs_what_differs_from_the_last_one() -> None:
     before = registry._index.n_touched
     assert before == 32 * 256
     models = [a_model(1000 + each) for each in range(256)]
-    registry.apply("peer000", encode_record(NodeRecord(node_id="peer000", models=tuple(models))))
+    registry.apply(PEERS[0], encode_record(NodeRecord(node_id=PEERS[0], models=tuple(models))))
     assert registry._index.n_touched == before
     version = registry.version
     models[7] = a_model(1007, (0, 4))
-    registry.apply("peer000", encode_record(NodeRecord(node_id="peer000", models=tuple(models))))
+    registry.apply(PEERS[0], encode_record(NodeRecord(node_id=PEERS[0], models=tuple(models))))
     assert registry._index.n_touched == before + 2
     assert registry.version > version
 
@@ -199,11 +202,11 @@ def test_what_has_not_changed_is_not_worked_out_again() -> None:
     registry = Registry(ME)
     flood(registry, 2, 3)
     models = registry.models()
-    load = NodeRecord(node_id="peer000", sequence=2, models=tuple(a_model(1000 + each) for each in range(3)))
-    registry.apply("peer000", encode_record(load))
+    load = NodeRecord(node_id=PEERS[0], sequence=2, models=tuple(a_model(1000 + each) for each in range(3)))
+    registry.apply(PEERS[0], encode_record(load))
     again = registry.models()
     assert all(again[m] is models[m] for m in models)
-    registry.apply("peer001", encode_record(NodeRecord(node_id="peer001", models=(a_model(2000, (0, 2)),))))
+    registry.apply(PEERS[1], encode_record(NodeRecord(node_id=PEERS[1], models=(a_model(2000, (0, 2)),))))
     again = registry.models()
     assert again.keys() == models.keys() - {f"{2001:064x}", f"{2002:064x}"}
     assert all(again[m] is models[m] for m in again if m != f"{2000:064x}")
@@ -215,8 +218,8 @@ def test_a_nickname_that_changed_makes_models_new() -> None:
     registry = Registry(ME)
     flood(registry, 1, 1)
     before = registry.model(f"{1000:064x}")
-    named = NodeRecord(node_id="peer000", nickname="x", models=(a_model(1000),))
-    registry.apply("peer000", encode_record(named))
+    named = NodeRecord(node_id=PEERS[0], nickname="x", models=(a_model(1000),))
+    registry.apply(PEERS[0], encode_record(named))
     assert registry.model(f"{1000:064x}") is not before
 
 
@@ -225,8 +228,8 @@ def test_strangers_cannot_push_others_models_out_of_the_list() -> None:
     own = tuple(a_model(each) for each in range(5))
     registry.apply(ME, encode_record(NodeRecord(node_id=ME, models=own)))
     honest = tuple(a_model(100 + each) for each in range(3))
-    registry.apply("zoe", encode_record(NodeRecord(node_id="zoe", models=honest)))
-    registry.set_connected({"zoe"})
+    registry.apply(ZOE, encode_record(NodeRecord(node_id=ZOE, models=honest)))
+    registry.set_connected({ZOE})
     flood(registry, 32)
     listed = registry.models()
     assert len(listed) == LISTED_MAX
@@ -242,11 +245,11 @@ def test_what_one_node_can_put_into_the_index_is_bounded() -> None:
     models = tuple(a_model(each) for each in range(200))
     wide = ShardAnnounce(model_id="f" * 64, name="wide", n_layers=20, ranges=ranges)
     files = tuple(FileAnnounce(model_id=f"{1000 + n:064x}", name="f", n_layers=8) for n in range(256))
-    record = NodeRecord(node_id="a", models=(wide, *models), files=files)
-    registry.apply("a", encode_record(record))
-    registry.set_connected({"a"})
+    record = NodeRecord(node_id=A, models=(wide, *models), files=files)
+    registry.apply(A, encode_record(record))
+    registry.set_connected({A})
     assert registry.n_models() == NODE_MODELS_MAX
-    held = registry.held("f" * 64)["a"]
+    held = registry.held("f" * 64)[A]
     assert len(held) == NODE_RANGES_MAX
     assert LayerRange(0, 20) in held
     assert min(map(len, held)) >= max(
@@ -258,20 +261,20 @@ def test_what_one_node_can_put_into_the_index_is_bounded() -> None:
 def test_who_contradicts_what_a_model_id_fixes_is_ignored_and_blamed(own_first: bool) -> None:
     blamed: list[Contradiction] = []
     registry = Registry(ME, on_contradiction=blamed.append)
-    registry.set_connected({"a", "liar"})
+    registry.set_connected({A, LIAR})
     own = NodeRecord(node_id=ME, files=(FileAnnounce(model_id=IDS[0], name="guide", n_layers=8),))
-    honest = NodeRecord(node_id="a", models=(a_model(7), _guide(8)))
-    liar = NodeRecord(node_id="liar", models=(a_model(7), _guide(1000)))
+    honest = NodeRecord(node_id=A, models=(a_model(7), _guide(8)))
+    liar = NodeRecord(node_id=LIAR, models=(a_model(7), _guide(1000)))
     for record in (own, honest, liar) if own_first else (honest, liar, own):
         registry.apply(record.node_id, encode_record(record))
-    assert blamed == [Contradiction("liar", IDS[0], 1000, 8)]
-    assert registry.held(IDS[0]).keys() == {"a"}
+    assert blamed == [Contradiction(LIAR, IDS[0], 1000, 8)]
+    assert registry.held(IDS[0]).keys() == {A}
     model = registry.model(IDS[0])
     assert model is not None
     assert model.n_layers == 8
     # The same again is not news.
-    liar = NodeRecord(node_id="liar", sequence=2, models=liar.models)
-    registry.apply("liar", encode_record(liar))
+    liar = NodeRecord(node_id=LIAR, sequence=2, models=liar.models)
+    registry.apply(LIAR, encode_record(liar))
     assert len(blamed) == 1
 
 
@@ -281,25 +284,25 @@ def _guide(n_layers: int) -> ShardAnnounce:
 
 def test_other_ranges_and_another_order_are_news() -> None:
     registry = Registry(ME)
-    registry.set_connected({"a", "b"})
-    for node_id in ("a", "b"):
+    registry.set_connected({A, B})
+    for node_id in (A, B):
         registry.apply(node_id, encode_record(NodeRecord(node_id=node_id, models=(a_model(1), a_model(2)))))
-    assert set(registry.held(f"{1:064x}")["a"]) == {LayerRange(0, 8)}
-    registry.apply("a", encode_record(NodeRecord(node_id="a", models=(a_model(1, (0, 2)), a_model(2)))))
-    assert set(registry.held(f"{1:064x}")["a"]) == {LayerRange(0, 2)}
+    assert set(registry.held(f"{1:064x}")[A]) == {LayerRange(0, 8)}
+    registry.apply(A, encode_record(NodeRecord(node_id=A, models=(a_model(1, (0, 2)), a_model(2)))))
+    assert set(registry.held(f"{1:064x}")[A]) == {LayerRange(0, 2)}
     assert registry.listed(1) == [f"{1:064x}"]
-    registry.apply("a", encode_record(NodeRecord(node_id="a", models=(a_model(2), a_model(1, (0, 2))))))
+    registry.apply(A, encode_record(NodeRecord(node_id=A, models=(a_model(2), a_model(1, (0, 2))))))
     assert registry.listed(1) == [f"{2:064x}"]
 
 
 def test_who_is_trusted_again_counts_at_the_next_read_of_its_model() -> None:
-    distrusted = {"a"}
+    distrusted = {A}
     registry = Registry(ME, lambda node_id: node_id not in distrusted)
-    registry.set_connected({"a"})
-    registry.apply("a", encode_record(NodeRecord(node_id="a", models=(a_model(1),))))
+    registry.set_connected({A})
+    registry.apply(A, encode_record(NodeRecord(node_id=A, models=(a_model(1),))))
     assert registry.model(f"{1:064x}") is None
     distrusted.clear()
-    assert registry.held(f"{1:064x}").keys() == {"a"}
+    assert registry.held(f"{1:064x}").keys() == {A}
 
 
 def test_this_nodes_models_are_listed_first() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from node_ids import A, node_id_named
 from small_disk import small_disk
 
 from swarmllm.errors import StoreFull
@@ -14,14 +15,16 @@ from swarmllm.models import Catalogue, LayerRange, Store
 
 from .transfer_nodes import MODEL, SETTINGS, TENSOR_BYTES, open_world
 
+TAKER = node_id_named("taker")
+
 
 async def test_a_disk_that_fills_up_on_the_way(tmp_path: Path) -> None:
     dice = random.Random(12)
-    with small_disk(tmp_path / "taker", 3 * len(MODEL)) as disk:
+    with small_disk(tmp_path / TAKER, 3 * len(MODEL)) as disk:
         async with open_world(tmp_path) as world:
-            await world.node("a", has_model=True)
+            await world.node(A, has_model=True)
             # One lane, so that what is missing is known whenever progress is told.
-            taker = await world.node("taker", settings=replace(SETTINGS, lanes_per_holder=1))
+            taker = await world.node(TAKER, settings=replace(SETTINGS, lanes_per_holder=1))
             for round_no in range(4):
                 fill_at, leave_bytes = 0.7 * dice.random(), dice.choice([0, 0, 8192, TENSOR_BYTES])
                 is_full = False
@@ -49,10 +52,10 @@ async def test_a_disk_that_fills_up_on_the_way(tmp_path: Path) -> None:
 
 
 async def test_a_disk_that_is_full_before_anything_is_known(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "taker", 3 * len(MODEL)) as disk:
+    with small_disk(tmp_path / TAKER, 3 * len(MODEL)) as disk:
         async with open_world(tmp_path) as world:
-            await world.node("a", has_model=True)
-            taker = await world.node("taker")
+            await world.node(A, has_model=True)
+            taker = await world.node(TAKER)
             for leave_bytes in (0, 4096, 16 * 1024):
                 disk.fill(leave_bytes)
                 with pytest.raises(StoreFull):
@@ -65,9 +68,9 @@ async def test_a_disk_that_is_full_before_anything_is_known(tmp_path: Path) -> N
 
 
 async def test_a_file_added_while_the_catalogue_cannot_grow(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "taker", 3 * len(MODEL)) as disk:
+    with small_disk(tmp_path / TAKER, 3 * len(MODEL)) as disk:
         async with open_world(tmp_path) as world:
-            node = await world.node("taker")
+            node = await world.node(TAKER)
             path = tmp_path / "mine.gguf"
             path.write_bytes(MODEL)
             disk.fill()
@@ -80,10 +83,10 @@ async def test_a_file_added_while_the_catalogue_cannot_grow(tmp_path: Path) -> N
 
 
 async def test_a_model_is_removed_from_a_full_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "taker", 3 * len(MODEL)) as disk:
+    with small_disk(tmp_path / TAKER, 3 * len(MODEL)) as disk:
         async with open_world(tmp_path) as world:
-            await world.node("a", has_model=True)
-            taker = await world.node("taker")
+            await world.node(A, has_model=True)
+            taker = await world.node(TAKER)
             entry = await taker.get()
             disk.fill()
             again = Store(Catalogue(taker.home / "catalogue.sqlite"), taker.home / "models")
@@ -94,10 +97,10 @@ async def test_a_model_is_removed_from_a_full_disk(tmp_path: Path) -> None:
 
 
 async def test_a_downloaded_file_outlasts_a_disk_without_room_for_its_entry(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "taker", 4 * len(MODEL)) as disk:
+    with small_disk(tmp_path / TAKER, 4 * len(MODEL)) as disk:
         async with open_world(tmp_path) as world:
-            await world.node("a", has_model=True)
-            taker = await world.node("taker")
+            await world.node(A, has_model=True)
+            taker = await world.node(TAKER)
             part_of_it = await taker.get(LayerRange(0, 1))
             download = taker.home / "download.gguf"
             download.write_bytes(MODEL)
