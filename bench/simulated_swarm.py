@@ -253,7 +253,7 @@ class World:
         self._n_born = 0
 
     def born(self) -> SimulatedNode:
-        node_id = f"node{self._n_born:05}"
+        node_id = node_id_named(f"node{self._n_born:05}")
         self._n_born += 1
         fits, layer_s = self.rng.choice(HARDWARE)
         place = random_place(self.rng)

@@ -20,5 +20,8 @@ def node_id_named(letter: str) -> NodeId:
 A, B, C, D, E, F, G, H, I, J, K, L, M, N, O, P, Q, R, S, T, U, V, W, X, Y, Z = map(  # noqa: E741
     node_id_named, ascii_lowercase
 )
+NODE_A: Final = node_id_named("node-a")
+"""The node of the tests of the API."""
+NODE_B: Final = node_id_named("node-b")
 LIAR: Final = node_id_named("liar")
 LAST: Final = node_id_named("last")

@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import trio
 from deadlines import PATIENCE_S
+from node_ids import NODE_A, B, C, node_id_named
 
 from swarmllm.api.http.app import create_app
 from swarmllm.api.http.endpoint import open_api
@@ -74,7 +75,7 @@ class FakeGeneration:
         self.n_recoveries = 0
         self.n_rebuilt = 0
         self.recovery_s = 0.0
-        self.route = (StageReport("node-a", "küche", LayerRange(0, 12), compute_s=0.002, prefill_s=0.01),)
+        self.route = (StageReport(NODE_A, "küche", LayerRange(0, 12), compute_s=0.002, prefill_s=0.01),)
         self.timings = Timings(queue_s, tokenize_s=0.001, prefill_s=0.01, decode_s=0.5)
         self.n_prompt_tokens = 7
         self.n_generated = 0
@@ -140,12 +141,12 @@ class FakePipelines:
 
     async def plan(self, entry: CatalogueEntry, size: RequestSize) -> Plan:
         """A real plan for made-up nodes."""
-        held = {"node-a": [LayerRange(0, 4)], "b": [LayerRange(4, 12)], "c": [LayerRange(4, 12)]}
+        held = {NODE_A: [LayerRange(0, 4)], B: [LayerRange(4, 12)], C: [LayerRange(4, 12)]}
         speed = NodeSpeed(0.001, 0.0001, is_measured=True)
         known = RouteInputs(
-            "node-a",
+            NODE_A,
             Workload(size.n_prompt_tokens, size.n_output_tokens, 1024),
-            {"node-a": speed, "b": speed, "c": NodeSpeed(0.002, 0.0002)},
+            {NODE_A: speed, B: speed, C: NodeSpeed(0.002, 0.0002)},
             {"b": 0.002, "c": 0.002},
         )
         plan = make_plan(entry.manifest.n_layers, 1, held, known)
@@ -262,11 +263,13 @@ class Stand:
         await self.node.models.load(entry, layers, lambda done, total: None, lambda done, total: None)
 
     async def tell_of_peer(
-        self, node_id: str, model: str, n_layers: int, ranges: tuple[tuple[int, int], ...]
+        self, name: str, model: str, n_layers: int, ranges: tuple[tuple[int, int], ...]
     ) -> None:
-        """Connect a node that says it holds these layers, and wait until this one has heard it."""
+        """Connect the node `node_id_named(name)`, which says it holds these layers, and wait until this one
+        has heard it."""
         announced = ShardAnnounce(model_id="ab" * 32, name=model, n_layers=n_layers, ranges=ranges)
-        record = NodeRecord(node_id=node_id, nickname=f"{node_id}'s name", models=(announced,))
+        node_id = node_id_named(name)
+        record = NodeRecord(node_id=node_id, nickname=f"{name}'s name", models=(announced,))
         await self.network.add(node_id).publish(encode_record(record))
         with trio.fail_after(PATIENCE_S):
             while "ab" * 32 not in self.registry.models():
@@ -282,7 +285,7 @@ async def open_node(
     refused_models: Container[str] = (),
     **inference: Any,
 ) -> AsyncIterator[Stand]:
-    """A started node "node-a" with the guide in its catalogue; `inference`: keys of that table. The pool
+    """A started node with the guide in its catalogue; `inference`: keys of that table. The pool
     fails with `pool_failure`, of `refused_models` only where there are any."""
     config = config or Config(
         api=ApiTable(port=0, max_body_bytes=65536), inference=InferenceTable(**inference)
@@ -291,8 +294,8 @@ async def open_node(
     await trio.to_thread.run_sync(catalogue.ensure, GUIDE_PATH, "guide")
     pipelines, pool = FakePipelines(), FakePool()
     async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
-        router = network.add("node-a")
-        registry = Registry("node-a")
+        router = network.add(NODE_A)
+        registry = Registry(NODE_A)
         await nursery.start(follow_router, registry, router)
         travel = ModelTransfer(
             router,

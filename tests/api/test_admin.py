@@ -12,6 +12,7 @@ import pytest
 import trio
 from api_fakes import Stand, open_node, serve_node
 from deadlines import PATIENCE_S
+from node_ids import NODE_A, NODE_B
 
 from swarmllm.config import Config, ModelTable
 from swarmllm.errors import ConfigError, ModelNotFound, WorkerError
@@ -80,7 +81,7 @@ async def test_the_swarm_is_told_what_is_held(tmp_path: Path) -> None:
     async with open_node(tmp_path) as stand:
         entry, layers = await stand.node.models.resolve("guide", "4:8")
         await stand.node.models.load(entry, layers, lambda done, total: None, lambda done, total: None)
-        record = decode_record(stand.router.records()["node-a"])
+        record = decode_record(stand.router.records()[NODE_A])
         assert [(model.name, model.n_layers, model.ranges) for model in record.models] == [
             ("guide", 12, ((4, 8),))
         ]
@@ -88,11 +89,11 @@ async def test_the_swarm_is_told_what_is_held(tmp_path: Path) -> None:
             ("guide", ((0, 12),), True, True)
         ]
         await stand.node.publish()
-        assert decode_record(stand.router.records()["node-a"]) == record, "nothing new, nothing said"
+        assert decode_record(stand.router.records()[NODE_A]) == record, "nothing new, nothing said"
         stand.pool.held.clear()
         stand.node.holdings_changed()
         with trio.fail_after(PATIENCE_S):
-            while decode_record(stand.router.records()["node-a"]).models:
+            while decode_record(stand.router.records()[NODE_A]).models:
                 await trio.lowlevel.checkpoint()
 
 
@@ -131,7 +132,7 @@ async def test_a_model_is_removed_unless_it_is_loaded_and_its_own_file_stays(tmp
         await stand.http.post(f"{MODELS}/guide/unload", json={})
         removed = await stand.http.delete(f"{MODELS}/guide")
         gone = await stand.http.delete(f"{MODELS}/guide")
-        record = decode_record(stand.router.records()["node-a"])
+        record = decode_record(stand.router.records()[NODE_A])
     assert (refused.status_code, removed.status_code, gone.status_code) == (409, 200, 404)
     assert "swarmllm models unload guide" in refused.json()["error"]["message"]
     assert removed.json()["stored"] is False
@@ -202,7 +203,7 @@ async def test_stats_peers_and_configuration(tmp_path: Path) -> None:
         stats = (await stand.http.get("/api/admin/stats")).json()
         peers = (await stand.http.get("/api/admin/peers")).json()
         config = (await stand.http.get("/api/admin/config")).json()
-    assert stats["node_id"] == "node-a"
+    assert stats["node_id"] == NODE_A
     assert stats["ready"] is True
     assert stats["requests"]["active"] == 0
     assert [(model["name"], model["layers"]) for model in stats["models"]] == [("guide", ["0:4"])]
@@ -212,15 +213,15 @@ async def test_stats_peers_and_configuration(tmp_path: Path) -> None:
 
 async def test_a_peer_is_explained_by_id_end_of_id_or_nickname(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
-        await stand.tell_of_peer("node-b-of-the-swarm", "other", 4, ((0, 4),))
+        await stand.tell_of_peer("node-b", "other", 4, ((0, 4),))
         by_id, by_end, by_name = [
             (await stand.http.get(f"/api/admin/peers/{name}")).json()
-            for name in ("node-b-of-the-swarm", "the-swarm", "node-b-of-the-swarm's name")
+            for name in (NODE_B, NODE_B[-9:], "node-b's name")
         ]
         nobody = await stand.http.get("/api/admin/peers/nobody")
     assert by_id["trust"]["score"] == by_id["connected"]["trust"] == 0.5
     assert by_id["trust"]["may_work"] is True
-    assert by_end["node_id"] == by_name["node_id"] == "node-b-of-the-swarm"
+    assert by_end["node_id"] == by_name["node_id"] == NODE_B
     assert (nobody.status_code, nobody.json()["error"]["param"]) == (400, "peer")
 
 

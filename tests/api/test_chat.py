@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
+from node_ids import NODE_A
 
 from swarmllm.api.output import response as answering
 from swarmllm.errors import ContextFull, NoPipeline, RemoteError
@@ -56,7 +57,7 @@ async def test_an_answer_has_openais_shape_and_says_how_it_was_made(tmp_path: Pa
         "completion_tokens_details": {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 1},
     }
     assert body["swarm"]["route"][0] | {"compute_ms_per_token": 2.0} == {
-        "node": "node-a",
+        "node": NODE_A,
         "nickname": "küche",
         "layers": "0:12",
         "compute_ms_per_token": 2.0,
@@ -65,7 +66,7 @@ async def test_an_answer_has_openais_shape_and_says_how_it_was_made(tmp_path: Pa
         "prefill_ms": 10.0,
     }
     assert body["swarm"]["decode_tokens_per_s"] == 4.0
-    assert answer.headers["x-swarm-route"] == "local 0:12@node-a"
+    assert answer.headers["x-swarm-route"] == f"local 0:12@{NODE_A}"
     assert answer.headers["x-swarm-nodes"] == "1"
     assert answer.headers["x-request-id"].startswith("req_")
 

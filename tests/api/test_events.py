@@ -16,6 +16,7 @@ import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
 from deadlines import PATIENCE_S
+from node_ids import NODE_A
 
 from swarmllm.api.admin import events
 from swarmllm.api.admin.events import Pulse
@@ -100,7 +101,7 @@ async def test_a_reader_gets_every_section_and_then_only_what_changes(tmp_path: 
     async with serve_node(tmp_path) as stand, reading(stand) as reader:
         await reader.read_until(lambda state: True)
         assert set(reader.names) == SECTIONS
-        assert reader.state["node"]["node_id"] == "node-a"
+        assert reader.state["node"]["node_id"] == NODE_A
         assert reader.state["node"]["resident_bytes"] > 0
         assert [model["name"] for model in reader.state["models"]["models"]] == ["guide"]
         assert reader.state["requests"] == {"live": [], "recent": []}

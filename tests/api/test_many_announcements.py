@@ -8,6 +8,7 @@ from typing import Any
 import trio
 import trio.testing
 from api_fakes import Stand, open_node, serve_node
+from node_ids import node_id_named
 
 from swarmllm.api.admin.node_json import HOLDERS_SHOWN, PEER_MODELS_SHOWN, RANGES_SHOWN
 from swarmllm.api.http.sliced_json import SLICE_BYTES, encoded
@@ -21,7 +22,7 @@ COMMON = "c" * 64
 PATIENCE_S = 60
 
 
-def record(node_id: str, first: int, n_models: int, **more: Any) -> bytes:
+def record(name: str, first: int, n_models: int, **more: Any) -> bytes:
     models = [
         ShardAnnounce(
             model_id=f"{first + each:064x}",
@@ -32,7 +33,7 @@ def record(node_id: str, first: int, n_models: int, **more: Any) -> bytes:
         for each in range(n_models)
     ]
     common = ShardAnnounce(model_id=COMMON, name="common", n_layers=8, ranges=((0, 8),))
-    return encode_record(NodeRecord(node_id=node_id, models=(common, *models), **more))
+    return encode_record(NodeRecord(node_id=node_id_named(name), models=(common, *models), **more))
 
 
 async def flood(stand: Stand) -> dict[str, InMemoryRouter]:
@@ -40,10 +41,10 @@ async def flood(stand: Stand) -> dict[str, InMemoryRouter]:
     routers = {}
     for number in range(N_LIARS):
         name = f"liar{number}"
-        routers[name] = router = stand.network.add(name)
+        routers[name] = router = stand.network.add(node_id_named(name))
         files = tuple(FileAnnounce(model_id=f"{number}{n:063x}", name="f", n_layers=9) for n in range(100))
         await router.publish(record(name, 10_000 * (number + 1), 255, files=files))
-    routers["zoe"] = stand.network.add("zoe")
+    routers["zoe"] = stand.network.add(node_id_named("zoe"))
     await routers["zoe"].publish(record("zoe", 1, 1))
     with trio.fail_after(PATIENCE_S):
         while stand.registry.n_models() < 2 + N_LIARS * 255:
@@ -56,7 +57,7 @@ async def test_lists_are_bounded_and_say_what_they_leave_out(tmp_path: Path) -> 
         await flood(stand)
         answer = (await stand.http.get("/api/admin/models")).json()
         peers = (await stand.http.get("/api/admin/peers")).json()["peers"]
-        liar = (await stand.http.get("/api/admin/peers/liar0")).json()["connected"]
+        liar = (await stand.http.get(f"/api/admin/peers/{node_id_named('liar0')}")).json()["connected"]
         mine = (await stand.http.get("/v1/models")).json()["data"]
         hidden = (await stand.http.get("/api/admin/models/m10254/status")).json()
     shown = {model["name"] for model in answer["models"]}
@@ -86,8 +87,8 @@ async def test_holders_are_listed_up_to_a_number_this_node_first(tmp_path: Path)
         n_peers = HOLDERS_SHOWN + 5
         for number in range(n_peers):
             name = f"a{number:03}"
-            said = NodeRecord(node_id=name, models=(held,), files=(given,))
-            await stand.network.add(name).publish(encode_record(said))
+            said = NodeRecord(node_id=node_id_named(name), models=(held,), files=(given,))
+            await stand.network.add(node_id_named(name)).publish(encode_record(said))
         with trio.fail_after(PATIENCE_S):
             while len(stand.registry.held(guide)) <= n_peers:
                 await trio.lowlevel.checkpoint()

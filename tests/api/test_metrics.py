@@ -10,6 +10,7 @@ import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
 from deadlines import PATIENCE_S
+from node_ids import NODE_B
 from prometheus_client.parser import text_string_to_metric_families
 
 from swarmllm import __version__
@@ -74,7 +75,7 @@ async def test_the_nodes_own_state_is_read_at_each_scrape(tmp_path: Path) -> Non
     assert after["swarmllm_peers_connected", ()] == 1
     assert after["swarmllm_ready", ()] == 1
     assert after["swarmllm_info", (__version__,)] == 1
-    assert ("swarmllm_peer_sent_bytes_total", ("node-b",)) in after
+    assert ("swarmllm_peer_sent_bytes_total", (NODE_B,)) in after
 
 
 async def test_the_page_says_what_a_scrape_has(tmp_path: Path) -> None:

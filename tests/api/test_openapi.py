@@ -10,6 +10,7 @@ from typing import cast
 import msgspec
 import pytest
 from api_fakes import serve_node
+from node_ids import NODE_B
 
 from swarmllm.api import create_app
 from swarmllm.api.http.openapi import EVENTS, OPERATIONS, openapi_document
@@ -73,12 +74,12 @@ async def test_handlers_take_the_bodies_it_describes(tmp_path: Path) -> None:
                 assert "temprature" in unknown.text
 
 
-PARAMETERS = {"name": "guide", "node": "a-peer", "file": "style.css"}
+PARAMETERS = {"name": "guide", "node": NODE_B, "file": "style.css"}
 
 
 async def test_endpoints_answer_with_the_content_types_it_names(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
-        await stand.tell_of_peer("a-peer", "other", 4, ((0, 4),))
+        await stand.tell_of_peer("node-b", "other", 4, ((0, 4),))
         asked = {"model": "guide", "input": "hello"}
         kept = (await stand.http.post("/v1/responses", json=asked)).json()["id"]
         parameters = PARAMETERS | {"response_id": kept}

@@ -10,6 +10,7 @@ import pytest
 import trio
 from api_fakes import serve_node
 from deadlines import PATIENCE_S
+from node_ids import NODE_A, A, B, C, D, O
 
 from swarmllm.errors import NoPipeline
 from swarmllm.models import CatalogueEntry
@@ -53,9 +54,9 @@ async def test_a_plan_adds_up_and_names_the_standby(tmp_path: Path) -> None:
     assert (plan["model"], plan["prompt_tokens"], plan["output_tokens"]) == ("guide", 10, 50)
     first, last = plan["stages"]
     assert (first["nickname"], first["layers"], first["standby"]) == (stand.node.nickname, "0:4", None)
-    assert (last["node_id"], last["layers"], last["standby"], last["measured"]) == ("b", "4:12", "c", True)
+    assert (last["node_id"], last["layers"], last["standby"], last["measured"]) == (B, "4:12", C, True)
     (other,) = last["alternatives"]
-    assert (other["node_id"], other["full"]) == ("c", False)
+    assert (other["node_id"], other["full"]) == (C, False)
     assert other["extra_s"] == pytest.approx(8 * (10 * 0.0001 + 50 * 0.001))
     assert [stage["lacks"] for stage in plan["stages"]] == ["", ""]
     parts_s = sum(stage["compute_s"] + stage["network_s"] for stage in plan["stages"]) + plan["ends_s"]
@@ -156,16 +157,16 @@ def test_the_swarm_is_told_of_the_models_that_ran_last_and_of_the_nearest_peers(
 
 def test_a_node_floats_to_where_its_round_trips_say_it_is() -> None:
     """Three peers around it, 40 ms away, which know where they are; a fourth is silent about itself."""
-    registry = Registry("o")
-    corners = {"a": (0.0, 0.0, 0.0), "b": (0.08, 0.0, 0.0), "c": (0.04, 0.04, 0.0)}
+    registry = Registry(O)
+    corners = {A: (0.0, 0.0, 0.0), B: (0.08, 0.0, 0.0), C: (0.04, 0.04, 0.0)}
     for node_id, position_s in corners.items():
         place = NetworkCoordinate(position_s=position_s, height_s=1e-5, error=0.1)
         record = NodeRecord(node_id=node_id, capability=NodeCapability(coordinate=place))
         registry.apply(node_id, encode_record(record))
-    peers = [PeerInfo(node_id, rtt_s=0.04) for node_id in (*corners, "d")]
+    peers = [PeerInfo(node_id, rtt_s=0.04) for node_id in (*corners, D)]
     here = Coordinate()
     for _ in range(100):
-        here = float_among("o", here, peers, registry)
+        here = float_among(O, here, peers, registry)
     assert here.is_settled
     for position_s in corners.values():
         assert predicted_rtt_s(here, Coordinate(position_s)) == pytest.approx(0.04, abs=0.004)
@@ -178,9 +179,9 @@ async def test_the_machine_is_measured_once_and_the_swarm_is_told(tmp_path: Path
         await stand.node.measure(file)
         kept = file.read_bytes()
         with trio.fail_after(PATIENCE_S):
-            while not decode_record(stand.router.records()["node-a"]).capability.flops:
+            while not decode_record(stand.router.records()[NODE_A]).capability.flops:
                 await trio.lowlevel.checkpoint()
-        told = decode_record(stand.router.records()["node-a"]).capability
+        told = decode_record(stand.router.records()[NODE_A]).capability
     assert machine_speed(file) == MachineSpeed(told.memory_bytes_per_s, told.flops)
     assert file.read_bytes() == kept
 
