@@ -28,6 +28,7 @@ from swarmllm.scheduling.cost import NodeSpeed, RouteInputs
 from swarmllm.scheduling.hysteresis import Hysteresis
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.placement import Placement
+from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm_proto.codec import decode_record, encode_record
 from swarmllm_proto.swarm import (
     NetworkCoordinate,

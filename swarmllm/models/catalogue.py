@@ -407,7 +407,7 @@ def _write(database: sqlite3.Connection, entry: CatalogueEntry) -> None:
     )
 
 
-def _forget(database: sqlite3.Connection, model_id: str) -> None:
+def _forget(database: sqlite3.Connection, model_id: ModelId) -> None:
     for table in ("models", "containers", "tensors", "parts"):
         database.execute(f"DELETE FROM {table} WHERE model_id = ?", (model_id,))
 
@@ -417,7 +417,7 @@ def _forget_chunks(database: sqlite3.Connection, model_id: ModelId) -> None:
 
 
 def _stored(
-    database: sqlite3.Connection, model_id: str
+    database: sqlite3.Connection, model_id: ModelId
 ) -> tuple[frozenset[str] | None, bool, tuple[str, ...], tuple[PartFile, ...]]:
     """(tensors present, pinned, further names, parts)"""
     further = names.further_names(database, model_id)

@@ -9,6 +9,7 @@ from pathlib import Path
 from swarmllm.errors import BadModel
 from swarmllm.models.manifest import Manifest, TensorEntry
 from swarmllm.models.model_files import FileState, PartFile, joint_state
+from swarmllm_proto.identifiers import ModelId
 
 
 @dataclass(frozen=True, slots=True)

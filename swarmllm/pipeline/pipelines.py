@@ -62,7 +62,7 @@ from swarmllm.swarm.router import Router
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import encode_response
 from swarmllm_proto.file_digests import Digests, FetchDigests
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import (
     FetchPiece,
@@ -395,7 +395,7 @@ class Pipelines:
         self,
         tried: list[tuple[str, Assembly]],
         opening: AbstractAsyncContextManager[Source],
-        model_id: str,
+        model_id: ModelId,
         *,
         has_generated: bool,
     ) -> AsyncIterator[Source]:
@@ -411,7 +411,7 @@ class Pipelines:
                     self._measure(source, assembly, model_id)
             learn(self._observations, source, assembly.ways_s)
 
-    def _measure(self, source: Source, assembly: Assembly, model_id: str) -> None:
+    def _measure(self, source: Source, assembly: Assembly, model_id: ModelId) -> None:
         announced_s = partial(self._routes.announced_s, model_id)
         now_s = trio.current_time()
         measure(self._speeds, source, assembly, model_id, self._node_id, announced_s, self._note, now_s)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 
 LEAST_TOKENS: Final = 4
 """A mean over fewer says little."""
@@ -75,7 +75,7 @@ class PeerSpeeds:
 
     def observe(
         self,
-        model_id: str,
+        model_id: ModelId,
         node_id: NodeId,
         layer_s: float,
         now_s: float,
@@ -101,7 +101,7 @@ class PeerSpeeds:
             self._known.popitem(last=False)
         return is_due
 
-    def layer_s(self, model_id: str, node_id: NodeId, now_s: float) -> float | None:
+    def layer_s(self, model_id: ModelId, node_id: NodeId, now_s: float) -> float | None:
         """Decode, per layer and row; None: not measured lately."""
         known = self._known.get((model_id, node_id))
         return known.layer_s if known is not None and now_s - known.at_s < BELIEVED_S else None

@@ -9,14 +9,14 @@ from swarmllm.pipeline.origin.generation import Source
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.scheduling.peer_speeds import LEAST_TOKENS, PeerSpeeds, StageTime, layer_times
 from swarmllm.swarm.peers.trust import Deed, Note
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 
 
 def measure(
     speeds: PeerSpeeds,
     source: Source,
     assembly: Assembly,
-    model_id: str,
+    model_id: ModelId,
     here: NodeId,
     announced_s: Callable[[NodeId], float | None],
     note: Note,

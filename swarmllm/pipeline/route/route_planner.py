@@ -29,7 +29,7 @@ from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.route import RouteStage
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import Stage
 
 
@@ -119,12 +119,12 @@ class RoutePlanner:
             self._measured(entry.model_id, node_ids),
         )
 
-    def _measured(self, model_id: str, node_ids: Iterable[NodeId]) -> dict[NodeId, float]:
+    def _measured(self, model_id: ModelId, node_ids: Iterable[NodeId]) -> dict[NodeId, float]:
         now_s = trio.current_time()
         found = {node_id: self._speeds.layer_s(model_id, node_id, now_s) for node_id in node_ids}
         return {node_id: layer_s for node_id, layer_s in found.items() if layer_s is not None}
 
-    def announced_s(self, model_id: str, node_id: NodeId) -> float | None:
+    def announced_s(self, model_id: ModelId, node_id: NodeId) -> float | None:
         """What a node says now that a row of a layer takes it in decode; None: nothing."""
         record = self._registry.node(node_id)
         said = record.capability.observed_latencies if record is not None else ()

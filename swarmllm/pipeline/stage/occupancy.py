@@ -59,12 +59,14 @@ def held_here(context: RequestContext) -> Held | None:
 
 
 def room_left(
-    held: Iterable[Held], settings: PipelineSettings, context_sizes: Mapping[ModelId, int] = MappingProxyType({})
+    held: Iterable[Held],
+    settings: PipelineSettings,
+    context_sizes: Mapping[ModelId, int] = MappingProxyType({}),
 ) -> Room:
     """What is left beside the requests that run. `context_sizes`: KV cells of the models that are loaded
     here, by their ids."""
-    slots: Counter[str] = Counter()
-    tokens: Counter[str] = Counter()
+    slots: Counter[ModelId] = Counter()
+    tokens: Counter[ModelId] = Counter()
     for request in held:
         slots[request.model_id] += 1
         tokens[request.model_id] += request.n_kv_tokens

@@ -18,7 +18,7 @@ from typing import Final
 from swarmllm.models.catalogue import MIN_ID_PREFIX
 from swarmllm.models.layers import LayerRange
 from swarmllm.swarm.peers.parts import Parts
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId, is_model_id
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
 
 NODE_MODELS_MAX: Final = 256
@@ -96,7 +96,7 @@ class IndexedRecord:
     """A node's record that is in the index, and what it comes to."""
 
     record: NodeRecord
-    said: dict[str, _Said] = field(default_factory=dict)
+    said: dict[ModelId, _Said] = field(default_factory=dict)
     """By model id, in the order in which the node names them."""
 
 
@@ -109,9 +109,9 @@ class ModelIndex:
     ) -> None:
         self._node_id = node_id
         self._on_contradiction = on_contradiction
-        self._models: dict[str, _Model] = {}
+        self._models: dict[ModelId, _Model] = {}
         self._nodes: Parts[IndexedRecord] = Parts.alone() if peers is None else peers
-        self._ids_of: dict[str, dict[str, int]] = {}
+        self._ids_of: dict[str, dict[ModelId, int]] = {}
         """Name -> model id -> how many nodes call it so."""
         self._ids_with: dict[str, set[ModelId]] = {}
         """The first MIN_ID_PREFIX characters of an id -> ids."""
@@ -133,7 +133,7 @@ class ModelIndex:
         if record is (indexed and indexed.record):
             return
         before = indexed.said if indexed else {}
-        after: dict[str, _Said] = {}
+        after: dict[ModelId, _Said] = {}
         if record is None:
             self._nodes.drop(node_id)
         else:

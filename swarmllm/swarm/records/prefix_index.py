@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Final
 
 from swarmllm.swarm.peers.parts import Parts
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import PrefixCacheAnnounce
 
 NODE_PREFIXES_MAX: Final = 64

@@ -83,7 +83,7 @@ class Registry:
         self._distrusted = parts.distrusted
         self._prefixes = PrefixIndex(peers=parts.prefixes)
         self._index = ModelIndex(node_id, on_contradiction, parts.indexed)
-        self._listed: tuple[object, Sequence[str]] | None = None
+        self._listed: tuple[object, Sequence[ModelId]] | None = None
 
     def __repr__(self) -> str:
         return f"<Registry records={len(self._announced)} connected={len(self._present)}>"
