@@ -115,8 +115,13 @@ class World:
     """Node ids that can be, of nobody who is there."""
 
 
+def valid_ids(world: World) -> tuple[str, ...]:
+    return (world.own_id,) * 6 + world.honest_ids * 2 + world.other_ids
+
+
 def node_ids(world: World) -> st.SearchStrategy[str]:
-    return st.sampled_from((world.own_id,) * 6 + world.honest_ids * 2 + world.other_ids + BAD_IDS)
+    """Most of them can be one."""
+    return st.sampled_from(valid_ids(world) * 3 + BAD_IDS)
 
 
 def addresses(world: World) -> st.SearchStrategy[str]:
@@ -175,12 +180,11 @@ def stages_of(world: World, so_far: Mapping[str, Any]) -> st.SearchStrategy[list
         n_layers = draw(layer_counts(world))
         inner = draw(st.lists(st.integers(1, max(1, n_layers - 1)), max_size=4, unique=True))
         cuts = sorted({0, n_layers, *inner})
-        told = [
-            {"node_id": draw(node_ids(world)), "start": start, "end": end}
-            for start, end in itertools.pairwise(cuts)
-        ]
+        # A message with one id that is none is refused as a whole: most have none.
+        ids = node_ids(world) if draw(st.integers(0, 7)) == 0 else st.sampled_from(valid_ids(world))
+        told = [{"node_id": draw(ids), "start": start, "end": end} for start, end in itertools.pairwise(cuts)]
         if not told or draw(st.integers(0, 9)) == 0:
-            told = [{"node_id": draw(node_ids(world)), "start": at, "end": at + 1} for at in range(255)]
+            told = [{"node_id": draw(ids), "start": at, "end": at + 1} for at in range(255)]
         return told
 
     return pipelines()
