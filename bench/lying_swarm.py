@@ -383,11 +383,12 @@ async def _start_node(
         pool,
         catalogue,
         router.node_id,
-        PipelineSettings(prefill_chunk_tokens=16),
+        PipelineSettings(prefill_chunk_tokens=16, check_rate=0.25),
         give_piece=travel.answer,
         tell_digests=gathering.answer,
         observations=observations,
         note=trust.note,
+        trust_of=trust.score,
     )
     await nursery.start(pipelines.run)
     node = Node(

@@ -314,6 +314,22 @@ async def test_the_second_of_two_stages_elsewhere_is_checked_against_what_it_say
         assert all(trust.score(node_id) >= NEUTRAL for node_id in (B, M, N, H))
 
 
+async def test_a_stage_that_denies_what_came_to_it_charges_nobody_with_wrong_results(
+    patient_clock: MockClock,
+) -> None:
+    pools = {A: FakePool("0:3"), B: FakePool("3:6"), C: FakePool("3:6"), LIAR: FakePool("6:9")}
+    pools |= {M: FakePool("6:9"), N: FakePool("6:9"), H: FakePool("9:12")}
+    async with open_swarm(pools, settings=ALWAYS) as swarm:
+        deny(swarm, LIAR, zeroed)
+        await prefer(swarm, LIAR, M, N)
+        for _ in range(10):
+            assert await asked_and_checked(swarm)
+        trust = swarm[A].trust
+        assert count(swarm, LIAR, Deed.DISPUTED) + count(swarm, LIAR, Deed.WRONG_RESULT) >= 1
+        assert all(count(swarm, node_id, Deed.WRONG_RESULT) == 0 for node_id in (B, C, M, N, H))
+        assert all(trust.score(node_id) >= NEUTRAL for node_id in (B, C, M, N, H))
+
+
 async def test_a_token_that_the_origin_was_not_told_accuses_no_first_stage(patient_clock: MockClock) -> None:
     """The last stage gives the origin another token than the first stage, which computes what it got."""
     pools = {

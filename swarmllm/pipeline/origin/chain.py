@@ -436,7 +436,11 @@ class Chain:
         self._n_repeats += 1
         self._on_repeat()
         if self._n_repeats > MAX_REPEATS:
-            raise BrokenPromise(f"{self._n_repeats} jobs arrived damaged")
+            # One of them damages what it sends, or the other one says so.
+            before = {node_id for node_id in self.node_ids if self.context.view.hands_to(node_id, sender)}
+            self.doubted = frozenset({sender, *before} - {self.context.view.node_id})
+            self.fail(RemoteError(f"{self._n_repeats} jobs arrived damaged at {self._name(sender)}"))
+            return
         log.info(
             "request %s: repeating position %d, damaged on the way to %s",
             self.context.request_id,

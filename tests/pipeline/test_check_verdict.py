@@ -1,0 +1,214 @@
+"""What is drawn for a check, and what follows from its rows: pure functions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm.pipeline.check.recompute import batches
+from swarmllm.pipeline.check.sampling import (
+    DISTRUSTED,
+    EVIDENCE_BYTES_MAX,
+    STRANGERS,
+    STRETCH_ROWS,
+    draw_stage,
+    draw_stretch,
+    rate,
+)
+from swarmllm.pipeline.check.verdict import (
+    TOLERANCE,
+    Evidence,
+    Match,
+    Verdict,
+    before_computing,
+    compare,
+    distance,
+    judge,
+)
+from swarmllm.swarm.in_memory.network import node_id_named
+from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN
+from swarmllm_proto.swarm import Stage
+from swarmllm_proto.tensors import Tensor
+
+A, B, C, D = (node_id_named(name) for name in "abcd")
+STAGES = tuple(
+    Stage(node_id=node_id, start=3 * index, end=3 * index + 3) for index, node_id in enumerate((A, B, C, D))
+)
+
+
+def test_the_rate_rises_for_strangers_and_falls_with_trust() -> None:
+    assert rate(1.0, 0.0625) == 0.0625
+    assert rate(NEUTRAL, 0.0625) == STRANGERS * 0.0625
+    assert rate(NEUTRAL - 1e-9, 0.0625) == rate(WORK_MIN, 0.0625) == DISTRUSTED * 0.0625
+    assert rate(0.5, 0.5) == rate(0.1, 0.5) == 1.0
+    assert rate(0.0, 0.0) == 0.0
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
+def test_nobody_is_checked_less_often_for_being_trusted_less(low: float, high: float, base: float) -> None:
+    low, high = sorted((low, high))
+    assert base <= rate(high, base) * (1 + 1e-9)
+    assert rate(low, base) >= rate(high, base) * (1 - 1e-9)
+
+
+def test_a_stranger_that_always_cheats_is_drawn_within_twenty_requests() -> None:
+    """And one that cheats in every tenth request mostly within a hundred."""
+    drawn, base = random.Random(3), 0.0625
+    firsts = []
+    for _ in range(2000):
+        n = 1
+        while draw_stage(STAGES[:3], A, lambda node_id: rate(NEUTRAL, base), drawn.random) is None:
+            n += 1
+        firsts.append(n)
+    assert np.mean([n <= 20 for n in firsts]) > 0.99
+    assert np.mean(firsts) == pytest.approx(4, rel=0.1)
+    assert 1 - (1 - rate(NEUTRAL, base) / 10) ** 100 > 0.9
+
+
+def test_every_stage_elsewhere_but_the_last_is_drawn_as_often_as_its_node_asks_for() -> None:
+    drawn, counts = random.Random(1), {None: 0, 1: 0, 2: 0}
+    for _ in range(8000):
+        counts[draw_stage(STAGES, A, lambda node_id: 0.25 if node_id == B else 0.05, drawn.random)] += 1
+    assert counts[1] / 8000 == pytest.approx(0.25, abs=0.02)
+    assert counts[2] / 8000 == pytest.approx(0.05, abs=0.01)
+    assert draw_stage(STAGES[:1], B, lambda node_id: 1.0, drawn.random) is None
+    assert draw_stage(STAGES, A, lambda node_id: 0.0, drawn.random) is None
+
+
+@given(
+    st.integers(0, 5000),
+    st.integers(0, 5000),
+    st.sampled_from([16, 1024, 16384, 2**22, 2**24]),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_a_stretch_lies_among_the_rows_that_were_computed_and_fit(
+    first: int, n_rows: int, row_bytes: int, chance: float
+) -> None:
+    stretch = draw_stretch(n_rows, row_bytes, lambda: chance, first)
+    if stretch is None:
+        assert first >= min(n_rows, EVIDENCE_BYTES_MAX // row_bytes)
+        return
+    assert first <= stretch.position < stretch.end <= n_rows
+    assert 0 < stretch.n_rows <= STRETCH_ROWS
+    assert stretch.end * row_bytes <= EVIDENCE_BYTES_MAX
+
+
+def test_every_stretch_may_be_drawn() -> None:
+    chances = [chance / 100 for chance in range(100)]
+    drawn = {draw_stretch(100, 16, partial(float, chance), 7) for chance in chances}
+    assert sorted(drawn) == [(7, 32), (39, 32), (71, 29)]
+
+
+@given(st.integers(1, 500), st.integers(1, 500), st.integers(1, 200))
+def test_batches_are_the_prompts_chunks_and_then_small(n_rows: int, n_prompt: int, chunk: int) -> None:
+    parts = list(batches(n_rows, n_prompt, chunk))
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == n_rows
+    for part in parts:
+        if part.start < n_prompt:
+            assert part.stop <= n_prompt
+            assert part.start % chunk == 0
+        else:
+            assert part.stop - part.start <= STRETCH_ROWS
+
+
+def rows(seed: int, n: int = 4) -> Tensor:
+    return np.random.default_rng(seed).standard_normal((n, 64)).astype(np.float32)
+
+
+CAME_IN, TRUE = rows(0), rows(0) + 2 * rows(1)
+NEAR = (TRUE * 1.01).astype(np.float32)
+FALSE = rows(2)
+
+
+def test_the_distance_counts_what_the_layers_added() -> None:
+    assert distance(TRUE, TRUE, CAME_IN) == 0
+    assert distance(TRUE, CAME_IN, CAME_IN) == pytest.approx(1)
+    assert distance(TRUE, TRUE + 0.1 * (TRUE - CAME_IN), CAME_IN) == pytest.approx(0.1, rel=1e-3)
+    one = TRUE.copy()
+    one[0] = 0
+    assert 0.2 < distance(TRUE, one, CAME_IN) < 0.5
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+def test_one_row_that_is_no_number_or_huge_is_wrong_in_a_whole_stretch(value: float) -> None:
+    came_in, true = rows(3, STRETCH_ROWS), rows(3, STRETCH_ROWS) + rows(4, STRETCH_ROWS)
+    told = true.copy()
+    told[5, 7] = value
+    assert distance(true, told, came_in) == pytest.approx(2 / STRETCH_ROWS)
+    assert compare(true, told, came_in) is Match.WRONG
+
+
+def test_rows_that_layers_did_not_change_are_compared_all_the_same() -> None:
+    assert compare(CAME_IN, CAME_IN, CAME_IN) is Match.EQUAL
+    assert compare(CAME_IN, NEAR, CAME_IN) is Match.WRONG
+    assert compare(TRUE, TRUE[:2], CAME_IN) is Match.WRONG
+
+
+@given(st.floats(0, 2))
+def test_only_what_lies_beyond_the_tolerance_is_wrong(part: float) -> None:
+    told = (TRUE.astype(np.float64) + part * (TRUE.astype(np.float64) - CAME_IN)).astype(np.float32)
+    match = compare(TRUE, told, CAME_IN)
+    if part < TOLERANCE * 0.999:
+        assert match is not Match.WRONG
+    if part > TOLERANCE * 1.001:
+        assert match is Match.WRONG
+
+
+def evidence(
+    sent: Tensor | None, received: Tensor | None, *, here: bool = False, agreed: bool | None = True
+) -> Evidence:
+    return Evidence(CAME_IN, len(CAME_IN), sent, received, here, agreed)
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (evidence(TRUE, TRUE), Verdict.RIGHT),
+        (evidence(NEAR, NEAR), Verdict.RIGHT),
+        (evidence(None, TRUE), Verdict.RIGHT),
+        (evidence(TRUE, None), Verdict.RIGHT),
+        (evidence(TRUE, TRUE, agreed=None), Verdict.RIGHT),
+        (evidence(FALSE, FALSE), Verdict.WRONG),
+        (evidence(FALSE, None), Verdict.WRONG),
+        (evidence(FALSE, TRUE), Verdict.WRONG),
+        (evidence(FALSE, rows(9)), Verdict.WRONG),
+        (evidence(TRUE, FALSE, here=True), Verdict.WRONG),
+        (evidence(None, FALSE, here=True), Verdict.WRONG),
+        (evidence(TRUE, FALSE), Verdict.DISPUTED_AFTER),
+        (evidence(NEAR, FALSE), Verdict.DISPUTED_AFTER),
+        (evidence(None, FALSE), Verdict.DISPUTED_AFTER),
+        (evidence(FALSE, FALSE, agreed=None), Verdict.DISPUTED_BEFORE),
+        (evidence(TRUE, FALSE, agreed=None), Verdict.DISPUTED_BEFORE),
+    ],
+)
+def test_who_is_charged_follows_from_what_both_sides_say(found: Evidence, verdict: Verdict) -> None:
+    assert before_computing(found) is None
+    assert judge(found, TRUE)[0] is verdict
+
+
+def test_some_things_need_no_computing() -> None:
+    assert before_computing(evidence(None, None)) is Verdict.UNKNOWN
+    assert before_computing(evidence(FALSE, FALSE, agreed=False)) is Verdict.DISPUTED_BEFORE
+
+
+@pytest.mark.parametrize("agreed", [True, None, False])
+@pytest.mark.parametrize("here", [True, False])
+@given(mine=st.sampled_from([TRUE, NEAR]), others=st.sampled_from([None, TRUE, NEAR, FALSE, CAME_IN]))
+def test_an_honest_stage_is_never_wrong(
+    agreed: bool | None, here: bool, mine: Tensor, others: Tensor | None
+) -> None:
+    """Whatever its neighbours say: it computed what it got, and says what it sent. A next stage that is the
+    origin has got that."""
+    found = evidence(mine, mine if here else others, here=here, agreed=agreed)
+    verdicts: list[Callable[[], Verdict | None]] = [
+        lambda: before_computing(found),
+        lambda: judge(found, TRUE)[0],
+    ]
+    assert all(verdict() is not Verdict.WRONG for verdict in verdicts)
