@@ -14,8 +14,7 @@ from swarmllm.downloads.source import parse_source
 from swarmllm.errors import InvalidRequest, RemoteError
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.constraints import Pin
-from swarmllm.swarm.data.connection_frames import Hello, checked_hello
-from swarmllm.swarm.data.wire import WireClosed
+from swarmllm.swarm.data.wire import Hello, WireClosed, checked_hello
 from swarmllm.swarm.discovery.addresses import Address, CircuitAddress, NodeAddress
 from swarmllm.swarm.discovery.dht import messages as dht
 from swarmllm.swarm.discovery.relay import messages as relay

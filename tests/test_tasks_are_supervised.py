@@ -23,7 +23,7 @@ WAITED_FOR = {
     "pipeline/origin/assignment.py": {"assign"},
     "pipeline/repair/probing.py": {"probe"},
     "swarm/discovery/dht/dht.py": {"run", "_search", "_tell_all"},
-    "swarm/discovery/happy_eyeballs.py": {"first_to_answer"},
+    "swarm/discovery/dialler.py": {"first_to_answer"},
     "swarm/discovery/reachability.py": {"answer"},
     "swarm/discovery/relay/punching.py": {"_dial_all"},
     "swarm/discovery/wide_area.py": {"_meet_all"},

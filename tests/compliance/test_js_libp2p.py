@@ -16,7 +16,7 @@ from deadlines import PATIENCE_S
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.core import DhtNode
 from swarmllm.swarm.discovery.dht.dht import Dht
-from swarmllm.swarm.discovery.dht.keys import model_key, name_key
+from swarmllm.swarm.discovery.dht.messages import model_key, name_key
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip, run_gossip
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
 from swarmllm.swarm.membership.connection_gater import ConnectionGater

@@ -13,12 +13,17 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.pipeline.stage.arrivals import Relay
 from swarmllm.pipeline.stage.session_queue import Put, SessionQueue
 from swarmllm.swarm.byte_budget import LIMITS, ByteBudget, Kind, Limit
-from swarmllm.swarm.byte_budget_waiting import reserve_within
+from swarmllm.swarm.byte_budget_waiting import (
+    AT_ONCE_BYTES,
+    ROOM_S,
+    UNRESERVED_BYTES,
+    PayloadRoom,
+    reserve_within,
+)
 from swarmllm.swarm.data.bulk import Bulk, BulkKind
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.wire import WireClosed
 from swarmllm.swarm.libp2p.requests import EXCHANGES_PER_PEER, RequestProtocol
-from swarmllm.swarm.payload_room import AT_ONCE_BYTES, ROOM_S, UNRESERVED_BYTES, PayloadRoom
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import MIB, REQUEST_MAX

@@ -13,10 +13,8 @@ from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.connection import Connection
-from swarmllm.swarm.data.connection_frames import Kind
-from swarmllm.swarm.data.deliveries import RR_ACK_TIMEOUT_S
-from swarmllm.swarm.data.keepalive import PING_S, SILENCE_S
-from swarmllm.swarm.data.wire import WireClosed
+from swarmllm.swarm.data.keepalive import PING_S, RR_ACK_TIMEOUT_S, SILENCE_S
+from swarmllm.swarm.data.wire import Kind, WireClosed
 from swarmllm_proto.errors import FrameTooLarge
 from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.limits import SWARM_HEADER_MAX

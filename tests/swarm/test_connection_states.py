@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from swarmllm.state_table import UnknownTransition
-from swarmllm.swarm.data.connection_frames import Kind
 from swarmllm.swarm.data.connection_states import (
     ALIVE,
     LEFT_BY_PEER,
@@ -22,6 +21,7 @@ from swarmllm.swarm.data.connection_states import (
     ConnectionState,
     diagram,
 )
+from swarmllm.swarm.data.wire import Kind
 from swarmllm_proto.frames import encode_frame
 
 from .test_connection import PIECES_UNDER_WAY, End, MemoryWire, joined

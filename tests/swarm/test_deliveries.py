@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.swarm.data.deliveries import RR_ACK_TIMEOUT_S, Deliveries
+from swarmllm.swarm.data.keepalive import RR_ACK_TIMEOUT_S, Deliveries
 from swarmllm_proto.errors import BadMessage
 
 

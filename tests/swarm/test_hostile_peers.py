@@ -26,11 +26,10 @@ from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data import noise_wire
-from swarmllm.swarm.data.connection_frames import Kind
 from swarmllm.swarm.data.noise_wire import HandshakeFailed, NoiseWire, shake_hands
-from swarmllm.swarm.data.wire import WireClosed
+from swarmllm.swarm.data.wire import Kind, WireClosed
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.happy_eyeballs import first_to_answer
+from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p.gossip import MODELS, guarded_validator
 from swarmllm.swarm.libp2p.requests import PROTOCOL
 from swarmllm.swarm.libp2p_router import Libp2pRouter

@@ -13,12 +13,18 @@ import trio
 from trio.testing import MockClock
 
 from swarmllm.swarm.byte_budget import ByteBudget, Kind, Limit
+from swarmllm.swarm.byte_budget_waiting import reserve_or_displace
 from swarmllm.swarm.data.connection import Connection
-from swarmllm.swarm.data.connection_frames import VERSION, Hello
-from swarmllm.swarm.data.connection_frames import Kind as FrameKind
 from swarmllm.swarm.data.data_plane import DataPlane
-from swarmllm.swarm.data.frame_pace import FIRST_S, MIN_BYTES_PER_S, SLOW_AFTER_S, SLOW_BYTES_PER_S, FramePace
-from swarmllm.swarm.data.payload_displacing import reserve_or_displace
+from swarmllm.swarm.data.transfer_pacing import (
+    FIRST_S,
+    MIN_BYTES_PER_S,
+    SLOW_AFTER_S,
+    SLOW_BYTES_PER_S,
+    FramePace,
+)
+from swarmllm.swarm.data.wire import VERSION, Hello
+from swarmllm.swarm.data.wire import Kind as FrameKind
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.frames import encode_frame

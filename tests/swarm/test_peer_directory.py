@@ -26,8 +26,8 @@ from swarmllm.swarm.discovery.dht.providers import ProviderBook
 from swarmllm.swarm.discovery.dht.serving import BURST, QUESTIONS_PER_S, DhtAsker
 from swarmllm.swarm.discovery.dialler import Dialler
 from swarmllm.swarm.discovery.reachability import DIAL_BACK_EVERY_S, DialBackTurn
-from swarmllm.swarm.discovery.relay.book import RelayBook, Reservation
-from swarmllm.swarm.discovery.relay.circuits import ASK_AGAIN_S, RelayUse
+from swarmllm.swarm.discovery.relay.relaying import ASK_AGAIN_S, RelayUse
+from swarmllm.swarm.discovery.relay.service import RelayBook, Reservation
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.libp2p.gossip_budget import (
     MESSAGES_BURST,

@@ -19,7 +19,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
 from swarmllm.swarm.membership.identity import Identity, verify
-from swarmllm.swarm.records.envelope_book import EXPIRY_S, EnvelopeBook
+from swarmllm.swarm.records.envelope_book import EXPIRY_S, EnvelopeBook, VerifyOnce
 from swarmllm.swarm.records.exchange import RecordExchange
 from swarmllm.swarm.records.spread import (
     HEARTBEAT_MAX_S,
@@ -27,7 +27,6 @@ from swarmllm.swarm.records.spread import (
     RecordSpread,
     heartbeat_interval_s,
 )
-from swarmllm.swarm.records.verify_once import VerifyOnce
 from swarmllm_proto.envelope import ENVELOPE_MAX, Envelope, Heartbeat, seal, unseal
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.limits import RECORD_MAX

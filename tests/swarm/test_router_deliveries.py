@@ -16,7 +16,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.data import deliveries, keepalive
+from swarmllm.swarm.data import keepalive
 from swarmllm.swarm.in_memory import link as memory_link
 from swarmllm.swarm.in_memory.link import LinkQuality
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
@@ -187,13 +187,13 @@ QUALITIES = [
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 async def test_in_memory(scenario: Scenario, quality: LinkQuality, autojump_clock: MockClock) -> None:
     async with InMemoryNetwork(quality) as network:
-        await scenario(MemorySwarm(network), Limits(deliveries.RR_ACK_TIMEOUT_S, keepalive.SILENCE_S))
+        await scenario(MemorySwarm(network), Limits(keepalive.RR_ACK_TIMEOUT_S, keepalive.SILENCE_S))
 
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
     short = Limits(acknowledged_s=2.0, silence_s=2.0)
-    monkeypatch.setattr(deliveries, "RR_ACK_TIMEOUT_S", short.acknowledged_s)
+    monkeypatch.setattr(keepalive, "RR_ACK_TIMEOUT_S", short.acknowledged_s)
     monkeypatch.setattr(keepalive, "SILENCE_S", short.silence_s)
     monkeypatch.setattr(keepalive, "PING_S", 0.2)
     monkeypatch.setattr(keepalive, "CHECK_S", 0.2)
@@ -208,6 +208,6 @@ async def test_over_libp2p(scenario: Scenario, libp2p_swarm: Libp2pSwarm, limits
 
 async def test_an_idle_link_in_memory_keeps_nothing_running(autojump_clock: MockClock) -> None:
     async with InMemoryNetwork() as network:
-        await acknowledged(MemorySwarm(network), Limits(deliveries.RR_ACK_TIMEOUT_S, keepalive.SILENCE_S))
+        await acknowledged(MemorySwarm(network), Limits(keepalive.RR_ACK_TIMEOUT_S, keepalive.SILENCE_S))
         await trio.sleep(2 * memory_link.ACKNOWLEDGE_EVERY_S)
         assert not network.router("a").link("b").is_acknowledging

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmllm.swarm.data.throughput import TELLING_BYTES, WEIGHT, Throughput
+from swarmllm.swarm.data.transfer_pacing import TELLING_BYTES, WEIGHT, Throughput
 
 
 def feed(throughput: Throughput, n_bytes: int, bytes_per_s: float, since_s: float) -> float:

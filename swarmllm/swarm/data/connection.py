@@ -10,7 +10,7 @@ sender's header:
     4 goodbye  the sender leaves on purpose
     5 link     the connection has become a link (see dataplane), as the dialler's hello asked
     6 last     the sender has turned to another connection: no message follows here
-    7 ack      u64: so many of the peer's messages have been handed on (see deliveries)
+    7 ack      u64: so many of the peer's messages have been handed on (see keepalive)
 
 **Writing.** A message that fits the kernel's buffer is written by its sender on the spot; else it queues and
 its sender waits until it is written, so a slow neighbour holds up exactly those who send to it, and no more
@@ -36,7 +36,7 @@ import msgspec
 import trio
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.data.connection_frames import VERSION, Hello, Kind, Outgoing, checked_hello
+from swarmllm.swarm.byte_budget_waiting import UNRESERVED_BYTES, PayloadRoom, Reserve
 from swarmllm.swarm.data.connection_states import (
     ALIVE,
     LEFT_BY_PEER,
@@ -46,12 +46,9 @@ from swarmllm.swarm.data.connection_states import (
     ConnectionEvent,
     ConnectionState,
 )
-from swarmllm.swarm.data.deliveries import RR_ACK_TIMEOUT_S, Deliveries
-from swarmllm.swarm.data.frame_pace import FramePace
-from swarmllm.swarm.data.keepalive import SILENCE_S, Keepalive
-from swarmllm.swarm.data.throughput import Throughput
-from swarmllm.swarm.data.wire import Wire, WireClosed
-from swarmllm.swarm.payload_room import UNRESERVED_BYTES, PayloadRoom, Reserve
+from swarmllm.swarm.data.keepalive import RR_ACK_TIMEOUT_S, SILENCE_S, Deliveries, Keepalive
+from swarmllm.swarm.data.transfer_pacing import FramePace, Throughput
+from swarmllm.swarm.data.wire import VERSION, Hello, Kind, Outgoing, Wire, WireClosed, checked_hello
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder, encode_frame
 from swarmllm_proto.identifiers import NodeId

@@ -4,10 +4,10 @@ Which connection? A node sends to a peer on the connection it already has with i
 without one it dials the peer's data addresses, and where none answers it opens a libp2p stream. It stays with
 that connection until it dies. Two nodes that dial each other at the same moment end up with two, and each
 sends on its own at first: nothing has to be agreed on, and order only ever mattered per direction; later they
-turn to one of them (see upgrading). When a sender turns to a new connection, what still arrives on its old
+turn to one of them (see upgrade). When a sender turns to a new connection, what still arrives on its old
 one is dropped, so order holds across a reconnection as well (messages may be missing, never late).
 
-A dialler may ask for a link instead (see link_opening): then the connection, and one direction's key, are
+A dialler may ask for a link instead (see links): then the connection, and one direction's key, are
 given away to this node's worker, and the data plane has no more to do with it.
 
 A connection lost unexpectedly is a neighbour lost: messages may be gone, and whoever counted on them should
@@ -27,14 +27,13 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import contained, spawn, supervise
 from swarmllm.swarm.byte_budget import ByteBudget
+from swarmllm.swarm.byte_budget_waiting import reserve_or_displace
 from swarmllm.swarm.data.bulk import Bulk, BulkPeer
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.links import ask_for_link, give_link
 from swarmllm.swarm.data.neighbour import LinkStatus, Neighbour
 from swarmllm.swarm.data.noise_wire import HandshakeFailed, NoiseWire, shake_hands
-from swarmllm.swarm.data.payload_displacing import reserve_or_displace
-from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL, PROTOCOL
-from swarmllm.swarm.data.stream_opening import StreamOpening
+from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL, PROTOCOL, StreamOpening
 from swarmllm.swarm.data.transfer_pacing import TransferPacing
 from swarmllm.swarm.data.upgrade import Upgrades
 from swarmllm.swarm.data.wire import Wire

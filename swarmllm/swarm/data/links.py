@@ -11,9 +11,8 @@ import msgspec
 import trio
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.data.connection_frames import VERSION, Hello, Kind
 from swarmllm.swarm.data.noise_wire import NoiseWire
-from swarmllm.swarm.data.wire import WireClosed
+from swarmllm.swarm.data.wire import VERSION, Hello, Kind, WireClosed
 from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import FrameDecoder, encode_frame

@@ -1,16 +1,27 @@
-"""When transfers may have the processor: pure state, with the time as an argument.
+"""How fast a connection and the frame in progress on it are, and when transfers may have the processor: pure.
 
-Messages are what somebody waits for, and one that comes while a slice of a transfer is encrypted or decrypted
-waits for the rest of that slice. So slices are small, and messages set their pace. After each message
-transfers are still for STILL_S, for another is likely then: its answer, the next row, the next stage's. Once
-it stays away they have the processor to themselves until it comes, which between two steps of a decoder is
-most of the time. Where messages come without a pause, a slice goes through every PATIENCE_S all the same: no
-transfer stands still for good.
+`now` is trio's clock, in seconds.
+
+**Transfers.** Messages are what somebody waits for, and one that comes while a slice of a transfer is
+encrypted or decrypted waits for the rest of that slice. So slices are small, and messages set their pace.
+After each message transfers are still for STILL_S, for another is likely then: its answer, the next row,
+the next stage's. Once it stays away they have the processor to themselves until it comes, which between two
+steps of a decoder is most of the time. Where messages come without a pause, a slice goes through every
+PATIENCE_S all the same: no transfer stands still for good.
+
+**Throughput.** Only large messages tell: a small one is over before the sender's window has opened, and its
+time is the network's latency. The clock starts with the first piece after the header, so that waiting for
+the sender to begin does not count. A receiver that is busy sees a slower link than there is; an average
+over many messages and the fact that routes only compare links make that bearable.
+
+**Frames.** Each has a deadline for the whole of it, so a trickle ends however steady it is. A payload that
+is slow but within its deadline goes on until others need the room that it takes.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Final
 
 STILL_S = 0.001
 """What a timer can tell apart: epoll's waits are whole milliseconds."""
@@ -31,3 +42,81 @@ class TransferPacing:
         still_s = self._message_at_s + STILL_S - now
         patience_s = waiting_since_s + PATIENCE_S - now
         return max(0.0, min(still_s, patience_s))
+
+
+TELLING_BYTES = 256 * 1024
+"""Messages below say nothing of bandwidth."""
+WEIGHT = 0.2
+
+
+class Throughput:
+    """Fed with every piece as it arrives; `bytes_per_s` None until a large message came."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s: float | None = None
+        self._began_s: float | None = None
+        self._n_bytes = 0
+
+    def arrived(self, n_bytes: int, now: float) -> None:
+        """A piece of a message."""
+        if self._began_s is None:
+            self._began_s = now
+        else:
+            self._n_bytes += n_bytes
+
+    def message_ended(self, now: float) -> None:
+        """The piece that arrived last was the message's last."""
+        began_s, n_bytes = self._began_s, self._n_bytes
+        self._began_s, self._n_bytes = None, 0
+        if began_s is None or n_bytes < TELLING_BYTES or now <= began_s:
+            return
+        latest = n_bytes / (now - began_s)
+        known = self.bytes_per_s
+        self.bytes_per_s = latest if known is None else known + WEIGHT * (latest - known)
+
+
+FIRST_S: Final = 30.0
+MIN_BYTES_PER_S: Final = 64 * 1024
+"""Beyond FIRST_S. Two transfers at once over a home's slowest uplink are faster."""
+SLOW_AFTER_S: Final = 5.0
+SLOW_BYTES_PER_S: Final = 1024 * 1024
+"""Less than this gives way where others need the room."""
+
+
+class FramePace:
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<FramePace since {self._began_s}>"
+
+    def arrived(self, now: float) -> None:
+        """Part of a frame, and not its end."""
+        if self._began_s is None:
+            self._began_s = now
+
+    def ended(self) -> None:
+        """The frame is complete."""
+        self._began_s = None
+
+    def excuse(self, seconds: float) -> None:
+        """This side did not read for so long."""
+        if self._began_s is not None:
+            self._began_s += seconds
+
+    def restart(self, now: float) -> None:
+        """Nobody knows for how long this side did not read."""
+        if self._began_s is not None:
+            self._began_s = now
+
+    def is_late(self, now: float, payload_size: int) -> bool:
+        """Whether all of a frame with such a payload should have come."""
+        since_s = self._began_s
+        return since_s is not None and now - since_s > FIRST_S + payload_size / MIN_BYTES_PER_S
+
+    def is_slow(self, now: float, n_received: int) -> bool:
+        """Whether the payload, of which so many bytes have come, gives way to others."""
+        if self._began_s is None:
+            return False
+        elapsed_s = now - self._began_s
+        return elapsed_s > SLOW_AFTER_S and n_received < elapsed_s * SLOW_BYTES_PER_S

@@ -1,6 +1,7 @@
-"""A wire: what the data plane needs of the thing that carries its bytes to one peer.
+"""What the data plane needs of what carries its bytes to one peer, and the hello that both ends begin with.
 
-Two exist: `NoiseWire` (direct TCP) and `StreamWire` (a libp2p stream, where TCP cannot be had).
+Two wires exist: `NoiseWire` (direct TCP) and `StreamWire` (a libp2p stream, where TCP cannot be had). The
+hello is believed only as far as it can be read.
 """
 
 from __future__ import annotations
@@ -8,6 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+import msgspec
+import trio
+
+from swarmllm_proto.data_plane import VERSION as VERSION
+from swarmllm_proto.data_plane import Hello as Hello
+from swarmllm_proto.data_plane import Kind as Kind
 from swarmllm_proto.frames import Frame, FrameDecoder
 
 
@@ -41,3 +48,24 @@ class Wire(Protocol):
     def abort(self) -> None:
         """Close at once, whatever is under way. Idempotent."""
         ...
+
+
+def checked_hello(content: bytes) -> Hello:
+    try:
+        hello = msgspec.msgpack.decode(content, type=Hello)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise WireClosed("the peer's hello is unreadable") from None
+    if hello.v != VERSION:
+        raise WireClosed(f"the peer speaks version {hello.v}, this node {VERSION}")
+    return hello
+
+
+class Outgoing:
+    """One queued message and its sender's wait for it."""
+
+    def __init__(self, pieces: list[bytes | memoryview], *, is_message: bool = False) -> None:
+        self.pieces = pieces
+        self.is_message = is_message
+        self.begun = False
+        self.done = trio.Event()
+        self.failed = False

@@ -1,11 +1,15 @@
-"""Whom to dial, and when: the full mesh of a swarm, grown from one address.
+"""Whom to dial, when, and which address answers first: the full mesh of a swarm, grown from one address.
 
-Addresses come from three places: the settings (bootstrap), mDNS, and the envelopes of nodes heard of. Whoever
-is known and not connected is dialled, with a back-off that doubles and jitters; news of a node (an envelope,
-an mDNS answer) starts it afresh. Of two nodes that learn of each other at once, the one with the smaller id
-dials and the other holds back a moment.
+Addresses come from three places: the settings (bootstrap), mDNS, and the envelopes of nodes heard of.
+Whoever is known and not connected is dialled, with a back-off that doubles and jitters; news of a node (an
+envelope, an mDNS answer) starts it afresh. Of two nodes that learn of each other at once, the one with the
+smaller id dials and the other holds back a moment. `Dialler` decides and `run` acts; the decisions are pure
+and take the time as an argument.
 
-`Dialler` decides and `run` acts; the decisions are pure and take the time as an argument.
+A node has several addresses: of every network it is in, of bridges that nobody else reaches, of yesterday.
+py-libp2p dials one of them, and never one of the loopback if there are others. So those are raced here as
+in RFC 8305 (`first_to_answer`): the next one is tried as soon as the one before has failed, or has not
+answered for a moment.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -72,7 +76,7 @@ class Dialler:
         admission: Admission = EVERYBODY,
         peers: Parts[DialCandidate] | None = None,
     ) -> None:
-        """Strangers are no reason not to dial whom this node knows: they give way (see places)."""
+        """Strangers are no reason not to dial whom this node knows: they give way (see connection_limits)."""
         self._admission = admission
         self._node_id = node_id
         self._random = randomness
@@ -192,3 +196,34 @@ class Dialler:
     def wake(self) -> None:
         """Who is connected has changed."""
         self._news.set()
+
+
+HEAD_START_S = 0.25
+CONNECT_S = 8.0
+
+
+async def first_to_answer(addresses: Sequence[Address]) -> tuple[Address, trio.SocketStream]:
+    """Raises NodeUnreachable where none does."""
+    answered: list[tuple[Address, trio.SocketStream]] = []
+
+    async def connect(address: Address, failed: trio.Event) -> None:
+        try:
+            stream = await trio.open_tcp_stream(address.ip, address.port)
+        except OSError:
+            failed.set()
+            return
+        answered.append((address, stream))
+        racing.cancel()
+
+    with trio.move_on_after(CONNECT_S) as racing:
+        async with trio.open_nursery() as nursery:
+            for address in addresses:
+                failed = trio.Event()
+                nursery.start_soon(connect, address, failed)
+                with trio.move_on_after(HEAD_START_S):
+                    await failed.wait()
+    if not answered:
+        raise NodeUnreachable(f"none of {', '.join(map(str, addresses))} answers")
+    for _, late in answered[1:]:
+        await trio.aclose_forcefully(late)
+    return answered[0]

@@ -22,14 +22,11 @@ from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.core import DhtNode
 from swarmllm.swarm.discovery.dht.dht import Dht, DhtParts
-from swarmllm.swarm.discovery.dht.keys import keys_of, model_key, name_key
-from swarmllm.swarm.discovery.dht.messages import Contact
+from swarmllm.swarm.discovery.dht.messages import Contact, keys_of, model_key, name_key
 from swarmllm.swarm.discovery.dht.providers import KEYS_PER_NODE
-from swarmllm.swarm.discovery.relay.book import Reservation
-from swarmllm.swarm.discovery.relay.circuits import Circuits, RelayUse
 from swarmllm.swarm.discovery.relay.punching import Punching
-from swarmllm.swarm.discovery.relay.relaying import Relaying
-from swarmllm.swarm.discovery.relay.service import RelayService
+from swarmllm.swarm.discovery.relay.relaying import Circuits, Relaying, RelayUse
+from swarmllm.swarm.discovery.relay.service import RelayService, Reservation
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.peers.parts import Parts

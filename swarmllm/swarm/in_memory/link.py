@@ -1,8 +1,8 @@
 """One way between two nodes in memory: ordered, bounded, as fast as it is told to be, and acknowledged.
 
-Acknowledging follows the same rules as on a connection of the data plane (see deliveries): the receiver tells
-about once a second what it has taken, and again while it is at work on what follows. Here that is done only
-while something is unacknowledged, so that idle links cost a simulation nothing.
+Acknowledging follows the same rules as on a connection of the data plane (see data.keepalive): the receiver
+tells about once a second what it has taken, and again while it is at work on what follows. Here that is
+done only while something is unacknowledged, so that idle links cost a simulation nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import trio
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.data.deliveries import Deliveries
+from swarmllm.swarm.data.keepalive import Deliveries
 from swarmllm_proto.identifiers import NodeId
 
 MESSAGES_MAX = 16

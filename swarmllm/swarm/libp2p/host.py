@@ -32,7 +32,7 @@ from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.happy_eyeballs import first_to_answer
+from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p import guards as host_guards
 from swarmllm.swarm.libp2p import shortcuts as host_shortcuts
 from swarmllm.swarm.libp2p.bounded_yamux import hold_peers_to_their_windows
@@ -358,7 +358,7 @@ async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) ->
             health_warmup_window=0,
             health_check_interval=60,
             # Starved of processor time for some seconds is not frozen, and whoever counts as connected is
-            # watched more closely (keepalive.py, libp2p_keepalive.py).
+            # watched more closely (keepalive.py, control_keepalive.py).
             ping_timeout=20,
             abort_connection_on_ping_failure=True,
             # Otherwise a slow connection is replaced, by a dial of the library's own.

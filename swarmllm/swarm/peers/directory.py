@@ -16,8 +16,8 @@ from swarmllm.swarm.discovery.dht.dht import DhtParts
 from swarmllm.swarm.discovery.dht.serving import DhtAsker
 from swarmllm.swarm.discovery.dialler import DialCandidate
 from swarmllm.swarm.discovery.reachability import DialBackTurn
-from swarmllm.swarm.discovery.relay.book import Reservation
-from swarmllm.swarm.discovery.relay.circuits import RelayUse
+from swarmllm.swarm.discovery.relay.relaying import RelayUse
+from swarmllm.swarm.discovery.relay.service import Reservation
 from swarmllm.swarm.discovery.wide_area import WideAreaParts
 from swarmllm.swarm.libp2p.gossip_budget import GossipAllowance
 from swarmllm.swarm.libp2p.requests import PeerRequests

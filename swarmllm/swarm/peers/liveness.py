@@ -4,9 +4,9 @@ A peer counts from the moment its records have been exchanged (so whoever sees i
 record) until the first of
   - its data connection is lost: it died, froze or lost its network, and messages may be missing;
   - it said goodbye;
-  - it is the one that gives way where there are too many (see places);
+  - it is the one that gives way where there are too many (see connection_limits);
   - libp2p lost it and did not find it again for some seconds, or at once where there is no data connection;
-  - it froze before there was a data connection (see libp2p_keepalive).
+  - it froze before there was a data connection (see control_keepalive).
 Then everything that leads to it is closed together, its pending requests fail, and the dialler starts over.
 In the last case the connection is kept for a while: a peer that was only slow counts again when it speaks.
 """

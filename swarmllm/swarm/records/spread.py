@@ -1,7 +1,7 @@
 """What this node says to the swarm, and what it hears: envelopes out and in, heartbeats, and the repair of
 what was missed.
 
-The book decides what is new (record_book.py); this drives it: gossip on change, heartbeats after it, rarer
+The book decides what is new (envelope_book.py); this drives it: gossip on change, heartbeats after it, rarer
 and rarer, and a fetch where a heartbeat told of an envelope that gossip did not bring.
 """
 
@@ -25,9 +25,8 @@ from swarmllm.swarm.discovery.addresses import CircuitAddress
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
-from swarmllm.swarm.records.envelope_book import EnvelopeBook, HeldEnvelope
+from swarmllm.swarm.records.envelope_book import EnvelopeBook, HeldEnvelope, VerifyOnce
 from swarmllm.swarm.records.exchange import Ask, RecordExchange
-from swarmllm.swarm.records.verify_once import VerifyOnce
 from swarmllm.swarm.router import Change
 from swarmllm_proto.envelope import (
     ADDRESSES_MAX,

@@ -9,9 +9,15 @@ import pytest
 
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.core import DhtCore, DhtNode
-from swarmllm.swarm.discovery.dht.keys import name_key, node_key, node_place, place
-from swarmllm.swarm.discovery.dht.lookup import ASKED_MAX, N_CLOSEST, PARALLEL, Lookup
-from swarmllm.swarm.discovery.dht.messages import Contact, Kind, Message
+from swarmllm.swarm.discovery.dht.messages import (
+    Contact,
+    Kind,
+    Message,
+    name_key,
+    node_key,
+    node_place,
+    place,
+)
 from swarmllm.swarm.discovery.dht.providers import (
     EXPIRY_S,
     KEYS_MAX,
@@ -19,7 +25,16 @@ from swarmllm.swarm.discovery.dht.providers import (
     PROVIDERS_PER_KEY,
     ProviderBook,
 )
-from swarmllm.swarm.discovery.dht.table import BUCKET_SIZE, CONTACTS_MAX, STALE_S, RoutingTable
+from swarmllm.swarm.discovery.dht.table import (
+    ASKED_MAX,
+    BUCKET_SIZE,
+    CONTACTS_MAX,
+    N_CLOSEST,
+    PARALLEL,
+    STALE_S,
+    Lookup,
+    RoutingTable,
+)
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import NodeId
 

@@ -24,8 +24,15 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht import asking, serving
 from swarmllm.swarm.discovery.dht.core import DhtNode
 from swarmllm.swarm.discovery.dht.dht import PROTOCOL, Dht, protocol_name
-from swarmllm.swarm.discovery.dht.keys import name_key, node_key
-from swarmllm.swarm.discovery.dht.messages import MESSAGE_MAX_BYTES, Contact, Kind, Message, encode
+from swarmllm.swarm.discovery.dht.messages import (
+    MESSAGE_MAX_BYTES,
+    Contact,
+    Kind,
+    Message,
+    encode,
+    name_key,
+    node_key,
+)
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
 from swarmllm.swarm.libp2p.stream_framing import framed

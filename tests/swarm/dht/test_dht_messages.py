@@ -13,15 +13,18 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dht.keys import KEY_MAX_BYTES, keys_of, model_key, name_key
 from swarmllm.swarm.discovery.dht.messages import (
     CONTACTS_MAX,
+    KEY_MAX_BYTES,
     MESSAGE_MAX_BYTES,
     Contact,
     Kind,
     Message,
     decode,
     encode,
+    keys_of,
+    model_key,
+    name_key,
 )
 from swarmllm_proto.errors import BadMessage
 

@@ -14,8 +14,7 @@ from libp2p.peer.id import ID
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery import reachability
-from swarmllm.swarm.discovery.relay import book, relayed_connection, relaying, service
-from swarmllm.swarm.discovery.relay.circuits import RelayUse
+from swarmllm.swarm.discovery.relay import relayed_connection, relaying, service
 from swarmllm.swarm.discovery.relay.messages import (
     HOP,
     MESSAGE_MAX_BYTES,
@@ -28,6 +27,7 @@ from swarmllm.swarm.discovery.relay.messages import (
     encode_hop,
     encode_stop,
 )
+from swarmllm.swarm.discovery.relay.relaying import RelayUse
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
@@ -189,7 +189,7 @@ async def test_a_relay_refuses_what_it_should_and_outlives_garbage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "READ_S", 1.5)
-    monkeypatch.setattr(book, "RESERVATIONS_MAX", 1)
+    monkeypatch.setattr(service, "RESERVATIONS_MAX", 1)
     nobody = contacts(1)[0].node_id
     async with (
         node(tmp_path, "relay", hidden=False, relays=True, secret=None) as relay,

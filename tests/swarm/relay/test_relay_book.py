@@ -9,13 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.swarm.discovery.addresses import Address, CircuitAddress
-from swarmllm.swarm.discovery.relay.book import (
-    CIRCUITS_MAX,
-    CIRCUITS_PER_NODE,
-    RESERVATIONS_MAX,
-    RESERVED_S,
-    RelayBook,
-)
 from swarmllm.swarm.discovery.relay.messages import (
     MESSAGE_MAX_BYTES,
     Hop,
@@ -28,6 +21,13 @@ from swarmllm.swarm.discovery.relay.messages import (
     encode_hop,
     encode_punch,
     encode_stop,
+)
+from swarmllm.swarm.discovery.relay.service import (
+    CIRCUITS_MAX,
+    CIRCUITS_PER_NODE,
+    RESERVATIONS_MAX,
+    RESERVED_S,
+    RelayBook,
 )
 from swarmllm_proto.errors import BadMessage
 

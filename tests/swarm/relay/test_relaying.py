@@ -9,8 +9,7 @@ import trio
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.relay.circuits import RelayUse
-from swarmllm.swarm.discovery.relay.relaying import ASK_AGAIN_S, LOOK_EVERY_S, RELAYS, Relaying
+from swarmllm.swarm.discovery.relay.relaying import ASK_AGAIN_S, LOOK_EVERY_S, RELAYS, Relaying, RelayUse
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.identifiers import NodeId
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dht.keys import place
-from swarmllm.swarm.discovery.dht.messages import Contact, Kind, Message
+from swarmllm.swarm.discovery.dht.messages import Contact, Kind, Message, place
 from swarmllm.swarm.discovery.dht.providers import PROVIDERS_PER_KEY, ProviderBook
 from swarmllm.swarm.discovery.dht.table import BUCKET_SIZE, RoutingTable
 from swarmllm.swarm.peers.parts import Parts

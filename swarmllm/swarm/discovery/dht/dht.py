@@ -16,10 +16,9 @@ import trio
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery.dht.asking import Asking
 from swarmllm.swarm.discovery.dht.core import DhtCore, DhtNode
-from swarmllm.swarm.discovery.dht.keys import node_key, place
-from swarmllm.swarm.discovery.dht.lookup import PARALLEL, Lookup
-from swarmllm.swarm.discovery.dht.messages import Contact, Kind, Message
+from swarmllm.swarm.discovery.dht.messages import Contact, Kind, Message, node_key, place
 from swarmllm.swarm.discovery.dht.serving import DhtAsker, Serving
+from swarmllm.swarm.discovery.dht.table import PARALLEL, Lookup
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.peers.parts import Parts

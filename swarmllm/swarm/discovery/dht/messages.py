@@ -1,4 +1,7 @@
-"""libp2p's kad-dht messages, as far as they are spoken here, and what they may contain.
+"""libp2p's kad-dht messages, as far as they are spoken here: their keys, and what they may contain.
+
+A key is a multihash, as other implementations take it from a CID: that of a model is its ModelId, which is a
+BLAKE3 hash already; that of a name is a hash with a context of its own, so that no name is another's ModelId.
 
 Foreign bytes become `Message` or BadMessage. What is merely of no use is dropped, not refused: an address of
 another transport, a peer whose id cannot be one. Lists are cut at what is ever needed.
@@ -6,19 +9,56 @@ another transport, a peer whose id cannot be one. Lists are cut at what is ever 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
+from blake3 import blake3
 from google.protobuf.message import DecodeError
 from libp2p.kad_dht.pb import kademlia_pb2
 from libp2p.peer.id import ID
 
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dht.keys import KEY_MAX_BYTES
-from swarmllm.swarm.libp2p.wire_ids import node_id_of, packed, unpacked
+from swarmllm.swarm.libp2p.stream_framing import node_id_of, packed, unpacked
 from swarmllm_proto.errors import BadMessage
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId, is_model_id
+
+KEY_MAX_BYTES = 64
+"""The longest multihash that is looked at; ours have 34."""
+_BLAKE3 = bytes((0x1E, 0x20))
+_NAME_CONTEXT = "swarmllm 2026 model name in the DHT"
+
+
+def model_key(model_id: ModelId) -> bytes:
+    """`model_id`: 64 hexadecimal digits."""
+    return _BLAKE3 + bytes.fromhex(model_id)
+
+
+def name_key(name: str) -> bytes:
+    return _BLAKE3 + blake3(name.encode(), derive_key_context=_NAME_CONTEXT).digest()
+
+
+def keys_of(name_or_id: str) -> tuple[bytes, ...]:
+    """The beginning of an id leads nowhere: a hash has no near misses."""
+    return (*([model_key(name_or_id)] if is_model_id(name_or_id) else []), name_key(name_or_id))
+
+
+def place(content: bytes) -> int:
+    """Where a key, or a node by the bytes of its id, is in the space of distances."""
+    return int.from_bytes(hashlib.sha256(content).digest(), "big")
+
+
+@lru_cache(4096)
+def node_key(node_id: NodeId) -> bytes:
+    """What FIND_NODE asks for."""
+    return bytes(ID.from_base58(node_id).to_bytes())
+
+
+def node_place(node_id: NodeId) -> int:
+    return place(node_key(node_id))
+
 
 MESSAGE_MAX_BYTES = 64 * 1024
 """On the wire. Forty peers with eight addresses each are 20 KiB; the libp2p specification allows 4 MiB."""

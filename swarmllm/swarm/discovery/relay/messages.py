@@ -12,7 +12,7 @@ from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb import circuit_pb2, dcutr_pb2
 
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.libp2p.wire_ids import node_id_of, packed, unpacked
+from swarmllm.swarm.libp2p.stream_framing import node_id_of, packed, unpacked
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import NodeId
 

@@ -13,7 +13,7 @@ from multiaddr import Multiaddr
 
 from swarmllm.swarm.data.stream_fallback import StreamWire
 from swarmllm.swarm.data.wire import WireClosed
-from swarmllm.swarm.discovery.relay.book import CIRCUIT_BYTES
+from swarmllm.swarm.discovery.relay.service import CIRCUIT_BYTES
 from swarmllm.swarm.libp2p.host import Stream
 from swarmllm_proto.identifiers import NodeId
 
