@@ -11,12 +11,13 @@ all. It takes 12 GB of disk in --folder and in the folder for temporary files, w
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,9 +57,8 @@ class Peaks:
 
 
 class Report:
-    def __init__(self, nodes: list[DemoNode]) -> None:
-        self._nodes = nodes
-        self.rows: list[tuple[str, float, int, Peaks]] = []
+    def __init__(self) -> None:
+        self.nodes: list[DemoNode] = []
 
     @contextmanager
     def step(self, name: str, n_bytes: int = 0) -> Iterator[None]:
@@ -67,29 +67,43 @@ class Report:
 
         def look() -> None:
             while not over.wait(LOOK_EVERY_S):
-                peaks.look(self._nodes)
+                peaks.look(self.nodes)
 
         looker = threading.Thread(target=look)
         looker.start()
-        start_s = time.perf_counter()
+        start_s, before_s = time.perf_counter(), self._processor_s()
         try:
             yield
         finally:
-            taken_s = time.perf_counter() - start_s
+            taken_s, processor_s = time.perf_counter() - start_s, self._processor_s() - before_s
             over.set()
             looker.join()
-        peaks.look(self._nodes)
-        self.rows.append((name, taken_s, n_bytes, peaks))
-        print(self.line(*self.rows[-1]), flush=True)
+        peaks.look(self.nodes)
+        print(self._line(name, taken_s, processor_s, n_bytes, peaks), flush=True)
 
-    def line(self, name: str, taken_s: float, n_bytes: int, peaks: Peaks) -> str:
+    def _processor_s(self) -> float:
+        """Of all processes that are there: this one where it works, and the nodes with their workers."""
+        pids = [mark.pid for node in self.nodes for mark in family(node.process.pid)]
+        ticks = 0
+        for pid in pids:
+            with suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+        return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+    def _line(self, name: str, taken_s: float, processor_s: float, n_bytes: int, peaks: Peaks) -> str:
         rate = f"{n_bytes / taken_s / 1e9:.2f}" if n_bytes else ""
-        private = " + ".join(f"{peaks.private.get(node.name, 0) / GIB:.2f}" for node in self._nodes)
-        shared = " + ".join(f"{peaks.shared.get(node.name, 0) / GIB:.2f}" for node in self._nodes)
-        return f"| {name} | {taken_s:.2f} | {rate} | {private} | {shared} |"
+        private = " + ".join(f"{peaks.private.get(node.name, 0) / GIB:.2f}" for node in self.nodes)
+        shared = " + ".join(f"{peaks.shared.get(node.name, 0) / GIB:.2f}" for node in self.nodes)
+        # Of workers that ended meanwhile nothing is known.
+        used = f"{processor_s:.2f}" if processor_s >= 0 else ""
+        return f"| {name} | {taken_s:.2f} | {used} | {rate} | {private} | {shared} |"
 
 
-HEAD = "| step | s | GB/s | private memory at most, GiB | mapped pages at most, GiB |\n|---|---|---|---|---|"
+HEAD = (
+    "| step | s | s of processors | GB/s | private memory at most, GiB | mapped pages at most, GiB |\n"
+    "|---|---|---|---|---|---|"
+)
 
 
 def run(shape_name: str, n_parts: int, folder: Path, n_tokens: int) -> None:
@@ -98,7 +112,7 @@ def run(shape_name: str, n_parts: int, folder: Path, n_tokens: int) -> None:
     shown = ("Model name", "CPU(s):", "CPU family", "Model:")
     print("\n".join(line for line in lscpu.splitlines() if line.startswith(shown)))
     print(HEAD)
-    report = Report([])
+    report = Report()
     with report.step("write the file"):
         paths = write_q4_k_m(shape, folder, stem=f"{NAME}-Q4_K_M", n_parts=n_parts)
     size_bytes = sum(path.stat().st_size for path in paths)
@@ -107,7 +121,7 @@ def run(shape_name: str, n_parts: int, folder: Path, n_tokens: int) -> None:
             for path in paths:
                 blake3(max_threads=threads).update_mmap(path).digest()
     with demo_nodes() as nodes:
-        report._nodes = nodes.nodes
+        report.nodes = nodes.nodes
         inference = {"n_threads": 1, "n_ctx": 512, "n_slots": 1}
         first = nodes.start("n1", [], [], inference)
         announced = wait_for(first.announcement, "n1 to start")
