@@ -95,6 +95,7 @@ class FakePool:
         messages: list[dict[str, Any]] | None = None,
         tools: list[dict[str, Any]] | None = None,
         effort: Effort | None = None,
+        template: str = "",
     ) -> Tensor:
         await trio.lowlevel.checkpoint()
         return np.array([ord(character) % PRIME for character in text or ""], np.int32)

@@ -145,6 +145,8 @@ class Tokenize(DaemonMessage, frozen=True, tag=True):
     messages: list[dict[str, object]] | None = None
     tools: list[dict[str, object]] | None = None
     effort: Effort | None = None
+    template: str = ""
+    """A chat template (Jinja) in place of the model's."""
 
 
 class CheckGrammar(DaemonMessage, frozen=True, tag=True):
@@ -161,6 +163,8 @@ class ApplyTemplate(DaemonMessage, frozen=True, tag=True):
     messages: list[dict[str, object]]
     tools: list[dict[str, object]] | None = None
     effort: Effort | None = None
+    template: str = ""
+    """A chat template (Jinja) in place of the model's."""
 
 
 class Detokenize(DaemonMessage, frozen=True, tag=True):

@@ -76,9 +76,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ("load", ipc.Load(id=2, start=0, end=4), b""),
     ("unload", ipc.Unload(id=3, start=2, end=4), b""),
     ("tokenize-text", ipc.Tokenize(id=4, text="Grüße, 世界"), b""),
+    ("tokenize-by-template", ipc.Tokenize(id=15, messages=MESSAGES, template="{{ messages }}"), b""),
     ("tokenize-messages", ipc.Tokenize(id=5, messages=MESSAGES, tools=TOOLS, effort="none"), b""),
     ("check-grammar", ipc.CheckGrammar(id=43, sampling=SAMPLING), b""),
     ("apply-template", ipc.ApplyTemplate(id=13, messages=MESSAGES, tools=TOOLS, effort="high"), b""),
+    ("apply-another-template", ipc.ApplyTemplate(id=14, messages=MESSAGES, template="{{ messages }}"), b""),
     ("detokenize", ipc.Detokenize(id=14), tensor_bytes(TOKEN_IDS)),
     ("embed", ipc.Embed(id=6), tensor_bytes(TOKEN_IDS)),
     (

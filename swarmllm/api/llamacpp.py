@@ -76,7 +76,8 @@ async def apply_template() -> Response:
     model = await model_or_only_one(body.model)
     call = chat_call(ChatRequest(model=model, messages=body.messages, tools=body.tools))
     call = await call_with_preset(call)
-    return _json({"prompt": await current_node().texts.apply_template(model, call.messages, call.tools)})
+    texts = current_node().texts
+    return _json({"prompt": await texts.apply_template(model, call.messages, call.tools, call.template)})
 
 
 @text_tools.get("/props")

@@ -40,6 +40,7 @@ def alias(name: str, new: str, as_json: bool, api_url: str) -> None:
     epilog="""\b
 A preset is a small TOML file; every line may be left out:
   system = "You answer in one sentence."
+  template = "{% for message in messages %}..."
   context = 8192
   max_tokens = 400
   [sampling]
@@ -59,7 +60,8 @@ Examples:
 @api_option
 def preset(name: str, file: Path | None, clear: bool, as_json: bool, api_url: str) -> None:
     """Show or set the preset of NAME: the system message, the sampling and the length of answers for requests
-    that do not say them, and the context with which the model is loaded under this name.
+    that do not say them, a chat template (Jinja) in place of the model's, and the context with which the
+    model is loaded under this name.
 
     It belongs to the name, so that one model can have several (see `models alias`).
     """
@@ -96,8 +98,9 @@ def create(name: str, file: Path, own_template: bool, as_json: bool, api_url: st
     """Make NAME from an Ollama Modelfile: a name for the model in FROM, with SYSTEM and PARAMETER as its
     preset.
 
-    FROM is a model that the node knows, or a GGUF file, which is added. What only says how to compute
-    (num_gpu ...) is left out; TEMPLATE, ADAPTER and MESSAGE are refused.
+    FROM is a model that the node knows, or a GGUF file, which is added. A TEMPLATE of .System, .Prompt,
+    .Response, .Messages, .Role and .Content is translated; others are refused, and so are ADAPTER and
+    MESSAGE. What only says how to compute (num_gpu ...) is left out.
     """
     modelfile = _read(file, lambda text: parse_modelfile(text, own_template=own_template))
     with Client(api_url) as client:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from swarmllm.errors import InvalidRequest
+from swarmllm.models.go_template import translate
 from swarmllm.models.presets import Preset
 
 MAX_BYTES = 256 * 1024
@@ -44,11 +45,11 @@ class Modelfile:
 
 
 def parse_modelfile(text: str, *, own_template: bool = False) -> Modelfile:
-    """`own_template`: leave TEMPLATE out, the model has one. Raises InvalidRequest naming line and
-    instruction."""
+    """`own_template`: leave TEMPLATE out, the model has one; else it is translated. Raises InvalidRequest
+    naming line and instruction."""
     if len(text.encode()) > MAX_BYTES:
         raise InvalidRequest(f"a Modelfile is at most {MAX_BYTES} bytes", field="modelfile")
-    source, system = "", ""
+    source, system, template = "", "", ""
     parameters: dict[str, object] = {}
     left_out: list[str] = []
     for line, name, value in _instructions(text):
@@ -64,13 +65,17 @@ def parse_modelfile(text: str, *, own_template: bool = False) -> Modelfile:
                 key, _, said = value.partition(" ")
                 add_parameter(parameters, key.lower(), said.strip().strip('"'), where, left_out)
             case "TEMPLATE":
-                if not own_template:
+                if own_template:
+                    left_out.append("TEMPLATE (the model's own chat template is used)")
+                    continue
+                try:
+                    template = translate(value)
+                except InvalidRequest as error:
                     raise _bad(
-                        f"{where} is a template for Go, which is not translated here; the model's own chat"
-                        " template (tokenizer.chat_template of the GGUF) is used where the line is left out:"
-                        " remove it, or import with --own-template"
-                    )
-                left_out.append("TEMPLATE (the model's own chat template is used)")
+                        f"line {line}: {error.message}; the model's own chat template"
+                        " (tokenizer.chat_template of the GGUF) is used where it is left out: remove it, or"
+                        " import with --own-template"
+                    ) from None
             case "LICENSE":
                 left_out.append("LICENSE")
             case "ADAPTER" | "MESSAGE":
@@ -79,7 +84,7 @@ def parse_modelfile(text: str, *, own_template: bool = False) -> Modelfile:
                 raise _bad(f"{where[:80]} is no instruction of a Modelfile")
     if not source:
         raise _bad("there is no FROM")
-    return Modelfile(source, preset_of(system, parameters), tuple(left_out))
+    return Modelfile(source, preset_of(system, parameters, template), tuple(left_out))
 
 
 def add_parameter(
@@ -105,10 +110,12 @@ def add_parameter(
         raise _bad(f"{field} is no parameter that is known here")
 
 
-def preset_of(system: str, parameters: dict[str, object]) -> Preset:
-    """Raises InvalidRequest for a number that is out of bounds."""
+def preset_of(system: str, parameters: dict[str, object], template: str = "") -> Preset:
+    """`template`: Jinja. Raises InvalidRequest for a number that is out of bounds."""
     sampling = dict(parameters)
     fields: dict[str, object] = {"system": system} if system else {}
+    if template:
+        fields["template"] = template
     for ours, theirs in (("context", "num_ctx"), ("max_tokens", "num_predict")):
         number = sampling.pop(theirs, None)
         if isinstance(number, int) and number > 0:  # Ollama's -1 and -2 mean: as long as there is room

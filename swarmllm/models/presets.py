@@ -24,6 +24,7 @@ from swarmllm.errors import InvalidRequest, ModelNotFound
 from swarmllm.models.catalogue import Catalogue
 
 MAX_SYSTEM_CHARACTERS = 64 * 1024
+MAX_TEMPLATE_CHARACTERS = 64 * 1024
 MAX_TOML_BYTES = 256 * 1024
 
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -55,6 +56,8 @@ class SamplingDefaults(
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     system: Annotated[str, Meta(max_length=MAX_SYSTEM_CHARACTERS)] = ""
     """The system message of conversations that have none."""
+    template: Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS)] = ""
+    """The chat template (Jinja) in place of the model's."""
     context: Annotated[int, Meta(ge=16, le=2**24)] | None = None
     """KV cells with which the model is loaded under this name."""
     max_tokens: Annotated[int, Meta(ge=1, le=2**20)] | None = None

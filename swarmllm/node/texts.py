@@ -39,7 +39,7 @@ class Texts:
         """`find`: the model of a name or id, with what reading a prompt takes. Raises ModelNotFound."""
         self._pool = pool
         self._find = find
-        self._samples: dict[tuple[str, int, Effort | None], str] = {}
+        self._samples: dict[tuple[str, int, Effort | None, str], str] = {}
 
     async def tokenize(self, model: str, text: str, *, add_special: bool) -> list[int]:
         """Token ids of a text as it is; `add_special`: with what the model wants around each text."""
@@ -61,34 +61,52 @@ class Texts:
         """How many tokens of context the prompt takes."""
         file = _file(await self._find(model))
         tokens = await self._pool.tokenize(
-            file, text=prompt.text, messages=prompt.messages, tools=prompt.tools, effort=prompt.effort
+            file,
+            text=prompt.text,
+            messages=prompt.messages,
+            tools=prompt.tools,
+            effort=prompt.effort,
+            template=prompt.template,
         )
         return len(tokens)
 
     async def apply_template(
-        self, model: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+        self,
+        model: str,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        template: str = "",
     ) -> str:
-        """The text the model would read. Raises InvalidRequest where its template refuses."""
-        return await self._pool.apply_template(_file(await self._find(model)), messages, tools)
+        """The text the model would read, by `template` or its own. Raises InvalidRequest where that
+        refuses."""
+        file = _file(await self._find(model))
+        return await self._pool.apply_template(file, messages, tools, template=template)
 
-    async def prompt_ending(self, model: str, effort: Effort | None = None) -> str:
+    async def prompt_ending(self, model: str, effort: Effort | None = None, template: str = "") -> str:
         """The last characters of any prompt of this model: what its answers go on from. "" where its
         template refuses."""
-        return (await self._sample(model, QUESTION, None, effort))[-ENDING_CHARACTERS:]
+        return (await self._sample(model, QUESTION, None, effort, template))[-ENDING_CHARACTERS:]
 
-    async def call_sample(self, model: str) -> str:
+    async def call_sample(self, model: str, template: str = "") -> str:
         """A conversation with a tool call as this model would read it: shows in which format it calls."""
-        return await self._sample(model, CONVERSATION, TOOLS)
+        return await self._sample(model, CONVERSATION, TOOLS, None, template)
 
     async def _sample(
-        self, model: str, messages: Messages, tools: Messages | None, effort: Effort | None = None
+        self,
+        model: str,
+        messages: Messages,
+        tools: Messages | None,
+        effort: Effort | None,
+        template: str,
     ) -> str:
         """Rendered once per model: templates do not decide by what was said."""
         entry = await self._find(model)
-        key = entry.model_id, len(messages), effort
+        key = entry.model_id, len(messages), effort, template
         if key not in self._samples:
             try:
-                self._samples[key] = await self._pool.apply_template(_file(entry), messages, tools, effort)
+                self._samples[key] = await self._pool.apply_template(
+                    _file(entry), messages, tools, effort, template
+                )
             except InvalidRequest:
                 self._samples[key] = ""
         return self._samples[key]

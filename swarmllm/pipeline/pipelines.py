@@ -211,7 +211,12 @@ class Pipelines:
         await self._pool.check_grammar(model, sampling)
         if prompt.tokens is None:
             tokens = await self._pool.tokenize(
-                model, text=prompt.text, messages=prompt.messages, tools=prompt.tools, effort=prompt.effort
+                model,
+                text=prompt.text,
+                messages=prompt.messages,
+                tools=prompt.tools,
+                effort=prompt.effort,
+                template=prompt.template,
             )
         else:
             tokens = token_ids(entry, prompt.tokens, prompt.field)

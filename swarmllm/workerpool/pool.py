@@ -120,11 +120,14 @@ class WorkerPool:
         messages: list[dict[str, Any]] | None = None,
         tools: list[dict[str, Any]] | None = None,
         effort: Effort | None = None,
+        template: str = "",
     ) -> TokenIds:
-        """i32 [n]. `text` as it is, or `messages` through the chat template. Raises InvalidRequest
-        (template) ..."""
+        """i32 [n]. `text` as it is, or `messages` through the chat template (`template`, or the model's).
+        Raises InvalidRequest (template) ..."""
         worker = await self._hosts.ready(model)
-        message = Tokenize(id=worker.new_id(), text=text, messages=messages, tools=tools, effort=effort)
+        message = Tokenize(
+            id=worker.new_id(), text=text, messages=messages, tools=tools, effort=effort, template=template
+        )
         _, payload = await worker.call(message, Tokens, timeout_s=self._settings.call_timeout_s)
         return checked_tensor(payload, "tokens", np.dtype(np.int32), 1)
 
@@ -142,10 +145,13 @@ class WorkerPool:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         effort: Effort | None = None,
+        template: str = "",
     ) -> str:
         """The text that a model would read. Raises InvalidRequest (template) ..."""
         worker = await self._hosts.ready(model)
-        message = ApplyTemplate(id=worker.new_id(), messages=messages, tools=tools, effort=effort)
+        message = ApplyTemplate(
+            id=worker.new_id(), messages=messages, tools=tools, effort=effort, template=template
+        )
         return await self._text(worker, message)
 
     async def detokenize(self, model: ModelFile, tokens: TokenIds) -> str:

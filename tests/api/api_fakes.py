@@ -210,6 +210,7 @@ class FakePool:
         messages: Any = None,
         tools: Any = None,
         effort: Any = None,
+        template: str = "",
     ) -> Any:
         """A token per byte, after a token that begins every text."""
         await trio.lowlevel.checkpoint()
@@ -223,9 +224,11 @@ class FakePool:
         await trio.lowlevel.checkpoint()
         return bytes(tokens.tolist()).decode()
 
-    async def apply_template(self, model: Any, messages: Any, tools: Any, effort: Any = None) -> str:
+    async def apply_template(
+        self, model: Any, messages: Any, tools: Any, effort: Any = None, template: str = ""
+    ) -> str:
         await trio.lowlevel.checkpoint()
-        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return template + "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
     def loaded_with(self, model_id: str) -> LoadOptions | None:
         return self.options.get(model_id) if self.loaded(model_id) else None

@@ -50,6 +50,20 @@ async def test_a_preset_counts_for_its_name_and_for_no_other(tmp_path: Path, pat
         assert plain.sampling.top_k != 3
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat", "/api/generate"])
+async def test_a_template_of_the_name_takes_the_place_of_the_models(tmp_path: Path, path: str) -> None:
+    async with serve_node(tmp_path) as stand:
+        await make_mario(stand)
+        template = {"template": "{{ messages }}"}
+        await stand.http.post("/api/admin/models/mario/preset", json=template)
+        await stand.http.post(path, json=CHATS[path])
+        assert stand.pipelines.calls[-1].prompt.template == "{{ messages }}"
+        text = await stand.http.post("/apply-template", json={"model": "mario", "messages": HELLO})
+        assert text.json()["prompt"] == "{{ messages }}<user>hello"
+        await stand.http.post(path, json=CHATS[path] | {"model": "guide"})
+        assert stand.pipelines.calls[-1].prompt.template == ""
+
+
 async def test_what_a_request_says_goes_first(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         await make_mario(stand)
@@ -155,7 +169,7 @@ async def test_ollamas_create_copy_and_delete_manage_names(tmp_path: Path) -> No
         ({"model": "x"}, "from: Missing field"),
         ({"model": "x", "from": "nobody"}, "not known here"),
         ({"model": "x", "from": "guide", "files": {"a.gguf": "sha256:0"}}, "files: "),
-        ({"model": "x", "from": "guide", "template": "{{ .Prompt }}"}, "template: "),
+        ({"model": "x", "from": "guide", "template": "{{ .Tools }}"}, "TEMPLATE: {{ .Tools }}"),
         ({"model": "x", "from": "guide", "quantize": "q4_0"}, "quantize: "),
         ({"model": "x", "from": "guide", "parameters": {"colour": "red"}}, "colour"),
         ({"model": "X y", "from": "guide"}, "model: a model's name"),

@@ -50,7 +50,7 @@ def test_a_modelfile_becomes_a_name_with_a_preset(run: Run, node: FakeNode, tmp_
     assert "brief is guide with its own preset." in said
     assert "Without effect here: PARAMETER num_gpu." in said
     assert node.bodies("/api/admin/models/brief/preset") == [PRESET]
-    file.write_text("FROM guide\nTEMPLATE {{ .Prompt }}\n")
+    file.write_text("FROM guide\nTEMPLATE {{ .Tools }}\n")
     node.requests.clear()
     refused = run("models", "create", "brief", "-f", str(file))
     assert refused.exit_code == 1

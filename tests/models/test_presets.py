@@ -128,7 +128,10 @@ def test_a_modelfile_becomes_a_preset() -> None:
     [
         ("", "no FROM"),
         ("FROM a\nFROM b", "line 2: FROM appears twice"),
-        ("FROM a\nTEMPLATE {{ .Prompt }}", "line 2: TEMPLATE is a template for Go.*--own-template"),
+        (
+            "FROM a\nTEMPLATE {{ .Tools }}",
+            r"line 2: TEMPLATE: .*Tools.* is not translated.*--own-template",
+        ),
         ("FROM a\nADAPTER ./x", "line 2: ADAPTER is not supported"),
         ("FROM a\nMESSAGE user hello", "line 2: MESSAGE is not supported"),
         ("FROM a\nPARAMETER temperature hot", "line 2: PARAMETER temperature: 'hot' is no number"),
@@ -145,6 +148,12 @@ def test_a_modelfile_becomes_a_preset() -> None:
 def test_what_a_modelfile_cannot_mean_here_is_refused_with_its_line(text: str, complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         parse_modelfile(text)
+
+
+def test_a_template_that_can_be_translated_is(tmp_path: Path) -> None:
+    read = parse_modelfile('FROM a\nTEMPLATE """{{ .Prompt }}\n"""')
+    assert "prompt" in read.preset.template
+    assert read_toml(write_toml(read.preset)) == read.preset
 
 
 def test_the_template_is_left_out_where_the_model_has_its_own() -> None:

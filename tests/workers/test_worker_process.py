@@ -302,3 +302,18 @@ def test_threads_that_take_every_core_are_kept_to_one_each(tmp_path: Path) -> No
         assert kept.count(cores) >= 2, "the threads beside it share the core of the one that decodes"
     finally:
         worker.close()
+
+
+def test_a_conversation_goes_through_another_template_where_one_is_sent(
+    worker: Worker, make_model: MakeModel
+) -> None:
+    worker.open(make_model("llama"), (0, 1))
+    messages = [{"role": "user", "content": "Hello"}]
+    for n in range(12):
+        template = "{{ messages[0].content }}" + "!" * n
+        tokens = worker.tokenize(messages=messages, template=template)
+        assert bytes(tokens.tolist()) == b"Hello" + b"!" * n
+    own = worker.tokenize(messages=messages)
+    assert len(own) > len("Hello")
+    refused = worker.refused(ipc.Tokenize, messages=messages, template="{% if %}")
+    assert refused.kind == "bad_template"

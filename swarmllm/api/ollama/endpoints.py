@@ -170,10 +170,11 @@ async def generate() -> Response:
     if body.raw:
         prompt = Prompt(text=body.prompt, field="prompt")
     else:
-        opened = opened_thought(await current_node().texts.prompt_ending(name))
+        opened = opened_thought(await current_node().texts.prompt_ending(name, None, preset.template))
         system = body.system if body.system is not None else preset.system
         messages = [{"role": "system", "content": system}] if system else []
-        prompt = Prompt(messages=[*messages, {"role": "user", "content": body.prompt}], field="prompt")
+        messages.append({"role": "user", "content": body.prompt})
+        prompt = Prompt(messages=messages, template=preset.template, field="prompt")
     sampling = sampling_of(settings, json_schema=json_schema(settings.response_format))
     ask = Ask(name, prompt, sampling, _max_tokens(body.options) or preset.max_tokens)
     spoken = OutputParser(opened_thought=opened)

@@ -1,7 +1,7 @@
 """Ollama's API for managing models: facts about one, further names, presets, removal.
 
-A name with a preset is what Ollama calls a model that was created from another. Blobs, adapters and Go
-templates have no counterpart here and are refused by name. Everything that changes something counts as
+A name with a preset is what Ollama calls a model that was created from another. Blobs, adapters and
+example messages have no counterpart here and are refused by name. Everything that changes something counts as
 administration (`ADMIN_PREFIXES`).
 """
 
@@ -21,9 +21,10 @@ from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.schema import Json, ModelName
 from swarmllm.errors import InvalidRequest, ModelNotFound
 from swarmllm.models.facts import n_parameters, parameter_size, quantisation
+from swarmllm.models.go_template import translate
 from swarmllm.models.modelfile import add_parameter, preset_of
 from swarmllm.models.names import check_name
-from swarmllm.models.presets import MAX_SYSTEM_CHARACTERS, Preset
+from swarmllm.models.presets import MAX_SYSTEM_CHARACTERS, MAX_TEMPLATE_CHARACTERS, Preset
 from swarmllm.node import ModelView
 
 TAG = ":latest"
@@ -60,8 +61,8 @@ class OllamaCreate(msgspec.Struct, frozen=True, kw_only=True):
     system: Annotated[str, Meta(max_length=MAX_SYSTEM_CHARACTERS)] | None = None
     parameters: dict[str, object] | None = None
     stream: bool | None = None
+    template: Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS)] | None = None
     # without a counterpart here
-    template: str | None = None
     files: dict[str, str] | None = None
     adapters: dict[str, str] | None = None
     messages: list[object] | None = None
@@ -71,7 +72,6 @@ class OllamaCreate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _REFUSED = {
-    "template": "is a template for Go; the model's own chat template is used where it is left out.",
     "files": "is not supported here; add the file on the node: swarmllm models add PATH.",
     "adapters": "is not supported here.",
     "messages": "is not supported here.",
@@ -109,6 +109,7 @@ async def show() -> Response:
             },
             "parameters": "\n".join(f"{key} {value}" for key, value in _parameters(preset)),
             **({"system": preset.system} if preset.system else {}),
+            **({"template": preset.template} if preset.template else {}),
             "capabilities": ["completion", "tools", "embedding"],
             "modified_at": modified(view),
         }
@@ -147,7 +148,8 @@ async def create() -> Response:
     models = current_node().models
     source = await catalogue_name(body.from_)
     before = await models.presets.get(source)
-    preset = _over(before, preset_of(body.system or "", parameters))
+    template = translate(body.template) if body.template else ""
+    preset = _over(before, preset_of(body.system or "", parameters, template))
     await models.alias(source, name)
     await models.presets.put(name, preset)
     if body.stream is False:

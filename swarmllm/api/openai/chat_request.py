@@ -55,6 +55,8 @@ class ChatCall:
     prompt_cache_key: str | None
     said: frozenset[str]
     """The sampling fields that the request has."""
+    template: str = ""
+    """A chat template in place of the model's, where the model's name has one (`output.presets`)."""
 
 
 def chat_call(body: schema.ChatRequest) -> ChatCall:

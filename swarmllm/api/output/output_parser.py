@@ -69,14 +69,20 @@ async def prepare(call: ChatCall, *, field: str = "messages") -> tuple[Ask, list
     texts, sampling = current_node().texts, call.sampling
     names = [str(tool["function"]["name"]) for tool in call.tools or ()]  # type: ignore[index]
     if call.must_call and call.tools:
-        sampling = forced(sampling, call.tools, call.max_tool_calls, await texts.call_sample(call.model))
+        sample = await texts.call_sample(call.model, call.template)
+        sampling = forced(sampling, call.tools, call.max_tool_calls, sample)
         # The first thing that is said is a call.
         opened = ""
     else:
-        opened = opened_thought(await texts.prompt_ending(call.model, call.effort))
+        opened = opened_thought(await texts.prompt_ending(call.model, call.effort, call.template))
     session = session_of(call.session_id, call.prompt_cache_key)
     prompt = Prompt(
-        messages=call.messages, tools=call.tools, effort=call.effort, session=session, field=field
+        messages=call.messages,
+        tools=call.tools,
+        effort=call.effort,
+        template=call.template,
+        session=session,
+        field=field,
     )
     parsers = (ToolCallParser(call.max_tool_calls, names) if call.tools else None for _ in range(call.n))
     ask = Ask(call.model, prompt, sampling, call.max_tokens)

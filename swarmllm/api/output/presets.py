@@ -26,7 +26,7 @@ def sampling_with(preset: Preset, body: S) -> S:
 
 
 async def call_with_preset(call: ChatCall) -> ChatCall:
-    """Also with the system message, where the conversation has none."""
+    """Also with the chat template, and with the system message, where the conversation has none."""
     preset = await preset_of(call.model)
     if preset == NO_PRESET:
         return call
@@ -42,4 +42,5 @@ async def call_with_preset(call: ChatCall) -> ChatCall:
         messages=messages,
         sampling=msgspec.structs.replace(call.sampling, **missing),
         max_tokens=preset.max_tokens if call.max_tokens is None else call.max_tokens,
+        template=preset.template,
     )

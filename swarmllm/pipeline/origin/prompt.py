@@ -28,6 +28,8 @@ class Prompt:
     tools: list[dict[str, Any]] | None = None
     effort: Effort | None = None
     """How much the model should think first."""
+    template: str = ""
+    """A chat template (Jinja) in place of the model's."""
     session: str = ""
     """The conversation of which this is a turn, where the client says so."""
     field: str = "messages"

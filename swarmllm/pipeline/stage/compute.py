@@ -93,6 +93,7 @@ class Compute(Protocol):
         messages: list[dict[str, Any]] | None = None,
         tools: list[dict[str, Any]] | None = None,
         effort: Effort | None = None,
+        template: str = "",
     ) -> Tensor: ...
 
     async def check_grammar(self, model: ModelFile, sampling: Sampling) -> None: ...

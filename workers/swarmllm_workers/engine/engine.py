@@ -48,6 +48,9 @@ from swarmllm_workers.schedule.slots import Slots
 
 log = logging.getLogger(__name__)
 
+TEMPLATES_MAX: Final = 8
+"""Compiled chat templates that are kept: the model's own, and those of presets."""
+
 RECEIVED_PART: Final = 4
 """What came in may take this part of what may be kept of what was sent."""
 
@@ -74,7 +77,7 @@ class Engine:
         self.embedding = Embedding(self.source)
         self.n_embd, self.n_vocab = self.embedding.n_embd, self.embedding.n_vocab
         self.template_source = self.source.text("tokenizer.chat_template")
-        self._template: ChatTemplate | None = None
+        self._templates: dict[str, ChatTemplate] = {}
         self.cache_dir = cache_dir
         self._maker = SegmentMaker(
             self.source, self.n_layers, self.cuts, settings, cache_dir, owns_path=owns_path
@@ -107,12 +110,16 @@ class Engine:
     def weights_bytes(self) -> int:
         return sum(segment.weights_bytes for segment in (*self._segments, *self._retired))
 
-    def template(self) -> ChatTemplate:
-        if self._template is None:
-            self._template = ChatTemplate(
-                self.template_source, bos_text=self.vocabulary.bos_text, eos_text=self.vocabulary.eos_text
-            )
-        return self._template
+    def template(self, source: str = "") -> ChatTemplate:
+        """The model's own chat template, or `source`. Raises CallError bad_template."""
+        source = source or self.template_source
+        template = self._templates.get(source)
+        if template is None:
+            texts = {"bos_text": self.vocabulary.bos_text, "eos_text": self.vocabulary.eos_text}
+            template = ChatTemplate(source, **texts)
+            # Several threads may be here at once.
+            self._templates = dict([*self._templates.items(), (source, template)][-TEMPLATES_MAX:])
+        return template
 
     def load(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
         """`loading`, at once."""

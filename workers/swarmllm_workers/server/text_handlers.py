@@ -62,7 +62,7 @@ class TextHandlers:
         def tokens() -> Any:
             if message.messages is None:
                 return encode_tensor(engine.vocabulary.tokenize(message.text or "", is_rendered=False))
-            text = engine.template().render(message.messages, message.tools, message.effort)
+            text = engine.template(message.template).render(message.messages, message.tools, message.effort)
             return encode_tensor(engine.vocabulary.tokenize(text, is_rendered=True))
 
         self._answer(ipc.Tokens(id=message.id), tokens)
@@ -71,7 +71,9 @@ class TextHandlers:
         engine = self._opened()
 
         def text() -> Any:
-            rendered = engine.template().render(message.messages, message.tools, message.effort)
+            rendered = engine.template(message.template).render(
+                message.messages, message.tools, message.effort
+            )
             # A template may take a character apart; what is left of it cannot be sent.
             return [rendered.encode(errors="replace")]
 
