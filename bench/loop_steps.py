@@ -58,6 +58,7 @@ from swarmllm.workerpool import WorkerPool
 from swarmllm.workerpool.settings import WorkerSettings
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.envelope import Envelope, seal
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ObservedLink, ShardAnnounce
 
 COLUMNS = (
@@ -108,9 +109,12 @@ class HeardRouter:
             self.feed,
             ask=self.request,
             connected=self._connected,
-            heard=lambda envelope: None,
-            forgotten=lambda node_id: None,
+            listener=self,
         )
+
+    def heard(self, envelope: Envelope) -> None: ...
+
+    def forgotten(self, node_id: NodeId) -> None: ...
 
     def records(self) -> Mapping[str, bytes]:
         return self.spread.records

@@ -22,7 +22,8 @@ from swarmllm.swarm.dispatch import RequestRefused
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm.swarm.records.envelope_book import Digest, EnvelopeBook
 from swarmllm.swarm.records.exchange import KIND_ENVELOPES, RecordExchange
-from swarmllm_proto.errors import FrameTooLarge, FrameTruncated
+from swarmllm_proto.errors import BadMessage, FrameTooLarge, FrameTruncated
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.segment_names import parse_segment_name
 
 WHERE = Address("192.0.2.7", 8810)
@@ -100,16 +101,20 @@ def _run(coroutine: Any) -> object:
     raise AssertionError("it waits")
 
 
+class _Reader:
+    def take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
+        return NODE_ID
+
+    def blame(self, sender: NodeId, error: BadMessage) -> None: ...
+
+
 def _exchange(answered: bytes) -> RecordExchange:
     """With a node that answers everything so."""
 
     async def answer(_node_id: str, _kind: int, _body: bytes) -> bytes:
         return answered
 
-    def take(_sealed: bytes, _ages_s: Mapping[str, float]) -> str:
-        return ""
-
-    return RecordExchange(EnvelopeBook(NODE_ID, lambda *_: True), answer, take, lambda *_: None)
+    return RecordExchange(EnvelopeBook(NODE_ID, lambda *_: True), answer, _Reader())
 
 
 def _read_stream(data: bytes) -> object:

@@ -101,7 +101,9 @@ class Libp2pRouter:
         self._feed = ChangeFeed()
         self._on_request: RequestHandler | None = None
         self._on_message: MessageHandler | None = None
-        dialler = Dialler(identity.node_id, random.Random(), settings.max_peers, gater, directory.candidates)
+        self._dialler = dialler = Dialler(
+            identity.node_id, random.Random(), settings.max_peers, gater, directory.candidates
+        )
         self.finding = AddressSources(host, nursery, dialler, gater)
         self._requests = RequestProtocol(
             host, nursery, self._answer, budget=self.budget, note=note, peers=directory.requests
@@ -114,8 +116,7 @@ class Libp2pRouter:
             self._feed,
             ask=self._ask,
             connected=self._connected,
-            heard=self._heard,
-            forgotten=dialler.forget,
+            listener=self,
             note=note,
             parts=directory.records,
         )
@@ -145,13 +146,7 @@ class Libp2pRouter:
         self._checks = ReachabilityChecks(
             partial(self._ask_kind, KIND_DIAL_BACK), self._connected, random.Random(), note
         )
-        self._peer_exchange = PeerExchange(
-            partial(self._ask_kind, KIND_PEERS),
-            self._where_peers_are,
-            lambda: memory.known,
-            self.finding.hearsay,
-            note,
-        )
+        self._peer_exchange = PeerExchange(partial(self._ask_kind, KIND_PEERS), self, note)
         self.wide_area = open_wide_area(
             host,
             nursery,
@@ -265,7 +260,7 @@ class Libp2pRouter:
         supervise(self._nursery, "messages to self", self._to_self.carry)
         self.finding.begin(bootstrap, self._liveness.dial)
         self.finding.remembered(self._memory.known)
-        supervise(self._nursery, "peer memory", self._memory.run, self._where_peers_are)
+        supervise(self._nursery, "peer memory", self._memory.run, self.connected_addresses)
         supervise(self._nursery, "reachability checks", self._checks.run)
         supervise(self._nursery, "peer expiry", self._forget_peers)
         supervise(self._nursery, "membership checks", self._keep_members_only)
@@ -278,9 +273,14 @@ class Libp2pRouter:
         with trio.move_on_after(_GOODBYE_S):
             await self.plane.say_goodbye()
 
-    def _heard(self, envelope: Envelope) -> None:
+    # What the rooms below ask of their router.
+
+    def heard(self, envelope: Envelope) -> None:
         self.plane.forgive(envelope.node_id)
         self.finding.heard(envelope)
+
+    def forgotten(self, node_id: NodeId) -> None:
+        self._dialler.forget(node_id)
 
     def data_addresses_of(self, node_id: NodeId) -> list[Address]:
         envelope = self.spread.envelope(node_id)
@@ -299,14 +299,28 @@ class Libp2pRouter:
     async def turned_direct(self, node_id: NodeId) -> None:
         await self.plane.turn_to_direct(node_id)
 
+    def connected_addresses(self) -> list[tuple[NodeId, tuple[Multiaddr, ...]]]:
+        envelopes = [self.spread.envelope(node_id) for node_id in self._connected]
+        return [(envelope.node_id, envelope.addresses) for envelope in envelopes if envelope is not None]
+
+    def remembered_addresses(self) -> list[tuple[NodeId, tuple[Multiaddr, ...]]]:
+        return self._memory.known
+
+    def hear(self, node_id: NodeId, addresses: list[Address]) -> None:
+        self.finding.hearsay(node_id, addresses)
+
+    async def answer(self, sender: NodeId, body: bytes) -> bytes:
+        return await run_request_handler(self._on_request, sender, body)
+
+    async def deliver(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
+        await run_message_handler(self._on_message, sender, header, payload)
+
+    # What it does itself.
+
     async def _greet(self, node_id: NodeId) -> None:
         await self.spread.exchange.synchronise(node_id)
         self.wide_area.dht.met(node_id)
         spawn(self._nursery, "peer", self._peer_exchange.learn_from, node_id)
-
-    def _where_peers_are(self) -> list[tuple[NodeId, tuple[Multiaddr, ...]]]:
-        envelopes = [self.spread.envelope(node_id) for node_id in self._connected]
-        return [(envelope.node_id, envelope.addresses) for envelope in envelopes if envelope is not None]
 
     async def _ask_kind(self, kind: int, node_id: NodeId, body: bytes) -> bytes:
         return await self._ask(node_id, kind, body)
@@ -323,9 +337,6 @@ class Libp2pRouter:
             return self.spread.exchange.answer(kind, body)
         return await self.answer(sender, body)
 
-    async def answer(self, sender: NodeId, body: bytes) -> bytes:
-        return await run_request_handler(self._on_request, sender, body)
-
     async def _request_to_self(self, body: bytes, timeout_s: float) -> bytes:
         with trio.move_on_after(timeout_s):
             try:
@@ -333,9 +344,6 @@ class Libp2pRouter:
             except RequestRefused as refusal:
                 raise RemoteError(f"node {self.node_id}: {refusal}") from None
         raise DeadlineExceeded(f"node {self.node_id} did not answer within {timeout_s:g} s")
-
-    async def deliver(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
-        await run_message_handler(self._on_message, sender, header, payload)
 
     async def _forget_peers(self) -> None:
         while True:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import trio
 
 from swarmllm.swarm.router import Router
+from swarmllm_proto.envelope import Envelope
+from swarmllm_proto.identifiers import NodeId
 
 from .conftest import DEADLINE_S, Swarm, meet
 
@@ -45,6 +47,18 @@ class HeldInbox(Inbox):
     async def __call__(self, sender: str, header: bytes, payload: memoryview) -> None:
         await self.released.wait()
         await super().__call__(sender, header, payload)
+
+
+class Listener:
+    """Keeps the envelopes that a node has heard."""
+
+    def __init__(self) -> None:
+        self.envelopes: list[Envelope] = []
+
+    def heard(self, envelope: Envelope) -> None:
+        self.envelopes.append(envelope)
+
+    def forgotten(self, node_id: NodeId) -> None: ...
 
 
 async def pair(swarm: Swarm) -> tuple[Router, Router]:

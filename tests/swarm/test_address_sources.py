@@ -4,6 +4,7 @@ reached."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from swarmllm.swarm.dispatch import RequestRefused
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.known_peers import open_peer_memory
 from swarmllm.swarm.peers.store import PeerStore
+from swarmllm_proto.identifiers import Multiaddr, NodeId
 from swarmllm_proto.router_messages import (
     PEERS_MAX,
     DialBack,
@@ -33,15 +35,25 @@ from .conftest import DEADLINE_S, Libp2pSwarm, until
 from .test_data_plane import ELSEWHERE, two_nodes
 
 A, B, ME, OLD, X = (node_id_named(name) for name in ("a", "b", "me", "old", "x"))
+Known = Sequence[tuple[NodeId, tuple[Multiaddr, ...]]]
 WHERE = ("/ip4/192.0.2.1/tcp/8810",)
 
 
-class Hearing:
-    def __init__(self) -> None:
+class Book:
+    """What a node knows of others' addresses."""
+
+    def __init__(self, connected: Known = (), remembered: Known = ()) -> None:
+        self.connected, self.remembered = connected, remembered
         self.heard: dict[str, list[Address]] = {}
 
     def hear(self, node_id: str, addresses: list[Address]) -> None:
         self.heard[node_id] = addresses
+
+    def connected_addresses(self) -> Known:
+        return self.connected
+
+    def remembered_addresses(self) -> Known:
+        return self.remembered
 
 
 async def refuse(node_id: str, body: bytes) -> bytes:
@@ -49,13 +61,13 @@ async def refuse(node_id: str, body: bytes) -> bytes:
 
 
 async def test_a_newcomer_learns_of_the_connected_and_the_remembered() -> None:
-    teller = PeerExchange(refuse, lambda: [(B, WHERE), (ME, WHERE)], lambda: [(OLD, WHERE)], Hearing().hear)
+    teller = PeerExchange(refuse, Book([(B, WHERE), (ME, WHERE)], [(OLD, WHERE)]))
 
     async def ask(node_id: str, body: bytes) -> bytes:
         return teller.answer(ME, body)
 
-    hearing = Hearing()
-    await PeerExchange(ask, lambda: [], lambda: [], hearing.hear).learn_from(A)
+    hearing = Book()
+    await PeerExchange(ask, hearing).learn_from(A)
     there = [Address("192.0.2.1", 8810)]
     assert hearing.heard == {B: there, OLD: there}
     limited = decode_neighbour(
@@ -65,7 +77,7 @@ async def test_a_newcomer_learns_of_the_connected_and_the_remembered() -> None:
 
 
 async def test_who_knows_enough_or_gets_nonsense_hears_nothing() -> None:
-    hearing = Hearing()
+    hearing = Book()
 
     async def nonsense(node_id: str, body: bytes) -> bytes:
         return b"\xc1"
@@ -78,14 +90,14 @@ async def test_who_knows_enough_or_gets_nonsense_hears_nothing() -> None:
         pytest.fail("asked although it knows enough")
 
     many = [(node_id_named(str(n)), WHERE) for n in range(ENOUGH_CONNECTIONS)]
-    await PeerExchange(nonsense, lambda: [], lambda: [], hearing.hear).learn_from(A)
-    await PeerExchange(refuse, lambda: [], lambda: [], hearing.hear).learn_from(A)
-    await PeerExchange(much, lambda: many, lambda: [], hearing.hear).learn_from(A)
+    await PeerExchange(nonsense, hearing).learn_from(A)
+    await PeerExchange(refuse, hearing).learn_from(A)
+    await PeerExchange(much, Book(many)).learn_from(A)
     assert hearing.heard == {}
-    await PeerExchange(unusable, lambda: [], lambda: [], hearing.hear).learn_from(A)
+    await PeerExchange(unusable, hearing).learn_from(A)
     assert hearing.heard == {X: []}
     with pytest.raises(RequestRefused):
-        PeerExchange(refuse, lambda: [], lambda: [], hearing.hear).answer(A, b"\xc1")
+        PeerExchange(refuse, hearing).answer(A, b"\xc1")
     too_many = tuple(KnownPeer(node_id=X, addresses=WHERE) for _ in range(PEERS_MAX + 1))
     with pytest.raises(Exception, match="length"):
         decode_neighbour(encode_neighbour(PeerExchangeResponse(peers=too_many)), PeerExchangeResponse)

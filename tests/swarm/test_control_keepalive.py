@@ -19,6 +19,7 @@ from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.keepalive import CHECK_S, PING_S, SILENCE_S
 from swarmllm.swarm.discovery.dialler import Dialler
 from swarmllm.swarm.libp2p.control_keepalive import Libp2pHearts
+from swarmllm.swarm.libp2p.host import PeerWatcher
 from swarmllm.swarm.peers.liveness import Liveness
 
 OUT_OF_ROUTES_S = 5.0
@@ -99,8 +100,8 @@ class OneConnection:
     def surplus(self, node_id: str) -> list[Any]:
         return []
 
-    def watch_peers(self, connected: Callable[[str], None], disconnected: Callable[[str], None]) -> None:
-        self.connected = connected
+    def watch_peers(self, watcher: PeerWatcher) -> None:
+        self.connected = watcher.libp2p_connected
 
     async def close_hard(self, node_id: str) -> None:
         self.closed.append(node_id)

@@ -4,7 +4,6 @@ node that sent them."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from swarmllm_proto.identifiers import Multiaddr, NodeId
 from swarmllm_proto.router_messages import KnownPeer, PeerExchangeResponse, encode_neighbour
 
 from .conftest import Libp2pSwarm, until
+from .handlers import Listener
+from .test_address_sources import Book
 
 NO_ID = "0OIl0OIl0OIl"
 DEAD_END = "/ip4/127.0.0.1/tcp/9"
@@ -53,8 +54,12 @@ def author(tmp_path: Path) -> Identity:
     return load_or_create_identity(tmp_path / "author")
 
 
+class NothingGetsThrough(Listener):
+    def heard(self, envelope: Envelope) -> None:
+        pytest.fail("it got through")
+
+
 def spread_of(nursery: trio.Nursery, tmp_path: Path, note: Notes, ask: Any = None) -> RecordSpread:
-    heard: Callable[[Envelope], None] = lambda envelope: pytest.fail("it got through")  # noqa: E731
     me = load_or_create_identity(tmp_path)
     return RecordSpread(
         me,
@@ -64,8 +69,7 @@ def spread_of(nursery: trio.Nursery, tmp_path: Path, note: Notes, ask: Any = Non
         ChangeFeed(),
         ask=ask,
         connected={FORWARDER},
-        heard=heard,
-        forgotten=lambda _: None,
+        listener=NothingGetsThrough(),
         note=note,
     )
 
@@ -147,7 +151,7 @@ async def test_a_neighbour_whose_answer_names_no_ids_is_blamed(tmp_path: Path, a
 
 
 async def test_a_peer_exchange_with_an_id_that_is_none_teaches_nothing() -> None:
-    note, heard = Notes(), []
+    note, book = Notes(), Book()
     peers = (
         KnownPeer(node_id=node_id_named("b"), addresses=(DEAD_END,)),
         KnownPeer(node_id=NO_ID, addresses=(DEAD_END,)),
@@ -156,9 +160,9 @@ async def test_a_peer_exchange_with_an_id_that_is_none_teaches_nothing() -> None
     async def ask(node_id: str, body: bytes) -> bytes:
         return encode_neighbour(PeerExchangeResponse(peers=peers))
 
-    exchange = PeerExchange(ask, lambda: [], lambda: [], lambda *peer: heard.append(peer), note)
+    exchange = PeerExchange(ask, book, note)
     await exchange.learn_from(FORWARDER)
-    assert heard == []
+    assert book.heard == {}
     assert note.blamed == {FORWARDER}
     assert "peers[1].node_id" in note.told[0][2]
     with pytest.raises(UnreadableRequest):

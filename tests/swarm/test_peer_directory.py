@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import re
 import typing
 from collections import deque
 from pathlib import Path
@@ -161,6 +162,14 @@ def test_each_part_of_a_peer_is_one_rooms_and_of_its_type() -> None:
         (part_type, _) = typing.get_args(source[name])
         has_end = hasattr(part_type, "is_over")
         assert isinstance(parts, PassingParts) == has_end, name
+
+
+def test_the_document_has_each_part() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "swarm.md").read_text("utf-8")
+    table = page.partition("## What a node keeps of a peer")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(parts.name for parts in PeerDirectory().parts)
 
 
 def test_a_peer_is_shown_without_what_it_has_proved() -> None:

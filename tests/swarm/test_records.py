@@ -4,6 +4,7 @@ forgotten."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import msgspec
 import pytest
@@ -29,7 +30,10 @@ from swarmllm.swarm.records.spread import (
 )
 from swarmllm_proto.envelope import ENVELOPE_MAX, Envelope, Heartbeat, seal, unseal
 from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import RECORD_MAX
+
+from .handlers import Listener
 
 
 def new_identity(number: int) -> Identity:
@@ -248,8 +252,7 @@ async def test_news_is_followed_by_a_heartbeat_soon(autojump_clock: trio.testing
             ChangeFeed(),
             ask=no_answer,
             connected=(),
-            heard=lambda _: None,
-            forgotten=lambda _: None,
+            listener=Listener(),
         )
         spread.begin(gossip, (), ())
         await trio.sleep(1000)
@@ -296,8 +299,7 @@ async def test_one_envelope_is_verified_once_however_it_comes() -> None:
             ChangeFeed(),
             ask=ask,
             connected={OTHER.node_id},
-            heard=lambda envelope: None,
-            forgotten=lambda node_id: None,
+            listener=Listener(),
         )
         assert spread.validate(MODELS, sealed)
         spread.receive(MODELS, sealed)
@@ -337,9 +339,15 @@ async def test_between_two_envelopes_of_one_answer_others_have_their_turn() -> N
         return msgspec.msgpack.encode([envelope(writer) for writer in writers])
 
     kept = book()
-    exchange = RecordExchange(
-        kept, ask, lambda sealed, ages_s: kept.take(sealed, 0.0, ages_s=ages_s)[1], lambda *_: None
-    )
+
+    class Reader:
+        def take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
+            return kept.take(sealed, 0.0, ages_s=ages_s)[1]
+
+        def blame(self, sender: NodeId, error: BadMessage) -> None:
+            pytest.fail("nothing is wrong with it")
+
+    exchange = RecordExchange(kept, ask, Reader())
 
     async def look() -> None:
         while True:
@@ -380,7 +388,7 @@ def test_large_records_give_way_to_small_ones_and_connected_nodes_keep_theirs() 
 
 async def test_replays_of_old_envelopes_cost_nobody_anything() -> None:
     """They are checked once, change nothing, go no further and are held against nobody."""
-    counting, deeds, heard = Counting(), list[tuple[object, ...]](), list[Envelope]()
+    counting, deeds, listener = Counting(), list[tuple[object, ...]](), Listener()
     async with trio.open_nursery() as nursery:
         spread = RecordSpread(
             ME,
@@ -390,8 +398,7 @@ async def test_replays_of_old_envelopes_cost_nobody_anything() -> None:
             ChangeFeed(),
             ask=no_answer,
             connected=(),
-            heard=heard.append,
-            forgotten=lambda _: None,
+            listener=listener,
             note=lambda *deed: deeds.append(deed),
         )
         old, new = envelope(OTHER, 1), envelope(OTHER, 2)
@@ -402,7 +409,7 @@ async def test_replays_of_old_envelopes_cost_nobody_anything() -> None:
             assert spread.validate(MODELS, old) is None
             spread.receive(MODELS, old)
         assert spread.validate(MODELS, new) is True
-        assert [each.sequence for each in heard] == [1, 2]
+        assert [each.sequence for each in listener.envelopes] == [1, 2]
         assert counting.n_asked == 2
         assert deeds == []
         nursery.cancel_scope.cancel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
@@ -32,30 +33,38 @@ log = logging.getLogger(__name__)
 ENOUGH_CONNECTIONS = 8
 """A node with as many peers finds everybody through gossip, and asks nobody."""
 
-Peers = Callable[[], Iterable[tuple[NodeId, tuple[Multiaddr, ...]]]]
+Addresses = Iterable[tuple[NodeId, tuple[Multiaddr, ...]]]
 """(node id, addresses of the control plane)"""
 
 
-class PeerExchange:
-    """`connected` and `remembered` are what is told; `hear(node_id, addresses)` gets what is learnt."""
+class AddressBook(Protocol):
+    """What is told, and where what is learnt goes."""
 
+    def connected_addresses(self) -> Addresses: ...
+
+    def remembered_addresses(self) -> Addresses:
+        """Of peers of earlier runs, the latest first."""
+        ...
+
+    def hear(self, node_id: NodeId, addresses: list[Address]) -> None:
+        """Another node says so, and nothing proves it."""
+        ...
+
+
+class PeerExchange:
     def __init__(
         self,
         ask: Callable[[NodeId, bytes], Awaitable[bytes]],
-        connected: Peers,
-        remembered: Peers,
-        hear: Callable[[NodeId, list[Address]], None],
+        book: AddressBook,
         note: Note = unnoted,
     ) -> None:
         self._ask = ask
-        self._connected = connected
-        self._remembered = remembered
-        self._hear = hear
+        self._book = book
         self._note = note
 
     async def learn_from(self, node_id: NodeId) -> None:
         """Ask a peer, unless this node knows enough."""
-        if sum(1 for _ in self._connected()) >= ENOUGH_CONNECTIONS:
+        if sum(1 for _ in self._book.connected_addresses()) >= ENOUGH_CONNECTIONS:
             return
         try:
             answered = await self._ask(node_id, encode_neighbour(PeerExchangeRequest()))
@@ -68,7 +77,7 @@ class PeerExchange:
             self._blame(node_id, error)
             return
         for peer in response.peers:
-            self._hear(peer.node_id, usable(peer.addresses))
+            self._book.hear(peer.node_id, usable(peer.addresses))
 
     def answer(self, sender: NodeId, body: bytes) -> bytes:
         """Raises RequestRefused."""
@@ -76,14 +85,13 @@ class PeerExchange:
             request = decode_neighbour(body, PeerExchangeRequest)
         except ProtocolError as error:
             raise UnreadableRequest(str(error)) from None
-        known = {n: a for n, a in [*self._remembered(), *self._connected()] if a and n != sender}
-        told = [KnownPeer(node_id=n, addresses=known[n][:ADDRESSES_MAX]) for n in self._latest_first(known)]
+        connected = list(self._book.connected_addresses())
+        remembered = list(self._book.remembered_addresses())
+        known = {n: addresses for n, addresses in [*remembered, *connected] if addresses and n != sender}
+        latest_first = dict.fromkeys(n for n, _ in [*connected, *remembered] if n in known)
+        told = [KnownPeer(node_id=n, addresses=known[n][:ADDRESSES_MAX]) for n in latest_first]
         return encode_neighbour(PeerExchangeResponse(peers=tuple(told[: request.n_max])))
 
     def _blame(self, node_id: NodeId, error: ProtocolError) -> None:
         if not isinstance(error, UnsupportedVersion):
             self._note(node_id, Deed.BROKE_PROTOCOL, str(error))
-
-    def _latest_first(self, known: dict[NodeId, tuple[Multiaddr, ...]]) -> list[NodeId]:
-        ordered = [node_id for node_id, _ in [*self._connected(), *self._remembered()]]
-        return [node_id for node_id in dict.fromkeys(ordered) if node_id in known]

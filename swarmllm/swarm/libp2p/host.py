@@ -68,27 +68,34 @@ def _proven(connection_or_stream: Any) -> NodeId:
     return NodeId(str(connection_or_stream.muxed_conn.peer_id))
 
 
+class PeerWatcher(Protocol):
+    def libp2p_connected(self, node_id: NodeId) -> None:
+        """For each connection."""
+        ...
+
+    def libp2p_disconnected(self, node_id: NodeId) -> None:
+        """A peer's last connection has ended."""
+        ...
+
+
 class _Watcher(INotifee):  # type: ignore[misc]
-    def __init__(
-        self, host: Host, connected: Callable[[NodeId], None], disconnected: Callable[[NodeId], None]
-    ) -> None:
+    def __init__(self, host: Host, watcher: PeerWatcher) -> None:
         self._host = host
-        self._connected = connected
-        self._disconnected = disconnected
+        self._watcher = watcher
 
     async def connected(self, network: Any, conn: Any) -> None:
         host_guards.give_up_on_silent_network(conn)
         host_guards.say_whether_relayed(conn)
-        self._connected(_proven(conn))
+        self._watcher.libp2p_connected(_proven(conn))
 
     async def disconnected(self, network: Any, conn: Any) -> None:
         node_id = _proven(conn)
         if not self._host.is_connected(node_id):
-            self._disconnected(node_id)
+            self._watcher.libp2p_disconnected(node_id)
             self._host.forget_departed()
 
     def report_lost(self, node_id: NodeId) -> None:
-        self._disconnected(node_id)
+        self._watcher.libp2p_disconnected(node_id)
 
     async def opened_stream(self, network: Any, stream: Any) -> None: ...
     async def closed_stream(self, network: Any, stream: Any) -> None: ...
@@ -140,11 +147,8 @@ class Host:
             for node_id in gone:
                 watcher.report_lost(node_id)
 
-    def watch_peers(
-        self, connected: Callable[[NodeId], None], disconnected: Callable[[NodeId], None]
-    ) -> None:
-        """`connected` is called for each connection, `disconnected` when a peer's last one has ended."""
-        self._watcher = _Watcher(self, connected, disconnected)
+    def watch_peers(self, watcher: PeerWatcher) -> None:
+        self._watcher = _Watcher(self, watcher)
         if self._swarm is not None:
             self._swarm.register_notifee(self._watcher)
 

@@ -137,7 +137,7 @@ class Liveness:
 
     def begin(self, plane: DataPlane) -> None:
         self._plane = plane
-        self._host.watch_peers(self._libp2p_connected, self._libp2p_disconnected)
+        self._host.watch_peers(self)
 
     async def dial(self, node_id: NodeId, addresses: list[Address]) -> None:
         """Returns once the node counts as connected, so that whoever limits dials limits all that follows
@@ -186,7 +186,7 @@ class Liveness:
             provoked_by(log, node_id).info("node %s disconnected: %s", node_id, how)
             self._feed.announce(Change("disconnected", node_id))
 
-    def _libp2p_connected(self, node_id: NodeId) -> None:
+    def libp2p_connected(self, node_id: NodeId) -> None:
         self._gives_way_no_more(node_id)
         if self._make_room() == node_id:
             return
@@ -342,7 +342,7 @@ class Liveness:
             spawn(self._nursery, "peer", self._reach_early, node_id)
             since_s = self.connected.since_s(node_id)
 
-    def _libp2p_disconnected(self, node_id: NodeId) -> None:
+    def libp2p_disconnected(self, node_id: NodeId) -> None:
         self._gives_way_no_more(node_id)
         self._dialler.wake()
         if node_id not in self.connected:

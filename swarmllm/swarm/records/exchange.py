@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 import trio
@@ -45,20 +45,27 @@ _asked = msgspec.msgpack.Decoder(_Asked)
 _envelopes = msgspec.msgpack.Decoder(_Envelopes)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
-Take = Callable[[bytes, Mapping[NodeId, float]], NodeId]
-"""(sealed envelope, ages in seconds by node id) -> whose it is. Raises BadMessage."""
-Blame = Callable[[NodeId, BadMessage], None]
-"""(sender, what was wrong with what it sent)"""
 Ask = Callable[[NodeId, int, bytes], Awaitable[bytes]]
 """(node id, kind, body) -> response body. Raises NodeUnreachable, DeadlineExceeded, RemoteError."""
 
 
+class EnvelopeReader(Protocol):
+    """Where envelopes of others go."""
+
+    def take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
+        """Whose it is. `ages_s`: since each writer was heard, in seconds. Raises BadMessage."""
+        ...
+
+    def blame(self, sender: NodeId, error: BadMessage) -> None:
+        """For what was wrong with what it sent."""
+        ...
+
+
 class RecordExchange:
-    def __init__(self, book: EnvelopeBook, ask: Ask, take: Take, blame: Blame) -> None:
+    def __init__(self, book: EnvelopeBook, ask: Ask, reader: EnvelopeReader) -> None:
         self._book = book
         self._ask = ask
-        self._take = take
-        self._blame = blame
+        self._reader = reader
 
     async def synchronise(self, node_id: NodeId) -> None:
         """Learn everything `node_id` knows. Raises NodeUnreachable, DeadlineExceeded, RemoteError."""
@@ -103,13 +110,13 @@ class RecordExchange:
 
     def _unreadable(self, node_id: NodeId, what: str, error: Exception) -> RemoteError:
         bad = BadMessage(*field_and_reason(error, what))
-        self._blame(node_id, bad)
+        self._reader.blame(node_id, bad)
         return RemoteError(f"node {node_id} sent unreadable {what}: {bad}")
 
     def _take_one(self, sender: NodeId, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId | None:
         try:
-            return self._take(sealed, ages_s)
+            return self._reader.take(sealed, ages_s)
         except BadMessage as error:
             provoked_by(log, sender).debug("node %s passed on a bad envelope: %s", sender, error)
-            self._blame(sender, error)
+            self._reader.blame(sender, error)
             return None

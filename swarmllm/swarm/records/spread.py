@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -73,10 +73,17 @@ class Signer(Protocol):
     def sign(self, content: bytes) -> bytes: ...
 
 
-class RecordSpread:
-    """`heard(envelope)` is called for every new envelope of another node, `forgotten(node_id)` when one
-    expires."""
+class RecordListener(Protocol):
+    def heard(self, envelope: Envelope) -> None:
+        """Another node's, and new."""
+        ...
 
+    def forgotten(self, node_id: NodeId) -> None:
+        """Its envelope has expired."""
+        ...
+
+
+class RecordSpread:
     def __init__(
         self,
         identity: Signer,
@@ -87,8 +94,7 @@ class RecordSpread:
         *,
         ask: Ask,
         connected: Collection[NodeId],
-        heard: Callable[[Envelope], None],
-        forgotten: Callable[[NodeId], None],
+        listener: RecordListener,
         note: Note = unnoted,
         parts: RecordParts | None = None,
     ) -> None:
@@ -99,8 +105,7 @@ class RecordSpread:
         self._nursery = nursery
         self._feed = feed
         self._connected = connected
-        self._heard = heard
-        self._forgotten = forgotten
+        self._listener = listener
         self._note = note
         self._book = EnvelopeBook(identity.node_id, verify, parts.envelopes)
         self._fetching = parts.fetching
@@ -109,7 +114,7 @@ class RecordSpread:
         self._news = trio.Event()
         self._gossip: Gossip | None = None
         self.own = Envelope(node_id=identity.node_id, started_at_ms=started_at_ms, sequence=0)
-        self.exchange = RecordExchange(self._book, ask, self._take, self.blame)
+        self.exchange = RecordExchange(self._book, ask, self)
         self.records: Mapping[NodeId, bytes] = self._book.records()
 
     def begin(self, gossip: Gossip, addresses: tuple[str, ...], data_addresses: tuple[str, ...]) -> None:
@@ -174,7 +179,7 @@ class RecordSpread:
     def receive(self, topic: str, content: bytes) -> None:
         """Gossip that passed `validate`."""
         if topic == MODELS:
-            self._take(content, {})
+            self.take(content, {})
             return
         heartbeat = unseal(content, Heartbeat, self._verify)
         if heartbeat.node_id != self._identity.node_id and self._book.hear(
@@ -182,7 +187,7 @@ class RecordSpread:
         ):
             self._fetch_soon(heartbeat.node_id)
 
-    def _take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
+    def take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
         now = trio.current_time()
         verdict, node_id = self._book.take(sealed, now, connected=self._connected, ages_s=ages_s)
         if verdict == "refused" and node_id == self._identity.node_id:
@@ -190,7 +195,7 @@ class RecordSpread:
                 "another node uses this node's identity; was the data folder copied?"
             )
         if verdict == "new" and (envelope := self._book.envelope(node_id)) is not None:
-            self._heard(envelope)
+            self._listener.heard(envelope)
             if envelope.record:
                 self._feed.announce(Change("record", node_id))
         return node_id
@@ -244,7 +249,7 @@ class RecordSpread:
     def expire(self, now: float) -> None:
         """Forget the nodes that have been silent for too long."""
         for node_id in self._book.expire(now, self._connected):
-            self._forgotten(node_id)
+            self._listener.forgotten(node_id)
             self._feed.announce(Change("record", node_id))
 
 
