@@ -26,7 +26,7 @@ from swarmllm.models.manifest import Manifest
 from swarmllm.pipeline.stage.compute import ForwardCall, GenerateCall
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.blocks import BLOCK_TOKENS
-from swarmllm_proto.ipc import Effort, GenerateDone, KeptRows, Sampling, Token
+from swarmllm_proto.ipc import Effort, GenerateDone, KeptRows, Sampling, Token, TokenLogprob
 from swarmllm_proto.tensors import Tensor
 
 N_LAYERS = 12
@@ -255,6 +255,8 @@ class FakePool:
             stopped = {"finish_reason": "stop", "stopped_by": stops.index(piece)}
             return Token(id=0, request_id=request_id, index=index, token=token_id, **stopped), b""
         ends = slot.n_sampled >= slot.sampling.max_tokens
+        # There is one token that it could be.
+        n_logprobs = 1 + min(1, slot.sampling.top_logprobs) if slot.sampling.logprobs else 0
         token = Token(
             id=0,
             request_id=request_id,
@@ -262,6 +264,7 @@ class FakePool:
             token=token_id,
             finish_reason="length" if ends else None,
             compute_s=0.001,
+            logprobs=(TokenLogprob(token_id, 0.0, piece.encode()),) * n_logprobs,
         )
         return token, piece.encode()
 

@@ -13,23 +13,28 @@ from hypothesis import strategies as st
 
 from swarmllm.pipeline.check.recompute import batches
 from swarmllm.pipeline.check.sampling import (
+    CHECKED_TOKENS,
     DISTRUSTED,
     EVIDENCE_BYTES_MAX,
     STRANGERS,
     STRETCH_ROWS,
     draw_stage,
     draw_stretch,
+    draw_tokens,
     rate,
 )
 from swarmllm.pipeline.check.verdict import (
     TOLERANCE,
     Evidence,
     Match,
+    Sampled,
+    TokenEvidence,
     Verdict,
     before_computing,
     compare,
     distance,
     judge,
+    judge_tokens,
 )
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN
@@ -63,7 +68,7 @@ def test_a_stranger_that_always_cheats_is_drawn_within_twenty_requests() -> None
     firsts = []
     for _ in range(2000):
         n = 1
-        while draw_stage(STAGES[:3], A, lambda node_id: rate(NEUTRAL, base), drawn.random) is None:
+        while draw_stage(STAGES[:2], A, lambda node_id: rate(NEUTRAL, base), drawn.random) is None:
             n += 1
         firsts.append(n)
     assert np.mean([n <= 20 for n in firsts]) > 0.99
@@ -71,12 +76,13 @@ def test_a_stranger_that_always_cheats_is_drawn_within_twenty_requests() -> None
     assert 1 - (1 - rate(NEUTRAL, base) / 10) ** 100 > 0.9
 
 
-def test_every_stage_elsewhere_but_the_last_is_drawn_as_often_as_its_node_asks_for() -> None:
-    drawn, counts = random.Random(1), {None: 0, 1: 0, 2: 0}
+def test_every_stage_elsewhere_is_drawn_as_often_as_its_node_asks_for() -> None:
+    drawn, counts = random.Random(1), dict.fromkeys([None, 0, 1, 2, 3], 0)
     for _ in range(8000):
         counts[draw_stage(STAGES, A, lambda node_id: 0.25 if node_id == B else 0.05, drawn.random)] += 1
-    assert counts[1] / 8000 == pytest.approx(0.25, abs=0.02)
-    assert counts[2] / 8000 == pytest.approx(0.05, abs=0.01)
+    assert counts[1] / 8000 == pytest.approx(0.24, abs=0.02)
+    assert counts[2] / 8000 == pytest.approx(counts[3] / 8000, abs=0.01) == pytest.approx(0.045, abs=0.01)
+    assert counts[0] == 0
     assert draw_stage(STAGES[:1], B, lambda node_id: 1.0, drawn.random) is None
     assert draw_stage(STAGES, A, lambda node_id: 0.0, drawn.random) is None
 
@@ -212,3 +218,56 @@ def test_an_honest_stage_is_never_wrong(
         lambda: judge(found, TRUE)[0],
     ]
     assert all(verdict() is not Verdict.WRONG for verdict in verdicts)
+
+
+def told(*tokens: int, agreed: bool | None = True) -> TokenEvidence:
+    return TokenEvidence(CAME_IN, 3, (9, 9, 9), tokens, agreed)
+
+
+def again(*tokens: int, second: float = -1.0) -> list[Sampled]:
+    """Each was drawn; 100 is the likeliest, and 101 nearly as likely or not."""
+    return [Sampled(token, ((100, -0.2), (101, -0.2 + second), (5, -8.0))) for token in tokens]
+
+
+@pytest.mark.parametrize(
+    ("said", "sampled", "greedy", "verdict", "match"),
+    [
+        (told(100, 5), again(100, 5), True, Verdict.RIGHT, Match.EQUAL),
+        (told(100, 101), again(100, 100), True, Verdict.RIGHT, Match.CLOSE),
+        (told(101), again(100, second=-2.1), True, Verdict.WRONG, Match.WRONG),
+        (told(7), again(100), True, Verdict.WRONG, Match.WRONG),
+        (told(7), again(100), False, Verdict.RIGHT, Match.CLOSE),
+        (told(7, 7, 100, 7), again(100, 100, 100, 100), False, Verdict.WRONG, Match.WRONG),
+        (told(5, 5, 5, 5), again(100, 100, 100, 100), False, Verdict.RIGHT, Match.CLOSE),
+        (told(7), [Sampled(100)], True, Verdict.RIGHT, Match.CLOSE),
+        (told(7, agreed=None), again(100), True, Verdict.DISPUTED_BEFORE, Match.WRONG),
+        (told(7), [], True, Verdict.UNKNOWN, Match.WRONG),
+    ],
+)
+def test_tokens_are_wrong_where_the_model_would_hardly_give_them(
+    said: TokenEvidence, sampled: list[Sampled], greedy: bool, verdict: Verdict, match: Match
+) -> None:
+    assert before_computing(said) is None
+    assert judge_tokens(said, sampled, greedy=greedy) == (verdict, match)
+
+
+def test_a_last_stage_that_denies_what_came_to_it_is_in_dispute() -> None:
+    assert before_computing(told(1, agreed=False)) is Verdict.DISPUTED_BEFORE
+
+
+@given(
+    st.integers(0, 300),
+    st.integers(0, 600),
+    st.integers(1, 600),
+    st.sampled_from([16, 2**16]),
+    st.floats(0, 0.999),
+)
+def test_tokens_are_drawn_among_those_of_this_pipeline(
+    first: int, n_tokens: int, n_prompt: int, row_bytes: int, chance: float
+) -> None:
+    drawn = draw_tokens(first, n_tokens, n_prompt, row_bytes, lambda: chance)
+    if drawn is None:
+        return
+    assert first <= drawn.position < drawn.end <= n_tokens
+    assert drawn.n_rows <= CHECKED_TOKENS
+    assert (n_prompt + drawn.end - 1) * row_bytes <= EVIDENCE_BYTES_MAX

@@ -16,14 +16,16 @@ import trio
 from deadlines import PATIENCE_S
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool, uncut
+from bench.arithmetic import PRIME, FakePool, uncut
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, Deed
 from swarmllm_proto.codec import decode_job, decode_request, decode_response, encode_job, encode_request
-from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.ipc import Sampling, Token
 from swarmllm_proto.swarm import FetchRows, LayerForward, RowsPiece, StreamingToken
 from swarmllm_proto.tensors import Tensor, decode_tensor, tensor_bytes
 
@@ -35,6 +37,21 @@ A, B, C, H, LIAR, M, N = (node_id_named(name) for name in ("a", "b", "c", "h", "
 ALWAYS = PipelineSettings(check_rate=1.0, prefill_chunk_tokens=40)
 Twist = Callable[[Tensor, Tensor], Tensor]
 """(what came in, what comes of it) -> what is sent instead."""
+
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The first of these nodes that has a stage is checked; of other pipelines any stage."""
+    wanted: list[str] = [LIAR, M]
+    draws = Checker.draws
+
+    def draw(self: Checker, context: RequestContext) -> int | None:
+        node_ids = [stage.node_id for stage in context.view.stages]
+        found = [node_id for node_id in wanted if node_id in node_ids]
+        return node_ids.index(found[0]) if found and self.settings.check_rate else draws(self, context)
+
+    monkeypatch.setattr(Checker, "draws", draw)
+    return wanted
 
 
 class LyingPool(FakePool):
@@ -246,8 +263,11 @@ def withheld(request: FetchRows, piece: RowsPiece) -> RowsPiece:
     return RowsPiece(request_id=request.request_id, known=False)
 
 
-async def test_a_stage_that_denies_what_it_got_gains_nothing(patient_clock: MockClock) -> None:
+async def test_a_stage_that_denies_what_it_got_gains_nothing(
+    drawn: list[str], patient_clock: MockClock
+) -> None:
     """It wants an honest neighbour to be charged. Both lose some merit and nothing else."""
+    drawn[:] = [M, N, C]
     pools = {A: FakePool("0:4"), M: FakePool("4:8"), N: FakePool("4:8"), C: FakePool("4:8")}
     async with open_swarm(pools | {LIAR: FakePool("8:12"), H: FakePool("8:12")}, settings=ALWAYS) as swarm:
         deny(swarm, LIAR, zeroed)
@@ -330,8 +350,11 @@ async def test_a_stage_that_denies_what_came_to_it_charges_nobody_with_wrong_res
         assert all(trust.score(node_id) >= NEUTRAL for node_id in (B, C, M, N, H))
 
 
-async def test_a_token_that_the_origin_was_not_told_accuses_no_first_stage(patient_clock: MockClock) -> None:
+async def test_a_token_that_the_origin_was_not_told_accuses_no_first_stage(
+    drawn: list[str], patient_clock: MockClock
+) -> None:
     """The last stage gives the origin another token than the first stage, which computes what it got."""
+    drawn[:] = [B, C, M]
     pools = {
         A: FakePool(),
         B: FakePool("0:6"),
@@ -353,6 +376,61 @@ async def test_a_token_that_the_origin_was_not_told_accuses_no_first_stage(patie
             await asked_and_checked(swarm)
         assert all(count(swarm, node_id, Deed.WRONG_RESULT) == 0 for node_id in (B, C, M))
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (B, C, M))
+
+
+class LyingHead(FakePool):
+    """Gives the client another token from the answer's third one on, and goes on with that."""
+
+    def _sample(self, slot: Any, request_id: str, row: Tensor) -> tuple[Token, bytes]:
+        token, piece = super()._sample(slot, request_id, row)
+        if token.index >= 2:
+            token, piece = msgspec.structs.replace(token, token=(token.token + 1) % PRIME), b"lie "
+        return token, piece
+
+
+def heads(liar: FakePool) -> dict[str, FakePool]:
+    pools = {A: FakePool("0:4"), B: FakePool("4:8"), LIAR: liar}
+    return pools | {M: FakePool("8:12"), N: FakePool("8:12")}
+
+
+async def test_honest_last_stages_are_right_in_every_token(patient_clock: MockClock) -> None:
+    async with open_swarm(heads(FakePool("8:12")), settings=ALWAYS) as swarm:
+        await prefer(swarm, LIAR, M, N)
+        for _ in range(10):
+            assert await asked_and_checked(swarm)
+        assert swarm[A].trust.explain(LIAR).counts == {"served": 10, "checked": 10}
+        assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (B, M, N))
+        await swarm.quiet()
+
+
+@pytest.mark.parametrize(
+    "liar", [LyingHead("8:12"), LyingPool("8:12", TWISTS["zeros"])], ids=["token", "rows"]
+)
+async def test_a_last_stage_that_gives_other_tokens_is_out_of_all_routes(
+    liar: FakePool, patient_clock: MockClock
+) -> None:
+    async with open_swarm(heads(liar), settings=ALWAYS) as swarm:
+        for _ in range(8):
+            await prefer(swarm, LIAR, M, N)
+            await asked_and_checked(swarm)
+        trust = swarm[A].trust
+        assert count(swarm, LIAR, Deed.WRONG_RESULT) >= 1
+        for _ in range(5):
+            assert await ask(swarm)
+        assert all(trust.score(node_id) >= NEUTRAL for node_id in (B, M, N))
+        await swarm.quiet()
+
+
+async def test_the_origin_samples_by_itself_what_it_can(patient_clock: MockClock) -> None:
+    pools = {A: FakePool("8:12"), B: FakePool("0:8"), LIAR: LyingHead("8:12")}
+    async with open_swarm(pools, settings=ALWAYS) as swarm:
+        swarm[A].pipelines._observations.observe(swarm.entry.model_id, "decode", 100.0, 1, 1)
+        await prefer(swarm, LIAR)
+        for _ in range(8):
+            await asked_and_checked(swarm)
+        assert count(swarm, LIAR, Deed.WRONG_RESULT) >= 1
+        assert swarm[A].trust.score(B) >= NEUTRAL
+        await swarm.quiet()
 
 
 async def test_only_the_origin_gets_rows_and_only_at_boundaries_of_the_stage() -> None:

@@ -27,8 +27,8 @@ from .fakes import Swarm, computes, open_swarm
 
 pytestmark = pytest.mark.slow
 
-A, B, C, M, N = (node_id_named(name) for name in "abcmn")
-HOLDINGS = {A: "0:4", B: "4:8", M: "4:8", N: "4:8", C: "8:12"}
+A, B, C, D, M, N = (node_id_named(name) for name in "abcdmn")
+HOLDINGS = {A: "0:4", B: "4:8", M: "4:8", N: "4:8", C: "8:12", D: "8:12"}
 QUESTIONS = ("What is a pipeline?", "How do I load layers 0 to 4 of the guide?", "Who is the origin?")
 
 
@@ -39,7 +39,7 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> CatalogueEntry:
 
 @asynccontextmanager
 async def guide_swarm(folder: Path, entry: CatalogueEntry, weights_of_b: Path) -> AsyncIterator[Swarm]:
-    """B is faster than the others that have its layers, and gets the work."""
+    """B and C are faster than the others that have their layers, and get the work."""
     async with AsyncExitStack() as stack:
         pools: dict[str, WorkerPool] = {}
         for node_id, layers in HOLDINGS.items():
@@ -48,20 +48,21 @@ async def guide_swarm(folder: Path, entry: CatalogueEntry, weights_of_b: Path) -
             await stack.enter_async_context(pools[node_id].running())
             path = weights_of_b if node_id == B else entry.path
             await pools[node_id].load(ModelFile(entry.model_id, path), LayerRange.parse(layers))
-        settings = PipelineSettings(prefill_chunk_tokens=16, n_ctx=1024, check_rate=1.0)
+        settings = PipelineSettings(prefill_chunk_tokens=16, n_ctx=1024, check_rate=0.2)
         swarm = await stack.enter_async_context(open_swarm(pools, settings=settings, entry=entry))
-        await swarm.tell(A, {node_id: computes(entry.model_id, 10.0) for node_id in (M, N)})
+        await swarm.tell(A, {node_id: computes(entry.model_id, 10.0) for node_id in (D, M, N)})
         await swarm.tell(A, {node_id: computes(entry.model_id, 1e-4) for node_id in (B, C)})
         yield swarm
 
 
-async def ask(swarm: Swarm, question: str) -> None:
-    """And wait for the check."""
+async def ask(swarm: Swarm, question: str, checked: str, temperature: float = 0.0) -> None:
+    """And wait for the check of that node."""
+    swarm[A].pipelines._checker.trust_of = lambda node_id: -1e9 if node_id == checked else 1e9
     before = swarm[A].pipelines.statistics()
     prompt = Prompt(messages=[{"role": "user", "content": question}])
     with trio.fail_after(PATIENCE_S):
         async with swarm[A].pipelines.generate(
-            prompt, swarm.entry, Sampling(temperature=0.0, max_tokens=24)
+            prompt, swarm.entry, Sampling(temperature=temperature, seed=5, max_tokens=24)
         ) as generation:
             assert [piece async for piece in generation]
             assert [stage.node_id for stage in generation.route] == [A, B, C]
@@ -72,13 +73,19 @@ async def ask(swarm: Swarm, question: str) -> None:
             await trio.sleep(0.05)
 
 
-async def test_honest_workers_are_right_to_the_bit(tmp_path: Path, entry: CatalogueEntry) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_honest_workers_are_right_to_the_bit(
+    temperature: float, tmp_path: Path, entry: CatalogueEntry
+) -> None:
     async with guide_swarm(tmp_path, entry, entry.path) as swarm:
         for question in QUESTIONS:
-            await ask(swarm, question)
-        explained = swarm[A].trust.explain(B)
-        assert explained.counts == {"served": len(QUESTIONS), "checked": len(QUESTIONS)}
-        assert {entry.detail for entry in explained.recent if entry.deed is Deed.CHECKED} == {"equal bits"}
+            await ask(swarm, question, B, temperature)
+            await ask(swarm, question + "?", C, temperature)
+        for node_id in (B, C):
+            explained = swarm[A].trust.explain(node_id)
+            assert explained.counts == {"served": 6, "checked": 3}
+            details = {entry.detail for entry in explained.recent if entry.deed is Deed.CHECKED}
+            assert details == {"equal bits"}
         await swarm.quiet()
 
 
@@ -89,6 +96,6 @@ async def test_coarser_weights_of_the_same_model_are_wrong(tmp_path: Path, entry
     given, made = str(GUIDE_PATH).encode(), str(coarse).encode()
     assert llama_cpp.llama_model_quantize(given, made, ctypes.byref(options)) == 0
     async with guide_swarm(tmp_path, entry, coarse) as swarm:
-        await ask(swarm, QUESTIONS[0])
+        await ask(swarm, QUESTIONS[0], B)
         assert swarm[A].trust.count(B, Deed.WRONG_RESULT) == 1
         assert swarm[A].trust.score(C) >= NEUTRAL

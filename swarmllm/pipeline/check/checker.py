@@ -12,15 +12,25 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.check.evidence import Collector, NotThere
-from swarmllm.pipeline.check.recompute import Replies, Task, compute_here
-from swarmllm.pipeline.check.sampling import Chance, draw_stage, draw_stretch, rate
-from swarmllm.pipeline.check.verdict import Evidence, Match, Verdict, before_computing, compare, judge
+from swarmllm.pipeline.check.recompute import Replies, Task, TokenTask, compute_here, sample_here
+from swarmllm.pipeline.check.sampling import Chance, draw_stage, draw_stretch, draw_tokens, rate
+from swarmllm.pipeline.check.verdict import (
+    Evidence,
+    Match,
+    Sampled,
+    TokenEvidence,
+    Verdict,
+    before_computing,
+    compare,
+    judge,
+    judge_tokens,
+)
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
@@ -49,7 +59,7 @@ HOLDERS_ASKED = 3
 class _Pending:
     context: RequestContext
     stage: int
-    evidence: Evidence
+    evidence: Evidence | TokenEvidence
 
     @property
     def node_id(self) -> NodeId:
@@ -63,6 +73,19 @@ class _Pending:
     @property
     def after(self) -> NodeId:
         return self.context.view.stages[self.stage + 1].node_id
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.context.sampling.temperature == 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What came of computing it again."""
+
+    verdict: Verdict
+    match: Match
+    results: Tensor | list[Sampled]
 
 
 @dataclass(slots=True)
@@ -94,25 +117,34 @@ class Checker:
 
     async def collect(self, chain: Chain, stage: int) -> None:
         """Take what a check needs from stages that hold a request that is over."""
-        context, tokens = chain.context, chain.computed_tokens
+        try:
+            evidence = await self._evidence(chain, stage)
+        except (NotThere, SwarmLLMError) as error:
+            log.info("request %s is not checked: %s", chain.context.request_id, error or "rows are not there")
+            evidence = None
+        if evidence is None:
+            self.counts.checks_dropped += 1
+            return
+        self._pending.append(_Pending(chain.context, stage, evidence))
+        self._has_work.set()
+
+    async def _evidence(self, chain: Chain, stage: int) -> Evidence | TokenEvidence | None:
+        """Raises NotThere, SwarmLLMError."""
+        context, tokens, generated = chain.context, chain.computed_tokens, chain.generated
+        row_bytes, n_prompt = 4 * context.n_embd, context.n_prompt_tokens
+        collector = Collector(self.router, self.compute, context, tokens, self.settings.prefill_chunk_tokens)
+        if stage == context.view.last:
+            first = len(context.generated)
+            drawn = draw_tokens(first, len(generated), n_prompt, row_bytes, self.chance)
+            if drawn is None or context.sampling.mirostat:
+                return None  # Mirostat's running limit is known to the stage only.
+            return await collector.collect_tokens(drawn, generated)
         n_rows = len(tokens)
         if stage == 0 and not context.view.is_here(context.view.last):
             # What the last stage told the first one is known to neither this node nor anybody else.
             n_rows = context.n_given_tokens
-        stretch = draw_stretch(n_rows, 4 * context.n_embd, self.chance, chain.n_cached_tokens)
-        if stretch is None:
-            self.counts.checks_dropped += 1
-            return
-        try:
-            evidence = await Collector(
-                self.router, self.compute, context, tokens, self.settings.prefill_chunk_tokens
-            ).collect(stage, stretch)
-        except (NotThere, SwarmLLMError) as error:
-            log.info("request %s is not checked: %s", context.request_id, error or "rows are not there")
-            self.counts.checks_dropped += 1
-            return
-        self._pending.append(_Pending(context, stage, evidence))
-        self._has_work.set()
+        stretch = draw_stretch(n_rows, row_bytes, self.chance, chain.n_cached_tokens)
+        return None if stretch is None else await collector.collect(stage, stretch)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -137,55 +169,60 @@ class Checker:
     async def _check(self, pending: _Pending) -> None:
         evidence = pending.evidence
         verdict = before_computing(evidence)
-        found = (verdict, Match.WRONG) if verdict is not None else await self._computed(pending)
-        if found is not None:
-            self._charge(pending, *found)
+        if verdict is not None:
+            self._charge(pending, verdict, Match.WRONG)
+        elif (found := await self._computed(pending)) is not None:
+            self._charge(pending, found.verdict, found.match)
 
-    async def _computed(self, pending: _Pending) -> tuple[Verdict, Match] | None:
-        """None: it is this stage or the one that computed the rows again, and both have been charged."""
-        context, evidence = pending.context, pending.evidence
-        view = context.view
-        task = Task(
-            context,
-            view.layers(pending.stage),
-            evidence.came_in,
-            evidence.n_rows,
-            self.settings.prefill_chunk_tokens,
-        )
-        if composes(self.compute.loaded(context.model.model_id), task.layers):
-            return judge(evidence, await compute_here(self.compute, task))
-        found: list[tuple[NodeId, Tensor]] = []
+    async def _computed(self, pending: _Pending) -> _Found | None:
+        """None: it is this stage or the one that computed it again, and both have been charged; or nobody
+        could."""
+        loaded = self.compute.loaded(pending.context.model.model_id)
+        if composes(loaded, pending.context.view.layers(pending.stage)):
+            return await self._computed_by(pending, None)
+        found: list[tuple[NodeId, _Found]] = []
         for node_id in self._others(pending):
             try:
-                rows = await self.replies.compute_at(node_id, self.router, task)
+                newest = await self._computed_by(pending, node_id)
             except SwarmLLMError as error:
-                log.info("%s does not compute the rows of a check: %s", node_id, error.message)
+                log.info("%s does not compute what a check asks for: %s", node_id, error.message)
                 continue
-            verdict, match = judge(evidence, rows)
-            if not found and match is not Match.WRONG:
-                return verdict, match
-            found.append((node_id, rows))
-            agreed = self._agreed(pending, found)
-            if agreed is not None:
-                return agreed
-        if not found:
-            return Verdict.UNKNOWN, Match.WRONG
-        # It or the one that computed the rows again.
-        self._dispute(pending.node_id, found[0][0])
+            if newest.match is not Match.WRONG:
+                for other, _ in found:
+                    self._wrong(other, "two others computed otherwise")
+                return newest
+            if any(_agree(pending, newest, earlier) for _, earlier in found):
+                return newest
+            found.append((node_id, newest))
+        if found:
+            self._dispute(pending.node_id, found[0][0])
+        else:
+            self.counts.checks_dropped += 1
         return None
 
-    def _agreed(self, pending: _Pending, found: list[tuple[NodeId, Tensor]]) -> tuple[Verdict, Match] | None:
-        """What the newest of several holders decides: two that agree outvote a third."""
-        *earlier, (_, rows) = found
-        own = pending.evidence.came_in[-pending.evidence.n_rows :]
-        verdict, match = judge(pending.evidence, rows)
-        if match is not Match.WRONG:
-            for node_id, _ in earlier:
-                self._wrong(node_id, "two others computed other rows")
-            return verdict, match
-        if any(compare(rows, other, own) is not Match.WRONG for _, other in earlier):
-            return verdict, match
-        return None
+    async def _computed_by(self, pending: _Pending, node_id: NodeId | None) -> _Found:
+        """None: by this node. Raises SwarmLLMError."""
+        context, evidence, chunk_tokens = (
+            pending.context,
+            pending.evidence,
+            self.settings.prefill_chunk_tokens,
+        )
+        if isinstance(evidence, TokenEvidence):
+            head = TokenTask(context, evidence, chunk_tokens)
+            sampled = (
+                await sample_here(self.compute, head)
+                if node_id is None
+                else await self.replies.sample_at(node_id, self.router, head)
+            )
+            return _Found(*judge_tokens(evidence, sampled, greedy=pending.is_greedy), sampled)
+        layers = context.view.layers(pending.stage)
+        task = Task(context, layers, evidence.came_in, evidence.n_rows, chunk_tokens)
+        rows = (
+            await compute_here(self.compute, task)
+            if node_id is None
+            else await self.replies.compute_at(node_id, self.router, task)
+        )
+        return _Found(*judge(evidence, rows), rows)
 
     def _others(self, pending: _Pending) -> list[NodeId]:
         """Holders that have no part in it, the most trusted first."""
@@ -226,3 +263,17 @@ class Checker:
         for each in sorted(pair):
             self.note(each, Deed.DISPUTED, f"with {max(pair - {each}, default=other)}")
         self.suspects.doubt(sorted(pair), trio.current_time())
+
+
+def _agree(pending: _Pending, one: _Found, other: _Found) -> bool:
+    """Whether two holders computed the same."""
+    evidence = pending.evidence
+    if isinstance(evidence, TokenEvidence):
+        assert isinstance(one.results, list)
+        assert isinstance(other.results, list)
+        said = replace(evidence, told=tuple(sampled.token for sampled in one.results))
+        return judge_tokens(said, other.results, greedy=pending.is_greedy)[1] is not Match.WRONG
+    assert not isinstance(one.results, list)
+    assert not isinstance(other.results, list)
+    own = evidence.came_in[-evidence.n_rows :]
+    return compare(one.results, other.results, own) is not Match.WRONG

@@ -10,7 +10,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.check.recompute import Task, compute_here
 from swarmllm.pipeline.check.sampling import Stretch
-from swarmllm.pipeline.check.verdict import Evidence
+from swarmllm.pipeline.check.verdict import Evidence, TokenEvidence
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.scheduling.route import composes
@@ -101,6 +101,24 @@ class Collector:
             await self._told(node_id, layers.end, stretch),
             await self._told(next_id, layers.end, stretch),
             next_id == view.node_id,
+            is_agreed,
+        )
+
+    async def collect_tokens(self, drawn: Stretch, generated: tuple[int, ...]) -> TokenEvidence:
+        """`drawn`: by index among those that were `generated`. Raises NotThere, SwarmLLMError."""
+        view = self._context.view
+        start = view.layers(view.last).start
+        n_rows = self._context.n_prompt_tokens + drawn.end - 1
+        before = view.stages[-2].node_id
+        came_in = await self._from_the_start(before, start, n_rows)
+        is_agreed: bool | None = True
+        if before != view.node_id:
+            is_agreed = await self._has(view.stages[-1].node_id, start, came_in)
+        return TokenEvidence(
+            np.ascontiguousarray(came_in, _F32),
+            drawn.position,
+            generated[: drawn.position],
+            generated[drawn.position : drawn.end],
             is_agreed,
         )
 

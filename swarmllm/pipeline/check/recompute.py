@@ -7,29 +7,41 @@ origin knows them, because batches of 64 rows and more round otherwise than smal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import trio
 
 from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.check.sampling import STRETCH_ROWS
+from swarmllm.pipeline.check.verdict import Sampled, TokenEvidence
 from swarmllm.pipeline.origin.assignment import assign
 from swarmllm.pipeline.request_id import new_request_id
-from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.stage.compute import Compute, SampledToken
 from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import CancelInference, LayerForward, PipelineAssignment, Stage
+from swarmllm_proto.swarm import (
+    CancelInference,
+    JobMessage,
+    LayerForward,
+    PipelineAssignment,
+    PipelineError,
+    PrefillProgress,
+    Stage,
+    StreamingToken,
+)
 from swarmllm_proto.tensors import Tensor, decode_tensor, encode_tensor
 
 JOB_TIMEOUT_S = 60.0
+REPLIES_MAX = 8
 ACK_TIMEOUT_S = 10.0
 
 
@@ -83,15 +95,75 @@ async def compute_here(compute: Compute, task: Task) -> Tensor:
     return np.concatenate(results)[-task.n_rows :]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenTask:
+    """Tokens of a last stage that are to be sampled again."""
+
+    context: RequestContext
+    evidence: TokenEvidence
+    chunk_tokens: int
+
+    @property
+    def layers(self) -> LayerRange:
+        return self.context.view.layers(self.context.view.last)
+
+    @property
+    def sampling(self) -> Sampling:
+        """As asked for, but nothing ends it, and the likeliest tokens are told."""
+        return msgspec.structs.replace(
+            self.context.sampling, max_tokens=2**20, stop=(), logprobs=True, top_logprobs=20
+        )
+
+    def batches(self) -> Iterator[slice]:
+        """The first rows give no token, each of the rest gives one."""
+        rows, n_tokens = self.evidence.came_in, len(self.evidence.told)
+        yield from batches(len(rows) - n_tokens, self.context.n_given_tokens, self.chunk_tokens)
+        yield from (slice(at, at + 1) for at in range(len(rows) - n_tokens, len(rows)))
+
+    def samples(self, part: slice) -> bool:
+        return part.start >= len(self.evidence.came_in) - len(self.evidence.told)
+
+
+async def sample_here(compute: Compute, task: TokenTask) -> list[Sampled]:
+    """In order. Raises SwarmLLMError."""
+    model, request_id = task.context.model, new_request_id()
+    found: list[Sampled] = []
+    try:
+        for part in task.batches():
+            samples = task.samples(part)
+            result = await compute.forward(
+                model,
+                request_id=request_id,
+                layers=task.layers,
+                position=part.start,
+                tensor=task.evidence.came_in[part],
+                want="token" if samples else "none",
+                sampling=task.sampling if samples and not found else None,
+                n_prompt_tokens=task.context.n_prompt_tokens,
+                generated=task.evidence.before if samples and not found else (),
+            )
+            if samples and result.token is not None:
+                found.append(_sampled(result.token))
+    finally:
+        with trio.CancelScope(shield=True), trio.move_on_after(ACK_TIMEOUT_S):
+            await compute.cancel(model.model_id, request_id)
+    return found
+
+
+def _sampled(token: SampledToken) -> Sampled:
+    return Sampled(token.token, tuple((each.token, each.logprob) for each in token.logprobs[1:]))
+
+
+Reply = tuple[NodeId, JobMessage, bytes]
+
+
 @dataclass(slots=True)
 class Replies:
     """What other holders send back, by request."""
 
-    _waiting: dict[str, trio.MemorySendChannel[tuple[NodeId, LayerForward, bytes]]] = field(
-        default_factory=dict
-    )
+    _waiting: dict[str, trio.MemorySendChannel[Reply]] = field(default_factory=dict)
 
-    def take(self, sender: NodeId, message: LayerForward, payload: memoryview) -> bool:
+    def take(self, sender: NodeId, message: JobMessage, payload: memoryview) -> bool:
         """False: nobody waits for it."""
         channel = self._waiting.get(message.request_id)
         if channel is None:
@@ -102,19 +174,31 @@ class Replies:
             return False
         return True
 
+    @asynccontextmanager
+    async def _assigned(
+        self, node_id: NodeId, router: Router, assignment: PipelineAssignment
+    ) -> AsyncIterator[trio.MemoryReceiveChannel[Reply]]:
+        await assign(router, assignment, timeout_s=ACK_TIMEOUT_S)
+        request_id = assignment.request_id
+        self._waiting[request_id], receive = trio.open_memory_channel[Reply](REPLIES_MAX)
+        try:
+            yield receive
+        except trio.TooSlowError:
+            raise RemoteError(f"node {node_id} did not compute the rows in time") from None
+        finally:
+            del self._waiting[request_id]
+            with trio.CancelScope(shield=True), trio.move_on_after(ACK_TIMEOUT_S), suppress(SwarmLLMError):
+                await router.send(node_id, *encode_job(CancelInference(request_id=request_id)))
+
     async def compute_at(self, node_id: NodeId, router: Router, task: Task) -> Tensor:
         """f32 [n_rows, n_embd], as that node computes them. Raises SwarmLLMError."""
         assignment, index = _private_pipeline(router.node_id, node_id, task)
-        request_id = assignment.request_id
-        await assign(router, assignment, timeout_s=ACK_TIMEOUT_S)
-        send, receive = trio.open_memory_channel[tuple[NodeId, LayerForward, bytes]](1)
-        self._waiting[request_id] = send
         results: list[Tensor] = []
-        try:
+        async with self._assigned(node_id, router, assignment) as receive:
             for part in task.batches():
                 rows = task.came_in[part]
                 job = LayerForward(
-                    request_id=request_id,
+                    request_id=assignment.request_id,
                     step="layer",
                     stage=index,
                     position=part.start,
@@ -124,16 +208,58 @@ class Replies:
                 await router.send(node_id, *encode_job(job, encode_tensor(rows)))
                 with trio.fail_after(JOB_TIMEOUT_S):
                     results.append(_rows_of(job, rows.shape, node_id, *await receive.receive()))
-        except trio.TooSlowError:
-            raise RemoteError(f"node {node_id} did not compute the rows in time") from None
-        finally:
-            del self._waiting[request_id]
-            with trio.CancelScope(shield=True), trio.move_on_after(ACK_TIMEOUT_S), suppress(SwarmLLMError):
-                await router.send(node_id, *encode_job(CancelInference(request_id=request_id)))
         return np.concatenate(results)[-task.n_rows :]
 
+    async def sample_at(self, node_id: NodeId, router: Router, task: TokenTask) -> list[Sampled]:
+        """In order, as that node samples them. Raises SwarmLLMError."""
+        came_in = task.evidence.came_in
+        assignment, index = _private_pipeline(router.node_id, node_id, task)
+        found: list[Sampled] = []
+        async with self._assigned(node_id, router, assignment) as receive:
+            for part in task.batches():
+                rows, samples = came_in[part], task.samples(part)
+                job = LayerForward(
+                    request_id=assignment.request_id,
+                    step="layer",
+                    stage=index,
+                    position=part.start,
+                    n_tokens=len(rows),
+                    prefill_left=0 if samples else max(1, task.context.n_given_tokens - part.stop),
+                )
+                await router.send(node_id, *encode_job(job, encode_tensor(rows)))
+                with trio.fail_after(JOB_TIMEOUT_S):
+                    if samples:
+                        found.append(await _next_token(receive, node_id, part.stop))
+                    else:
+                        await _progress(receive, node_id, part.stop)
+        return found
 
-def _private_pipeline(here: NodeId, node_id: NodeId, task: Task) -> tuple[PipelineAssignment, int]:
+
+async def _progress(receive: trio.MemoryReceiveChannel[Reply], node_id: NodeId, position: int) -> None:
+    while True:
+        sender, message, _ = await receive.receive()
+        if isinstance(message, PipelineError):
+            raise RemoteError(f"node {node_id} cannot compute the rows: {message.kind}")
+        if sender == node_id and isinstance(message, PrefillProgress) and message.position >= position:
+            return
+
+
+async def _next_token(receive: trio.MemoryReceiveChannel[Reply], node_id: NodeId, position: int) -> Sampled:
+    """For the row at `position`. It comes for the origin, or for the first stage, which is here too."""
+    while True:
+        sender, message, _ = await receive.receive()
+        if isinstance(message, PipelineError):
+            raise RemoteError(f"node {node_id} cannot sample the tokens: {message.kind}")
+        if sender == node_id and isinstance(message, StreamingToken):
+            return _sampled(message)
+        is_token = isinstance(message, LayerForward) and message.step == "embed"
+        if sender == node_id and is_token and message.position == position:
+            return Sampled(message.token)
+
+
+def _private_pipeline(
+    here: NodeId, node_id: NodeId, task: Task | TokenTask
+) -> tuple[PipelineAssignment, int]:
     """With the index of the other node's stage."""
     layers, n_layers = task.layers, task.context.view.stages[-1].end
     stages = [
@@ -150,8 +276,9 @@ def _private_pipeline(here: NodeId, node_id: NodeId, task: Task) -> tuple[Pipeli
         model_id=task.context.model.model_id,
         origin=here,
         stages=tuple(stages),
-        n_prompt_tokens=len(task.came_in),
-        sampling=Sampling(),
+        n_prompt_tokens=len(task.came_in) if isinstance(task, Task) else task.context.n_prompt_tokens,
+        sampling=Sampling() if isinstance(task, Task) else task.sampling,
+        generated=() if isinstance(task, Task) else task.evidence.before,
     )
     return assignment, int(layers.start > 0)
 
@@ -161,9 +288,11 @@ def _rows_of(
     shape: tuple[int, ...],
     node_id: NodeId,
     sender: NodeId,
-    answer: LayerForward,
+    answer: JobMessage,
     payload: bytes,
 ) -> Tensor:
+    if not isinstance(answer, LayerForward):
+        raise RemoteError(f"node {node_id} cannot compute the rows")
     if sender != node_id or answer.position != job.position or answer.n_tokens != job.n_tokens:
         raise RemoteError(f"node {node_id} sent other rows than those it was asked for")
     try:

@@ -16,6 +16,8 @@ STRETCH_ROWS: Final = 32
 """Rows that are compared. All rows before them are computed again, too, because later ones depend on them."""
 EVIDENCE_BYTES_MAX: Final = 8 * 2**20
 """Of the rows that came in; what lies behind so many is not checked."""
+CHECKED_TOKENS: Final = 4
+"""Tokens of a last stage that are sampled again."""
 STRANGERS: Final = 4.0
 """So many times as often as nodes of full trust are strangers checked."""
 DISTRUSTED: Final = 8.0
@@ -46,13 +48,22 @@ def rate(score: float, base: float) -> float:
 def draw_stage(
     stages: Sequence[Stage], here: NodeId, rate_of: Callable[[NodeId], float], chance: Chance
 ) -> int | None:
-    """A stage on another node whose rows go on to a further stage; None: the request is not checked."""
+    """A stage on another node; None: the request is not checked. One that has all layers is not."""
     drawn = [
         index
-        for index, stage in enumerate(stages[:-1])
-        if stage.node_id != here and chance() < rate_of(stage.node_id)
+        for index, stage in enumerate(stages)
+        if len(stages) > 1 and stage.node_id != here and chance() < rate_of(stage.node_id)
     ]
     return drawn[int(chance() * len(drawn))] if drawn else None
+
+
+def draw_tokens(first: int, n_tokens: int, n_prompt: int, row_bytes: int, chance: Chance) -> Stretch | None:
+    """Of the generated tokens `first` to `n_tokens`, by index, some that follow each other."""
+    n_reached = min(n_tokens, EVIDENCE_BYTES_MAX // row_bytes - n_prompt + 1)
+    if n_reached <= first:
+        return None
+    index = first + int(chance() * (n_reached - first))
+    return Stretch(index, min(CHECKED_TOKENS, n_reached - index))
 
 
 def draw_stretch(n_rows: int, row_bytes: int, chance: Chance, first: int = 0) -> Stretch | None:

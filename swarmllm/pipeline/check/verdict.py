@@ -9,6 +9,7 @@ others, so equal bits are reported, and only the tolerance is held against anybo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -21,6 +22,14 @@ TOLERANCE: Final = 0.05
 """Mean over the rows of a stretch: length of the difference / length of what the layers added to the row."""
 WORST_ROW: Final = 2.0
 """A single row counts for no more: rows of another text are about so far away."""
+
+
+LIKELY: Final = 2.0
+"""A greedy token may be so much less likely than the likeliest one (natural logarithm): logits of honest
+nodes differ by some tenths."""
+UNLIKELY_MIN: Final = 3
+"""So many of a few tokens that were drawn at random are not even among the likeliest ones: then they were not
+drawn from this model's distribution."""
 
 
 class Match(StrEnum):
@@ -76,8 +85,10 @@ def compare(recomputed: Tensor, told: Tensor, came_in: Tensor) -> Match:
     return Match.CLOSE if distance(recomputed, told, came_in) <= TOLERANCE else Match.WRONG
 
 
-def before_computing(evidence: Evidence) -> Verdict | None:
+def before_computing(evidence: Evidence | TokenEvidence) -> Verdict | None:
     """What can be said without computing anything; None: nothing yet."""
+    if isinstance(evidence, TokenEvidence):
+        return Verdict.DISPUTED_BEFORE if evidence.is_agreed is False else None
     if evidence.sent is None and evidence.received is None:
         return Verdict.UNKNOWN
     if evidence.is_agreed is False:
@@ -100,3 +111,50 @@ def judge(evidence: Evidence, recomputed: Tensor) -> tuple[Verdict, Match]:
     if evidence.is_received_here or (sent is not None and not says_right):
         return Verdict.WRONG, match
     return Verdict.DISPUTED_AFTER, match
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token that was sampled again."""
+
+    token: int
+    likeliest: tuple[tuple[int, float], ...] = ()
+    """(token, logarithm of its probability), the likeliest first; empty: not told."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvidence:
+    """About tokens of a last stage."""
+
+    came_in: Tensor
+    """Rows f32 [n, n_embd] up to the one that the last of these tokens was sampled from."""
+    first: int
+    """Index of the first of these tokens."""
+    before: tuple[int, ...]
+    """All that were generated before."""
+    told: tuple[int, ...]
+    """As the stage told this node."""
+    is_agreed: bool | None
+    """As in Evidence."""
+
+
+def judge_tokens(
+    evidence: TokenEvidence, sampled: Sequence[Sampled], *, greedy: bool
+) -> tuple[Verdict, Match]:
+    """`sampled`: from the same rows, in order; each after the tokens that were told."""
+    pairs = list(zip(evidence.told, sampled, strict=False))
+    if not pairs:
+        return Verdict.UNKNOWN, Match.WRONG
+    if all(told == again.token for told, again in pairs):
+        return Verdict.RIGHT, Match.EQUAL
+    n_unlikely = sum(_is_unlikely(told, again, greedy=greedy) for told, again in pairs)
+    if n_unlikely < (1 if greedy else UNLIKELY_MIN):
+        return Verdict.RIGHT, Match.CLOSE
+    return (Verdict.DISPUTED_BEFORE if evidence.is_agreed is None else Verdict.WRONG), Match.WRONG
+
+
+def _is_unlikely(told: int, again: Sampled, *, greedy: bool) -> bool:
+    if told == again.token or not again.likeliest:
+        return False
+    found = [logprob for token, logprob in again.likeliest if token == told]
+    return not found or (greedy and found[0] < again.likeliest[0][1] - LIKELY)

@@ -215,6 +215,11 @@ class Chain:
         return self.checked_stage is not None and self.is_complete and not self.is_rebuilt
 
     @property
+    def generated(self) -> tuple[int, ...]:
+        """By earlier pipelines and by this one."""
+        return (*self.context.generated, *self._generated)
+
+    @property
     def computed_tokens(self) -> Tensor:
         """i32, the prompt and what came of it, without the newest one, which no stage has computed."""
         return np.concatenate((self.prompt, np.array(self._generated, np.int32)))[:-1]

@@ -93,5 +93,7 @@ class Inbox:
                 # (Who speaks of itself reports, too late, to the origin of a pipeline that has broken.)
                 self.suspects.accuse(sender, message.node_id, trio.current_time())
                 accepted = True
+            else:
+                accepted = self.replies.take(sender, message, payload)
         if not accepted:
             self.counts.messages_ignored += 1
