@@ -121,7 +121,8 @@ class TokenTask:
         yield from (slice(at, at + 1) for at in range(len(rows) - n_tokens, len(rows)))
 
     def samples(self, part: slice) -> bool:
-        return part.start >= len(self.evidence.came_in) - len(self.evidence.told)
+        n_silent: int = len(self.evidence.came_in) - len(self.evidence.told)
+        return bool(part.start >= n_silent)
 
 
 async def sample_here(compute: Compute, task: TokenTask) -> list[Sampled]:
@@ -252,8 +253,9 @@ async def _next_token(receive: trio.MemoryReceiveChannel[Reply], node_id: NodeId
             raise RemoteError(f"node {node_id} cannot sample the tokens: {message.kind}")
         if sender == node_id and isinstance(message, StreamingToken):
             return _sampled(message)
-        is_token = isinstance(message, LayerForward) and message.step == "embed"
-        if sender == node_id and is_token and message.position == position:
+        if not isinstance(message, LayerForward) or message.step != "embed":
+            continue
+        if sender == node_id and message.position == position:
             return Sampled(message.token)
 
 
