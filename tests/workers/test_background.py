@@ -157,7 +157,7 @@ def test_what_another_thread_is_about_to_map_does_not_count_against_bounded_code
     script = """
 import mmap
 from swarmllm_workers.decode import bounded_call
-bounded_call.MEMORY_MAX = 64 * 2**20
+bounded_call.MEMORY_MAX = 16 * 2**20
 def fits():
     try:
         mmap.mmap(-1, 200 * 2**20).close()

@@ -94,10 +94,10 @@ class _Alarm:
 def bounded(seconds: float) -> Iterator[None]:
     """In one thread at a time: an alarm interrupts the code, a limit on the address space makes it fail with
     MemoryError."""
-    _limit.set()
     try:
-        alarm = _Alarm(seconds)
+        alarm = _Alarm(seconds)  # before the limit: its thread needs memory, too
         try:
+            _limit.set()
             yield
         finally:
             alarm.end()
