@@ -51,7 +51,7 @@ from swarmllm.swarm.membership.network_key import NetworkFile
 from swarmllm.swarm.peers.connection_limits import Standings
 from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.peers.known_peers import KnownPeers, open_peer_memory
-from swarmllm.swarm.peers.liveness import ConnectedPeers, Liveness
+from swarmllm.swarm.peers.liveness import Liveness
 from swarmllm.swarm.peers.trust import NO_TRUST, PeerTrust
 from swarmllm.swarm.records.exchange import KIND_APPLICATION, KIND_DIAL_BACK, KIND_PEERS
 from swarmllm.swarm.records.spread import TOPIC_SIZES_BYTES, RecordSpread, next_incarnation
@@ -93,7 +93,7 @@ class Libp2pRouter:
     ) -> None:
         note = trust.note
         self.directory = directory
-        self._connected = ConnectedPeers(directory.liveness)
+        self._connected = directory.liveness.connected_since_s
         self.budget = ByteBudget.of_mib(settings.strangers_mib, directory.held_bytes)
         self._identity = identity
         self._gater = gater
@@ -191,8 +191,7 @@ class Libp2pRouter:
     def peers(self) -> tuple[PeerInfo, ...]:
         return tuple(
             peer_info(node_id, self.spread.envelope(node_id), self.plane.status(node_id), since_s)
-            for node_id in sorted(self._connected)
-            if (since_s := self._connected.since_s(node_id)) is not None
+            for node_id, since_s in sorted(self._connected.items())
         )
 
     def changes(self) -> AbstractAsyncContextManager[AsyncIterator[Change]]:

@@ -228,7 +228,14 @@ async def test_a_peer_that_has_gone_leaves_nothing_behind(tmp_path: Path) -> Non
             assert process.stdin is not None
             await process.stdin.aclose()
             await until(a, lambda: not a.connected())
-        assert {"liveness", "membership_key", "envelope", "announced", "indexed_record", "neighbour"} <= had
+        assert {
+            "connected_since_s",
+            "membership_key",
+            "envelope",
+            "announced",
+            "indexed_record",
+            "neighbour",
+        } <= had
         assert {"bulk", "gossip_allowance", "candidate"} <= had
         with trio.fail_after(DEADLINE_S):
             while node_id in a.host.connected() or node_id in a.directory.membership_keys:  # noqa: ASYNC110

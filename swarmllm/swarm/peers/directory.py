@@ -22,7 +22,7 @@ from swarmllm.swarm.discovery.wide_area import WideAreaParts
 from swarmllm.swarm.libp2p.gossip_budget import GossipAllowance
 from swarmllm.swarm.libp2p.requests import PeerRequests
 from swarmllm.swarm.peers.known_peers import Addresses
-from swarmllm.swarm.peers.liveness import PeerLiveness
+from swarmllm.swarm.peers.liveness import LivenessParts, PeerLiveness
 from swarmllm.swarm.peers.parts import Parts, PassingParts, PeerTable
 from swarmllm.swarm.peers.trust import Reputation
 from swarmllm.swarm.records.envelope_book import HeldEnvelope
@@ -37,6 +37,8 @@ from swarmllm_proto.identifiers import NodeId
 class Peer:
     node_id: NodeId
     n_parts: int = 0
+    connected_since_s: float | None = None
+    """By trio's clock; None: it does not count as connected."""
     liveness: PeerLiveness | None = None
     trust: Reputation | None = None
     remembered: Addresses | None = None
@@ -47,7 +49,8 @@ class Peer:
     envelope: HeldEnvelope | None = None
     fetching_record: bool | None = None
     announced: Announced | None = None
-    is_present: bool | None = None
+    present: Announced | None = None
+    """The same, while the registry has been told that it is connected."""
     is_distrusted: bool | None = None
     indexed_record: IndexedRecord | None = None
     prefixes: tuple[Beginning, ...] | None = None
@@ -74,7 +77,7 @@ class Peer:
 class PeerDirectory(PeerTable):
     def __init__(self) -> None:
         super().__init__(Peer)
-        self.liveness: Parts[PeerLiveness] = Parts(self, "liveness")
+        self.liveness = LivenessParts(Parts(self, "connected_since_s"), Parts(self, "liveness"))
         self.trust: Parts[Reputation] = Parts(self, "trust")
         self.remembered: Parts[Addresses] = Parts(self, "remembered")
         self.membership_keys: Parts[bytes] = Parts(self, "membership_key")
@@ -98,7 +101,7 @@ class PeerDirectory(PeerTable):
         )
         self.registry = RegistryParts(
             announced=Parts(self, "announced"),
-            present=Parts(self, "is_present"),
+            present=Parts(self, "present"),
             distrusted=Parts(self, "is_distrusted"),
             indexed=Parts(self, "indexed_record"),
             prefixes=Parts(self, "prefixes"),

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import trio
@@ -67,10 +67,8 @@ _SURPLUS_S = 2.0
 
 @dataclass(eq=False, slots=True)
 class PeerLiveness:
-    """Kept while any of it is set."""
+    """What is being done about a peer; kept while it is any of this."""
 
-    connected_since_s: float | None = None
-    """By trio's clock; None: it does not count as connected."""
     greeting: trio.Event | None = None
     """There while records are being exchanged; set afterwards."""
     is_thinning: bool = False
@@ -80,31 +78,15 @@ class PeerLiveness:
 
     @property
     def is_empty(self) -> bool:
-        is_connected = self.connected_since_s is not None or self.greeting is not None
-        return not (is_connected or self.is_thinning or self.gives_way)
+        return self.greeting is None and not self.is_thinning and not self.gives_way
 
 
-class ConnectedPeers(Collection[NodeId]):
-    """The peers that count as connected at the moment it is asked, those of longest standing first. The only
-    place that says so."""
-
-    def __init__(self, peers: Parts[PeerLiveness]) -> None:
-        self._peers = peers
-
-    def __contains__(self, node_id: object) -> bool:
-        peer = self._peers.get(node_id)  # type: ignore[arg-type]
-        return peer is not None and peer.connected_since_s is not None
-
-    def __iter__(self) -> Iterator[NodeId]:
-        return (node_id for node_id, peer in self._peers.items() if peer.connected_since_s is not None)
-
-    def __len__(self) -> int:
-        return sum(peer.connected_since_s is not None for peer in self._peers.values())
-
-    def since_s(self, node_id: NodeId) -> float | None:
-        """By trio's clock; None: it does not count."""
-        peer = self._peers.get(node_id)
-        return None if peer is None else peer.connected_since_s
+@dataclass(frozen=True, slots=True)
+class LivenessParts:
+    connected_since_s: Parts[float] = field(default_factory=Parts.alone)
+    """By trio's clock, of the peers that count as connected, those of longest standing first. The only place
+    that says who is."""
+    attempts: Parts[PeerLiveness] = field(default_factory=Parts.alone)
 
 
 class Liveness:
@@ -120,7 +102,7 @@ class Liveness:
         requests: RequestProtocol,
         greet: Callable[[NodeId], Awaitable[None]],
         admission: Admission = EVERYBODY,
-        peers: Parts[PeerLiveness] | None = None,
+        parts: LivenessParts | None = None,
     ) -> None:
         self._host = host
         self._nursery = nursery
@@ -129,8 +111,9 @@ class Liveness:
         self._requests = requests
         self._admission = admission
         self._exchange_records = greet
-        self._peers: Parts[PeerLiveness] = Parts.alone() if peers is None else peers
-        self.connected = ConnectedPeers(self._peers)
+        parts = parts or LivenessParts()
+        self._peers = parts.attempts
+        self.connected = parts.connected_since_s
         self._greetings = trio.Semaphore(GREETINGS_MAX)
         self._keepalives = Libp2pHearts(host.muxers, nursery)
         self._plane: DataPlane | None = None
@@ -171,16 +154,12 @@ class Liveness:
         return None if peer is None else peer.greeting
 
     def _count(self, node_id: NodeId) -> None:
-        peer = self._peers.put_last(node_id, self._peer(node_id))
-        peer.connected_since_s = trio.current_time()
+        self.connected.put_last(node_id, trio.current_time())
         provoked_by(log, node_id).info("node %s connected", node_id)
         self._feed.announce(Change("connected", node_id))
 
     def _count_no_more(self, node_id: NodeId, how: str) -> None:
-        was_connected = node_id in self.connected
-        if was_connected:
-            self._peer(node_id).connected_since_s = None
-            self._settle(node_id)
+        was_connected = self.connected.drop(node_id) is not None
         self._requests.lose(node_id)
         if was_connected:
             provoked_by(log, node_id).info("node %s disconnected: %s", node_id, how)
@@ -322,11 +301,11 @@ class Liveness:
 
     async def _watch(self, node_id: NodeId) -> None:
         """Until there is a data connection, the end of which is the end of the peer."""
-        since_s = self.connected.since_s(node_id)
+        since_s = self.connected.get(node_id)
 
         def is_over() -> bool:
             has_data_connection = self._plane is not None and self._plane.has_connection(node_id)
-            return has_data_connection or self.connected.since_s(node_id) != since_s
+            return has_data_connection or self.connected.get(node_id) != since_s
 
         while since_s is not None and await self._keepalives.falls_silent(node_id, is_over):
             self._count_no_more(node_id, "silent")
@@ -340,7 +319,7 @@ class Liveness:
                 return
             self._count(node_id)
             spawn(self._nursery, "peer", self._reach_early, node_id)
-            since_s = self.connected.since_s(node_id)
+            since_s = self.connected.get(node_id)
 
     def libp2p_disconnected(self, node_id: NodeId) -> None:
         self._gives_way_no_more(node_id)

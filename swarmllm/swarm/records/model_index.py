@@ -8,7 +8,7 @@ asked for and kept until one of them says something else.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, zip_longest
@@ -122,10 +122,9 @@ class ModelIndex:
     def __len__(self) -> int:
         return len(self._models)
 
-    @property
-    def nodes(self) -> Collection[NodeId]:
-        """Those whose records are in here."""
-        return self._nodes
+    def records(self) -> dict[NodeId, NodeRecord]:
+        """Those that are in here."""
+        return {node_id: indexed.record for node_id, indexed in self._nodes.items()}
 
     def put(self, node_id: NodeId, record: NodeRecord | None) -> None:
         """All that the node says now, or nothing."""

@@ -43,10 +43,12 @@ def _unheard(contradiction: Contradiction) -> None:
 class Announced:
     """What a node has said of itself."""
 
-    content: bytes
+    content: bytes | None = None
     """As it came last, whether it could be read or not."""
     record: NodeRecord | None = None
     """The last that could be read."""
+    is_distrusted: bool = False
+    """It is connected, has a record and may not work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,10 @@ class RegistryParts:
     """What the registry keeps of each node, this one included."""
 
     announced: Parts[Announced] = field(default_factory=Parts.alone)
-    present: Parts[bool] = field(default_factory=Parts.alone)
-    """Nodes that the registry has been told are connected."""
+    present: Parts[Announced] = field(default_factory=Parts.alone)
+    """The same, of the nodes that the registry has been told are connected."""
     distrusted: Parts[bool] = field(default_factory=Parts.alone)
-    """Those of them with a record that may not work."""
+    """To find those that are, without a look at all."""
     indexed: Parts[IndexedRecord] = field(default_factory=Parts.alone)
     prefixes: Parts[tuple[Beginning, ...]] = field(default_factory=Parts.alone)
 
@@ -93,7 +95,7 @@ class Registry:
 
         Raises swarmllm_proto.errors.ProtocolError, naming the field: undecodable, or another node's.
         """
-        announced = self._announced.get(node_id) or self._announced.put(node_id, Announced(record))
+        announced = self._announced.put(node_id, self._node(node_id))
         announced.content = record
         decoded = decode_record(record)
         if decoded.node_id != node_id:
@@ -104,7 +106,8 @@ class Registry:
         return decoded
 
     def forget(self, node_id: NodeId) -> None:
-        self._announced.drop(node_id)
+        if (announced := self._announced.drop(node_id)) is not None:
+            announced.content = announced.record = None
         self._prefixes.forget(node_id)
         self._place(node_id)
 
@@ -116,7 +119,7 @@ class Registry:
     def set_present(self, node_id: NodeId, is_present: bool) -> None:
         """Whether that node is connected."""
         if is_present:
-            self._present.put(node_id, True)
+            self._present.put(node_id, self._node(node_id))
         else:
             self._present.drop(node_id)
         self._place(node_id)
@@ -146,8 +149,8 @@ class Registry:
 
     def working_nodes(self) -> dict[NodeId, NodeRecord]:
         """The records of this node and of those that are connected and may work."""
-        self._settle(self._present)
-        return {n: record for n in self._index.nodes if (record := self.node(n)) is not None}
+        self._settle_all()
+        return self._index.records()
 
     def nodes(self) -> Mapping[NodeId, NodeRecord]:
         """Every record heard, connected or not."""
@@ -180,7 +183,7 @@ class Registry:
         """Ids of models that connected nodes and this one hold or have files of. Where there are more than
         `limit`, nodes take turns: the first that each names, then the second of each, this node first. So
         nobody's announcements push out those of others."""
-        self._settle(self._present)
+        self._settle_all()
         key = (self._index.version, limit)
         if self._listed is None or self._listed[0] != key:
             self._listed = key, self._index.fair_choice(limit)
@@ -197,12 +200,12 @@ class Registry:
 
     def n_models(self) -> int:
         """How many there are in all."""
-        self._settle(self._present)
+        self._settle_all()
         return len(self._index)
 
     def named(self, name: str, limit: int = LISTED_MAX) -> list[SwarmModel]:
         """Models of this id or, as some node calls them, of this name; by id, `limit` of them."""
-        self._settle(self._present)
+        self._settle_all()
         found = sorted(itertools.islice(self._index.called(name), limit))
         models = (self._index.model(model_id) for model_id in found)
         return [model for model in models if model is not None]
@@ -217,7 +220,7 @@ class Registry:
     ) -> dict[ModelId, dict[NodeId, FileAnnounce]]:
         """Model id -> node id -> what that node has of the models of which some other connected node gives
         files under this name, or whose ids begin like this (from `MIN_ID_PREFIX` characters on)."""
-        self._settle(self._present)
+        self._settle_all()
         called = itertools.chain(self._index.called(name_or_id), self._index.beginning_with(name_or_id))
         files: dict[ModelId, dict[NodeId, FileAnnounce]] = {}
         for model_id in called:
@@ -244,12 +247,25 @@ class Registry:
 
     def _settle(self, node_ids: Iterable[NodeId]) -> None:
         """Bring the index in line with the trust of now."""
+        find = self._announced.get
         changed = [
             node_id
             for node_id in node_ids
-            if self.node(node_id) is not None
+            if (announced := find(node_id)) is not None
+            and announced.record is not None
             and node_id != self._node_id
-            and (node_id in self._distrusted) == self._may_work(node_id)
+            and announced.is_distrusted == self._may_work(node_id)
+        ]
+        for node_id in changed:
+            self._place(node_id)
+
+    def _settle_all(self) -> None:
+        changed = [
+            node_id
+            for node_id, announced in self._present.items()
+            if announced.record is not None
+            and node_id != self._node_id
+            and announced.is_distrusted == self._may_work(node_id)
         ]
         for node_id in changed:
             self._place(node_id)
@@ -260,13 +276,18 @@ class Registry:
 
     def _place(self, node_id: NodeId) -> None:
         """What the node says now counts in full or not at all."""
-        record = self.node(node_id)
+        node = self._node(node_id)
+        record = node.record
         counts = record is not None and self._counts(node_id)
-        if record is not None and node_id in self._present and not counts:
+        node.is_distrusted = record is not None and node_id in self._present and not counts
+        if node.is_distrusted:
             self._distrusted.put(node_id, True)
         else:
             self._distrusted.drop(node_id)
         self._index.put(node_id, record if counts else None)
+
+    def _node(self, node_id: NodeId) -> Announced:
+        return self._announced.get(node_id) or self._present.get(node_id) or Announced()
 
     def _counts(self, node_id: NodeId) -> bool:
         return node_id == self._node_id or (node_id in self._present and self._may_work(node_id))
