@@ -56,7 +56,7 @@ DETAILS: dict[str, Any] = {
         "work_min": 0.25,
         "may_work": False,
         "listed": "",
-        "counts": {"wrong bytes": 1},
+        "counts": {"wrong bytes": 1, "checked": 4, "disputed": 2},
         "recent": [
             {"at": 0.0, "deed": "wrong bytes", "meaning": "it lied", "detail": "blk.0", "score": 0.225}
         ],
@@ -158,7 +158,8 @@ def test_peers_show_explains_a_node(run: Run, node: FakeNode) -> None:
     for expected in (
         "attic  12D3KooWPeer", "direct, round trip 1.2 ms", "2.0 kB sent, 10 B received, at 250.0 MB/s",
         "2 jobs arrived damaged", "/ip4/192.0.2.8/tcp/8810",
-        "0.23 of 1", "gets no work: 0.25 is needed", "1 x wrong bytes", "1970-01-01 00:00:00", "it lied",
+        "0.23 of 1", "gets no work: 0.25 is needed", "1 x wrong bytes",
+        "4 right, 2 disputed", "1970-01-01 00:00:00", "it lied",
     ):  # fmt: skip
         assert expected in shown
     node.on("GET", "/api/admin/peers/gone", DETAILS | {"connected": None})

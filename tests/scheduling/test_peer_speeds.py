@@ -86,6 +86,12 @@ def test_slower_by_less_than_that_is_no_contradiction_nor_is_it_beside_others() 
         assert not speeds.observe("m", B, 1.0, 0.0, announced_s=None, was_alone=True)
 
 
+def test_what_others_may_have_taken_is_never_held_against_a_node() -> None:
+    speeds = PeerSpeeds()
+    for _ in range(10 * CONTRADICTIONS_MIN):
+        assert not observe(speeds, 1.0, was_alone=False)
+
+
 def test_so_many_nodes_are_remembered() -> None:
     speeds = PeerSpeeds()
     for index in range(PEERS_MAX + 1):
