@@ -216,6 +216,13 @@ class ModelTable:
     restore: bool = _setting(
         True, "Load at start, after what load names, what was loaded by hand before and not unloaded since."
     )
+    on_demand: bool = _setting(
+        True,
+        "Load a model that a request asks for, if it is whole on this disk and the swarm does not hold it.",
+    )
+    keep_alive_s: Annotated[float, Meta(ge=-1, le=2**31)] = _setting(
+        300.0, "How long a model loaded on demand stays after its last request; -1: for ever."
+    )
 
 
 @dataclass(frozen=True, slots=True)

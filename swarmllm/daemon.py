@@ -248,6 +248,7 @@ async def _open_rooms(
                 log.info("node %s (%s) serves %s", node.nickname, node.node_id, api_url)
                 supervise(nursery, "first loads", node.start)
                 supervise(nursery, "repeated loads", node.keep_trying)
+                supervise(nursery, "unused models", node.on_demand.run)
                 supervise(nursery, "placement", node.placing.run)
                 yield whereabouts, apply
             finally:

@@ -61,6 +61,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     context: Annotated[int, Meta(ge=16, le=2**24)] | None = None
     """KV cells with which the model is loaded under this name."""
     max_tokens: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    keep_alive_s: Annotated[float, Meta(ge=-1, le=2**31)] | None = None
+    """How long the model stays after a request for which it was loaded; -1: for ever."""
     sampling: SamplingDefaults = SamplingDefaults()
 
 

@@ -8,6 +8,7 @@ others from theirs, and memory holds the rows of one.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,13 +51,16 @@ class Embeddings:
         admission: Admission,
         find: Callable[[str], Awaitable[CatalogueEntry]],
         requests: UserRequests,
+        loaded: Callable[[CatalogueEntry, str], AbstractAsyncContextManager[None]],
     ) -> None:
-        """`find`: the model of a name or id, with what reading a prompt takes."""
+        """`find`: the model of a name or id, with what reading a prompt takes. `loaded(entry, name)`: while
+        somebody can run it."""
         self._pool = pool
         self._pipelines = pipelines
         self._admission = admission
         self._find = find
         self._requests = requests
+        self._loaded = loaded
 
     async def embed(
         self,
@@ -80,7 +84,7 @@ class Embeddings:
                 f"{entry.name} has {n_embd} dimensions, and no fewer that mean anything.", field="dimensions"
             )
         with self._requests.under_way(entry.name, request_id) as request:
-            async with self._admission.turn(caller) as queue_s:
+            async with self._loaded(entry, model), self._admission.turn(caller) as queue_s:
                 request.has_turn()
                 return await self._all(entry, texts, pooling, queue_s, request.id)
 

@@ -57,6 +57,8 @@ class ModelKeeper:
         self.presets = NamedPresets(catalogue)
         self._cut_checks = CutChecks(pool, catalogue)
         self._coverages = Coverages(node_id, nickname_of)
+        self.by_hand: Callable[[str], None] = lambda model_id: None
+        """Told the id of a model that its user loads, unloads or removes."""
 
     async def list(self) -> tuple[ModelView, ...]:
         """This node's models, all of them, and of those that only others have at most
@@ -150,7 +152,12 @@ class ModelKeeper:
             beside_others=bool(self._pool.loaded(entry.model_id)),
         )
         entry = await self.hold(entry, layers, progress, fetching, options, remember)
+        self.by_hand(entry.model_id)
         return self._view(entry)
+
+    def is_complete(self, entry: CatalogueEntry) -> bool:
+        """Whether connected nodes, this one among them, hold every layer."""
+        return self._view(entry).complete
 
     async def verify(self, name_or_id: str, progress: Progress) -> tuple[ModelView, tuple[str, ...]]:
         """Hash what is here of a model; the names of its damaged parts. Raises ModelNotFound, BadModel."""
@@ -213,6 +220,7 @@ class ModelKeeper:
             # What did not come back at the start is remembered all the same, and must not be for ever.
             if not await forget():
                 raise
+        self.by_hand(entry.model_id)
         return self._view(entry)
 
     async def find(self, name_or_id: str, *, far: bool = False) -> CatalogueEntry:

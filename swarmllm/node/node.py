@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -31,9 +32,11 @@ from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import describe
 from swarmllm.node.data_dir import DOWNLOADS
 from swarmllm.node.embeddings import Embeddings
+from swarmllm.node.keep_alive import FOREVER_S
 from swarmllm.node.load_restorer import LoadRestorer
 from swarmllm.node.metrics import Metrics
 from swarmllm.node.model_keeper import ModelKeeper
+from swarmllm.node.on_demand import OnDemand
 from swarmllm.node.peer_lookup import PeerLookup
 from swarmllm.node.remembered_loads import RememberedLoads
 from swarmllm.node.requests import UserRequests
@@ -52,8 +55,8 @@ from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import DhtStatistics, Reachability, Router
 from swarmllm.transfer import ModelTransfer, TransferStatistics
-from swarmllm.workerpool import WorkerPool, WorkerStatistics
-from swarmllm_proto.identifiers import NodeId
+from swarmllm.workerpool import LoadOptions, WorkerPool, WorkerStatistics
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import NodeCapability
 
@@ -115,6 +118,17 @@ class Node:
             nickname_of=self.nickname_of,
             publish=self.publish,
         )
+        self.on_demand = OnDemand(
+            loaded=lambda model_id: pool.loaded(ModelId(model_id)),
+            load=lambda entry, options: self.models.hold(
+                entry, entry.manifest.whole, _unseen, _unseen, options
+            ),
+            drop=lambda entry: self.models.drop(entry, entry.manifest.whole),
+            is_complete=self.models.is_complete,
+            managed=lambda: self.placing.model_ids,
+            may_load=self._may_load_on_demand,
+        )
+        self.models.by_hand = self.on_demand.forget
         self._restoring = LoadRestorer(
             remembered,
             pool,
@@ -149,7 +163,9 @@ class Node:
         self.metrics = Metrics(self)
         self.requests = UserRequests(self.metrics)
         self.texts = Texts(pool, self._as_origin)
-        self.embeddings = Embeddings(pool, pipelines, self.admission, self._as_origin, self.requests)
+        self.embeddings = Embeddings(
+            pool, pipelines, self.admission, self._as_origin, self.requests, self.loaded
+        )
         self.downloads = Downloads(
             config.data_dir / DOWNLOADS,
             travel,
@@ -236,9 +252,11 @@ class Node:
         max_tokens: int | None,
         caller: Caller = LOCAL,
         request_id: str = "",
+        keep_alive_s: float | None = None,
     ) -> AsyncIterator[Generation]:
         """One request of a user of this node. `max_tokens` None: until the context is full. `request_id`
-        names it on every node; without one it gets a new one.
+        names it on every node; without one it gets a new one. `keep_alive_s`: how long the model stays
+        afterwards if it was loaded on demand; None: as the name's preset or the configuration says.
 
         Leaving early cancels it on every node. Raises ModelNotFound, BadModel, Overloaded, NoPipeline,
         ContextFull, and what pipelines raise.
@@ -247,13 +265,30 @@ class Node:
         # Pipelines shorten it to what the context leaves.
         sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens or MAX_TOKENS)
         with self.requests.under_way(entry.name, request_id) as request:
-            async with self.admission.turn(caller) as queue_s:
+            async with self.loaded(entry, model, keep_alive_s), self.admission.turn(caller) as queue_s:
                 request.has_turn()
                 async with self._pipelines.generate(
                     prompt, entry, sampling, request_id=request.id, queue_s=queue_s
                 ) as generation:
                     request.first_token(generation)
                     yield generation
+
+    @asynccontextmanager
+    async def loaded(
+        self, entry: CatalogueEntry, name: str, keep_alive_s: float | None = None
+    ) -> AsyncIterator[None]:
+        """For the time of a request to `name`: the model is loaded here if nobody else can run it and this
+        node can. Raises what loading raises."""
+        preset = await self.models.presets.get(name)
+        configured_s = self.config.model.keep_alive_s if preset.keep_alive_s is None else preset.keep_alive_s
+        keep_s = FOREVER_S if configured_s < 0 else configured_s
+        async with self.on_demand.using(entry, LoadOptions(n_ctx=preset.context), keep_s, keep_alive_s):
+            yield
+
+    def _may_load_on_demand(self) -> bool:
+        """Right after the start the nodes that hold a model may not be connected yet."""
+        joining_until = self.started_at + (JOINING_S if self.config.network.bootstrap else 0)
+        return self.config.model.on_demand and time.time() >= joining_until
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the swarm informed of holdings, load and speed; started once it knows this node."""

@@ -101,6 +101,9 @@ TASKS: Final = (
         "`swarmllm models load` loads them by hand",
     ),
     LongLived("repeated loads", "restart", "tries again what could not be loaded", "such models wait"),
+    LongLived(
+        "unused models", "restart", "drops what was loaded on demand", "models loaded on demand stay loaded"
+    ),
     LongLived("placement", "restart", "loads and drops layers by plan", "the layers stay as they are"),
     LongLived("HTTP", "restart", "serves the API on its port", "clients wait or are refused"),
 )

@@ -8,6 +8,8 @@ configuration decides. Options that would change the answer and cannot be honour
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Literal
 
 import msgspec
@@ -19,7 +21,7 @@ from swarmllm.api.http.context import current_config, current_node
 from swarmllm.api.http.errors import as_swarmllm_error, failure_response, read_body
 from swarmllm.api.ollama import managing
 from swarmllm.api.ollama.managing import TAG, catalogue_name, details, modified
-from swarmllm.api.ollama.reply import ChatWords, GenerateWords, OllamaReply
+from swarmllm.api.ollama.reply import ChatWords, GenerateWords, OllamaReply, timestamp
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.chat_request import chat_call, json_schema, no_eyes
 from swarmllm.api.openai.schema import (
@@ -50,6 +52,7 @@ from swarmllm.api.output.response import Ask, answer
 from swarmllm.api.output.sampling import SAMPLING_NAMES, sampling_of
 from swarmllm.errors import InvalidRequest
 from swarmllm.node import ModelView
+from swarmllm.node.keep_alive import parse_keep_alive
 from swarmllm.pipeline.origin.prompt import Prompt
 from swarmllm_proto.ipc import Effort
 
@@ -142,13 +145,15 @@ async def chat() -> Response:
     body = await read_body(OllamaChat, any_type=True)
     name = await catalogue_name(body.model)
     _refuse_unsupported(body)
+    keep_alive_s = parse_keep_alive(body.keep_alive)
     if not body.messages:
-        return _nothing_asked(ChatWords(body.model))
+        return await _nothing_asked(ChatWords(body.model), name, keep_alive_s)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     settings = _settings(name, body)
     limit = _max_tokens(body.options)
     call = chat_call(msgspec.structs.replace(settings, messages=messages, tools=body.tools, max_tokens=limit))
     ask, (spoken,) = await prepare(call)
+    ask = replace(ask, keep_alive_s=keep_alive_s)
     return await answer(ask, OllamaReply(ChatWords(body.model), spoken), stream=body.stream is not False)
 
 
@@ -162,8 +167,9 @@ async def generate() -> Response:
     for field in ("suffix", "template", "context"):
         if getattr(body, field):
             raise InvalidRequest(f"{field} is not supported here.", field=field)
+    keep_alive_s = parse_keep_alive(body.keep_alive)
     if not body.prompt:
-        return _nothing_asked(GenerateWords(body.model))
+        return await _nothing_asked(GenerateWords(body.model), name, keep_alive_s)
     preset = await preset_of(name)
     settings = sampling_with(preset, _settings(name, body))
     opened = ""
@@ -176,7 +182,8 @@ async def generate() -> Response:
         messages.append({"role": "user", "content": body.prompt})
         prompt = Prompt(messages=messages, template=preset.template, field="prompt")
     sampling = sampling_of(settings, json_schema=json_schema(settings.response_format))
-    ask = Ask(name, prompt, sampling, _max_tokens(body.options) or preset.max_tokens)
+    max_tokens = _max_tokens(body.options) or preset.max_tokens
+    ask = Ask(name, prompt, sampling, max_tokens, keep_alive_s=keep_alive_s)
     spoken = OutputParser(opened_thought=opened)
     return await answer(ask, OllamaReply(GenerateWords(body.model), spoken), stream=body.stream is not False)
 
@@ -200,7 +207,8 @@ async def running() -> Response:
     default = current_config().inference.n_ctx
     sizes = [view.settings.n_ctx if view.settings else default for view in views]
     listed = [
-        _listed(view, view.name) | {"context_length": n_ctx} for view, n_ctx in zip(views, sizes, strict=True)
+        _listed(view, view.name) | {"context_length": n_ctx} | _expiry(view)
+        for view, n_ctx in zip(views, sizes, strict=True)
     ]
     return _json({"models": listed})
 
@@ -271,9 +279,13 @@ def _refuse_unsupported(body: OllamaRequest) -> None:
         raise InvalidRequest("is not supported here; leave it out.", field="logprobs")
 
 
-def _nothing_asked(words: ChatWords | GenerateWords) -> Response:
-    """Ollama's way to load a model beforehand; here the node's operator decides what is loaded."""
-    return _json(words.say("") | {"done": True, "done_reason": "load"})
+async def _nothing_asked(words: ChatWords | GenerateWords, name: str, keep_alive_s: float | None) -> Response:
+    """Ollama's way to load a model beforehand, or with a `keep_alive` of 0 to let it go. What a person has
+    loaded stays."""
+    node = current_node()
+    async with node.loaded(await node.models.find(name), name, keep_alive_s):
+        reason = "unload" if keep_alive_s == 0 else "load"
+    return _json(words.say("") | {"done": True, "done_reason": reason})
 
 
 def _message(message: OllamaMessage, path: str) -> Message:
@@ -298,6 +310,12 @@ def _message(message: OllamaMessage, path: str) -> Message:
         for i, call in enumerate(message.tool_calls or ())
     ]
     return AssistantMessage(content=content, tool_calls=calls or None)
+
+
+def _expiry(view: ModelView) -> Json:
+    """Of a model that was loaded on demand."""
+    left_s = current_node().on_demand.expires_in_s(view.model_id)
+    return {} if left_s is None else {"expires_at": timestamp(datetime.now(UTC) + timedelta(seconds=left_s))}
 
 
 def _names(view: ModelView) -> tuple[str, ...]:

@@ -42,11 +42,14 @@ class Ask:
     """None: until the context is full."""
     caller: Caller = field(default_factory=current_caller)
     request_id: str = field(default_factory=current_request_id)
+    keep_alive_s: float | None = None
+    """How long a model that is loaded for this stays; None: as configured."""
 
     @property
-    def terms(self) -> tuple[str, Prompt, Sampling, int | None, Caller, str]:
+    def terms(self) -> tuple[str, Prompt, Sampling, int | None, Caller, str, float | None]:
         """As `Node.generate` takes them."""
-        return self.model, self.prompt, self.sampling, self.max_tokens, self.caller, self.request_id
+        asked = self.model, self.prompt, self.sampling, self.max_tokens
+        return *asked, self.caller, self.request_id, self.keep_alive_s
 
 
 class Reply(Protocol):

@@ -1,0 +1,228 @@
+"""Models that are loaded because a request asks for them, and how long they stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from dataclasses import replace as changed
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from swarmllm.errors import InvalidRequest, WorkerError
+from swarmllm.guide import GUIDE_PATH
+from swarmllm.models import CatalogueEntry, build_manifest
+from swarmllm.models.model_files import FileState
+from swarmllm.node.keep_alive import FOREVER_S, KeepAlive, parse_keep_alive
+from swarmllm.node.on_demand import OnDemand
+from swarmllm.workerpool import AS_CONFIGURED, LoadOptions
+
+MANIFEST = build_manifest(GUIDE_PATH)
+WHOLE = MANIFEST.whole
+
+
+def entry(name: str) -> CatalogueEntry:
+    return CatalogueEntry(name, name, Path("/nowhere"), MANIFEST, FileState(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("said", "meant_s"),
+    [
+        (None, None), (0, 0), ("0", 0), (1.5, 1.5), ("300", 300), ("5m", 300), ("1h30m", 5400),
+        ("10ms", 0.01),
+        (-1, FOREVER_S), ("-1", FOREVER_S), ("-1m", FOREVER_S), (1e300, FOREVER_S), ("1.5h", 5400),
+    ],
+)  # fmt: skip
+def test_keep_alive_is_seconds_or_a_duration(said: float | str | None, meant_s: float | None) -> None:
+    assert parse_keep_alive(said) == (meant_s if meant_s is None else pytest.approx(meant_s))
+
+
+@pytest.mark.parametrize("said", ["", "soon", "5 m", "m", "5m5", "nan", math.nan, "\u0665m"])
+def test_what_is_no_time_is_refused(said: float | str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_keep_alive(said)
+    assert caught.value.field == "keep_alive"
+
+
+@given(st.lists(st.sampled_from(["begin", "end", "wait"]), max_size=30))
+def test_a_model_with_requests_under_way_never_expires(steps: list[str]) -> None:
+    kept, now_s, n = KeepAlive(), 0.0, 0
+    kept.loaded("a", 10.0, now_s)
+    idle_since_s = 0.0
+    for step in steps:
+        if step == "begin":
+            kept.begin("a", None)
+            n += 1
+        elif step == "end" and n:
+            kept.end("a", now_s)
+            n -= 1
+            idle_since_s = now_s
+        elif step == "wait":
+            now_s += 4.0
+        assert kept.expired(now_s) == (("a",) if not n and now_s >= idle_since_s + 10 else ())
+        assert kept.next_s() == (math.inf if n else idle_since_s + 10)
+
+
+@dataclass
+class World:
+    on_demand: OnDemand
+    held: set[str] = field(default_factory=set)
+    loads: list[tuple[str, LoadOptions]] = field(default_factory=list)
+    drops: list[str] = field(default_factory=list)
+    room: int = 9
+    complete: set[str] = field(default_factory=set)
+    managed: set[str] = field(default_factory=set)
+    may_load: bool = True
+
+    @asynccontextmanager
+    async def asked(
+        self, name: str, said_s: float | None = None, keep_s: float = 300.0
+    ) -> AsyncIterator[None]:
+        async with self.on_demand.using(entry(name), AS_CONFIGURED, keep_s, said_s):
+            yield
+
+
+@asynccontextmanager
+async def open_world() -> AsyncIterator[World]:
+    async def load(wanted: CatalogueEntry, options: LoadOptions) -> None:
+        await trio.sleep(2)
+        if len(world.held) >= world.room:
+            raise WorkerError("out_of_memory: no room", kind="out_of_memory")
+        world.held.add(wanted.model_id)
+        world.loads.append((wanted.model_id, options))
+
+    async def drop(gone: CatalogueEntry) -> None:
+        await trio.sleep(1)
+        world.held.discard(gone.model_id)
+        world.drops.append(gone.model_id)
+
+    world = World(
+        OnDemand(
+            loaded=lambda model_id: (WHOLE,) if model_id in world.held else (),
+            load=load,
+            drop=drop,
+            is_complete=lambda each: each.model_id in world.complete,
+            managed=lambda: world.managed,
+            may_load=lambda: world.may_load,
+        )
+    )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.on_demand.run)
+        yield world
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_model_is_loaded_once_for_all_who_ask_and_goes_after_its_time(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world() as world:
+
+        async def ask() -> None:
+            async with world.asked("a"):
+                assert world.held == {"a"}
+                await trio.sleep(10)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(ask)
+        assert world.loads == [("a", AS_CONFIGURED)]
+        await trio.sleep(299)
+        assert world.held == {"a"}
+        await trio.sleep(3)
+        assert world.drops == ["a"]
+        async with world.asked("a"):
+            assert world.held == {"a"}
+
+
+async def test_a_request_says_how_long_it_stays(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        async with world.asked("a", said_s=0.0):
+            await trio.sleep(1000)
+        await trio.sleep(2)
+        assert world.drops == ["a"]
+        async with world.asked("b", said_s=FOREVER_S):
+            pass
+        await trio.sleep(10**7)
+        assert world.held == {"b"}
+        assert world.on_demand.expires_in_s("b") is None
+        async with world.asked("b", said_s=60.0):
+            assert world.on_demand.expires_in_s("b") == 60
+        await trio.sleep(20)
+        assert world.on_demand.expires_in_s("b") == 40
+        await trio.sleep(42)
+        assert world.held == set()
+
+
+async def test_what_a_person_loaded_or_others_hold_or_placement_manages_is_left_alone(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world() as world:
+        world.held = {"mine"}
+        world.complete, world.managed = {"theirs"}, {"placed"}
+        for name in ("mine", "theirs", "placed"):
+            async with world.asked(name, said_s=0.0):
+                pass
+        partly = changed(entry("partly"), present=frozenset())
+        async with world.on_demand.using(partly, AS_CONFIGURED, 300.0):
+            pass
+        world.may_load = False
+        async with world.asked("other"):
+            pass
+        await trio.sleep(10**6)
+        assert (world.loads, world.drops, world.held) == ([], [], {"mine"})
+
+
+async def test_a_model_that_a_person_loads_later_stays(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        async with world.asked("a"):
+            pass
+        world.on_demand.forget("a")
+        await trio.sleep(10**6)
+        assert world.held == {"a"}
+
+
+async def test_idle_models_make_room_the_longest_unused_one_first(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        world.room = 2
+        async with world.asked("a"):
+            pass
+        await trio.sleep(1)
+        async with world.asked("b"):
+            pass
+        async with world.asked("a"):
+            await trio.sleep(1)
+        async with world.asked("c"):
+            assert world.held == {"a", "c"}
+            async with world.asked("a"):
+                with pytest.raises(WorkerError, match="no room"):
+                    async with world.asked("d"):
+                        raise AssertionError("there is no room")
+        assert world.drops == ["b"]
+
+
+async def test_whoever_gives_up_while_it_loads_leaves_no_trace(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        with trio.move_on_after(1):
+            async with world.asked("a"):
+                raise AssertionError("it takes 2 s")
+        assert world.held == set()
+        async with world.asked("a"):
+            assert world.held == {"a"}
+        await trio.sleep(302)
+        assert world.held == set()
+
+
+async def test_a_request_while_it_is_being_dropped_loads_it_again(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        async with world.asked("a"):
+            pass
+        await trio.sleep(300.5)
+        async with world.asked("a"):
+            assert world.held == {"a"}
+        assert (world.drops, len(world.loads)) == (["a"], 2)
