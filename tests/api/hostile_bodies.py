@@ -51,6 +51,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/embed": {"model": "guide", "input": ["a"]},
     "/api/embeddings": {"model": "guide", "prompt": "a"},
     "/api/show": {"model": "guide"},
+    "/api/copy": {"source": "guide", "destination": "x"},
+    "/api/create": {"model": "x", "from": "guide", "system": "a", "parameters": {"top_k": 1, "stop": ["a"]}},
+    "/api/delete": {"model": "guide"},
     "/tokenize": {"model": "guide", "content": "a"},
     "/detokenize": {"model": "guide", "tokens": [72, 73]},
     "/apply-template": {"model": "guide", "messages": USER},
@@ -59,6 +62,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/admin/models/{name}/load": {"layers": "0:4"},
     "/api/admin/models/{name}/unload": {"layers": "0:4"},
     "/api/admin/models/{name}/pin": {"pinned": True},
+    "/api/admin/models/{name}/alias": {"name": "x"},
+    "/api/admin/models/{name}/preset": {
+        "system": "a",
+        "context": 512,
+        "sampling": {"top_k": 1, "stop": ["a"]},
+    },
 }
 NUMBERS = (-1, 0, 2**31, 2**63, 2**64, -(2**70), 10**400, 1e308, -0.0, 0.5, float("nan"), float("inf"))
 WORDS = ("", "\0", "\ud800", "a\udfffb", "x" * 5000, "0:4", "-1:4", "..", "[z-a]", "(" * 500, "é", DEEP)

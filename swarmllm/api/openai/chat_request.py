@@ -10,11 +10,13 @@ import msgspec
 
 from swarmllm.api.openai import schema
 from swarmllm.api.openai.forced_call import SCHEMA_MAX
-from swarmllm.api.output.sampling import SAMPLING_NAMES, sampling_of
+from swarmllm.api.output.sampling import sampling_of
 from swarmllm.errors import InvalidRequest, VisionEncoderUnavailable
+from swarmllm.models.presets import SamplingDefaults
 from swarmllm_proto.ipc import Effort, Sampling
 
 Json = dict[str, object]
+PRESET_NAMES = tuple(field.name for field in msgspec.structs.fields(SamplingDefaults))
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "store": (False,),
@@ -54,7 +56,7 @@ class ChatCall:
     session_id: str | None
     prompt_cache_key: str | None
     said: frozenset[str]
-    """The sampling fields that the request has."""
+    """The sampling fields that the request has, of those that presets may have."""
     template: str = ""
     """A chat template in place of the model's, where the model's name has one (`output.presets`)."""
 
@@ -90,7 +92,7 @@ def chat_call(body: schema.ChatRequest) -> ChatCall:
         n=body.n or 1,
         session_id=body.session_id,
         prompt_cache_key=body.prompt_cache_key,
-        said=frozenset(name for name in SAMPLING_NAMES if getattr(body, name) is not None),
+        said=frozenset(name for name in PRESET_NAMES if getattr(body, name) is not None),
     )
 
 
