@@ -157,6 +157,7 @@ class FakePipelines:
 class FakePool:
     def __init__(self) -> None:
         self.held: dict[str, tuple[LayerRange, ...]] = {}
+        self.forgotten: list[str] = []
         self.failure: SwarmLLMError | None = None
         self.refused: Container[str] = ()
         self.options: dict[str, LoadOptions] = {}
@@ -188,6 +189,7 @@ class FakePool:
 
     async def forget(self, model_id: str) -> None:
         self.held.pop(model_id, None)
+        self.forgotten.append(model_id)
 
     async def unload(
         self, model_id: str, layers: LayerRange, progress: Any, then: Any = None

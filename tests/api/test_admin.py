@@ -128,7 +128,9 @@ async def test_a_file_of_ones_own_cannot_be_pinned(tmp_path: Path) -> None:
 async def test_a_model_is_removed_unless_it_is_loaded_and_its_own_file_stays(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         await load(stand, "0:4")
+        model_id = stand.catalogue.get("guide").model_id
         refused = await stand.http.delete(f"{MODELS}/guide")
+        assert stand.pool.forgotten == []
         await stand.http.post(f"{MODELS}/guide/unload", json={})
         removed = await stand.http.delete(f"{MODELS}/guide")
         gone = await stand.http.delete(f"{MODELS}/guide")
@@ -138,6 +140,7 @@ async def test_a_model_is_removed_unless_it_is_loaded_and_its_own_file_stays(tmp
     assert removed.json()["stored"] is False
     assert removed.json()["path"] == str(GUIDE_PATH)
     assert record.files == ()
+    assert stand.pool.forgotten == [model_id]
 
 
 @pytest.mark.parametrize(

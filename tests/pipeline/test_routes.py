@@ -69,7 +69,9 @@ def believed(
 @pytest.mark.parametrize("announced", [1e300, 1e-300, 5e-324])
 def test_announced_times_at_the_limits_of_numbers_overflow_nothing(announced: float) -> None:
     """numpy's warning about an overflow is an error in tests."""
-    known = believed({A: ran(announced), B: ran(1e300), C: NodeCapability(memory_bytes_per_s=5e-324)})
+    link = ObservedLink(node_id=B, rtt_s=0.0, bytes_per_s=announced)
+    said = msgspec.structs.replace(ran(announced), observed_links=(link,))
+    known = believed({A: said, B: ran(1e300), C: NodeCapability(memory_bytes_per_s=5e-324)})
     for speed in known.speeds.values():
         assert 0 < speed.decode_s <= SLOWEST_LAYER_S
         assert 0 < speed.prefill_s <= SLOWEST_LAYER_S

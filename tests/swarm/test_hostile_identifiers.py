@@ -150,21 +150,32 @@ async def test_a_neighbour_whose_answer_names_no_ids_is_blamed(tmp_path: Path, a
             spread.exchange.answer(KIND_ENVELOPES, msgspec.msgpack.encode([NO_ID]))
 
 
-async def test_a_peer_exchange_with_an_id_that_is_none_teaches_nothing() -> None:
+@pytest.mark.parametrize(
+    ("node_id", "address", "field"),
+    [
+        (NO_ID, DEAD_END, "peers[1].node_id"),
+        (node_id_named("c"), f"/ip4/192.0.2.1/tcp/1/p2p/{NO_ID}", "addresses[0]"),
+    ],
+    ids=["id", "relay"],
+)
+async def test_a_peer_exchange_with_an_id_that_is_none_teaches_nothing(
+    node_id: NodeId, address: str, field: str
+) -> None:
     note, book = Notes(), Book()
-    peers = (
-        KnownPeer(node_id=node_id_named("b"), addresses=(DEAD_END,)),
-        KnownPeer(node_id=NO_ID, addresses=(DEAD_END,)),
-    )
+    peers = [
+        {"node_id": node_id_named("b"), "addresses": [DEAD_END]},
+        {"node_id": node_id, "addresses": [address]},
+    ]
 
     async def ask(node_id: str, body: bytes) -> bytes:
-        return encode_neighbour(PeerExchangeResponse(peers=peers))
+        empty = msgspec.msgpack.decode(encode_neighbour(PeerExchangeResponse(peers=())))
+        return msgspec.msgpack.encode(empty | {"peers": peers})
 
     exchange = PeerExchange(ask, book, note)
     await exchange.learn_from(FORWARDER)
     assert book.heard == {}
     assert note.blamed == {FORWARDER}
-    assert "peers[1].node_id" in note.told[0][2]
+    assert field in note.told[0][2]
     with pytest.raises(UnreadableRequest):
         exchange.answer(FORWARDER, b"\xc1")
 

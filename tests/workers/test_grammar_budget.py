@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import PATIENCE_S
 
 from swarmllm_proto import ipc
 from swarmllm_proto.ipc import Sampling
@@ -44,6 +47,27 @@ HANGING = {
         json_schema=json.dumps({"type": "string", "pattern": "^" + ".*" * 100 + "$"}), temperature=0.0
     ),
 }
+
+
+def test_a_child_has_so_much_memory_and_no_more() -> None:
+    """Before it reads anything."""
+    script = """
+import os
+from swarmllm_workers.grammars.process import MEMORY_MAX, run_child
+
+class Greedy:
+    @property
+    def model(self):
+        bytearray(MEMORY_MAX // 2)
+        try:
+            bytearray(2 * MEMORY_MAX)
+        except MemoryError:
+            os._exit(7)
+        os._exit(1)
+
+run_child(0, Greedy())
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=PATIENCE_S, check=False).returncode == 7
 
 
 @pytest.fixture
