@@ -32,6 +32,7 @@ from swarmllm.config import Config, InferenceTable
 from swarmllm.downloads import SharedDigests
 from swarmllm.errors import SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
+from swarmllm.log_filter import LogLimitFilter
 from swarmllm.models import Catalogue, Store
 from swarmllm.models.hashing import build_manifest
 from swarmllm.node import Node
@@ -122,20 +123,21 @@ class HonestNode:
 
 
 class Journal(logging.Handler):
-    """What was logged, and whether a traceback was among it."""
+    """What a daemon would have logged, and whether a traceback was among it."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._limit = LogLimitFilter(clock=trio.current_time)
         self.n_lines = 0
         self.tracebacks: list[str] = []
         self.latest: deque[str] = deque(maxlen=40)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.n_lines += 1
-        text = record.getMessage()
-        self.latest.append(f"{record.levelname} {record.name}: {text[:300]}")
         if record.exc_info:
             self.tracebacks.append(logging.Formatter().format(record))
+        if self._limit.filter(record):
+            self.n_lines += 1
+            self.latest.append(f"{record.levelname} {record.name}: {record.getMessage()[:300]}")
 
     def clear(self) -> None:
         self.n_lines = 0
@@ -145,7 +147,7 @@ class Journal(logging.Handler):
 
 @contextmanager
 def journal() -> Iterator[Journal]:
-    """Everything from level INFO on."""
+    """Everything from level INFO on that the limit of lines leaves, on the clock of the run."""
     handler, root = Journal(), logging.getLogger()
     level, root.level = root.level, logging.INFO
     root.addHandler(handler)
