@@ -127,7 +127,16 @@ class Pipelines:
         )
         self._here = LocalLoad(pool, self._sessions, settings)
         self._checker = Checker(
-            router, registry, pool, settings, self._counts, self._suspects, note, trust_of, self._is_busy
+            router,
+            registry,
+            pool,
+            settings,
+            self._counts,
+            self._suspects,
+            note,
+            trust_of,
+            self._is_busy,
+            lambda: self.room().free_slots,
         )
         self._attempts = Attempts(
             router,

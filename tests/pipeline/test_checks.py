@@ -199,6 +199,17 @@ async def test_the_origin_computes_by_itself_what_it_can(patient_clock: MockCloc
         await swarm.quiet()
 
 
+async def test_a_check_leaves_slots_for_requests(patient_clock: MockClock) -> None:
+    pools = {A: FakePool("0:4", "4:8"), LIAR: FakePool("4:8"), H: FakePool("8:12")}
+    full = PipelineSettings(check_rate=1.0, max_requests_per_model=1)
+    async with open_swarm(pools, settings=full) as swarm:
+        swarm[A].pipelines._observations.observe(swarm.entry.model_id, "decode", 100.0, 1, 1)
+        await prefer(swarm, LIAR)
+        assert await asked_and_checked(swarm)
+        assert swarm[A].pipelines.statistics().checks_dropped == 1
+        await swarm.quiet()
+
+
 def send_other_rows(swarm: Swarm, node_id: str, twist: Twist) -> None:
     """Its worker keeps the true ones."""
     router, send = swarm[node_id].router, swarm[node_id].router.send

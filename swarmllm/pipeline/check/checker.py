@@ -51,6 +51,8 @@ PENDING_MAX = 4
 IDLE_WAIT_S = 30.0
 """So long a check waits for this node to have nothing else to do."""
 LOOK_S = 0.25
+SPARE_SLOTS = 2
+"""A check here leaves at least one for a request that comes meanwhile."""
 HOLDERS_ASKED = 3
 """Nodes that are asked to compute rows again, until two agree."""
 
@@ -100,6 +102,8 @@ class Checker:
     trust_of: Callable[[NodeId], float]
     is_busy: Callable[[], bool]
     """Whether requests run on this node."""
+    n_free_slots: Callable[[], int]
+    """Of this node's workers."""
     chance: Chance = field(default_factory=lambda: random.SystemRandom().random)
     replies: Replies = field(default_factory=Replies)
     _pending: deque[_Pending] = field(default_factory=deque)
@@ -179,6 +183,9 @@ class Checker:
         could."""
         loaded = self.compute.loaded(pending.context.model.model_id)
         if composes(loaded, pending.context.view.layers(pending.stage)):
+            if self.n_free_slots() < SPARE_SLOTS:
+                self.counts.checks_dropped += 1
+                return None
             return await self._computed_by(pending, None)
         found: list[tuple[NodeId, _Found]] = []
         for node_id in self._others(pending):
