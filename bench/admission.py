@@ -85,9 +85,9 @@ PLANNERS: dict[str, Callable[[], Planner]] = {
 
 
 def admit(loop: Loop, planner: Planner, prompt: np.ndarray) -> dict[str, float]:
-    runner = loop.handlers._runner
-    assert runner is not None
-    runner._planner = planner
+    scheduler = loop.handlers._scheduler
+    assert scheduler is not None
+    scheduler._planner = planner
     readers = ("a", "b")
     for i, name in enumerate(readers):
         loop.generate(name, np.arange(20 + i, dtype=np.int32), 100_000)

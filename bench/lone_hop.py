@@ -3,10 +3,10 @@
     python -m bench.lone_hop --rounds 5 --steps 60
 
 One process holds a quarter of the 0.5B model between two links, as a worker in the middle of a ring of four.
-Jobs of two requests take turns: one is run as it comes (`lone_steps.py`), the rival is planned and run as one
-of several works. Before each a step of a third request reads all weights, so that it finds the caches as in a
-ring, where the other stages' weights went through them. Figures of a round are lower quartiles, which others
-on the machine disturb least.
+Jobs of two requests take turns: one is run as it comes (`LoneSteps`), the rival as a work of the scheduler.
+Before each a step of a third request reads all weights, so that it finds the caches as in a ring, where the
+other stages' weights went through them. Figures of a round are lower quartiles, which others on the machine
+disturb least.
 """
 
 from __future__ import annotations

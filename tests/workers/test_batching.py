@@ -20,7 +20,7 @@ import pytest
 from swarmllm_proto import ipc
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.engine.segment import Segment, Span
-from swarmllm_workers.schedule import runner
+from swarmllm_workers.schedule import scheduler
 from swarmllm_workers.server.handlers import STARVED_MS, Handlers
 
 from .client import GREEDY
@@ -280,7 +280,7 @@ def test_forwards_wait_until_others_have_ended_while_the_rest_of_the_batch_runs(
 def test_forwards_that_have_waited_long_enough_are_refused(
     open_room: OpenRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "ROOM_PATIENCE_S", 0.0)
+    monkeypatch.setattr(scheduler, "ROOM_PATIENCE_S", 0.0)
     room = open_room("llama", (0, 2), n_ctx=64)
     assert two_forwards(room) == ["a"]
     room.run()
@@ -291,7 +291,7 @@ def test_forwards_that_have_waited_long_enough_are_refused(
 def test_forwards_wait_ten_seconds_for_room(open_room: OpenRoom, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     clock = SimpleNamespace(monotonic=lambda: now_s, perf_counter=time.perf_counter)
-    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(scheduler, "time", clock)
     room = open_room("llama", (0, 2), n_ctx=64)
     assert two_forwards(room) == ["a"]
     now_s += 9.9

@@ -18,9 +18,9 @@ from swarmllm_proto.codec import decode_job, encode_job_frame
 from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
 from swarmllm_proto.tensors import tensor_bytes
 from swarmllm_workers.engine.interposing import find_library
+from swarmllm_workers.ring import ring_work
 from swarmllm_workers.ring.link import ReceivingLink, SendingLink
 from swarmllm_workers.ring.seats import TURNED_INTERVAL_S
-from swarmllm_workers.schedule import lone_steps
 from swarmllm_workers.server.handlers import Handlers
 
 SECRET = bytes(range(32)) + bytes(8)
@@ -147,7 +147,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeStag
 
     def make(start: int, end: int, *, native: bool = True) -> Stage:
         if not native:
-            monkeypatch.setattr(lone_steps, "find_library", lambda name: None)
+            monkeypatch.setattr(ring_work, "find_library", lambda name: None)
         made.append(Stage(tmp_path, start, end))
         return made[-1]
 

@@ -363,6 +363,23 @@ class Engine:
                 "not_loaded", f"layers {route.start}:{route.end} were unloaded while the request ran", "start"
             )
 
+    def is_next_row(self, route: Route, span: Span) -> bool:
+        """Whether it is one row behind those that the slot has, of a route that is open, so that nothing has
+        to be checked or forgotten."""
+        if len(span.data) != 1:
+            return False
+        for segment in route.segments:  # noqa: SIM110 (as in Route)
+            if not segment.can_step(span.slot, span.position):
+                return False
+        return True
+
+    def run_next_row(self, route: Route, span: Span) -> list[np.ndarray]:
+        """`run` of a span that `is_next_row` is true of."""
+        row = self.prepare(route.segments[0], span.data)
+        for segment in route.segments:
+            row = segment.step(span.slot, span.position, row, span.want)
+        return [row]
+
     def run(self, route: Route, spans: Sequence[Span]) -> list[np.ndarray]:
         """Run spans through a route: `Segment.run` of its segments one after the other, after `check` of
         all."""

@@ -244,7 +244,7 @@ class Segment:
 
     def run(self, spans: Sequence[Span]) -> list[np.ndarray]:
         """As `_run`, in as few graphs as the model's state allows."""
-        if not self._model.is_recurrent or len(spans) == 1:
+        if len(spans) == 1 or not self.is_recurrent:
             return self._run(spans)
         results: dict[int, np.ndarray] = {}
         for group in self._groups(spans):
@@ -284,7 +284,8 @@ class Segment:
         if self.has_head and not normed:
             outputs = _outputs(spans, rows)
         for span in spans:
-            self.truncate(span.slot, span.position)
+            if self.lengths[span.slot] > span.position:
+                self.truncate(span.slot, span.position)
         fed = rows.data
         if self._tap is not None:
             self._tap.arm(rows.data)
@@ -346,7 +347,8 @@ def _outputs(spans: Sequence[Span], rows: _Rows) -> np.ndarray | bool:
     return outputs
 
 
-class _Rows(NamedTuple):
+@dataclass(slots=True)
+class _Rows:
     """The rows of all spans, one after the other."""
 
     data: np.ndarray

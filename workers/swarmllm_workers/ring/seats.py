@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import NO_DIGEST, decode_job, encode_job_frame
@@ -33,7 +32,6 @@ from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import StageTiming
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
-from swarmllm_proto.tensors import tensor_bytes
 from swarmllm_workers.decode.decoding import Decoded
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.link import LinkClosed, ReceivingLink, SendingLink
@@ -59,9 +57,24 @@ Watch = Callable[[int, int], None]
 """(descriptor, events of `select.poll`; 0: no more)"""
 
 
+def _forward_of(its: ipc.TakeSeat) -> ipc.Forward:
+    return ipc.Forward(
+        id=0,
+        request_id=its.request_id,
+        start=its.start,
+        end=its.end,
+        position=0,
+        want="hidden" if its.sampling is None else "token",
+        sampling=its.sampling,
+        n_prompt_tokens=its.n_prompt_tokens,
+    )
+
+
 @dataclass(slots=True)
 class Seat:
     message: ipc.TakeSeat
+    forward: ipc.Forward
+    """What each job that comes by a link asks for, at its own position."""
     expected: int = 0
     """The position after the newest job that was taken."""
     unsure: tuple[tuple[JobMessage, bytes | memoryview], ...] = ()
@@ -146,7 +159,7 @@ class Ring:
     def take_seat(self, message: ipc.TakeSeat) -> None:
         if len(self._seats) >= SEATS_MAX:
             raise CallError("bad_message", f"{SEATS_MAX} seats are taken already", "request_id")
-        self._seats[message.request_id, message.stage] = Seat(message)
+        self._seats[message.request_id, message.stage] = Seat(message, _forward_of(message))
 
     def leave(self, request_id: str) -> None:
         """The request is over here."""
@@ -201,20 +214,6 @@ class Ring:
         seat.n_turned, seat.compute_s, seat.is_told_running = 0, 0.0, seat.is_running
         return 0.0
 
-    def pass_hidden(
-        self,
-        seat: Seat,
-        position: int,
-        hidden: np.ndarray,
-        timings: tuple[StageTiming, ...],
-        *,
-        may_relay: bool,
-    ) -> bool:
-        """Send f32 [n, n_embd] on to the next stage. False: there is no link, and it `may_relay` not
-        either."""
-        payload = tensor_bytes(hidden)
-        return self.pass_rows(seat, position, len(hidden), payload, timings, may_relay=may_relay)
-
     def pass_rows(
         self,
         seat: Seat,
@@ -225,7 +224,8 @@ class Ring:
         *,
         may_relay: bool,
     ) -> bool:
-        """`pass_hidden` of rows that are encoded."""
+        """Send f32 [n, n_embd], which `payload` is, on to the next stage. False: there is no link, and it
+        `may_relay` not either."""
         message = LayerForward(
             request_id=seat.message.request_id,
             step="layer",

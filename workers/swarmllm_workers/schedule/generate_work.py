@@ -64,6 +64,7 @@ class GenerateWork:
         self.request_id = message.request_id
         self.is_finished = False
         self.can_restart = True
+        self.layers = 0, engine.n_layers
         self.has_tokens = True
         self._session = message.session_id
         self.wants_alone = False
@@ -93,10 +94,6 @@ class GenerateWork:
         self._judged: _Judged | None = None
         """A step's result whose tokens are being sampled."""
         self._is_alone = False
-
-    @property
-    def layers(self) -> tuple[int, int]:
-        return 0, self._engine.n_layers
 
     def _route(self) -> Route | None:
         return self._engine.known_route(self.request_id, *self.layers)
@@ -139,7 +136,7 @@ class GenerateWork:
         self._guesses = self._guesser.guess(self._history[: self._n_history], n_rows_max, n_left)
 
     def next_span(self, n_rows: int) -> Span:
-        slot = self._engine.take_slot(self.request_id)
+        slot = self._engine.slots.take(self.request_id)
         data = self._history[self._position : min(self._position + n_rows, self._n_history)]
         self._n_running = len(data)
         if self._guesses:
@@ -147,6 +144,10 @@ class GenerateWork:
             return Span(slot, self._position, rows, "rows")
         is_last = self._position + len(data) == self._n_history
         return Span(slot, self._position, data, "logits" if is_last else "none")
+
+    def decode_step(self, route: Route) -> Span | None:
+        self.look_ahead(self._engine.prefixes.n_free(route.segments))
+        return self.next_span(self.n_waiting) if self.is_decode else None
 
     def _name(self) -> Name:
         return Name((), self._history[: self._position])

@@ -25,6 +25,7 @@ from swarmllm_workers.decode.grammar import NotYet
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import Span, Want
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.schedule.segment_route import Route
 
 STEP_ROWS_MAX: Final = 16
 """Rows up to which a Forward is a step that somebody waits for, not a piece of a prompt."""
@@ -44,9 +45,8 @@ class Work(Protocol):
     wants_alone: bool
     """Its rows share no batch."""
 
-    @property
-    def layers(self) -> tuple[int, int]:
-        """Which its rows go through: [start, end)."""
+    layers: tuple[int, int]
+    """Which its rows go through: [start, end)."""
 
     def begin(self) -> None:
         """It has a slot, and may look for rows that are there already."""
@@ -64,6 +64,10 @@ class Work(Protocol):
 
     def next_span(self, n_rows: int) -> Span:
         """The next rows, `n_rows` of those that wait."""
+
+    def decode_step(self, route: Route) -> Span | None:
+        """`look_ahead` of a work that is alone, and the span of all rows that wait, where they are a step.
+        Raises CallError."""
 
     def accept(self, result: np.ndarray, compute_s: float) -> None:
         """The result of that span. Raises CallError."""
@@ -86,15 +90,25 @@ class ForwardWork:
     """A Forward: LayerResult or Token at the end."""
 
     def __init__(
-        self, message: Forward, data: np.ndarray, engine: Engine, decodings: dict[str, Decoding], send: Send
+        self,
+        message: Forward,
+        position: int,
+        data: np.ndarray,
+        engine: Engine,
+        decodings: dict[str, Decoding],
+        send: Send,
     ) -> None:
+        """`position` counts, not the message's."""
         self.call_id = message.id
         self.request_id = message.request_id
         self.is_finished = False
         self.can_restart = False
         self.has_tokens = data.ndim == 1
         self.wants_alone = message.want == "normed"
+        self.layers = message.start, message.end
+        self.is_parked = False
         self._message = message
+        self._position = position
         self._data = data
         self._engine = engine
         self._decodings = decodings
@@ -105,10 +119,6 @@ class ForwardWork:
         self._hidden: list[np.ndarray] = []
         self._parked: np.ndarray | None = None
         """Logits of the token that is to be sampled."""
-
-    @property
-    def layers(self) -> tuple[int, int]:
-        return self._message.start, self._message.end
 
     def begin(self) -> None:
         return
@@ -130,14 +140,18 @@ class ForwardWork:
 
     def next_span(self, n_rows: int) -> Span:
         message = self._message
-        slot = self._engine.take_slot(message.request_id)
+        slot = self._engine.slots.take(message.request_id)
         rows = self._data[self._n_done : self._n_done + n_rows]
         self._n_running = len(rows)
         is_last = self._n_done + len(rows) == len(self._data)
         want: Want = "none" if message.want == "token" else message.want
         if message.want == "token" and is_last:
             want = "logits"
-        return Span(slot, message.position + self._n_done, rows, want)
+        return Span(slot, self._position + self._n_done, rows, want)
+
+    def decode_step(self, route: Route) -> Span | None:
+        n_rows = len(self._data)
+        return self.next_span(n_rows) if n_rows <= STEP_ROWS_MAX and not self.wants_alone else None
 
     def accept(self, result: np.ndarray, compute_s: float) -> None:
         message = self._message
@@ -157,7 +171,7 @@ class ForwardWork:
         self._deliver(hidden)
         if message.want == "hidden" and hidden is not None:
             # After the send: nobody waits for this.
-            self._engine.journals.write(message.request_id, message.end, message.position, hidden)
+            self._engine.journals.write(message.request_id, message.end, self._position, hidden)
         self._keep_received()
         self.is_finished = True
 
@@ -179,17 +193,18 @@ class ForwardWork:
             decoding = Decoding(self._engine.vocabulary, message.sampling)
             decoding.resume(message.generated)
             self._decodings[message.request_id] = decoding
-        index = message.position + len(self._data) - message.n_prompt_tokens
+        index = self._position + len(self._data) - message.n_prompt_tokens
         started = time.perf_counter()
         try:
             decoded = decoding.decode(logits, index)
         except NotYet:
             # Logits are a view of what the next batch overwrites.
             self._parked = logits.copy() if self._parked is None else self._parked
+            self.is_parked = True
             return
         finally:
             self._compute_s += time.perf_counter() - started
-        self._parked = None
+        self._parked, self.is_parked = None, False
         self._deliver_token(decoded)
         self._keep_received()
         self.is_finished = True
@@ -198,11 +213,7 @@ class ForwardWork:
         """After the send: nobody waits for this."""
         message = self._message
         if not self.has_tokens:
-            self._engine.received.write(message.request_id, message.start, message.position, self._data)
-
-    @property
-    def is_parked(self) -> bool:
-        return self._parked is not None
+            self._engine.received.write(message.request_id, message.start, self._position, self._data)
 
     def go_on(self) -> None:
         if self._parked is not None:

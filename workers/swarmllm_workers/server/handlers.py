@@ -23,12 +23,11 @@ from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.kernel_tuning import KernelTuning
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.ring.ring_work import RingWork
+from swarmllm_workers.ring.ring_work import LoneSteps, RingWork
 from swarmllm_workers.ring.seats import TURNED_INTERVAL_S, Ring, Seat, Watch
 from swarmllm_workers.schedule.generate_work import GenerateWork
-from swarmllm_workers.schedule.lone_steps import LoneSteps
 from swarmllm_workers.schedule.planner import CAPACITY, Planner
-from swarmllm_workers.schedule.runner import Runner
+from swarmllm_workers.schedule.scheduler import Scheduler
 from swarmllm_workers.schedule.work import ForwardWork, Send, Work
 from swarmllm_workers.server.background import InPlace, Place
 from swarmllm_workers.server.ending_handlers import EndingHandlers
@@ -72,7 +71,7 @@ class Handlers:
         self._arrived_at = 0.0
         self._engine: Engine | None = None
         self._manifest: PrefixManifest | None = None
-        self._runner: Runner | None = None
+        self._scheduler: Scheduler | None = None
         self._lone_steps: LoneSteps | None = None
         self._speculation: Speculation | None = None
         self._kernels = KernelTuning()
@@ -121,7 +120,7 @@ class Handlers:
 
     @property
     def has_work(self) -> bool:
-        return self._runner is not None and self._runner.has_work
+        return self._scheduler is not None and self._scheduler.has_work
 
     def handle(self, message: Any, payload: memoryview) -> None:
         self._arrived_at = time.perf_counter()
@@ -135,13 +134,13 @@ class Handlers:
         """How long the worker may sleep: without work until kept KV expires, or the daemon is due some news
         of a ring (what has expired is dropped, what is due is told); not at all with work, and a moment where
         all of that waits for room."""
-        if self._runner is not None and self._runner.has_work:
+        if self._scheduler is not None and self._scheduler.has_work:
             self._tell_prefixes()
             self._has_stepped = False
             self.grammars.pause_ms()
-            if self._runner.is_parked:
+            if self._scheduler.is_parked:
                 return PARKED_MS
-            return STARVED_MS if self._runner.is_starved else 0
+            return STARVED_MS if self._scheduler.is_starved else 0
         if self._engine is None:
             return None
         now_s = time.monotonic()
@@ -166,9 +165,9 @@ class Handlers:
 
     def step(self) -> None:
         """One round of the works in progress."""
-        if self._runner is not None and self._speculation is not None:
-            self._runner.step()
-            self._speculation.settle(is_idle=not self._runner.has_work)
+        if self._scheduler is not None and self._speculation is not None:
+            self._scheduler.step()
+            self._speculation.settle(is_idle=not self._scheduler.has_work)
 
     def _fail(self, call_id: int, error: Exception) -> None:
         self._answer_error(call_id, "", error)
@@ -196,10 +195,10 @@ class Handlers:
             text = f"{type(error).__name__}: {error}"[:300]
             self._send(ipc.Error(id=call_id, kind="engine", message=text, request_id=request_id))
 
-    def _running(self) -> Runner:
+    def _running(self) -> Scheduler:
         self._opened()
-        assert self._runner is not None
-        return self._runner
+        assert self._scheduler is not None
+        return self._scheduler
 
     def _opened(self) -> Engine:
         if self._engine is None:
@@ -227,7 +226,7 @@ class Handlers:
         planner = Planner(
             chunk=min(message.prefill_chunk_tokens, CAPACITY - 1), batching=message.continuous_batching
         )
-        self._runner = Runner(engine, planner, self._answer_work, self._read_ahead)
+        self._scheduler = Scheduler(engine, planner, self._answer_work, self._read_ahead)
         self._send(
             ipc.Opened(
                 id=message.id,
@@ -246,10 +245,10 @@ class Handlers:
 
     def _forward(self, message: ipc.Forward, payload: memoryview) -> None:
         data = self._tensor(payload)
-        self._check_forward(message, data)
+        self._check_forward(message, message.position, data)
         seat = self.ring.seat_of(message)
         if seat is None:
-            work = ForwardWork(message, data, self._opened(), self._decodings, self._send)
+            work = ForwardWork(message, message.position, data, self._opened(), self._decodings, self._send)
         elif message.resent and message.position < seat.expected:
             self._send(ipc.Done(id=message.id))
             return
@@ -257,7 +256,16 @@ class Handlers:
             seat.expected = message.position + len(data)
             since = self._arrived_at - message.waited_s
             work = RingWork(
-                message, data, self._opened(), self._decodings, self._send, self.ring, seat, since
+                message,
+                message.position,
+                data,
+                self._opened(),
+                self._decodings,
+                self._send,
+                self.ring,
+                seat,
+                since,
+                message.timings,
             )
         self._running().add(work)
 
@@ -273,29 +281,28 @@ class Handlers:
                 self._opened().release_if_empty(job.request_id)
                 self._answer_error(0, job.request_id, error)
                 return
-        engine, its = self._opened(), seat.message
-        message = ipc.Forward(
-            id=0,
-            request_id=its.request_id,
-            start=its.start,
-            end=its.end,
-            position=job.position,
-            want="hidden" if its.sampling is None else "token",
-            sampling=its.sampling,
-            n_prompt_tokens=its.n_prompt_tokens,
-            timings=job.timings,
-        )
+        engine = self._opened()
         data = np.array([job.token], np.int32) if job.step == "embed" else self._tensor(payload)
-        self._check_forward(message, data)
+        self._check_forward(seat.forward, job.position, data)
         if len(data) != job.n_tokens:
             raise CallError("bad_tensor", f"{len(data)} rows where {job.n_tokens} are due", "n_tokens")
         self._running().add(
             RingWork(
-                message, data, engine, self._decodings, self._send, self.ring, seat, came_at, by_link=True
+                seat.forward,
+                job.position,
+                data,
+                engine,
+                self._decodings,
+                self._send,
+                self.ring,
+                seat,
+                came_at,
+                job.timings,
+                by_link=True,
             )
         )
 
-    def _check_forward(self, message: ipc.Forward, data: np.ndarray) -> None:
+    def _check_forward(self, message: ipc.Forward, position: int, data: np.ndarray) -> None:
         """That it is f32 [n, n_embd] or i32 [n], n at least 1, and fit for the message. Raises CallError."""
         engine = self._opened()
         if data.dtype == np.int32:
@@ -308,10 +315,10 @@ class Handlers:
             self._check_hidden(data, engine.n_embd)
         if len(data) == 0:
             raise CallError("bad_tensor", "at least one row is needed", "payload")
-        if message.position + len(data) > engine.settings.n_ctx:
+        if position + len(data) > engine.settings.n_ctx:
             raise CallError(
                 "context_full",
-                f"position {message.position} and {len(data)} rows exceed the context of "
+                f"position {position} and {len(data)} rows exceed the context of "
                 f"{engine.settings.n_ctx} (n_ctx)",
                 "position",
             )
@@ -323,7 +330,7 @@ class Handlers:
                 f"only the range that ends at {engine.n_layers} gives tokens and normed states",
                 "want",
             )
-        if message.want == "token" and message.position + len(data) < message.n_prompt_tokens:
+        if message.want == "token" and position + len(data) < message.n_prompt_tokens:
             raise CallError(
                 "bad_message", "a token is wanted before the end of the prompt", "n_prompt_tokens"
             )
@@ -362,7 +369,7 @@ class Handlers:
         self._running().add(GenerateWork(message, tokens, engine, self._send, self._speculation))
 
     def _works_of(self, request_id: str) -> list[Work]:
-        return self._runner.of_request(request_id) if self._runner is not None else []
+        return self._scheduler.of_request(request_id) if self._scheduler is not None else []
 
     def _stop(self, request_id: str) -> None:
         """Nothing of it runs, comes by links or is sampled any more; its rows stay."""
@@ -371,8 +378,8 @@ class Handlers:
                 work.cancel()
             except CallError as error:
                 self._answer_work(work, error)
-        if self._runner is not None:
-            self._runner.sweep()
+        if self._scheduler is not None:
+            self._scheduler.sweep()
         if (decoding := self._decodings.pop(request_id, None)) is not None:
             decoding.close()
         self.ring.leave(request_id)

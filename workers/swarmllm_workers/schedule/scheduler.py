@@ -1,4 +1,8 @@
-"""Run the works: ask each what it could run, let the planner put batches together, hand the results back.
+"""Schedule the works: whose rows run next, in which batch, and what becomes of them.
+
+A round (`step`) is: resume what was parked, choose batches, run each, accept its results, drop what is over.
+There is one way to run a batch. Which batches there are is planned (`planner.py`), but for a decode step that
+nobody shares: most rounds are such, and in a pipeline the next node waits for it, so no plan is made for it.
 
 Of the works of one request only the oldest runs: its Forwards are in order. Whatever goes wrong with one
 work is that work's error; a batch that fails as a whole is run again one work at a time, so that only the
@@ -8,7 +12,7 @@ guilty pay. A work whose layers have to be cut first waits for that, and the oth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,7 +43,18 @@ class _Ready:
     demand: Demand
 
 
-class Runner:
+@dataclass(slots=True)
+class _Batch:
+    """What runs: works, and of each the rows that there is room for."""
+
+    route: Route
+    works: list[Work]
+    spans: list[Span]
+    is_next_row: bool = False
+    """It is one row, with which nothing has to be checked or forgotten."""
+
+
+class Scheduler:
     def __init__(
         self, engine: Engine, planner: Planner, on_error: OnError, read_ahead: ReadAhead | None = None
     ) -> None:
@@ -80,53 +95,66 @@ class Runner:
     def step(self) -> None:
         """One round: every work that can has its turn, in as few batches as possible."""
         self.is_starved = bool(self._starved_since)
-        self._uncut.clear()
-        for work in [each for each in self._works.values() if each.is_parked]:
-            self._go_on(work)
-        if (
-            len(self._works) == 1
-            and not self.is_starved
-            and self._step_alone(next(iter(self._works.values())))
-        ):
-            self.sweep()
-            return
-        ready = self._ready()
-        demands = [each.demand for each in ready.values()]
-        for batch in self._planner.schedule(demands):
-            self._run(batch, ready)
+        if self._uncut:
+            self._uncut.clear()
+        for work in self._works.values():
+            if work.is_parked:
+                self._resume(work)
+        for batch in self._choose():
+            self._run(batch)
         self.sweep()
-
-    def _step_alone(self, work: Work) -> bool:
-        """The round of a decode step that nobody shares and for which there is room, without a plan: most
-        rounds, and in a pipeline the next node waits for it. False: a plan is needed."""
-        if work.is_finished:
-            return False
-        if work.is_parked:
-            return True
-        try:
-            route = self._engine.known_route(work.request_id, *work.layers)
-            if route is None or not self._has_slot(work):
-                return False
-            work.begin()
-            n_free = self._engine.prefixes.n_free(route.segments)
-            work.look_ahead(n_free)
-            n_rows = work.n_waiting
-            if not work.is_decode or n_rows > n_free:
-                return False
-            span = work.next_span(n_rows)
-            self._engine.rewind(route, span)
-        except Exception as error:
-            self._fail(work, error)
-            return True
-        self._decode(route, [(work, span)])
-        return True
 
     def sweep(self) -> None:
         """Drop works that are over."""
-        for key in [key for key, work in self._works.items() if work.is_finished]:
+        over = [key for key, work in self._works.items() if work.is_finished]
+        for key in over:
             del self._works[key]
             self._starved_since.pop(key, None)
             self._planner.forget(key)
+
+    def _resume(self, work: Work) -> None:
+        try:
+            work.go_on()
+        except Exception as error:
+            self._fail(work, error)
+
+    def _choose(self) -> Iterable[_Batch]:
+        """The batches of this round, each when the one before has run."""
+        if len(self._works) == 1 and not self.is_starved:
+            (work,) = self._works.values()
+            lone = self._lone_step(work)
+            if lone is not None:
+                return (lone,)
+        return self._planned()
+
+    def _planned(self) -> Iterator[_Batch]:
+        ready = self._ready()
+        for planned in self._planner.schedule([each.demand for each in ready.values()]):
+            batch = self._make_room(planned, ready)
+            if batch is not None:
+                yield batch
+
+    def _lone_step(self, work: Work) -> _Batch | None:
+        """The decode step of the only work, for which there is room; None: a plan is needed."""
+        if work.is_finished or work.is_parked:
+            return None
+        try:
+            route = self._engine.known_route(work.request_id, *work.layers)
+            if route is None or not self._has_slot(work):
+                return None
+            work.begin()
+            span = work.decode_step(route)
+            if span is None:
+                return None
+            is_next_row = self._engine.is_next_row(route, span)
+            if not is_next_row:
+                if len(span.data) > self._engine.prefixes.n_free(route.segments):
+                    return None
+                self._engine.rewind(route, span)
+        except Exception as error:
+            self._fail(work, error)
+            return None
+        return _Batch(route, [work], [span], is_next_row)
 
     def _ready(self) -> dict[int, _Ready]:
         ready: dict[int, _Ready] = {}
@@ -184,6 +212,8 @@ class Runner:
         """False where a work that can wait has to: all slots are taken, one of them by a Generate, which
         ends by itself. Raises CallError no_slot."""
         slots = self._engine.slots
+        if slots.get(work.request_id) is not None:
+            return True
         if slots.is_full and slots.get(work.request_id) is None:
             self._engine.held.let_go()
         if work.can_restart and slots.is_full and slots.get(work.request_id) is None:
@@ -209,7 +239,8 @@ class Runner:
         since_s = self._starved_since.get(key)
         return since_s is None or time.monotonic() - since_s < ROOM_PATIENCE_S
 
-    def _run(self, batch: Batch, ready: dict[int, _Ready]) -> None:
+    def _make_room(self, batch: Batch, ready: dict[int, _Ready]) -> _Batch | None:
+        """What of a planned batch runs now; None where nothing does."""
         spans: dict[int, Span] = {}
         for share in batch.shares:
             work, route = ready[share.key].work, ready[share.key].route
@@ -225,17 +256,19 @@ class Runner:
         self._planner.postprocess(batch)
         batch = Batch(batch.lane, tuple(share for share in batch.shares if share.key in spans))
         if not batch.shares:
-            return
+            return None
         route = ready[batch.shares[0].key].route
         keys = {share.key for share in batch.shares}
         n_rows = sum(ready[key].work.n_waiting for key in keys if ready[key].demand.n_cells == 0)
         n_free = self._engine.make_room(route, max(batch.n_rows, n_rows))
         if batch.n_rows > n_free or any(each.demand.n_cells == 0 for each in ready.values()):
             batch = self._fit(batch, ready, n_free)
-        for key in keys - {share.key for share in batch.shares}:
+        chosen = [share.key for share in batch.shares]
+        for key in keys.difference(chosen):
             self._starved_since.setdefault(key, time.monotonic())
-        if batch.shares:
-            self._decode(route, [(ready[share.key].work, spans[share.key]) for share in batch.shares])
+        if not chosen:
+            return None
+        return _Batch(route, [ready[key].work for key in chosen], [spans[key] for key in chosen])
 
     def _fit(self, batch: Batch, ready: dict[int, _Ready], n_free: int) -> Batch:
         demands = [
@@ -251,64 +284,58 @@ class Runner:
             self._fail(ready[key].work, self._engine.full(ready[key].route, ready[key].work.n_waiting))
         return fit.batch
 
-    def _decode(self, route: Route, chosen: Sequence[tuple[Work, Span]]) -> None:
+    def _run(self, batch: _Batch) -> None:
         self.is_starved = False
-        n_decodes = sum(work.is_decode for work, _ in chosen)
+        works = batch.works
+        n_decodes = 1 if batch.is_next_row else sum(work.is_decode for work in works)
         started = time.perf_counter()
         try:
-            results = self._engine_run(route, chosen)
+            results = self._compute(batch)
         except Interrupted:
-            self._leave(route, chosen)
+            self._leave(batch)
             return
         except Exception as error:
-            if len(chosen) == 1:
-                self._fail(chosen[0][0], error)
+            if len(works) == 1:
+                self._fail(works[0], error)
                 return
-            for each in chosen:
-                self._decode(route, [each])
+            for work, span in zip(works, batch.spans, strict=True):
+                self._run(_Batch(batch.route, [work], [span]))
             return
         compute_s = time.perf_counter() - started
-        self._planner.ran(n_decodes, len(chosen) - n_decodes, compute_s)
+        self._planner.ran(n_decodes, len(works) - n_decodes, compute_s)
         if self._starved_since:
             self._starved_since = {
                 key: since_s
                 for key, since_s in self._starved_since.items()
-                if self._works.get(key) not in [work for work, _ in chosen]
+                if self._works.get(key) not in works
             }
-        for (work, _), result in zip(chosen, results, strict=True):
-            self._accept(work, result, compute_s)
+        for work, result in zip(works, results, strict=True):
+            try:
+                work.accept(result, compute_s)
+            except Exception as error:
+                self._fail(work, error)
 
-    def _engine_run(self, route: Route, chosen: Sequence[tuple[Work, Span]]) -> list[np.ndarray]:
-        spans = [span for _, span in chosen]
+    def _compute(self, batch: _Batch) -> list[np.ndarray]:
+        route, spans = batch.route, batch.spans
+        if batch.is_next_row:
+            return self._engine.run_next_row(route, spans[0])
         if self._read_ahead is None or sum(len(span.data) for span in spans) < WATCHED_ROWS_MIN:
             return self._engine.run(route, spans)
-        self._read_ahead.begin(work.request_id for work, _ in chosen)
+        self._read_ahead.begin(work.request_id for work in batch.works)
         try:
             return self._engine.run(route, spans)
         finally:
             self._read_ahead.end()
 
-    def _leave(self, route: Route, chosen: Sequence[tuple[Work, Span]]) -> None:
+    def _leave(self, batch: _Batch) -> None:
         """All of these are about to be cancelled. A state that cannot be rolled back is of no use to
         them."""
-        if not any(segment.is_recurrent for segment in route.segments):
+        if not any(segment.is_recurrent for segment in batch.route.segments):
             return
-        for work, _ in chosen:
+        for work in batch.works:
             self._engine.empty(work.request_id)
             if work.can_restart:
                 work.restart()
-
-    def _accept(self, work: Work, result: np.ndarray, compute_s: float) -> None:
-        try:
-            work.accept(result, compute_s)
-        except Exception as error:
-            self._fail(work, error)
-
-    def _go_on(self, work: Work) -> None:
-        try:
-            work.go_on()
-        except Exception as error:
-            self._fail(work, error)
 
     def _fail(self, work: Work, error: Exception) -> None:
         work.is_finished = True
