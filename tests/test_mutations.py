@@ -58,7 +58,7 @@ def test_limits_counters_conditions_and_statements_are_changed() -> None:
     [
         "swarmllm/swarm/byte_budget.py",
         "swarmllm/pipeline/stage/inbox.py",
-        "workers/swarmllm_workers/schedule/slots.py",
+        "workers/swarmllm_workers/engine/slots.py",
     ],
 )
 def test_a_mutation_changes_one_place_and_still_parses(path: str) -> None:

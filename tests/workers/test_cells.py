@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm_workers.schedule.cells import Cells
+from swarmllm_workers.engine.slots import Cells
 
 N_SEQUENCES = 4
 SEQUENCE = st.integers(0, N_SEQUENCES - 1)

@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_workers.cache.prefixes import PrefixSettings
-from swarmllm_workers.speculation.continuations import ENTRIES_PER_PREFIX, N_TOKENS_MAX, Continuations
-from swarmllm_workers.speculation.drafting import AGAIN, Remembered
+from swarmllm_workers.speculation.drafting import (
+    AGAIN,
+    ENTRIES_PER_PREFIX,
+    N_TOKENS_MAX,
+    Continuations,
+    Remembered,
+)
 
 from .test_batching import OpenRoom, Room, batches, open_room  # noqa: F401
 from .test_speculation import done, eager, guide_prompt, needs_small_batches  # noqa: F401

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarmllm_workers.engine.cutting import plan
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.drafting import NgramLookup
-from swarmllm_workers.speculation.layer_skipping import plan
 
 
 def lookup(tokens: list[int], size_max: int = 4, n_max: int = 6) -> tuple[tuple[int, ...], str] | None:

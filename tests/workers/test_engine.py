@@ -14,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.gpu_memory import _ggml, gpu_free_bytes
-from swarmllm_workers.engine.memory import predict
+from swarmllm_workers.engine.memory import _ggml, gpu_free_bytes, predict
 from swarmllm_workers.engine.ranges import merge, subtract
 from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.slots import Slots
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.schedule.slots import Slots
 
 from .blueprint import write
 from .conftest import MakeModel

@@ -11,8 +11,8 @@ import pytest
 from swarmllm_proto import ipc
 from swarmllm_proto.tensors import decode_tensor
 from swarmllm_workers.cache.journal import BLOCK_ROWS, Journals
+from swarmllm_workers.engine.slots import HeldRequests
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.schedule.held_requests import HeldRequests
 
 from .blueprint import write
 from .client import GREEDY, Worker

@@ -15,8 +15,7 @@ from swarmllm_proto import ipc
 from swarmllm_proto.codec import encode_ipc
 from swarmllm_proto.frames import FrameDecoder
 from swarmllm_proto.tensors import encode_tensor
-from swarmllm_workers.server.loop import UNWRITTEN_MAX
-from swarmllm_workers.server.outgoing import Outgoing
+from swarmllm_workers.server.loop import UNWRITTEN_MAX, Outgoing
 
 from .client import DEADLINE_S
 from .conftest import MakeModel, StartWorker

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_workers.engine.gguf_file import GgufFile
-from swarmllm_workers.engine.segment_cache import YOUNG_S, SegmentCache
 from swarmllm_workers.engine.segment_file import DUMMY_VOCABULARY, cut
+from swarmllm_workers.engine.segment_maker import YOUNG_S, SegmentCache
 from swarmllm_workers.errors import CallError
 
 from .conftest import MakeModel

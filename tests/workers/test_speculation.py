@@ -51,7 +51,7 @@ class EagerPay(CostGate):
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmllm_workers.speculation.speculation.CostGate", EagerPay)
-    monkeypatch.setattr("swarmllm_workers.speculation.swift_trial.GAIN_MIN", 0.0)
+    monkeypatch.setattr("swarmllm_workers.speculation.swift.GAIN_MIN", 0.0)
 
 
 def guide_prompt(room: Room, question: str) -> np.ndarray:

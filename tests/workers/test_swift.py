@@ -33,13 +33,13 @@ def ranges(room: Room) -> list[tuple[int, int]]:
 def gain_min(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Guesses are made whenever they may be, and pay; until a test says otherwise."""
     monkeypatch.setattr("swarmllm_workers.speculation.speculation.CostGate", EagerPay)
-    monkeypatch.setattr("swarmllm_workers.speculation.swift_trial.GAIN_MIN", 0.0)
+    monkeypatch.setattr("swarmllm_workers.speculation.swift.GAIN_MIN", 0.0)
     return monkeypatch
 
 
 def demand(gain_min: pytest.MonkeyPatch, gain: float, n_tokens: int = 8) -> None:
-    gain_min.setattr("swarmllm_workers.speculation.swift_trial.GAIN_MIN", gain)
-    gain_min.setattr("swarmllm_workers.speculation.swift_trial.TRIED_TOKENS", n_tokens)
+    gain_min.setattr("swarmllm_workers.speculation.swift.GAIN_MIN", gain)
+    gain_min.setattr("swarmllm_workers.speculation.swift.TRIED_TOKENS", n_tokens)
 
 
 def test_a_model_that_cannot_gain_by_pieces_is_in_one_when_its_load_is_over(
@@ -121,7 +121,7 @@ def test_where_there_is_no_room_for_pieces_or_to_go_back_it_serves_as_it_is(
 def test_pieces_stay_where_guesses_pay(open_room: OpenRoom, gain_min: pytest.MonkeyPatch) -> None:
     room = open_room(GUIDE, (0, 12), n_ctx=512, **SWIFT)
     in_pieces = ranges(room)
-    gain_min.setattr("swarmllm_workers.speculation.swift_trial.TRIED_TOKENS", 8)
+    gain_min.setattr("swarmllm_workers.speculation.swift.TRIED_TOKENS", 8)
     room.generate(np.arange(40, dtype=np.int32), "any", ENDLESS)
     room.run()
     assert ranges(room) == in_pieces

@@ -7,6 +7,10 @@ become too few. The first two share cells and cost nothing; the third is copied.
 Nothing is kept of models with recurrent layers, whose state is that of the last row only. Of models with
 sliding windows the cells hold every row, so any beginning of them is as good as new; bytes hold the window
 only, and go on where they end or not at all.
+
+The daemon is told which prompts' beginnings are kept here, whenever that has changed (`PrefixManifest`). Only
+those of which this worker saw the tokens: then it ran the whole model, and the hashes are the same on every
+node. What a chain's origin named has meaning to that origin alone.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
+from swarmllm_proto.ipc_prefix import join_names
 from swarmllm_workers.cache.prefixes import Buffer, Kept, Name, Prefixes, n_common_tokens
 from swarmllm_workers.engine.kv_state import BadState, read_state
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import EngineSettings, Segment
-from swarmllm_workers.schedule.slots import Slots
+from swarmllm_workers.engine.slots import Slots
 
 Segments = tuple[Segment, ...]
 
@@ -305,3 +311,32 @@ def _share(where: Segments, source: int, target: int, n: int) -> int:
     for segment in where:
         segment.share(source, target, n)
     return n
+
+
+Beginning = tuple[bytes, int]
+"""(hash of the last complete block, how many blocks)"""
+
+
+class PrefixManifest:
+    def __init__(self, send: Callable[..., None]) -> None:
+        self._send = send
+        self._n_changes = 0
+        self._told: tuple[Beginning, ...] = ()
+
+    def tell(self, prefixes: PrefixCache) -> None:
+        """Cheap where nothing has changed."""
+        if prefixes.n_changes == self._n_changes:
+            return
+        self._n_changes = prefixes.n_changes
+        kept = beginnings(prefixes)
+        if set(kept) != set(self._told):
+            self._told = kept
+            names = join_names([name for name, _ in kept])
+            self._send(ipc.PrefixManifestUpdate(n_blocks=tuple(n for _, n in kept)), [names])
+
+
+def beginnings(kept: Iterable[Kept]) -> tuple[Beginning, ...]:
+    """Each once, the most recently used first."""
+    newest_first = sorted(kept, key=lambda each: -each.used_at)
+    names = (each.name for each in newest_first if len(each.name.tokens) and each.name.hashes)
+    return tuple(dict.fromkeys((name.hashes[-1], len(name.hashes)) for name in names))

@@ -1,9 +1,9 @@
 """Choose the next token from the head's logits, with libllama's samplers.
 
 Greedy is `argmax`, first of equals, as libllama's greedy sampler. Sampling is a function of (logits, seed,
-index, tokens generated so far) and, with mirostat, of how surprising those were; the random numbers for
-token i come from a generator seeded with (seed, i), so a step that is repeated after a failure, here or on
-another node, draws the same token.
+index, tokens generated so far) and, with mirostat, of how surprising those were; the random numbers for token
+i come from a generator seeded with (seed, i), so a step that is repeated after a failure, here or on another
+node, draws the same token.
 
 Penalties and DRY count generated tokens only, as OpenAI defines them; the head of a pipeline does not know
 the prompt.
@@ -11,23 +11,108 @@ the prompt.
 A grammar is asked about the token that was drawn without it, and only if it says no is another one drawn
 among those that it allows: the same distribution for the price of one token in the usual case, as asking
 about the whole vocabulary takes longer than a decode step.
+
+Mirostat 1 and 2 (https://arxiv.org/abs/2007.14966) are after libllama's, which keep their state to
+themselves; here the state before every token is kept, so that a step can be repeated.
+
+`logprobs` tells how likely the chosen token was, and which others were likely. The distribution is the
+model's own, softmax(logits), as in OpenAI's API and by default in llama.cpp's server (`post_sampling_probs:
+false`): temperature, penalties, biases, grammars and truncation change what is drawn, not what is told here.
+A token that was forced by them may so have a very low value.
 """
 
 from __future__ import annotations
 
 import ctypes
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.ipc import Sampling, TokenLogprob
 from swarmllm_workers.decode.grammar import Grammar
-from swarmllm_workers.decode.mirostat import Mirostat
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.grammars.gbnf_matcher import CANDIDATE
+
+N_ESTIMATE: Final = 100
+"""Likeliest tokens from which version 1 estimates how fast probabilities fall; libllama's default."""
+
+
+class Mirostat:
+    def __init__(self, version: int, tau: float, eta: float) -> None:
+        self._version = version
+        self._tau, self._eta = tau, eta
+        self._limits = [2.0 * tau]
+        """The greatest surprise allowed for each token, bits."""
+
+    def resume(self, n_generated: int) -> None:
+        """Let the next draw be that of token `n_generated`, at the first limit."""
+        self._limits = [2.0 * self._tau] * (n_generated + 1)
+
+    def draw(self, logits: np.ndarray, index: int, seed: int) -> int:
+        """Token `index`, after tokens 0 to index - 1 have been drawn. `logits` f32 [n], in the order of
+        token ids; minus infinity for those that cannot come."""
+        del self._limits[index + 1 :]
+        limit = self._limits[index]
+        order = np.argsort(-logits, kind="stable")
+        weights = np.exp(logits[order].astype(np.float64) - float(logits[order[0]]))
+        likely = weights / weights.sum()
+        kept = likely[: self._n_kept(likely, limit)]
+        kept = kept / kept.sum()
+        random = np.random.default_rng(seed).random()
+        chosen = min(int(np.searchsorted(np.cumsum(kept), random, side="right")), len(kept) - 1)
+        surprise = -float(np.log2(kept[chosen]))
+        self._limits.append(limit - self._eta * (surprise - self._tau))
+        return int(order[chosen])
+
+    def _n_kept(self, likely: np.ndarray, limit: float) -> int:
+        """How many of the tokens, likeliest first; at least one."""
+        n_possible = int(np.count_nonzero(likely))
+        if self._version == 2:
+            return min(max(int(np.count_nonzero(likely >= 2.0**-limit)), 1), n_possible)
+        head = likely[: min(N_ESTIMATE, n_possible)]
+        if len(head) < 2:
+            return 1
+        ranks = np.arange(len(head) - 1)
+        steps = np.log((ranks + 2) / (ranks + 1))
+        slope = float((steps * np.log(head[:-1] / head[1:])).sum() / (steps**2).sum())
+        excess = slope - 1.0
+        if abs(excess) < 1e-6 or slope <= 0:  # the formula has no value there
+            return n_possible
+        with np.errstate(all="ignore"):
+            count = (excess * 2.0**limit / (1 - float(len(likely)) ** -excess)) ** (1 / slope)
+        return min(max(int(count), 1), n_possible) if np.isfinite(count) else n_possible
+
+
+LOGPROB_MIN: Final = -9999.0
+"""Stands for minus infinity, which JSON does not have; OpenAI's choice."""
+PIECE_MAX: Final = 1024
+"""Bytes of a token's text that are told; the wire's limit."""
+
+
+def logprobs(
+    logits: np.ndarray, token: int, n_top: int, piece: Callable[[int], bytes]
+) -> tuple[TokenLogprob, ...]:
+    """`token`, then the `n_top` likeliest, the first of equals first. `logits` f32 [n_vocab]."""
+    best = float(logits.max())
+    log_total = best + float(np.log(np.exp(logits - np.float32(best)).sum(dtype=np.float64)))
+    n_top = min(n_top, len(logits))
+    top: list[int] = []
+    if n_top:
+        threshold = np.partition(logits, len(logits) - n_top)[len(logits) - n_top]
+        candidates = np.flatnonzero(logits >= threshold)
+        top = candidates[np.argsort(-logits[candidates], kind="stable")][:n_top].tolist()
+    return tuple(
+        TokenLogprob(each, _bounded(float(logits[each]) - log_total), piece(each)[:PIECE_MAX])
+        for each in (token, *top)
+    )
+
+
+def _bounded(value: float) -> float:
+    return min(max(value, LOGPROB_MIN), 0.0)
+
 
 PENALTY_WINDOW: Final = 1024
 """Generated tokens that penalties and DRY look back over."""

@@ -36,15 +36,13 @@ from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.engine.memory import Memory, predict, refuse_beside
 from swarmllm_workers.engine.operation import Operation, complete
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
-from swarmllm_workers.engine.ranges import Range, join, merge, subtract
+from swarmllm_workers.engine.ranges import Range, Route, find_path, join, merge, subtract
 from swarmllm_workers.engine.segment import EngineSettings, Segment, Span
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.engine.segment_maker import LoadProgress, SegmentMaker
+from swarmllm_workers.engine.slots import HeldRequests, Slots
 from swarmllm_workers.engine.split_source import open_source
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.schedule.held_requests import HeldRequests
-from swarmllm_workers.schedule.segment_route import Route, find_path
-from swarmllm_workers.schedule.slots import Slots
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,12 @@
-"""Arithmetic of layer ranges [start, end): unions and differences."""
+"""Layer ranges [start, end): their unions and differences, and routes through segments that cover them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
+
+from swarmllm_workers.engine.segment import Segment
 
 Range: TypeAlias = tuple[int, int]
 
@@ -32,3 +35,31 @@ def subtract(ranges: Sequence[Range], removed: Sequence[Range]) -> list[Range]:
 
 def join(ranges: Sequence[Range]) -> str:
     return ", ".join(f"{start}:{end}" for start, end in ranges)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Segments that run [start, end) one after the other."""
+
+    start: int
+    end: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def is_closed(self) -> bool:
+        for segment in self.segments:  # noqa: SIM110 (between two decode steps, a generator is a detour)
+            if segment.is_closed:
+                return True
+        return False
+
+
+def find_path(segments: Sequence[Segment], start: int, end: int) -> list[Segment] | None:
+    """Segments that cover [start, end) exactly, the longest first where there is a choice."""
+    if start == end:
+        return []
+    candidates = [segment for segment in segments if segment.start == start and segment.end <= end]
+    for segment in sorted(candidates, key=lambda s: -s.end):
+        rest = find_path(segments, segment.end, end)
+        if rest is not None:
+            return [segment, *rest]
+    return None

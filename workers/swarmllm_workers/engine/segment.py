@@ -19,10 +19,10 @@ from swarmllm_proto.architectures import Architecture
 from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_workers.cache.prefixes import PrefixSettings
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
+from swarmllm_workers.engine.slots import Cells
 from swarmllm_workers.engine.small_batches import ROWS_MAX
 from swarmllm_workers.engine.tap import Rescaling, Tap
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.schedule.cells import Cells
 
 Want: TypeAlias = Literal["hidden", "none", "logits", "rows", "normed"]
 

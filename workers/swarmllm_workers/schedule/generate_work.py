@@ -16,9 +16,9 @@ from swarmllm_workers.cache.prefixes import Name
 from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.decode.grammar import NotYet
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.ranges import Route
 from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.schedule.segment_route import Route
 from swarmllm_workers.schedule.work import Send, token_message
 from swarmllm_workers.speculation.speculation import Guesser, Speculation
 

@@ -21,11 +21,10 @@ import numpy as np
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.libllama import WATCHED_ROWS_MIN
 from swarmllm_workers.engine.operation import Operation
-from swarmllm_workers.engine.ranges import Range
+from swarmllm_workers.engine.ranges import Range, Route
 from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.errors import CallError, Interrupted
 from swarmllm_workers.schedule.planner import Batch, Demand, Planner
-from swarmllm_workers.schedule.segment_route import Route
 from swarmllm_workers.schedule.work import Work
 from swarmllm_workers.server.read_ahead import ReadAhead
 

@@ -23,9 +23,9 @@ from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.decode.grammar import NotYet
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.ranges import Route
 from swarmllm_workers.engine.segment import Span, Want
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.schedule.segment_route import Route
 
 STEP_ROWS_MAX: Final = 16
 """Rows up to which a Forward is a step that somebody waits for, not a piece of a prompt."""

@@ -2,10 +2,13 @@
 
 How long that takes is decided by whoever wrote the text, so it is done beside the decode steps: vocabulary,
 template and embedding do not change.
+
+Grammars and JSON schemas are checked before a request begins, in processes of their own.
 """
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -15,9 +18,11 @@ import numpy as np
 from swarmllm_proto import ipc
 from swarmllm_proto.limits import IPC_PAYLOAD_MAX
 from swarmllm_proto.tensors import encode_tensor
+from swarmllm_workers.decode.grammar import spec_of
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.grammars.sessions import COMPILE_S, GrammarSessions, Session
 from swarmllm_workers.server.background import Place
 
 EMBED_ROWS_MAX: Final = 65536
@@ -101,3 +106,64 @@ class TextHandlers:
     def _answering(self, answer: Any, payload: Callable[[], Any]) -> Operation[None]:
         found = yield payload
         self._send(answer, found)
+
+
+LOOK_MS: Final = 100
+"""How often it is seen whether a check is late."""
+
+
+class GrammarHandlers:
+    def __init__(
+        self,
+        sessions: Callable[[], GrammarSessions],
+        send: Callable[..., None],
+        fail: Callable[[int, Exception], None],
+        watch: Callable[[int, int], None],
+    ) -> None:
+        """`sessions` raises CallError while no model is open. `fail`: answer a call with an error."""
+        self._sessions = sessions
+        self._send = send
+        self._fail = fail
+        self._watch = watch
+        self._checks: dict[int, Session] = {}
+        """By call."""
+        self.by_type: dict[type, Callable[[Any, memoryview], None]] = {ipc.CheckGrammar: self._check}
+        self.descriptor = -1
+        """Readable when the grammar process has said something; to be answered by `receive`."""
+
+    def open(self, n_vocab: int) -> None:
+        """A model of so many tokens is open."""
+        self._sessions().prepare(n_vocab)
+        self.descriptor = self._sessions().fileno()
+        self._watch(self.descriptor, select.POLLIN)
+
+    def receive(self) -> None:
+        self._sessions().receive()
+        self._settle()
+
+    def pause_ms(self) -> int | None:
+        """How long nothing has to be looked at here; None: there is nothing."""
+        if not self._checks:
+            return None
+        self._settle()
+        return LOOK_MS if self._checks else None
+
+    def _check(self, message: ipc.CheckGrammar, _payload: memoryview) -> None:
+        spec = spec_of(message.sampling)
+        if spec is None:
+            self._send(ipc.Done(id=message.id))
+            return
+        self._checks[message.id] = self._sessions().open(spec, COMPILE_S)
+
+    def _settle(self) -> None:
+        for call_id, session in list(self._checks.items()):
+            try:
+                session.check()
+            except CallError as error:
+                del self._checks[call_id]
+                self._fail(call_id, error)
+            else:
+                if session.is_compiled:
+                    del self._checks[call_id]
+                    session.close()
+                    self._send(ipc.Done(id=call_id))

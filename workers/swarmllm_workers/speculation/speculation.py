@@ -33,18 +33,16 @@ from swarmllm_proto.ipc_account import Guesser as Way
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.memory import Memory
 from swarmllm_workers.engine.operation import Operation
+from swarmllm_workers.engine.ranges import Route
 from swarmllm_workers.engine.segment import Segment, Span
 from swarmllm_workers.engine.segment_maker import LoadProgress
 from swarmllm_workers.engine.small_batches import ROWS_MAX
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.schedule.segment_route import Route
 from swarmllm_workers.speculation import draft_model, swift
-from swarmllm_workers.speculation.continuations import Continuations
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.draft_model import DraftModel, ModelDrafter
-from swarmllm_workers.speculation.drafting import AGAIN, Drafter, NgramLookup, Remembered
-from swarmllm_workers.speculation.swift import SwiftDrafter
-from swarmllm_workers.speculation.swift_trial import SwiftTrial
+from swarmllm_workers.speculation.drafting import AGAIN, Continuations, Drafter, NgramLookup, Remembered
+from swarmllm_workers.speculation.swift import SwiftDrafter, SwiftTrial
 
 log = logging.getLogger(__name__)
 

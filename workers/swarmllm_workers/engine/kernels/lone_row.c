@@ -1,4 +1,4 @@
-/* The row of a decode job, from where it was decrypted to where the model reads it, if it is one: what lone_steps.py
+/* The row of a decode job, from where it was decrypted to where the model reads it, if it is one: what ring_work.py
  * does with numpy where this file was not built. After a step that has read every weight, each call of numpy costs as
  * much as all of this. It includes no header of Python and links to nothing.
  */
