@@ -39,7 +39,7 @@ def saved(room: Room) -> bytes:
     (segment,) = engine.segments
     (kept,) = engine.prefixes
     assert kept.sequence is not None
-    return segment.save(kept.sequence)
+    return bytes(segment.save(kept.sequence))
 
 
 @pytest.mark.parametrize(

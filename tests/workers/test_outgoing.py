@@ -70,6 +70,13 @@ def test_what_waits_is_copied_once(pair: tuple[socket.socket, socket.socket]) ->
     assert all(isinstance(copy, bytes) for copy in copies)
 
 
+def test_what_nobody_changes_is_not_copied_at_all(pair: tuple[socket.socket, socket.socket]) -> None:
+    outgoing = Outgoing(pair[0])
+    rows = np.zeros(8 * MIB, np.uint8)
+    outgoing.send([b"head", rows.data.toreadonly()])
+    assert outgoing._pieces[-1].obj is rows
+
+
 def test_a_worker_whose_answers_nobody_takes_reads_no_further_calls(
     start_worker: StartWorker, make_model: MakeModel
 ) -> None:

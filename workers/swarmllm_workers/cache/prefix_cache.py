@@ -48,7 +48,8 @@ class Snapshot:
         read = [read_state(state) for state in states]
         n_rows = {state.n_rows for state in read}
         n_min = max((state.n_min for state in read), default=0)
-        return Snapshot(tuple(states), n_rows.pop() if len(n_rows) == 1 else -1, n_min)
+        states = tuple(memoryview(state).toreadonly() for state in states)
+        return Snapshot(states, n_rows.pop() if len(n_rows) == 1 else -1, n_min)
 
 
 def _let_others_step() -> None:

@@ -357,12 +357,12 @@ class Context:
     def state_size(self, sequence: int) -> int:
         return int(lib.llama_state_seq_get_size(self.handle, sequence))
 
-    def save(self, sequence: int) -> bytes:
-        """The sequence's rows, in libllama's own format."""
-        buffer = ctypes.create_string_buffer(self.state_size(sequence))
-        pointer = ctypes.cast(buffer, ctypes.POINTER(ctypes.c_uint8))
+    def save(self, sequence: int) -> memoryview:
+        """The sequence's rows, in libllama's own format. Read-only."""
+        buffer = np.empty(self.state_size(sequence), np.uint8)
+        pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         n = lib.llama_state_seq_get_data(self.handle, pointer, len(buffer), sequence)
-        return buffer.raw[:n]
+        return buffer[:n].data.toreadonly()
 
     def restore(self, sequence: int, state: bytes | memoryview) -> bool:
         """False where libllama refuses: too few cells, or not of this model and these settings."""

@@ -230,7 +230,7 @@ class Segment:
         """Bytes that `save` would give."""
         return self._context.state_size(sequence)
 
-    def save(self, sequence: int) -> bytes:
+    def save(self, sequence: int) -> memoryview:
         return self._context.save(sequence)
 
     def restore(self, sequence: int, state: bytes | memoryview, n_rows: int) -> bool:

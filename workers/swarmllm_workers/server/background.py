@@ -33,8 +33,9 @@ Fail = Callable[[Exception], None]
 class Place(Protocol):
     """Where the long parts of operations run."""
 
-    def begin(self, operation: Operation[None], fail: Fail) -> None:
-        """Run it after those that were begun before. `fail` is called with what it raises."""
+    def begin(self, operation: Operation[None], fail: Fail, n_bytes: int = 0) -> None:
+        """Run it after those that were begun before. `fail` is called with what it raises. `n_bytes`: what
+        it holds or will answer with."""
 
     def tell(self, call: Callable[[], None]) -> None:
         """From a part: have the decode thread call this. Raises Stopped where the process ends."""
@@ -43,13 +44,17 @@ class Place(Protocol):
     def n_waiting(self) -> int:
         """Operations that are not over."""
 
+    @property
+    def n_bytes_waiting(self) -> int:
+        """What they hold or will answer with."""
+
 
 class InPlace:
     """Operations run at once, and what is called next finds them done: where nothing decodes beside them."""
 
-    n_waiting = 0
+    n_waiting = n_bytes_waiting = 0
 
-    def begin(self, operation: Operation[None], fail: Fail) -> None:
+    def begin(self, operation: Operation[None], fail: Fail, n_bytes: int = 0) -> None:
         try:
             complete(operation)
         except Exception as error:
@@ -88,8 +93,9 @@ class BackgroundThread:
         self._cores = cores
         self._niceness = niceness
         self._parts: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._waiting: deque[tuple[Operation[None], Fail]] = deque()
+        self._waiting: deque[tuple[Operation[None], Fail, int]] = deque()
         """Operations that are not over; the first one is under way."""
+        self.n_bytes_waiting = 0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -105,8 +111,9 @@ class BackgroundThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def begin(self, operation: Operation[None], fail: Fail) -> None:
-        self._waiting.append((operation, fail))
+    def begin(self, operation: Operation[None], fail: Fail, n_bytes: int = 0) -> None:
+        self._waiting.append((operation, fail, n_bytes))
+        self.n_bytes_waiting += n_bytes
         if len(self._waiting) == 1:
             self._resume(operation.send, None)
 
@@ -124,7 +131,7 @@ class BackgroundThread:
     def _resume(self, resume: Callable[[Any], Callable[[], Any]], value: Any) -> None:
         """Go on with the first operation up to its next part, or with the next operation."""
         while True:
-            _, fail = self._waiting[0]
+            _, fail, n_bytes = self._waiting[0]
             try:
                 self._parts.put(resume(value))
                 return
@@ -133,6 +140,7 @@ class BackgroundThread:
             except Exception as error:
                 fail(error)
             self._waiting.popleft()
+            self.n_bytes_waiting -= n_bytes
             if not self._waiting:
                 return
             resume, value = self._waiting[0][0].send, None
@@ -147,7 +155,7 @@ class BackgroundThread:
 
     def _run(self, part: Callable[[], Any]) -> Callable[[], None]:
         """How the decode thread goes on."""
-        operation, _ = self._waiting[0]
+        operation = self._waiting[0][0]
         try:
             result = part()
         except Exception as error:

@@ -39,8 +39,9 @@ from swarmllm_workers.speculation.speculation import Speculation
 
 log = logging.getLogger(__name__)
 
-PARSING_MAX: Final = 64
-"""Calls that may wait for the thread that parses, above which no further message is read."""
+PARSING_BYTES_MAX: Final = 32 * 2**20
+"""What calls that wait for the thread that parses may hold or be answered with, above which no further message
+is read; one call may always wait."""
 SLEEP_MAX_MS: Final = 2**30
 STARVED_MS: Final = 5
 PARKED_MS: Final = 100
@@ -114,7 +115,7 @@ class Handlers:
     @property
     def is_full(self) -> bool:
         """No further message is to be handled now: too many wait for the thread that reads them."""
-        return self._parsing.n_waiting >= PARSING_MAX
+        return self._parsing.n_waiting > 1 and self._parsing.n_bytes_waiting > PARSING_BYTES_MAX
 
     @property
     def has_work(self) -> bool:

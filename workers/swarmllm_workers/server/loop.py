@@ -50,15 +50,15 @@ class Outgoing:
         """Not sent yet."""
 
     def send(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Queue the pieces and write what the socket takes now. What has to wait is copied, once: the
-        caller may overwrite its buffers. Raises OSError where the daemon has gone."""
+        """Queue the pieces and write what the socket takes now. What has to wait is copied, once, unless it
+        is read-only: the caller may overwrite its buffers. Raises OSError where the daemon has gone."""
         views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
         self._pieces += views
         self.n_bytes += sum(view.nbytes for view in views)
         self.write()
         # Older pieces lie before these, and are copies already.
         for i in range(max(0, len(self._pieces) - len(views)), len(self._pieces)):
-            if not isinstance(self._pieces[i].obj, bytes):
+            if not self._pieces[i].readonly:
                 self._pieces[i] = memoryview(bytes(self._pieces[i]))
 
     def write(self) -> None:
@@ -112,7 +112,6 @@ class Server:
         self._descriptors: deque[int] = deque()
         self._read_ahead = ReadAhead(self._receive, self._decoder)
         self._inbox = Inbox()
-        self._poll.register(self._inbox.descriptor, select.POLLIN)
         self._loading = BackgroundThread("loading", self._inbox, cores=cores, niceness=LOADING_NICENESS)
         self._parsing = BackgroundThread("parsing", self._inbox, cores=cores)
         self._handlers = Handlers(
@@ -129,13 +128,19 @@ class Server:
         """Until Shutdown, the last Unload, or the end of the stream."""
         self._connection.setblocking(False)
         self.send(ipc.Ready(pid=self._pid, version=__version__, engine=engine_version()))
-        poll, own, watched = self._poll, self._connection.fileno(), 0
+        poll, own, watched, inbox = self._poll, self._connection.fileno(), 0, self._inbox.descriptor
+        poll.register(inbox, select.POLLIN)
+        was_stuck = False
         try:
             while not self._handlers.is_finished:
                 is_stuck = self._is_stuck
                 wanted = (0 if is_stuck or self._handlers.is_full else select.POLLIN) | (
                     select.POLLOUT if self._outgoing.n_bytes else 0
                 )
+                if is_stuck is not was_stuck:
+                    # What threads hand over would only make more output.
+                    poll.register(inbox, 0 if is_stuck else select.POLLIN)
+                    was_stuck = is_stuck
                 if wanted != watched:
                     poll.register(own, wanted)
                     watched = wanted
@@ -143,7 +148,7 @@ class Server:
                 n_left = len(happened)
                 for descriptor, events in happened:
                     n_left -= 1
-                    if descriptor == self._inbox.descriptor:
+                    if descriptor == inbox:
                         self._inbox.run()
                         continue
                     if descriptor == self._handlers.grammars.descriptor:

@@ -96,7 +96,8 @@ class PrefixHandlers:
         if len(names) != message.n_blocks or len(data) != sum(message.sizes):
             raise CallError("bad_message", "the payload is not as long as is said", "sizes")
         name = Name(names, scope=message.scope)
-        self._checking.begin(self._importing(message, name, data), partial(self._fail, message.id))
+        fail = partial(self._fail, message.id)
+        self._checking.begin(self._importing(message, name, data), fail, len(data))
 
     def _importing(self, message: ipc.ImportPrefixSnapshot, name: Name, data: memoryview) -> Operation[None]:
         digest = yield partial(_digest, [data])

@@ -37,6 +37,19 @@ def embed_rows_max(n_embd: int) -> int:
     return min(EMBED_ROWS_MAX, (IPC_PAYLOAD_MAX - _TENSOR_HEADER_BYTES) // (4 * n_embd))
 
 
+def _n_characters(message: ipc.Tokenize | ipc.ApplyTemplate) -> int:
+    texts = [text for each in message.messages or () for text in each.values() if isinstance(text, str)]
+    if isinstance(message, ipc.Tokenize) and message.text is not None:
+        texts.append(message.text)
+    return sum(map(len, texts))
+
+
+def _encode(array: np.ndarray) -> Any:
+    """As a payload that nobody changes any more: it need not be copied when it has to wait for the socket."""
+    array.flags.writeable = False
+    return encode_tensor(array)
+
+
 class TextHandlers:
     def __init__(
         self,
@@ -66,11 +79,11 @@ class TextHandlers:
 
         def tokens() -> Any:
             if message.messages is None:
-                return encode_tensor(engine.vocabulary.tokenize(message.text or "", is_rendered=False))
+                return _encode(engine.vocabulary.tokenize(message.text or "", is_rendered=False))
             text = engine.template(message.template).render(message.messages, message.tools, message.effort)
-            return encode_tensor(engine.vocabulary.tokenize(text, is_rendered=True))
+            return _encode(engine.vocabulary.tokenize(text, is_rendered=True))
 
-        self._answer(ipc.Tokens(id=message.id), tokens)
+        self._answer(ipc.Tokens(id=message.id), tokens, _n_characters(message))
 
     def _apply_template(self, message: ipc.ApplyTemplate, _payload: memoryview) -> None:
         engine = self._opened()
@@ -82,11 +95,12 @@ class TextHandlers:
             # A template may take a character apart; what is left of it cannot be sent.
             return [rendered.encode(errors="replace")]
 
-        self._answer(ipc.Text(id=message.id), text)
+        self._answer(ipc.Text(id=message.id), text, _n_characters(message))
 
     def _detokenize(self, message: ipc.Detokenize, payload: memoryview) -> None:
         piece, tokens = self._opened().vocabulary.full_piece, self._read_tokens(payload)
-        self._answer(ipc.Text(id=message.id), lambda: [b"".join(map(piece, tokens.tolist()))])
+        answer = ipc.Text(id=message.id)
+        self._answer(answer, lambda: [b"".join(map(piece, tokens.tolist()))], tokens.nbytes)
 
     def _embed(self, message: ipc.Embed, payload: memoryview) -> None:
         engine, tokens = self._opened(), self._read_tokens(payload)
@@ -97,11 +111,12 @@ class TextHandlers:
         if len(tokens) <= AT_ONCE_MAX:
             self._send(answer, encode_tensor(engine.embedding.rows(tokens)))
         else:
-            self._answer(answer, lambda: encode_tensor(engine.embedding.rows(tokens)))
+            n_bytes = 4 * engine.n_embd * len(tokens)
+            self._answer(answer, lambda: _encode(engine.embedding.rows(tokens)), n_bytes)
 
-    def _answer(self, answer: Any, payload: Callable[[], Any]) -> None:
-        """When its payload is there."""
-        self._place.begin(self._answering(answer, payload), partial(self._fail, answer.id))
+    def _answer(self, answer: Any, payload: Callable[[], Any], n_bytes: int) -> None:
+        """When its payload is there. `n_bytes`: what that takes, or what it is made of."""
+        self._place.begin(self._answering(answer, payload), partial(self._fail, answer.id), n_bytes)
 
     def _answering(self, answer: Any, payload: Callable[[], Any]) -> Operation[None]:
         found = yield payload
