@@ -40,8 +40,8 @@ from swarmllm_workers.speculation.speculation import Speculation
 log = logging.getLogger(__name__)
 
 PARSING_BYTES_MAX: Final = 32 * 2**20
-"""What calls that wait for the thread that parses may hold or be answered with, above which no further message
-is read; one call may always wait."""
+"""What calls that wait for the thread that parses may hold or be answered with, above which no further
+message is read; one call may always wait."""
 SLEEP_MAX_MS: Final = 2**30
 STARVED_MS: Final = 5
 PARKED_MS: Final = 100
