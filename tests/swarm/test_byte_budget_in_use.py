@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from swarmllm.errors import NodeUnreachable
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable
 from swarmllm.pipeline.stage.arrivals import Relay
 from swarmllm.pipeline.stage.session_queue import Put, SessionQueue
 from swarmllm.swarm.byte_budget import LIMITS, ByteBudget, Kind, Limit
@@ -158,6 +158,23 @@ async def test_nothing_is_kept_of_nodes_that_were_asked() -> None:
             with pytest.raises(NodeUnreachable):
                 await requests.request(f"stranger{n}", 1, b"", timeout_s=1)
         await wait_all_tasks_blocked()
+        assert not len(requests._peers)
+
+
+async def test_nothing_is_kept_of_a_node_whose_answer_nobody_waits_for(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    class SlowHost(FakeHost):
+        async def open_stream(self, node_id: str, protocol: str, first: bytes = b"") -> None:
+            await trio.sleep(5.0)
+            raise NodeUnreachable("gone")
+
+    async with trio.open_nursery() as nursery:
+        requests = RequestProtocol(SlowHost(), nursery, answer)  # type: ignore[arg-type]
+        with pytest.raises(DeadlineExceeded):
+            await requests.request(NodeId("slow"), 1, b"", timeout_s=1)
+        assert len(requests._peers) == 1
+        await trio.sleep(5.0)
         assert not len(requests._peers)
 
 

@@ -1,8 +1,11 @@
 """The directory of peers: one object per peer with all that this node holds of it.
 
 Each room defines its part and keeps it by its own limits (see `parts`); here the parts are put together.
-What is not state of a peer stays where it is: the DHT's k-buckets and providers, which model is held by which
-nodes, circuits between two others, what one lookup or one message comes to, and the settings' lists.
+This node's own envelope and announcements are among them, because records of all nodes are treated alike.
+
+What is not state of a peer stays where it is: the DHT's k-buckets and providers, which model or prefix
+is held by which nodes, circuits between two others, verdicts on signatures, dials under way, what one
+lookup or one message comes to, and the settings' lists.
 """
 
 from __future__ import annotations
