@@ -28,6 +28,8 @@ CONTRADICTION: Final = 10.0
 second; a processor that is shared with others makes both slow."""
 CONTRADICTIONS_MIN: Final = 3
 """So often in a row, before trust is lost: an average over a fifth of each forward has followed by then."""
+HANDLING_S: Final = 0.02
+"""Per stage and token: queues and wake-ups on a busy machine are no reason to leave it."""
 PEERS_MAX: Final = 4096
 
 
@@ -41,14 +43,15 @@ class StageTime:
     """What the stage says that it computes per token."""
 
 
-def layer_times(stages: Sequence[StageTime], spent_s: float) -> dict[NodeId, float]:
-    """Seconds per layer and row, by node. `spent_s`: per token, on all of these nodes together."""
+def layer_times(stages: Sequence[StageTime], spent_s: float, handling_s: float = 0.0) -> dict[NodeId, float]:
+    """Seconds per layer and row, by node. `spent_s`: per token, on all of these nodes together. Of what no
+    stage says that it computed, `handling_s` are nobody's."""
     told_s = sum(stage.told_s for stage in stages)
     n_layers = sum(stage.n_layers for stage in stages)
     if spent_s <= 0 or n_layers < 1:
         return {}
     scale = min(1.0, spent_s / told_s) if told_s > 0 else 0.0
-    unexplained_s = max(0.0, spent_s - told_s)
+    unexplained_s = max(0.0, spent_s - told_s - handling_s)
     times_s: dict[NodeId, float] = {}
     layers: dict[NodeId, int] = {}
     for stage in stages:

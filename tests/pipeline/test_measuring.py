@@ -51,12 +51,12 @@ def learnt(route: tuple[StageReport, ...], token_s: float, **known: Any) -> dict
 
 def test_what_ran_here_and_what_travelled_is_nobody_elses_time() -> None:
     route = (stage(A, "0:4", 0.2, 0.1), stage(B, "4:8", 0.0))
-    assert learnt(route, 0.5, travel_s=0.08) == pytest.approx({A: None, B: 0.03, C: None})
+    assert learnt(route, 0.5, travel_s=0.08) == pytest.approx({A: None, B: 0.025, C: None})
 
 
 def test_requests_that_run_there_are_counted_by_the_route_already() -> None:
     route = (stage(A, "0:4"), stage(B, "4:8"))
-    assert learnt(route, 0.4, n_active={B: 3})[B] == pytest.approx(0.025)
+    assert learnt(route, 0.4, n_active={B: 3})[B] == pytest.approx(0.38 / 4 / 4)
 
 
 def test_too_few_tokens_and_pipelines_at_home_teach_nothing() -> None:

@@ -22,6 +22,7 @@ from swarmllm.scheduling.cheapest import cheapest_route
 from swarmllm.scheduling.cost import LINK_BYTES_PER_S, UNMEASURED_RTT_S, RouteInputs
 from swarmllm.scheduling.observation import MachineSpeed, Observations
 from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, ObservedLatency, ObservedLink
 
@@ -77,6 +78,23 @@ def test_announced_times_at_the_limits_of_numbers_overflow_nothing(announced: fl
         assert 0 < speed.prefill_s <= SLOWEST_LAYER_S
     holders = {O: [LayerRange(0, 2)], A: [LayerRange(2, 4)], B: [LayerRange(2, 4)]}
     assert cheapest_route(4, 1, holders, known)
+
+
+@pytest.mark.parametrize(
+    ("measured_s", "believed_s"), [(0.0079, 0.004), (0.012, 0.012), (1e300, SLOWEST_LAYER_S)]
+)
+def test_what_this_node_measured_counts_where_it_is_much_slower(measured_s: float, believed_s: float) -> None:
+    model = manifest()
+    work, links = workload(model, 10, 20), Links()
+    said = {"a": ran(0.004), "b": ran(0.005)}
+    observations, measured = Observations(), {NodeId("a"): measured_s, NodeId("gone"): 1.0}
+    known = circumstances("o", model, work, ["o", "a", "b"], said, links, observations, Load(), measured)
+    assert known.speeds[NodeId("a")].decode_s == pytest.approx(believed_s)
+    expected_s = (
+        min(0.0004 * max(measured_s, 0.004) / 0.004, SLOWEST_LAYER_S) if measured_s > 0.008 else 0.0004
+    )
+    assert known.speeds[NodeId("a")].prefill_s == pytest.approx(expected_s)
+    assert known.speeds[NodeId("b")].decode_s == pytest.approx(0.005)
 
 
 def test_what_a_node_observed_is_believed() -> None:

@@ -1,10 +1,11 @@
 """From what this node knows of itself and its peers to what the route is chosen by.
 
-Each latency is taken from the best source there is: what this node has measured of another; else forwards
-that were observed on that node, as it announces; else its roofline (see
+Each latency is taken from the best source there is: forwards observed on that node; else its roofline (see
 `scheduling.observation`), scaled by how far the rooflines of the observed nodes were from the truth, so that
 an estimate competes with measurements on the same footing; else the median of what is known of others. Where
 nothing at all is known, all nodes are equal and the network decides.
+
+What this node has itself measured of another counts instead where it is much slower.
 
 Pure: what the router and the registry say comes in as values.
 """
@@ -35,6 +36,8 @@ FASTEST_BYTES_PER_S = 10e12
 """No machine reads weights faster; who announces less time for a row of a layer is taken to need this."""
 SLOWEST_LAYER_S = 3600.0
 """A longer time makes no route worse, and sums of this one stay finite."""
+SLOWER = 2.0
+"""So many times slower than expected has a node to be measured, for the measurement to count."""
 NOTHING_MEASURED: Mapping[NodeId, float] = MappingProxyType({})
 SLOWEST_LINK_BYTES_PER_S = 1.0
 """The same of a line's speed: the time per byte stays finite."""
@@ -88,11 +91,6 @@ def circumstances(
         for node_id in node_ids
         if node_id in capabilities
     }
-    observed |= {
-        node_id: _measured(observed.get(node_id, Latency()), layer_s)
-        for node_id, layer_s in measured_s.items()
-        if node_id in node_ids
-    }
     machines = {
         node_id: MachineSpeed(min(said.memory_bytes_per_s, FASTEST_BYTES_PER_S), said.flops)
         for node_id, said in capabilities.items()
@@ -110,6 +108,11 @@ def circumstances(
         {node_id: latency.prefill_s for node_id, latency in observed.items()},
         {node_id: latency.prefill_s for node_id, latency in guessed.items()},
     )
+    for node_id, layer_s in measured_s.items():
+        # Less than that is handling, and no reason to leave a node whose cache is warm for one like it.
+        if node_id in decode and layer_s > SLOWER * decode[node_id]:
+            prefill[node_id] = min(prefill[node_id] * layer_s / decode[node_id], SLOWEST_LAYER_S)
+            decode[node_id] = min(layer_s, SLOWEST_LAYER_S)
     speeds = {}
     for node_id in node_ids:
         said = capabilities.get(node_id, NodeCapability())
@@ -181,13 +184,6 @@ def _observed(capability: NodeCapability, model_id: ModelId, least_s: float) -> 
             prefill_s = max(latency.prefill_s, least_s / PREFILL_ROWS) if latency.prefill_s else None
             return Latency(decode_s, prefill_s)
     return Latency()
-
-
-def _measured(announced: Latency, decode_s: float) -> Latency:
-    """Who is slower in decode than announced is taken to be slower in prefill by as much."""
-    if not announced.decode_s or not announced.prefill_s:
-        return Latency(decode_s, announced.prefill_s)
-    return Latency(decode_s, announced.prefill_s * max(1.0, decode_s / announced.decode_s))
 
 
 def _layer_size(manifest: Manifest) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from swarmllm.pipeline.origin.generation import Source
 from swarmllm.pipeline.route.assembly import Assembly
-from swarmllm.scheduling.peer_speeds import LEAST_TOKENS, PeerSpeeds, StageTime, layer_times
+from swarmllm.scheduling.peer_speeds import HANDLING_S, LEAST_TOKENS, PeerSpeeds, StageTime, layer_times
 from swarmllm.swarm.peers.trust import Deed, Note
 from swarmllm_proto.identifiers import ModelId, NodeId
 
@@ -35,7 +35,8 @@ def measure(
     ]
     here_s = sum(stage.compute_s + stage.overhead_s for stage in route if stage.node_id == here)
     token_s = source.decode_s / n_decoded
-    for node_id, layer_s in layer_times(stages, token_s - here_s - assembly.travel_s).items():
+    spent_s = token_s - here_s - assembly.travel_s
+    for node_id, layer_s in layer_times(stages, spent_s, HANDLING_S * len(stages)).items():
         was_alone = all(stage.node_id == node_id for stage in stages)
         # Others that run there slow it down, as it has announced and as routes count already.
         alone_s = layer_s / (1 + assembly.n_active.get(node_id, 0))
