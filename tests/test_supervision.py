@@ -322,6 +322,22 @@ async def test_keyboard_interrupt_is_nobodys_failure() -> None:
     assert supervision.scope_failures()["peer"] == 0
 
 
+def test_a_failure_that_repeats_is_logged_once_a_minute_with_the_number_left_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    supervision = Supervision()
+    monkeypatch.setattr(supervision, "_now", lambda: now[0])
+    for _ in range(4):
+        supervision.scope_failed("peer", "a greeting", NodeUnreachable("gone"))
+    assert [record.getMessage() for record in caplog.records] == ["a greeting of a peer failed: gone"]
+    now[0] += 61.0
+    supervision.scope_failed("peer", "a greeting", NodeUnreachable("gone"))
+    assert caplog.records[-1].getMessage() == "a greeting of a peer failed: gone (3 more were not logged)"
+    assert len(caplog.records) == 2
+    assert supervision.scope_failures()["peer"] == 5
+
+
 # Work that outlives its waiter.
 
 
@@ -393,6 +409,21 @@ async def test_a_value_that_was_taken_is_not_dropped() -> None:
     outcome.succeed(7)
     assert await outcome.wait() == 7
     assert not dropped
+
+
+async def test_who_waits_before_the_end_hears_of_it() -> None:
+    outcome: Outcome[int] = Outcome()
+    heard: list[int] = []
+
+    async def wait() -> None:
+        heard.append(await outcome.wait())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        assert heard == []
+        outcome.succeed(7)
+    assert heard == [7]
 
 
 async def test_the_first_end_counts() -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 from node_ids import A, B
+from trio.testing import MockClock
 
-from swarmllm.errors import NodeUnreachable, RemoteError
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.lifecycle import LIFECYCLE, OF_STAGES, OVER, ChainEvent, ChainState, diagram
@@ -19,7 +21,7 @@ from swarmllm.pipeline.stage.walker import OriginMessage, RequestContext
 from swarmllm.state_table import UnknownTransition
 from swarmllm.workerpool import ModelFile
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import PrefillProgress, Stage, StreamingToken
+from swarmllm_proto.swarm import PipelineError, PrefillProgress, Stage, StreamingToken
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "job-processor.md"
 SAYS: dict[str, OriginMessage] = {
@@ -61,6 +63,25 @@ def a_chain() -> Chain:
         look=never,
         nicknames={A: "", B: ""},
     )
+
+
+async def test_a_silence_that_lasts_too_long_fails_the_request(autojump_clock: MockClock) -> None:
+    chain = a_chain()
+    await trio.sleep(1.5)
+    await chain._silent()
+    assert isinstance(chain.failure, DeadlineExceeded)
+    assert "was silent for 1 s" in chain.failure.message
+
+
+@pytest.mark.parametrize("kind", ["worker_died", "bad_rows"])
+async def test_only_who_complains_of_rows_needs_to_have_been_sent_some(kind: str) -> None:
+    """A stage may report any failure, but of bad rows only those of the stage before."""
+    chain = a_chain()
+    chain.start(Session())  # type: ignore[arg-type]
+    chain.receive(B, PipelineError(request_id="r", node_id=B, kind=kind, message="it broke"), b"")
+    assert isinstance(chain.failure, RemoteError)
+    assert ("it gets no rows from" in chain.failure.message) is (kind == "bad_rows")
+    assert ("it broke" in chain.failure.message) is (kind == "worker_died")
 
 
 @pytest.mark.parametrize("says", SAYS)

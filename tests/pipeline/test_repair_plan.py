@@ -96,6 +96,7 @@ def test_whatever_is_left_every_stage_ends_with_its_rows_once_and_keeps_what_is_
 
 def test_a_piece_that_was_damaged_leaves_again_and_what_was_never_sent_is_a_broken_promise() -> None:
     feeding = Feeding([Rebuild(0, 1)], 10, 4)
+    assert feeding.next_embedded() is None, "a stage has the rows, and sends them"
     sent = [message.position for message in feeding.next_replays("r")]
     assert sent == [0, 4]
     with pytest.raises(BrokenPromise):

@@ -17,6 +17,7 @@ from multiaddr import Multiaddr
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.noise_wire import HandshakeFailed, shake_hands
 from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.libp2p.requests import PeerRequests
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.connection_gater import PROOF_BYTES, ConnectionGater, proof
 from swarmllm.swarm.membership.identity import Identity
@@ -29,6 +30,7 @@ from swarmllm.swarm.membership.network_key import (
     private_network,
 )
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
+from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.settings import SwarmSettings
 
 from .conftest import DEADLINE_S, meet, until
@@ -89,6 +91,23 @@ async def knock(router: Libp2pRouter, gater: ConnectionGater | None) -> None:
     stream = await trio.open_tcp_stream("127.0.0.1", data_port(router))
     _, wire = await shake_hands(stream, somebody(), router.node_id, gater)
     wire.abort()
+
+
+def test_a_gater_keeps_its_proofs_in_the_directory_that_it_is_given() -> None:
+    part = PeerDirectory().membership_keys
+    assert ConnectionGater(peers=part)._proved_with is part
+    assert ConnectionGater()._proved_with is not None
+
+
+def test_requests_of_a_peer_are_kept_while_any_is_under_way() -> None:
+    requests = PeerRequests()
+    assert requests.is_empty
+    for each in (requests.waited_for, requests.outgoing):
+        each.add(object())  # type: ignore[arg-type]
+        assert not requests.is_empty
+        each.clear()
+    requests.n_incoming = 1
+    assert not requests.is_empty
 
 
 async def test_members_meet_and_exchange_everything(swarms: Swarms) -> None:
