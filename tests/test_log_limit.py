@@ -23,6 +23,13 @@ def test_a_burst_is_written_and_the_rest_is_counted() -> None:
     assert limit.n_left_out == 97
 
 
+def test_the_key_that_was_silent_longest_makes_room() -> None:
+    limit = LogLimit(own=Rate(1, 0.01), keys_max=2)
+    assert [limit.admit(key, 0.0, is_provoked=False) for key in ("a", "b", "c")] == [0, 0, 0]
+    assert limit.admit("b", 1.0, is_provoked=False) is None
+    assert limit.admit("a", 1.0, is_provoked=False) == 0
+
+
 def test_one_peer_leaves_the_lines_of_another_alone() -> None:
     limit = LogLimit(provoked=Rate(3, 0.1))
     for _ in range(1000):

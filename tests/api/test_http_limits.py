@@ -69,6 +69,16 @@ def test_a_budget_holds_what_it_was_given_and_never_more(moves: list[tuple[str, 
         assert budget.n_held == sum(held.values())
 
 
+def test_a_client_has_its_requests_and_a_connection_without_one_gives_way() -> None:
+    places: Places[int] = Places(HttpLimits(connections=1, connections_of_address=1, requests_of_client=2))
+    first = places.enter("192.0.2.1", 1).place
+    assert first is not None
+    assert [places.begin(first, "192.0.2.1") for _ in range(3)] == [True, True, False]
+    assert places.enter("192.0.2.2", 2).place is None
+    places.end(first, "192.0.2.1")
+    assert places.enter("192.0.2.2", 2).evicted is first
+
+
 @given(
     st.lists(
         st.tuples(

@@ -104,6 +104,7 @@ def test_unused_places_go_first_those_of_the_origin_with_most_before_others() ->
     taken = [Place(f"a{i}", A, 10.0 + i, has_begun=i == 0) for i in range(3)]
     taken.append(Place("b0", B, 0.0, has_begun=False))
     assert shares.ask(C, taken, 13.0).instead_of == "a1"
+    assert shares.ask(A, [Place("b0", B, 100.0, has_begun=False), *places(a=3)], 101.0).instead_of is None
     # Once it is old enough, even the only one of another.
     taken = [Place("b0", B, 0.0, has_begun=False), *places(a=3)]
     assert shares.ask(A, taken, FIRST_JOB_S).instead_of == "b0"

@@ -91,6 +91,23 @@ def test_no_cap_is_exceeded_and_no_wake_up_lost(
     assert not waiting
 
 
+def test_who_waits_most_makes_room_in_a_full_queue() -> None:
+    queue = TurnQueue(dict.fromkeys(TIERS, 1), 2)
+    greedy, other = [Ticket(Caller("greedy")) for _ in range(3)], Ticket(Caller("other"))
+    for ticket in greedy:
+        queue.submit(ticket)
+    assert queue.submit(other) == Moves((), greedy[2])
+    assert queue.n_waiting() == 2
+    with pytest.raises(Full):
+        queue.submit(Ticket(Caller("greedy")))
+    assert queue.n_waiting() == 2
+
+
+def test_a_caller_without_a_rate_never_waits() -> None:
+    limits = RateLimits()
+    assert [limits.wait_s(Caller("user"), 0.0) for _ in range(3)] == [0.0] * 3
+
+
 def test_a_key_leaves_a_turn_only_to_keys_in_use() -> None:
     queue = TurnQueue(dict.fromkeys(TIERS, 4), 99)
     single, other = [Ticket(Caller("single")) for _ in range(5)], Ticket(Caller("other"))

@@ -17,6 +17,7 @@ from multiaddr import Multiaddr
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.noise_wire import HandshakeFailed, shake_hands
 from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.libp2p.requests import PeerRequests
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.connection_gater import PROOF_BYTES, ConnectionGater, proof
@@ -30,8 +31,10 @@ from swarmllm.swarm.membership.network_key import (
     private_network,
 )
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
+from swarmllm.swarm.peers.connection_limits import Everybody
 from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.settings import SwarmSettings
+from swarmllm_proto.identifiers import NodeId
 
 from .conftest import DEADLINE_S, meet, until
 
@@ -97,6 +100,16 @@ def test_a_gater_keeps_its_proofs_in_the_directory_that_it_is_given() -> None:
     part = PeerDirectory().membership_keys
     assert ConnectionGater(peers=part)._proved_with is part
     assert ConnectionGater()._proved_with is not None
+
+
+def test_connected_nodes_that_are_no_longer_let_in_are_outdated() -> None:
+    bad, good = node_id_named("bad"), node_id_named("good")
+
+    class Lists(Everybody):
+        def lets_in(self, node_id: NodeId) -> bool:
+            return node_id != bad
+
+    assert ConnectionGater(admission=Lists()).outdated([good, bad]) == [bad]
 
 
 def test_requests_of_a_peer_are_kept_while_any_is_under_way() -> None:

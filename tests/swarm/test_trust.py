@@ -99,7 +99,8 @@ def test_a_few_disconnections_are_no_reason() -> None:
 def test_one_burst_of_damage_counts_once() -> None:
     book = TrustBook()
     for n in range(10_000):
-        book.note("a", Deed.BROKE_PROTOCOL, n / 10_000)
+        score = book.note("a", Deed.BROKE_PROTOCOL, n / 10_000)
+        assert score == pytest.approx(book.score("a", n / 10_000), abs=1e-6)
     assert may_work(book.score("a", 1))
     assert book.explain("a", 1).counts == {"broke protocol": 10_000}
     assert len(book.explain("a", 1).recent) == 1

@@ -50,6 +50,18 @@ async def test_what_is_not_known_is_absent(catalogue: Catalogue, entry: Catalogu
     assert (await uploads.answer(tensor_request(entry, "../../etc/passwd"))).status == "absent"
 
 
+async def test_settings_that_change_count_from_the_next_question_on(
+    catalogue: Catalogue, entry: CatalogueEntry
+) -> None:
+    uploads = Uploads(catalogue, TransferSettings())
+    question = tensor_request(entry, entry.manifest.tensors[0].name)
+    assert (await uploads.answer(question)).status == "ok"
+    uploads.configure(TransferSettings(share=False))
+    assert (await uploads.answer(question)).status != "ok"
+    uploads.configure(TransferSettings())
+    assert (await uploads.answer(question)).status == "ok"
+
+
 async def test_a_file_that_has_changed_is_not_given(catalogue: Catalogue, entry: CatalogueEntry) -> None:
     uploads = Uploads(catalogue, TransferSettings())
     assert (await uploads.answer(tensor_request(entry, "output.weight"))).status == "ok"
