@@ -64,6 +64,7 @@ from swarmllm.swarm.records.registry_feed import follow_router
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import WorkerPool, WorkerSettings
+from swarmllm_proto.identifiers import parse_ip
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -309,13 +310,13 @@ def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
     network = config.network
     return SwarmSettings(
         data_dir=data_dir,
-        listen_host=network.listen_host,
+        listen_host=_ip(network.listen_host, "network.listen_host"),
         libp2p_port=network.libp2p_port,
         data_port=network.data_port,
         bootstrap=network.bootstrap,
         max_peers=network.max_peers,
         mdns=network.mdns,
-        announce=network.announce,
+        announce=tuple(_ip(text, "network.announce") for text in network.announce),
         dht=network.dht,
         relay=network.relay,
         relay_service=network.relay_service,
@@ -323,6 +324,13 @@ def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
         strangers_mib=config.resources.strangers_mib,
         lists=PeerLists.of(network.allow, network.deny, only_allowed=network.only_allowed),
     )
+
+
+def _ip(text: str, field: str) -> str:
+    try:
+        return str(parse_ip(text))
+    except ValueError:
+        raise ConfigError(f"{field}: {text[:100]!r} is not an IP address.", field=field) from None
 
 
 def pipeline_settings(config: Config) -> PipelineSettings:

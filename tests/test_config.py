@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm import __version__
-from swarmllm.config import TABLES, Config, as_dict, default_data_dir, keys_of
+from swarmllm.config import TABLES, Config, NetworkTable, as_dict, default_data_dir, keys_of
 from swarmllm.config_reference import reference
 from swarmllm.config_sources import load_config
+from swarmllm.daemon import swarm_settings
 from swarmllm.errors import ConfigError
 
 DOCS = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -143,3 +145,21 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def test_the_documentation_is_that_of_the_code() -> None:
     assert DOCS.read_text() == reference(), "run: python -m swarmllm.config_reference > docs/configuration.md"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a..b", "localhost", "/ip4/192.0.2.1/tcp/1", "999.1.1.1", "fe80::1%eth0", "١.1.1.1"]
+)
+@pytest.mark.parametrize("field", ["listen_host", "announce"])
+def test_an_address_that_is_none_is_refused_by_its_setting(tmp_path: Path, field: str, text: str) -> None:
+    value: Any = text if field == "listen_host" else (text,)
+    config = Config(network=NetworkTable(**{field: value}))
+    with pytest.raises(ConfigError, match=f"network.{field}: .* is not an IP address") as refused:
+        swarm_settings(config, tmp_path)
+    assert refused.value.field == f"network.{field}"
+
+
+def test_addresses_are_taken_as_they_are_told(tmp_path: Path) -> None:
+    config = Config(network=NetworkTable(listen_host="::", announce=("192.0.2.1", "2001:db8::1")))
+    settings = swarm_settings(config, tmp_path)
+    assert (settings.listen_host, settings.announce) == ("::", ("192.0.2.1", "2001:db8::1"))
