@@ -64,7 +64,7 @@ from swarmllm.swarm.records.registry_feed import follow_router
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import WorkerPool, WorkerSettings
-from swarmllm_proto.identifiers import parse_ip
+from swarmllm_proto.identifiers import NodeId, parse_ip
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -82,7 +82,7 @@ class DaemonInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     version: str
     api_url: str
-    node_id: str
+    node_id: NodeId
     addresses: tuple[str, ...]
 
 

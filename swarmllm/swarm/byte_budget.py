@@ -76,7 +76,7 @@ class Grant:
 
     __slots__ = ("_budget", "kind", "n_bytes", "peer")
 
-    def __init__(self, budget: ByteBudget, peer: str, kind: Kind, n_bytes: int) -> None:
+    def __init__(self, budget: ByteBudget, peer: NodeId, kind: Kind, n_bytes: int) -> None:
         self._budget: ByteBudget | None = budget
         self.peer = peer
         self.kind = kind
@@ -146,11 +146,11 @@ class ByteBudget:
         """Reserved now, of all kinds and peers."""
         return sum(self._in_all.values())
 
-    def held(self, peer: str, kind: Kind) -> int:
+    def held(self, peer: NodeId, kind: Kind) -> int:
         held = self._peers.get(NodeId(peer))
         return held.get(kind, 0) if held else 0
 
-    def reserve(self, peer: str, kind: Kind, n_bytes: int) -> Grant | None:
+    def reserve(self, peer: NodeId, kind: Kind, n_bytes: int) -> Grant | None:
         """None: there is no room for it now."""
         return Grant(self, peer, kind, n_bytes) if self._take(peer, kind, n_bytes) else None
 
@@ -159,11 +159,11 @@ class ByteBudget:
         limit = self._limits[kind]
         return n_bytes <= limit.per_peer and n_bytes - limit.guaranteed <= limit.shared
 
-    def is_for_others_to_give(self, peer: str, kind: Kind, n_bytes: int) -> bool:
+    def is_for_others_to_give(self, peer: NodeId, kind: Kind, n_bytes: int) -> bool:
         """Whether the peer may have so many bytes more as soon as others have given theirs back."""
         return self.can_ever_hold(kind, self.held(peer, kind) + n_bytes)
 
-    def _take(self, peer: str, kind: Kind, n_bytes: int) -> bool:
+    def _take(self, peer: NodeId, kind: Kind, n_bytes: int) -> bool:
         if n_bytes < 0:
             raise ValueError(f"{n_bytes} bytes cannot be reserved")
         limit = self._limits[kind]
@@ -181,10 +181,10 @@ class ByteBudget:
         self._set(peer, kind, held)
         return True
 
-    def _give_back(self, peer: str, kind: Kind, n_bytes: int) -> None:
+    def _give_back(self, peer: NodeId, kind: Kind, n_bytes: int) -> None:
         self._set(peer, kind, self.held(peer, kind) - n_bytes)
 
-    def _set(self, peer: str, kind: Kind, held: int) -> None:
+    def _set(self, peer: NodeId, kind: Kind, held: int) -> None:
         node_id, guaranteed = NodeId(peer), self._limits[kind].guaranteed
         of_peer = self._peers.get(node_id) or {}
         before = of_peer.pop(kind, 0)

@@ -20,7 +20,7 @@ LOOK_S = 0.05
 
 
 async def reserve_within(
-    budget: ByteBudget, peer: str, kind: Kind, n_bytes: int, seconds: float
+    budget: ByteBudget, peer: NodeId, kind: Kind, n_bytes: int, seconds: float
 ) -> Grant | None:
     """None: there was no room in that time, or there never can be."""
     grant = budget.reserve(peer, kind, n_bytes)

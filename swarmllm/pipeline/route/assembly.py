@@ -112,7 +112,9 @@ def assemble(question: Question) -> Assembly:
     return Assembly(stages, standbys, is_reused)
 
 
-def alive(holders: Holders, connected: Collection[NodeId], origin: str) -> dict[NodeId, Sequence[LayerRange]]:
+def alive(
+    holders: Holders, connected: Collection[NodeId], origin: NodeId
+) -> dict[NodeId, Sequence[LayerRange]]:
     return {node: ranges for node, ranges in holders.items() if node == origin or node in connected}
 
 

@@ -264,7 +264,7 @@ class Sessions:
         self.open(context)
         return context
 
-    def _make_room(self, origin: str, model_id: ModelId | None, capacity: int) -> bool:
+    def _make_room(self, origin: NodeId, model_id: ModelId | None, capacity: int) -> bool:
         """For one more request, of any model or of this one."""
         shares = self._shares.setdefault(model_id, Shares(capacity))
         places = [

@@ -56,9 +56,11 @@ class SessionQueue:
         n_own = len(self._items) - self._n_foreign
         if self._n_foreign >= self._foreign_max if is_foreign else n_own >= OWN_MAX:
             return Put.OVERRUN
-        grant = self._budget.reserve(sender or "", Kind.JOBS, n_bytes) if n_bytes else None
-        if n_bytes and grant is None:
-            return Put.NO_ROOM
+        grant = None
+        if sender is not None and n_bytes:
+            grant = self._budget.reserve(sender, Kind.JOBS, n_bytes)
+            if grant is None:
+                return Put.NO_ROOM
         self._items.append((item, is_foreign, grant))
         self._n_foreign += is_foreign
         self._came.set()

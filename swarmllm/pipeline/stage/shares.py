@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from swarmllm_proto.identifiers import NodeId
+
 FIRST_JOB_S = 5.0
 """An assignment without a job for so long holds no place that somebody else could use. It is not ended for
 that: the stages before it may take their time."""
@@ -25,7 +27,7 @@ class Place:
     """One request of another node here."""
 
     request_id: str
-    origin: str
+    origin: NodeId
     assigned_s: float
     has_begun: bool
     """A job has come."""
@@ -43,10 +45,10 @@ class Shares:
     """Of `capacity` places."""
 
     capacity: int
-    _wanting: dict[str, float] = field(default_factory=dict)
+    _wanting: dict[NodeId, float] = field(default_factory=dict)
     """Origins that were turned away, and until when that counts."""
 
-    def ask(self, origin: str, places: Iterable[Place], now_s: float) -> Admission:
+    def ask(self, origin: NodeId, places: Iterable[Place], now_s: float) -> Admission:
         """`places`: those that are taken."""
         taken = list(places)
         held = Counter(place.origin for place in taken)
