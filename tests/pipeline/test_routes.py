@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from node_ids import A, B, C, D, O, X, Y
+from node_ids import A, B, C, D, O, X, Y, node_id_named
 
 from bench.arithmetic import FakePool, fake_entry
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard, TensorEntry
 from swarmllm.pipeline.origin.prompt import Prompt
-from swarmllm.pipeline.route.inputs import SLOWEST_LAYER_S, Links, Load, circumstances, workload
+from swarmllm.pipeline.route.inputs import PAIRS_MAX, SLOWEST_LAYER_S, Links, Load, circumstances, workload
 from swarmllm.pipeline.route.observed_compute import ObservedCompute
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.settings import PipelineSettings
@@ -153,6 +153,18 @@ def test_round_trips_between_others_are_theirs_to_tell_and_ours_are_not() -> Non
     assert known.pair_rtt_s == {(A, B): 0.02}
     assert known.rtt_s(B, A) == 0.02
     assert known.rtt_s(O, A) == 0.01
+
+
+def test_of_many_links_between_others_the_nearest_of_each_count() -> None:
+    nodes = [node_id_named(f"n{number}") for number in range(257)]
+    links = {
+        node: tuple(ObservedLink(node_id=nodes[(at + n) % 257], rtt_s=0.001 * n) for n in range(1, 33))
+        for at, node in enumerate(nodes)
+    }
+    known = believed({node: NodeCapability(observed_links=links[node]) for node in nodes})
+    n_each = PAIRS_MAX // 257
+    assert len(known.pair_rtt_s) == 257 * n_each
+    assert max(known.pair_rtt_s.values()) == pytest.approx(0.001 * n_each)
 
 
 async def test_forwards_and_generations_are_observed() -> None:

@@ -41,6 +41,8 @@ SLOWER = 2.0
 NOTHING_MEASURED: Mapping[NodeId, float] = MappingProxyType({})
 SLOWEST_LINK_BYTES_PER_S = 1.0
 """The same of a line's speed: the time per byte stays finite."""
+PAIRS_MAX = 2048
+"""Links between other nodes that count in one choice, the nearest of each; coordinates do for the rest."""
 ROW_BYTES_PER_VALUE = 4
 """Hidden states travel as float32."""
 
@@ -126,8 +128,9 @@ def circumstances(
     pair_rtt_s: dict[tuple[NodeId, NodeId], float] = {}
     pair_bytes_per_s: dict[tuple[NodeId, NodeId], float] = {}
     others = speeds.keys() - {origin}
+    n_links = PAIRS_MAX // max(1, len(others))
     for node_id in others & capabilities.keys():
-        for link in capabilities[node_id].observed_links:
+        for link in capabilities[node_id].observed_links[:n_links]:
             if link.node_id in others:
                 pair_rtt_s[node_id, link.node_id] = link.rtt_s
                 if link.bytes_per_s:
