@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -144,8 +145,11 @@ def test_the_grammar_process_may_die(loaded: Worker) -> None:
     pid = loaded.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     assert children
-    for child in children:
-        os.kill(int(child), signal.SIGKILL)
+    for child in map(int, children):
+        alive = os.pidfd_open(child)
+        os.kill(child, signal.SIGKILL)
+        assert select.select([alive], [], [], PATIENCE_S)[0], "its end is seen before anything is asked"
+        os.close(alive)
     sampling = Sampling(json_schema='{"type":"boolean"}', temperature=0.0, max_tokens=8)
     texts = []
     for _ in range(2):
