@@ -19,6 +19,7 @@ from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.repair.rebuild import left_of
+from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_job, decode_request, encode_job, encode_response
 from swarmllm_proto.ipc import Sampling
@@ -32,7 +33,7 @@ from swarmllm_proto.swarm import (
     StageState,
     StreamingToken,
 )
-from swarmllm_proto.tensors import tensor_bytes
+from swarmllm_proto.tensors import decode_tensor, tensor_bytes
 
 from .fakes import Swarm, computes, open_swarm
 
@@ -73,6 +74,28 @@ async def prefer(swarm: Swarm, liked: str, *others: str) -> None:
     said = {liked: computes(swarm.entry.model_id, 1e-6)}
     said |= {other: computes(swarm.entry.model_id, 1.0) for other in others}
     await swarm.tell(A, said)
+
+
+def more_rows(message: LayerForward, payload: bytes) -> tuple[bytes, bytes | memoryview]:
+    """Of a prompt, while more of it is to come."""
+    if not message.prefill_left:
+        return encode_job(message, payload)
+    rows = np.concatenate([decode_tensor(payload), np.zeros((20, N_EMBD), np.float32)])
+    return encode_job(msgspec.structs.replace(message, n_tokens=message.n_tokens + 20), tensor_bytes(rows))
+
+
+async def test_rows_that_a_stage_adds_cost_the_next_one_no_trust() -> None:
+    """It says that more rows are done than have left the origin, which is true."""
+    pools = {A: FakePool("0:4"), LIAR: FakePool("4:8"), M: FakePool("4:8"), H: FakePool("8:12")}
+    async with open_swarm(pools, settings=PipelineSettings(prefill_chunk_tokens=2)) as swarm:
+        change_rows(swarm, LIAR, more_rows)
+        await prefer(swarm, LIAR, M)
+        for _ in range(8):
+            with trio.fail_after(PATIENCE_S):
+                assert await ask(swarm) == await uncut(PROMPT, 6)
+            assert swarm[A].trust.score(H) >= NEUTRAL
+            assert swarm[A].trust.score(M) >= NEUTRAL
+        await swarm.quiet()
 
 
 @pytest.mark.parametrize("change", [not_numbers, too_wide])

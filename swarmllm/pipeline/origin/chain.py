@@ -29,6 +29,7 @@ from swarmllm.pipeline.origin.output import (
     Chunk,
     EarlyTokens,
     PromptWindow,
+    RowsNotSent,
     TokenLog,
     require_stop_string,
     require_token,
@@ -328,7 +329,11 @@ class Chain:
                     self._require_possible(ChainEvent.PROGRESS)
                     self._progress(message, payload)
         except BrokenPromise as error:
-            self.blame(sender)
+            others = self.node_ids - {sender, self.context.view.node_id}
+            if isinstance(error, RowsNotSent) and others:
+                self.doubted = others | {sender}
+            else:
+                self.blame(sender)
             self.fail(RemoteError(f"node {self._name(sender)} broke the protocol: {error}"))
 
     def _require_possible(self, event: ChainEvent) -> None:

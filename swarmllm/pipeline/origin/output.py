@@ -34,6 +34,10 @@ class BrokenPromise(Exception):
     """A stage said something that cannot be true of this request."""
 
 
+class RowsNotSent(BrokenPromise):
+    """More rows are said to be done than have left: a stage on the way added some, or the last one lies."""
+
+
 class Chunk(NamedTuple):
     """Rows [position, position + n_tokens) of the prompt; `left` rows come after them."""
 
@@ -79,10 +83,10 @@ class PromptWindow:
         return self.n_sent < self.n_tokens and n_under_way < self._size * self._chunk_tokens
 
     def passed(self, position: int) -> bool:
-        """Rows below `position` have passed every layer; whether that is news. Raises BrokenPromise for rows
+        """Rows below `position` have passed every layer; whether that is news. Raises RowsNotSent for rows
         that have not left."""
         if position > self.n_sent:
-            raise BrokenPromise(f"rows up to {position} are said to be done, {self.n_sent} have been sent")
+            raise RowsNotSent(f"rows up to {position} are said to be done, {self.n_sent} have been sent")
         is_news = position > self.n_passed
         self.n_passed = max(self.n_passed, position)
         return is_news
