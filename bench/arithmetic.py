@@ -20,9 +20,9 @@ import trio
 
 from swarmllm.errors import ContextFull, WorkerError
 from swarmllm.models.entry import CatalogueEntry
-from swarmllm.models.hashing import FileState
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest
+from swarmllm.models.model_files import FileState
 from swarmllm.pipeline.stage.compute import ForwardCall, GenerateCall
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.blocks import BLOCK_TOKENS

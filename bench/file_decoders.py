@@ -16,17 +16,16 @@ import trio
 
 from bench.decoder_target import ADDRESS, NODE_ID, Target
 from swarmllm.config_sources import load_config
-from swarmllm.downloads.download_errors import Broken, Busy, DownloadError, Refused
 from swarmllm.downloads.remote import Remote
 from swarmllm.downloads.settings import DownloadSettings
-from swarmllm.downloads.source import listed_files
+from swarmllm.downloads.source import Broken, Busy, DownloadError, Refused, listed_files
 from swarmllm.downloads.unidentified_model import NOTES, PART, Notes, read_waiting
 from swarmllm.errors import BadModel, ConfigError
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.keys import KeyFile
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.store import Store
-from swarmllm.node.speed_probe import _read as read_speed
+from swarmllm.node.capability import _read as read_speed
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.membership.identity import KEY_NAME, load_or_create_identity
 from swarmllm.swarm.membership.network_key import NetworkFile, private_network

@@ -18,7 +18,7 @@ from libp2p.peer.id import ID
 from libp2p.security.noise.patterns import PatternXX
 
 from bench.decoder_target import Target
-from swarmllm.swarm.data.noise_wire import HandshakeFailed, shake_hands
+from swarmllm.swarm.data.wire import HandshakeFailed, shake_hands
 from swarmllm.swarm.membership.connection_gater import PROOF_BYTES, ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.membership.network_key import KEYS_MAX, private_network

@@ -24,7 +24,7 @@ import trio
 
 from bench.figures import Figure, ratios, table, write
 from bench.streamed import cpu_s
-from swarmllm.cli.demo_nodes import DemoNodes
+from swarmllm.cli.demo import DemoNodes
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.pool import WorkerPool

@@ -27,7 +27,7 @@ from bench.lying_swarm import Broken, guide_world
 from bench.router_lies import RouterLie, lies_at, tell
 from bench.swarm_nodes import demo_nodes
 from bench.untruths import ADDRESSES, HONEST, LIVE, OWN, World
-from swarmllm.cli.demo_nodes import DemoNode
+from swarmllm.cli.demo import DemoNode
 from swarmllm.errors import SwarmLLMError
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.peers.trust import NEUTRAL

@@ -43,8 +43,7 @@ from swarmllm.swarm.records.exchange import (
     KIND_ENVELOPES,
     KIND_PEERS,
 )
-from swarmllm_proto.data_plane import Hello, Kind
-from swarmllm_proto.frames import encode_frame
+from swarmllm_proto.frames import Hello, Kind, encode_frame
 from swarmllm_proto.router_messages import (
     DialBackRequest,
     DialBackResponse,

@@ -21,7 +21,7 @@ from libp2p.pubsub.pb import rpc_pb2
 from bench.figures import RESULTS, machine
 from swarmllm.swarm.byte_budget import LIMITS, TOTAL_MIB, ByteBudget
 from swarmllm.swarm.discovery.dht.messages import Contact
-from swarmllm.swarm.discovery.dht.providers import KEYS_PER_NODE, ProviderBook
+from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE, ProviderBook
 from swarmllm.swarm.libp2p.unsigned_pubsub import RECENT_MAX_BYTES, _ContentCache
 from swarmllm_proto.limits import MIB
 

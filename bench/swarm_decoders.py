@@ -18,10 +18,10 @@ from swarmllm.swarm.data.wire import Hello, WireClosed, checked_hello
 from swarmllm.swarm.discovery.addresses import Address, CircuitAddress, NodeAddress
 from swarmllm.swarm.discovery.dht import messages as dht
 from swarmllm.swarm.discovery.relay import messages as relay
-from swarmllm.swarm.dispatch import RequestRefused
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm.swarm.records.envelope_book import Digest, EnvelopeBook
 from swarmllm.swarm.records.exchange import KIND_ENVELOPES, RecordExchange
+from swarmllm.swarm.router import RequestRefused
 from swarmllm_proto.errors import BadMessage, FrameTooLarge, FrameTruncated
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.segment_names import parse_segment_name

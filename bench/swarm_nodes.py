@@ -14,7 +14,7 @@ from typing import Any
 from bench.raw_stream import stream_events
 from bench.streamed import Endpoint
 from swarmllm.cli.client import Client
-from swarmllm.cli.demo_nodes import DemoNodes, family
+from swarmllm.cli.demo import DemoNodes, family
 
 START_TIMEOUT_S = 120.0
 

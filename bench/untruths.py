@@ -25,14 +25,11 @@ from hypothesis import strategies as st
 
 from swarmllm.swarm.records import envelope_book
 from swarmllm_proto import (
-    data_plane,
     envelope,
     file_digests,
+    frames,
     swarm,
-    swarm_check,
-    swarm_prefix,
-    swarm_resume,
-    swarm_vision,
+    swarm_base,
 )
 from swarmllm_proto import router_messages as neighbours
 from swarmllm_proto.tensors import encode_tensor
@@ -391,8 +388,8 @@ def _sequence(kind: types.VarTupleType | types.ListType, world: World) -> st.Sea
 # Which types there are.
 
 MODULES: Final[tuple[ModuleType, ...]] = (
-    *(swarm, swarm_check, swarm_prefix, swarm_resume, swarm_vision, file_digests),
-    *(neighbours, envelope, data_plane, envelope_book),
+    *(swarm, swarm_base, file_digests),
+    *(neighbours, envelope, frames, envelope_book),
 )
 INSIDE: Final = frozenset({envelope._Signed, envelope._Author, neighbours._Versioned})
 """Made by sealing what the lie is about, or a part of another message that is read before the rest."""
@@ -406,7 +403,7 @@ DIGESTS: Final = envelope_book.Digests
 NEIGHBOURS: Final[tuple[type, ...]] = neighbours.Message.__constraints__
 STATEMENTS: Final[tuple[type, ...]] = envelope.Statement.__constraints__
 RECORDS: Final[tuple[type, ...]] = (swarm.NodeRecord,)
-OPENINGS: Final[tuple[type, ...]] = (data_plane.Hello,)
+OPENINGS: Final[tuple[type, ...]] = (frames.Hello,)
 INSIDE_PIECES: Final[tuple[type, ...]] = (swarm.Outline,)
 TOLD: Final = (
     envelope_book.Digest,

@@ -33,8 +33,7 @@ from bench.decoder_target import NODE_ID, Target
 from swarmllm.errors import RemoteError
 from swarmllm.swarm.data.bulk import Bulk, BulkKind
 from swarmllm.swarm.data.connection import Connection
-from swarmllm.swarm.data.noise_wire import NoiseWire
-from swarmllm.swarm.data.wire import VERSION, Hello, Kind, WireClosed
+from swarmllm.swarm.data.wire import VERSION, Hello, Kind, NoiseWire, WireClosed
 from swarmllm.swarm.libp2p.bounded_yamux import BoundedYamux
 from swarmllm.swarm.libp2p.guards import quieten_expected_failures
 from swarmllm.swarm.libp2p.negotiation import agree

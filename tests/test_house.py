@@ -66,7 +66,7 @@ PURE = (
     "swarmllm.transfer.fetch_plan",
     "swarmllm.downloads.digest_book",
     "swarmllm.downloads.source",
-    "swarmllm.downloads.spans",
+    "swarmllm.downloads.digest_book",
     "swarmllm.pipeline.route.assembly",
     "swarmllm.pipeline.check.verdict",
     "swarmllm.pipeline.job",

@@ -14,8 +14,7 @@ from running_daemon import config_of, daemon
 import swarmllm.database
 from swarmllm.errors import StoreLocked
 from swarmllm.models import Catalogue
-from swarmllm.swarm.peers.known_peers import KnownPeers
-from swarmllm.swarm.peers.store import FILE_NAME, PeerStore
+from swarmllm.swarm.peers.store import FILE_NAME, KnownPeers, PeerStore
 from swarmllm.swarm.peers.trust import Deed, Reputation
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm_proto.identifiers import NodeId

@@ -34,7 +34,7 @@ WAITED_FOR = {
     "swarm/data/connection.py": {"run"},
     "swarm/data/data_plane.py": {"say_goodbye"},
     "swarm/discovery/relay/service.py": {"run"},
-    "transfer/parallel.py": {"run_lanes"},
+    "transfer/fetch.py": {"run_lanes"},
     "workerpool/cut_check.py": {"run"},
     "workerpool/process.py": {"_accept"},
     "workerpool/worker.py": {"run"},

@@ -4,9 +4,14 @@ One root, so that the loop that owns a connection needs one `except`; one class 
 may close the connection (frames), answer the sender (a bad field), skip the peer (another version) or ask
 again (a damaged job). Each names the field, in the sender's words (`sampling.top_p`, `stages[2].end`,
 `payload`), and never quotes the content.
+
+Texts of native code for people who did not build it: `/build/llama.cpp/ggml.c:12` becomes `ggml.c:12`.
 """
 
 from __future__ import annotations
+
+import re
+from typing import Final
 
 
 class ProtocolError(Exception):
@@ -52,3 +57,11 @@ class DamagedJob(BadMessage):
         super().__init__("digest", "does not match the header and payload")
         self.request_id = request_id
         self.position = position
+
+
+_SOURCE: Final = re.compile(r"[^\s:'\"(]*/([\w.+-]+\.(?:c|cc|cpp|cu|cuh|m|h|hpp|inl|py))(?=[:'\",)\s]|$)")
+
+
+def without_folders(text: str) -> str:
+    """The text with every source file named without the folders that it was built in."""
+    return _SOURCE.sub(r"\1", text)

@@ -15,18 +15,46 @@ write n zeros first: a hostile length of 512 MiB would cost half a gigabyte of r
 first byte). Each byte is copied exactly once, also when a whole frame arrives in one piece: a view into the
 caller's receive buffer would pin it, alias it when it is reused, and place the tensor at an odd address.
 Whoever decrypts need not even copy: `room` is where the plaintext can go at once.
+
+What the frames of a data-plane connection are: their kinds, and the hello that comes first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from struct import Struct
-from typing import Final, NamedTuple, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
 from swarmllm_proto.errors import FrameTooLarge, FrameTruncated, ProtocolError
 from swarmllm_proto.limits import IPC_HEADER_MAX, IPC_PAYLOAD_MAX
+
+VERSION = 1
+
+
+class Kind(IntEnum):
+    HELLO = 0
+    MESSAGE = 1
+    PING = 2
+    PONG = 3
+    GOODBYE = 4
+    LINK = 5
+    LAST = 6
+    ACK = 7
+
+
+class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
+    v: int
+    link: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    """The dialler wants a link, and this is what for."""
+    bulk: bool = False
+    """The dialler wants it for bulk's questions and answers."""
+    acks: bool = False
+    """The sender acknowledges messages."""
+
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Payload: TypeAlias = Buffer | Sequence[Buffer]

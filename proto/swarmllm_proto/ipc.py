@@ -12,14 +12,20 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from swarmllm_proto.ipc_account import GenerateDone, GuessCount  # noqa: F401
-from swarmllm_proto.ipc_base import (  # noqa: F401
+from swarmllm_proto.ipc_base import (  # noqa: F401  # noqa: F401  # noqa: F401
     CallId,
+    CheckCuts,
+    CutsChecked,
     DaemonMessage,
     Dimension,
     ErrorKind,
     FinishReason,
+    GenerateDone,
     GeneratedTokens,
+    GuessCount,
+    KernelChoice,
+    KernelMode,
+    KernelWay,
     LayerIndex,
     Logprobs,
     Position,
@@ -36,17 +42,19 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     WorkerMessage,
     require_layer_range,
 )
-from swarmllm_proto.ipc_cuts import CheckCuts, CutsChecked
-from swarmllm_proto.ipc_kernels import KernelChoice, KernelMode, KernelWay  # noqa: F401
-from swarmllm_proto.ipc_prefix import (
+from swarmllm_proto.ipc_kv import (  # noqa: F401
     ExportPrefixSnapshot,
+    HoldRequest,
     ImportPrefixSnapshot,
+    KeptRows,
     PrefixFetchProbe,
     PrefixFetchResult,
     PrefixManifestUpdate,
     PrefixSnapshotResponse,
+    ReadJournal,
+    Resumed,
+    ResumeRequest,
 )
-from swarmllm_proto.ipc_resume import HoldRequest, KeptRows, ReadJournal, Resumed, ResumeRequest  # noqa: F401
 from swarmllm_proto.ipc_ring import Arrived, CloseLinks, LinkLost, Relay, TakeLink, TakeSeat, Turned
 
 KvType = Literal["f16", "q8_0"]

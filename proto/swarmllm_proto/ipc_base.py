@@ -1,8 +1,8 @@
-"""What all messages between daemon and worker are made of (see `ipc`)."""
+"""What messages between daemon and worker are made of (see `ipc`): bases, accounts, cuts, kernels."""
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -131,3 +131,84 @@ class WorkerMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_
 
     id: CallId = 0
     """Of the call that is answered; 0: nobody asked."""
+
+
+Guesser: TypeAlias = Literal["again", "lookup", "draft", "swift"]
+"""The answer that the same prompt had before, the text so far, a small model, or the model with a part of its
+layers."""
+
+
+class GuessCount(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that were guessed in one way, and checked; travels as an array of its fields in this order."""
+
+    by: Guesser
+    n_checked: TokenCount
+    n_right: TokenCount
+    """Of those, the ones that the model then said."""
+
+    def __post_init__(self) -> None:
+        if self.n_right > self.n_checked:
+            raise ValueError(f"n_right: {self.n_right} of {self.n_checked} guesses")
+
+
+class GenerateDone(WorkerMessage, frozen=True, tag=True):
+    """The last answer to Generate, after its Tokens; the request's slot is free."""
+
+    request_id: str
+    finish_reason: FinishReason
+    n_prompt_tokens: TokenCount
+    n_generated: TokenCount
+    prefill_s: Seconds
+    decode_s: Seconds
+    n_cached_tokens: TokenCount = 0
+    """Of the prompt: not computed, because an earlier request began alike."""
+    guesses: Annotated[tuple[GuessCount, ...], Meta(max_length=4)] = ()
+    """One for each way of guessing that had guesses to be checked."""
+
+    @property
+    def n_guessed(self) -> int:
+        return sum(each.n_checked for each in self.guesses)
+
+    @property
+    def n_guessed_right(self) -> int:
+        return sum(each.n_right for each in self.guesses)
+
+
+class CheckCuts(DaemonMessage, frozen=True, tag=True):
+    """Try which cuts of the open model, of which the whole file must be there, compute the same as the uncut
+    model. Answered by Progress ... CutsChecked."""
+
+    units: Annotated[tuple[Annotated[int, Meta(ge=1, le=65535)], ...], Meta(max_length=64)] = ()
+    """Layers per part to try, in this order; none: those that the model's number of layers suggests."""
+
+
+class CutsChecked(WorkerMessage, frozen=True, tag=True):
+    """Answers CheckCuts."""
+
+    cut_alignment: LayerIndex
+    """Layers may be cut at multiples of this; 0: the model runs whole only."""
+    whole_reason: Annotated[str, Meta(max_length=2000)] = ""
+    """Why, where cut_alignment is 0."""
+
+
+KernelMode = Literal["auto", "ggml", "ours"]
+"""Whose products of Q8_0 are computed: those that were measured as the fastest, or always one side's."""
+KernelWay = Literal["ggml-dots", "ggml-tiles", "avx2", "avx512", "avx512-in-order"]
+Nanoseconds = Annotated[int, Meta(ge=0, le=10**15)]
+
+
+class KernelChoice(msgspec.Struct, frozen=True):
+    """How products of batches of some sizes are computed with matrices of one row length."""
+
+    type: Literal["Q8_0"]
+    k: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    """Numbers of a matrix row."""
+    n_threads: Annotated[int, Meta(ge=1, le=1024)]
+    first_rows: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    last_rows: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    """The batch sizes from `first_rows`, which was measured, to this."""
+    chosen: KernelWay
+    ggml_ns: Nanoseconds
+    """Per product with a slice of a matrix, of ggml's fastest way that has the right bits."""
+    ours_ns: Nanoseconds
+    """Of our fastest; 0: none has the right bits."""

@@ -31,26 +31,26 @@ from swarmllm_proto.ipc import (
     require_layer_range,
 )
 from swarmllm_proto.ipc import StageTiming as StageTiming
-from swarmllm_proto.ipc_prefix import BlockCount
+from swarmllm_proto.ipc_kv import BlockCount
 from swarmllm_proto.limits import PIECE_MAX
 from swarmllm_proto.swarm_base import DIGEST_SIZE as DIGEST_SIZE
 from swarmllm_proto.swarm_base import NAMES_MAX as NAMES_MAX
+from swarmllm_proto.swarm_base import PREFIX_MODELS_MAX
 from swarmllm_proto.swarm_base import WIRE_VERSION as WIRE_VERSION
 from swarmllm_proto.swarm_base import Count as Count
 from swarmllm_proto.swarm_base import Digest as Digest
+from swarmllm_proto.swarm_base import FetchRows as FetchRows
+from swarmllm_proto.swarm_base import KeptPrefix as KeptPrefix
 from swarmllm_proto.swarm_base import ModelId as ModelId
 from swarmllm_proto.swarm_base import NodeId as NodeId
+from swarmllm_proto.swarm_base import PrefixCacheAnnounce as PrefixCacheAnnounce
+from swarmllm_proto.swarm_base import ReplayRows as ReplayRows
+from swarmllm_proto.swarm_base import RowsPiece as RowsPiece
 from swarmllm_proto.swarm_base import ShortText as ShortText
+from swarmllm_proto.swarm_base import StageRows as StageRows
 from swarmllm_proto.swarm_base import TensorName as TensorName
-from swarmllm_proto.swarm_check import FetchRows as FetchRows
-from swarmllm_proto.swarm_check import RowsPiece as RowsPiece
-from swarmllm_proto.swarm_prefix import PREFIX_MODELS_MAX
-from swarmllm_proto.swarm_prefix import KeptPrefix as KeptPrefix
-from swarmllm_proto.swarm_prefix import PrefixCacheAnnounce as PrefixCacheAnnounce
-from swarmllm_proto.swarm_resume import ReplayRows as ReplayRows
-from swarmllm_proto.swarm_resume import StageRows as StageRows
-from swarmllm_proto.swarm_vision import VisionEncodeRequest as VisionEncodeRequest
-from swarmllm_proto.swarm_vision import VisionEncodeResponse as VisionEncodeResponse
+from swarmllm_proto.swarm_base import VisionEncodeRequest as VisionEncodeRequest
+from swarmllm_proto.swarm_base import VisionEncodeResponse as VisionEncodeResponse
 
 
 class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):

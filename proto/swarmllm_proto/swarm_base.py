@@ -1,14 +1,22 @@
-"""What all messages between nodes are made of (see `swarm`)."""
+"""What messages between nodes are made of (see `swarm`): bases, checks, kept KV, broken pipelines, pictures.
+
+Unlike the names in a pipeline's assignment these hashes have no secret in them: whoever has the same model
+and the same beginning of a prompt makes the same ones, and so finds out who has its KV. It also finds out
+that somebody asked for just that, which is why a node says nothing of the kind unless it was told to.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
+import msgspec
 from msgspec import Meta
 
 from swarmllm_proto.identifiers import Digest as Digest
 from swarmllm_proto.identifiers import ModelId as ModelId
 from swarmllm_proto.identifiers import NodeId as NodeId
+from swarmllm_proto.ipc_base import LayerIndex, Position, RequestId, StageIndex, TokenCount
+from swarmllm_proto.limits import CHECKED_ROWS_MAX, IMAGE_MAX, IMAGE_ROWS_MAX
 
 WIRE_VERSION: Final = 1
 """The `v` of every message. A reader ignores fields it does not know and refuses another version."""
@@ -21,3 +29,103 @@ NAMES_MAX: Final = 32768
 ShortText = Annotated[str, Meta(max_length=200)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TensorName = Annotated[str, Meta(max_length=512)]
+
+
+class FetchRows(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Request, origin -> stage, after the last token: rows at a layer boundary, as they left the stage that
+    ends there or came to the one that begins there. Answered by RowsPiece."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    boundary: LayerIndex
+    position: Position
+    n_tokens: Annotated[int, Meta(ge=1, le=4096)]
+    digest_only: bool = False
+
+
+class RowsPiece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Response to FetchRows."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    known: bool
+    """False: not all of these rows are here any more."""
+    digest: Annotated[bytes, Meta(max_length=DIGEST_SIZE)] = b""
+    """BLAKE3 of the rows."""
+    rows: Annotated[memoryview, Meta(max_length=CHECKED_ROWS_MAX)] = memoryview(b"")
+    """f32, little-endian, one row after the other."""
+
+
+PREFIXES_MAX: Final = 64
+"""Of one model. 64 are 3 KB of a record."""
+PREFIX_MODELS_MAX: Final = 8
+
+
+class KeptPrefix(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The beginning of a prompt; travels as an array of its fields in this order."""
+
+    hash: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
+    """Of its last complete block, which stands for all before it."""
+    n_blocks: Annotated[int, Meta(ge=1, le=2**20)]
+
+
+class PrefixCacheAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
+    """One model that a node runs whole, and the prompts' beginnings of which it has the KV of every layer,
+    the most recently used first."""
+
+    model_id: ModelId
+    prefixes: Annotated[tuple[KeptPrefix, ...], Meta(max_length=PREFIXES_MAX)]
+
+
+class StageRows(msgspec.Struct, frozen=True, array_like=True):
+    """What one stage still has of a request that it took part in; travels as an array of its fields in this
+    order."""
+
+    stage: StageIndex
+    n_rows: TokenCount
+    """Whose KV is there, from position 0 on."""
+    n_journal: TokenCount
+    """That it can send on once more, from position 0 on."""
+
+
+class ReplayRows(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Job message, origin -> a stage: send rows that left it once more to the stage after it, which has lost
+    its KV or is another node. They arrive there as a LayerForward."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    stage: StageIndex
+    """Whose results they are."""
+    position: Position
+    n_tokens: Annotated[int, Meta(ge=1, le=4096)]
+    until: StageIndex
+    """The last stage that is to compute them."""
+
+    def __post_init__(self) -> None:
+        if self.until <= self.stage:
+            raise ValueError(f"field `until`: {self.until} must be after stage {self.stage}")
+
+
+class VisionEncodeRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Request: what a model's vision encoder makes of a picture."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    model_id: ModelId
+    image: Annotated[memoryview, Meta(min_length=1, max_length=IMAGE_MAX)]
+    """A PNG, JPEG or WebP file."""
+    first_row: TokenCount = 0
+    """Where a response that was too long for one ends, the next begins."""
+
+
+class VisionEncodeResponse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Response to VisionEncodeRequest."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    error: Literal["", "VisionEncoderUnavailable", "BadImage"] = ""
+    n_rows: TokenCount = 0
+    """Of the whole picture: as many positions of the prompt."""
+    n_embd: TokenCount = 0
+    rows: Annotated[memoryview, Meta(max_length=IMAGE_ROWS_MAX)] = memoryview(b"")
+    """f32, n_embd each, from `first_row` on, as many as fit."""

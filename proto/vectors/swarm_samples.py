@@ -16,9 +16,9 @@ from common_samples import (
 )
 
 from swarmllm_proto import swarm
-from swarmllm_proto.data_plane import VERSION, Hello, Kind
 from swarmllm_proto.envelope import Envelope, Heartbeat
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse, DigestRun, Digests, FetchDigests
+from swarmllm_proto.frames import VERSION, Hello, Kind
 from swarmllm_proto.router_messages import (
     DialBack,
     DialBackRequest,

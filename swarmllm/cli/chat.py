@@ -16,11 +16,9 @@ import click
 from rich.console import Console
 
 from swarmllm.cli.chat_stream import Finished, Message, as_fields, stream_chat
-from swarmllm.cli.client import Client
-from swarmllm.cli.display import make_console, route_table, safe, summary
-from swarmllm.cli.errors import EXIT_INTERRUPTED, CommandFailed, WrongUsage
+from swarmllm.cli.client import EXIT_INTERRUPTED, Client, CommandFailed, WrongUsage
+from swarmllm.cli.display import WordWrap, make_console, route_table, safe, summary
 from swarmllm.cli.options import api_option, json_option
-from swarmllm.cli.word_wrap import WordWrap
 
 HELP = """  /route   which node ran which layers for the last answer, and how long it took
   /new     forget the conversation

@@ -1,5 +1,4 @@
-"""What the commands ask of a daemon over HTTP, with every way it can fail turned into a sentence and an
-exit code.
+"""What the commands ask of a daemon over HTTP; every failure is a sentence and an exit code.
 
 Synchronous httpx: a command does one thing at a time. The environment's proxies are not used; a node's
 endpoint is on the loopback interface, where a proxy can only be in the way.
@@ -15,9 +14,53 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+import click
 import httpx
 
-from swarmllm.cli.errors import CommandFailed, DaemonUnreachable, RequestRefused, WrongUsage
+from swarmllm.errors import InvalidRequest, SwarmLLMError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 3
+EXIT_REFUSED = 4
+EXIT_INTERRUPTED = 130
+
+
+class CommandFailed(click.ClickException):
+    """The daemon, or something it relies on, could not do what was asked."""
+
+    exit_code = EXIT_FAILED
+
+
+class WrongUsage(CommandFailed):
+    """What was typed cannot be meant."""
+
+    exit_code = EXIT_USAGE
+
+
+class DaemonUnreachable(CommandFailed):
+    """Nobody answers at the API address."""
+
+    exit_code = EXIT_UNREACHABLE
+
+
+class RequestRefused(CommandFailed):
+    """The daemon answered that the request is wrong: an unknown model, layers it cannot cut, too many
+    requests."""
+
+    exit_code = EXIT_REFUSED
+
+
+@contextmanager
+def failures_explained() -> Iterator[None]:
+    """What fails in this process, without a daemon, as a command says it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise RequestRefused(error.message) from None
+    except SwarmLLMError as error:
+        raise CommandFailed(error.message) from None
+
 
 ANSWER_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0

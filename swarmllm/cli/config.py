@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
+from swarmllm.cli.client import WrongUsage
 from swarmllm.cli.display import print_json
-from swarmllm.cli.errors import WrongUsage
 from swarmllm.cli.options import json_option
 from swarmllm.config import Config, as_dict, default_config_file
 from swarmllm.config_sources import load_config

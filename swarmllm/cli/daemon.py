@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from swarmllm.cli.errors import CommandFailed, WrongUsage
+from swarmllm.cli.client import CommandFailed, WrongUsage
 from swarmllm.cli.options import config_option
 from swarmllm.config import keys_of
 from swarmllm.config_sources import load_config

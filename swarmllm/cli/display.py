@@ -1,19 +1,25 @@
-"""How things look in a terminal: numbers with units, plain tables, and text of foreign origin made
-harmless.
+"""How things look in a terminal: numbers with units, plain tables, wrapped text, foreign text made harmless.
 
 Names of models and nodes come from other machines, so everything goes through `safe`: control characters
 (which could move the cursor or rename the window) are shown as what they are, and nothing is read as rich's
 markup.
+
+A terminal breaks them in the middle of words. Waiting for whole lines would hide that the text streams, so
+only the word at the end is held back, until what follows it shows that it is complete.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import groupby
+from typing import Any
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -110,3 +116,51 @@ def summary(finished: Finished) -> str:
     if finished.finish_reason == "length":
         parts.append("cut off at max_tokens")
     return " · ".join(parts)
+
+
+class WordWrap:
+    """`feed` returns what can be shown now, `finish` the rest. Lines get no longer than `width` cells,
+    unless a single word is; leading spaces (of code, of lists) and line ends are kept."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._column = 0
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        *complete, self._held = re.split(r"(?<=\n)|(?<=\S)(?=[^\S\n])", self._held + text)
+        return "".join(map(self._place, complete))
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return self._place(held)
+
+    def _place(self, piece: str) -> str:
+        """`piece`: spaces and one word, or with a line end as its last character."""
+        word, newline = piece.removesuffix("\n"), piece.endswith("\n")
+        if self._column and self._column + cell_len(word) > self._width:
+            word = "\n" + word.lstrip(" ")
+            self._column = 0
+        self._column = 0 if newline else self._column + cell_len(word.lstrip("\n"))
+        return word + "\n" * newline
+
+
+NO_END = 2**31 - 1
+"""What workers say for any larger number of rows."""
+
+
+def kernel_lines(choices: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """For each type and row length one line: rows, the way that was chosen, and its time next to that of the
+    other side, per product with a slice of a matrix."""
+    for (type_, k, n_threads), each in groupby(
+        choices, key=lambda choice: (choice["type"], choice["k"], choice["n_threads"])
+    ):
+        threads = "1 thread" if n_threads == 1 else f"{n_threads} threads"
+        yield f"{type_}, rows of {k}, {threads}: {'; '.join(map(_class, each))}"
+
+
+def _class(choice: dict[str, Any]) -> str:
+    first, last = choice["first_rows"], choice["last_rows"]
+    rows = f"{first}" if first == last else f"{first}+" if last == NO_END else f"{first}-{last}"
+    ours = f"{choice['ours_ns'] / 1000:.0f}" if choice["ours_ns"] else "not usable"
+    return f"{rows} {choice['chosen']} (us: ggml {choice['ggml_ns'] / 1000:.0f}, ours {ours})"

@@ -1,25 +1,367 @@
-"""`swarmllm doctor`: what keeps this node from working well, and what to do about it."""
+"""`swarmllm doctor`: what keeps this node from working well, and what to do about it.
+
+Every check is a function from what was looked at to findings; looking is done by the small functions at the
+end, so that a test can show a machine that it has not got.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
-from collections.abc import Iterator
+import errno
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.text import Text
 
-from swarmllm.cli import checkup
-from swarmllm.cli.checkup import Finding
-from swarmllm.cli.client import Client
-from swarmllm.cli.display import make_console, print_json, safe
-from swarmllm.cli.errors import EXIT_FAILED, CommandFailed, DaemonUnreachable
+from swarmllm.cli.client import EXIT_FAILED, Client, CommandFailed, DaemonUnreachable
+from swarmllm.cli.display import kernel_lines, make_console, print_json, safe
 from swarmllm.cli.options import api_option, config_option, json_option
 from swarmllm.config import Config
 from swarmllm.config_sources import load_config
 from swarmllm.errors import ConfigError
 from swarmllm.memory_info import memory_bytes
+
+Level = Literal["ok", "warning", "problem"]
+
+GIB = 2**30
+LOW_MEMORY_BYTES = 1 * GIB
+LOW_DISK_BYTES = 2 * GIB
+MIN_OPEN_FILES = 4096
+CONNECT_TIMEOUT_S = 3.0
+BUILD_INFO_TIMEOUT_S = 60.0
+STA_UNSYNC = 0x0040
+"""linux/timex.h: nobody keeps the clock right."""
+CPU_FEATURES = {"avx": "AVX", "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512"}
+"""As /proc/cpuinfo and as libllama call them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    check: str
+    level: Level
+    message: str
+    remedy: str = ""
+
+
+def check_ports(config: Config, is_running: bool) -> Iterator[Finding]:
+    """Without a daemon: whether the ports could be had."""
+    wanted = (
+        ("api.port", config.api.host, config.api.port),
+        ("network.libp2p_port", config.network.listen_host, config.network.libp2p_port),
+        ("network.data_port", config.network.listen_host, config.network.data_port),
+    )
+    for key, host, port in wanted:
+        if is_running or port == 0:
+            continue
+        if failure := bind_failure(host, port):
+            yield Finding(
+                "ports",
+                "problem",
+                f"port {port} ({key}) on {host} cannot be had: {failure}",
+                f"stop what uses it (ss -ltnp 'sport = :{port}'), or choose another {key}",
+            )
+        else:
+            yield Finding("ports", "ok", f"port {port} ({key}) is free")
+    if is_running:
+        yield Finding("ports", "ok", "the daemon has its ports")
+
+
+def check_clock(is_synchronised: bool | None) -> Iterator[Finding]:
+    if is_synchronised is False:
+        yield Finding(
+            "clock",
+            "warning",
+            "nothing keeps this machine's clock right",
+            "let something do it: timedatectl set-ntp true",
+        )
+    else:
+        yield Finding(
+            "clock", "ok", "the clock is kept right" if is_synchronised else "the kernel does not say"
+        )
+
+
+def check_memory(total_bytes: int, available_bytes: int) -> Iterator[Finding]:
+    text = f"{_gib(available_bytes)} of {_gib(total_bytes)} memory are free"
+    if not total_bytes:
+        yield Finding("memory", "warning", "how much memory there is cannot be seen here")
+    elif available_bytes < LOW_MEMORY_BYTES:
+        yield Finding("memory", "problem", text, "close other programs, or unload a model")
+    else:
+        yield Finding("memory", "ok", text)
+
+
+def check_open_files(limit: int) -> Iterator[Finding]:
+    if limit < MIN_OPEN_FILES:
+        yield Finding(
+            "limits",
+            "warning",
+            f"a process of this user may have {limit} files open at most; many connections need more",
+            f"ulimit -Hn {MIN_OPEN_FILES} before the daemon starts, or LimitNOFILE in its unit",
+        )
+    else:
+        yield Finding("limits", "ok", f"{limit} files may be open")
+
+
+def check_disk(data_dir: Path) -> Iterator[Finding]:
+    folder = data_dir
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield Finding(
+            "disk", "problem", f"{folder} cannot be written to", "set node.data_dir, or change its owner"
+        )
+        return
+    if data_dir.exists() and data_dir.stat().st_mode & 0o077:
+        yield Finding(
+            "disk",
+            "warning",
+            f"others on this machine may look into {data_dir}, where the node's key lies",
+            f"chmod 700 {data_dir}",
+        )
+    free_bytes = shutil.disk_usage(folder).free
+    text = f"{_gib(free_bytes)} are free for models in {folder}"
+    if free_bytes < LOW_DISK_BYTES:
+        yield Finding("disk", "problem", text, "make room, or set node.data_dir to another disk")
+    else:
+        yield Finding("disk", "ok", text)
+
+
+def check_build(
+    info: dict[str, Any] | None, cpu_features: frozenset[str], n_gpu_layers: int
+) -> Iterator[Finding]:
+    if info is None:
+        yield Finding(
+            "libllama",
+            "problem",
+            "libllama cannot be loaded",
+            "install it anew: pip install --force-reinstall --no-binary llama-cpp-python llama-cpp-python",
+        )
+        return
+    built = set(info["features"])
+    unused = [theirs for ours, theirs in CPU_FEATURES.items() if ours in cpu_features and theirs not in built]
+    if unused:
+        yield Finding(
+            "libllama",
+            "warning",
+            f"libllama does not use {', '.join(unused)} of this processor",
+            "build it here: CMAKE_ARGS=-DGGML_NATIVE=on pip install --force-reinstall --no-binary "
+            "llama-cpp-python llama-cpp-python",
+        )
+    if n_gpu_layers and not info["gpu"]:
+        yield Finding(
+            "libllama",
+            "problem",
+            f"resources.n_gpu_layers is {n_gpu_layers}, but libllama was built without a GPU",
+            "build it with one: CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-binary "
+            "llama-cpp-python llama-cpp-python",
+        )
+    used = ", ".join(info["features"]) or "no extensions of the processor"
+    yield Finding(
+        "libllama", "ok", f"llama-cpp-python {info['version']}: {used}{', GPU' if info['gpu'] else ''}"
+    )
+
+
+def check_bootstrap(addresses: Iterable[str]) -> Iterator[Finding]:
+    for address in addresses:
+        host, port = tcp_of(address)
+        if not port:
+            continue
+        if failure := connect_failure(host, port):
+            yield Finding(
+                "reachability",
+                "problem",
+                f"{host} port {port} (network.bootstrap) does not answer: {failure}",
+                "start the node there, open the port in its firewall, or correct the address",
+            )
+        else:
+            yield Finding("reachability", "ok", f"{host} port {port} (network.bootstrap) answers")
+
+
+def check_daemon(stats: dict[str, Any]) -> Iterator[Finding]:
+    """What the running daemon says about itself."""
+    if not stats["ready"]:
+        yield Finding(
+            "daemon",
+            "warning",
+            f"the daemon has not loaded all that it should: {stats.get('reason') or 'not said why'}",
+            "see its log",
+        )
+    for worker in stats["workers"]:
+        if worker["n_starts"] > 1:
+            yield Finding(
+                "daemon",
+                "warning",
+                f"a worker was started {worker['n_starts']} times; its last end: {worker['last_end'] or '-'}",
+                "see its log; out of memory is the usual reason",
+            )
+    for line in dict.fromkeys(
+        line for worker in stats["workers"] for line in kernel_lines(worker.get("kernels", ()))
+    ):
+        yield Finding("kernels", "ok", line)
+    for task in stats.get("tasks_failed", ()):
+        state = {"waiting": "is started again soon", "given up": "was given up"}.get(
+            task["state"], "runs again"
+        )
+        yield Finding(
+            "tasks",
+            "problem" if task["is_down"] else "warning",
+            f"task {task['name']} failed {task['n_failures']} times and {state}; the last error: "
+            f"{task['last_error']}; while it is down: {task['meanwhile']}",
+            "see the daemon's log for the trace, and report it",
+        )
+    for model in stats.get("models", ()):
+        if model.get("trouble"):
+            yield Finding(
+                "models",
+                "warning",
+                f"{model['name']} runs on, but cannot be loaded again: {model['trouble']}",
+                "put the file back where it was, or add it from where it is now, before the daemon stops",
+            )
+    loop = stats.get("loop") or {}
+    if loop.get("latest_slow_step"):
+        yield Finding(
+            "event loop",
+            "warning",
+            f"{loop['slow_steps']} steps held up everything else; the last: {loop['latest_slow_step']}",
+            "report it with these lines; a share far below 100 % on the CPU means a slow disk or machine",
+        )
+    yield Finding("daemon", "ok", f"version {stats['version']} runs as process {stats['pid']}")
+    yield from _reachability(stats)
+
+
+def _reachability(stats: dict[str, Any]) -> Iterator[Finding]:
+    if not stats["addresses"]:
+        yield Finding(
+            "reachability",
+            "problem",
+            "this node has no address that others could dial",
+            "set network.listen_host to 0.0.0.0, or network.announce",
+        )
+        return
+    if not stats["peers_connected"]:
+        yield Finding(
+            "reachability",
+            "warning",
+            "no other node is connected",
+            "give network.bootstrap an address that `swarmllm status` shows on another node",
+        )
+    dht = stats.get("dht")
+    if dht and dht["mode"] != "off" and stats["peers_connected"] and not dht["n_nodes"]:
+        yield Finding(
+            "reachability",
+            "warning",
+            "none of the connected nodes answers in the DHT: a model that none of them has is not found",
+            "set network.dht to on at a node that others can dial",
+        )
+    found = stats.get("reachability")
+    if not found:
+        return
+    has_relay = any("/p2p-circuit" in address for address in stats["addresses"])
+    level: Level = "warning" if has_relay else "problem"
+    relayed = "reached through a relay, slowly: " if has_relay else ""
+    for plane, key in (("control", "network.libp2p_port"), ("data", "network.data_port")):
+        tried = found[plane]
+        reached = [each["address"] for each in tried if each["reached"]]
+        if tried and not reached:
+            yield Finding(
+                "reachability",
+                level,
+                f"{relayed}another node could not dial this one's {plane} address {tried[0]['address']}",
+                f"open {key} in the firewall, forward it in the router, or set network.announce",
+            )
+        elif reached:
+            yield Finding("reachability", "ok", f"another node dialled {reached[0]}")
+
+
+# Looking.
+
+
+def bind_failure(host: str, port: int) -> str:
+    """Why a port cannot be had; empty where it can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1" if host == "localhost" else host, port))
+        except OSError as error:
+            return (
+                "something else uses it" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+            )
+    return ""
+
+
+def connect_failure(host: str, port: int) -> str:
+    try:
+        with socket.create_connection((host, port), CONNECT_TIMEOUT_S):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def tcp_of(multiaddr: str) -> tuple[str, int]:
+    """Host and port of /ip4/1.2.3.4/tcp/8810/p2p/ID; port 0 where it has none."""
+    parts = multiaddr.strip("/").split("/")
+    fields = dict(zip(parts[::2], parts[1::2], strict=False))
+    host = next((fields[kind] for kind in ("ip4", "ip6", "dns", "dns4", "dns6") if kind in fields), "")
+    port = fields.get("tcp", "")
+    return (host, int(port)) if host and port.isascii() and port.isdigit() and int(port) < 65536 else ("", 0)
+
+
+def clock_is_synchronised() -> bool | None:
+    """As the kernel knows it; None where it does not say."""
+    size = 512  # struct timex is some 200 bytes; only its second field is read
+    buffer = ctypes.create_string_buffer(size)
+    try:
+        result = ctypes.CDLL(None).adjtimex(buffer)
+    except (OSError, AttributeError):
+        return None
+    if result < 0:
+        return None
+    # int modes; long offset, freq, maxerror, esterror; int status
+    status = ctypes.c_int.from_buffer(buffer, 5 * ctypes.sizeof(ctypes.c_long)).value
+    return not status & STA_UNSYNC
+
+
+def open_files_limit() -> int:
+    """What a daemon may raise its own to, as it does."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return hard if hard != resource.RLIM_INFINITY else 2**31
+
+
+def cpu_features() -> frozenset[str]:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def build_info() -> dict[str, Any] | None:
+    """How libllama was built, from a process of its own; None where it does not load."""
+    command = [sys.executable, "-m", "swarmllm_workers.build_info"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=BUILD_INFO_TIMEOUT_S, check=True)
+        info = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return info if isinstance(info, dict) else None
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:.1f} GiB"
+
 
 MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "problem": ("✗", "red")}
 
@@ -65,18 +407,16 @@ def examine(config_file: Path | None, api_url: str) -> Iterator[Finding]:
     is_running = finding is None or finding.level == "problem"
     if finding is not None:
         yield finding
-    yield from checkup.check_ports(config, is_running=is_running)
-    yield from checkup.check_clock(checkup.clock_is_synchronised())
-    yield from checkup.check_memory(*memory_bytes())
-    yield from checkup.check_open_files(checkup.open_files_limit())
-    yield from checkup.check_disk(config.data_dir)
-    yield from checkup.check_build(
-        checkup.build_info(), checkup.cpu_features(), config.resources.n_gpu_layers
-    )
+    yield from check_ports(config, is_running=is_running)
+    yield from check_clock(clock_is_synchronised())
+    yield from check_memory(*memory_bytes())
+    yield from check_open_files(open_files_limit())
+    yield from check_disk(config.data_dir)
+    yield from check_build(build_info(), cpu_features(), config.resources.n_gpu_layers)
     if stats is not None:
-        yield from checkup.check_daemon(stats)
+        yield from check_daemon(stats)
     if stats is None or not stats["peers_connected"]:
-        yield from checkup.check_bootstrap(config.network.bootstrap)
+        yield from check_bootstrap(config.network.bootstrap)
 
 
 def ask_daemon(api_url: str) -> tuple[dict[str, Any] | None, Finding | None]:

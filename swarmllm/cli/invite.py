@@ -13,8 +13,8 @@ from pathlib import Path
 
 import click
 
+from swarmllm.cli.client import failures_explained
 from swarmllm.cli.display import print_json
-from swarmllm.cli.errors import failures_explained
 from swarmllm.cli.network import DAY_S, days_option, network_file
 from swarmllm.cli.options import data_dir_option, json_option
 from swarmllm.errors import InvalidRequest

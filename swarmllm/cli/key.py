@@ -7,8 +7,8 @@ from typing import get_args
 
 import click
 
+from swarmllm.cli.client import failures_explained
 from swarmllm.cli.display import make_console, print_json, safe, table
-from swarmllm.cli.errors import failures_explained
 from swarmllm.cli.options import data_dir_option, json_option
 from swarmllm.keys import ApiKey, KeyFile, Tier
 

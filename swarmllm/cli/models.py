@@ -17,9 +17,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from swarmllm.cli.client import Client
+from swarmllm.cli.client import Client, CommandFailed
 from swarmllm.cli.display import make_console, print_json, safe, size, table
-from swarmllm.cli.errors import CommandFailed
 from swarmllm.cli.options import api_option, json_option
 from swarmllm.cli.presets import alias, create, preset
 from swarmllm.cli.pull import pull

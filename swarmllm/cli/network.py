@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from swarmllm.cli.client import failures_explained
 from swarmllm.cli.display import print_json
-from swarmllm.cli.errors import failures_explained
 from swarmllm.cli.options import data_dir_option, json_option
 from swarmllm.errors import InvalidRequest
 

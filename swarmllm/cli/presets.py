@@ -9,9 +9,8 @@ from urllib.parse import quote
 import click
 import msgspec
 
-from swarmllm.cli.client import Client
+from swarmllm.cli.client import Client, CommandFailed
 from swarmllm.cli.display import print_json, safe
-from swarmllm.cli.errors import CommandFailed
 from swarmllm.cli.options import api_option, json_option
 from swarmllm.errors import InvalidRequest
 from swarmllm.models.modelfile import Modelfile, parse_modelfile

@@ -9,9 +9,8 @@ from typing import Any
 import click
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from swarmllm.cli.client import Client
+from swarmllm.cli.client import Client, CommandFailed
 from swarmllm.cli.display import duration, make_console, print_json, safe, size
-from swarmllm.cli.errors import CommandFailed
 from swarmllm.cli.options import api_option, json_option
 
 PATH = "/api/admin/downloads"

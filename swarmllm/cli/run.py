@@ -14,9 +14,8 @@ import click
 
 from swarmllm.cli.chat import choose_model
 from swarmllm.cli.chat_stream import Finished, Message, as_fields, stream_chat
-from swarmllm.cli.client import Client
+from swarmllm.cli.client import EXIT_INTERRUPTED, Client, WrongUsage
 from swarmllm.cli.display import print_json, safe
-from swarmllm.cli.errors import EXIT_INTERRUPTED, WrongUsage
 from swarmllm.cli.options import api_option, json_option
 
 

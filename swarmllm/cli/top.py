@@ -11,9 +11,8 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from swarmllm.cli.client import Client
+from swarmllm.cli.client import Client, CommandFailed
 from swarmllm.cli.display import duration, make_console, milliseconds, print_json, safe, short_id, size, table
-from swarmllm.cli.errors import CommandFailed
 from swarmllm.cli.options import api_option, json_option
 
 PATH = "/api/events"

@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Literal
 
 import trio
 
-from swarmllm.downloads.download_errors import DownloadError, FileChanged, Offline
 from swarmllm.downloads.fetch_layers import FetchLayers
 from swarmllm.downloads.parts import Parts, check_same_file
 from swarmllm.downloads.remote import Facts, FileRemote, Remote, open_http
-from swarmllm.downloads.retry_schedule import RetrySchedule
-from swarmllm.downloads.settings import DownloadSettings
+from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.shared_digests import SharedDigests
 from swarmllm.downloads.source import (
+    DownloadError,
+    FileChanged,
+    Offline,
     Source,
     check_url,
     choose_file,
@@ -41,7 +42,7 @@ from swarmllm.downloads.unidentified_model import Notes, UnidentifiedModel, read
 from swarmllm.downloads.whole import WholeFile
 from swarmllm.errors import Conflict, InvalidRequest, ModelNotFound, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange
-from swarmllm.models.disk import allocated_bytes
+from swarmllm.models.model_files import allocated_bytes
 from swarmllm.models.names import check_name, normalise_name
 from swarmllm.supervision import spawn
 from swarmllm.transfer import ModelTransfer

@@ -15,18 +15,17 @@ from pathlib import Path
 
 import trio
 
-from swarmllm.downloads.download_errors import Broken, FileChanged
 from swarmllm.downloads.remote import Facts, FileRemote
-from swarmllm.downloads.retry_schedule import RetrySchedule
-from swarmllm.downloads.settings import DownloadSettings
+from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
+from swarmllm.downloads.source import Broken, FileChanged
 from swarmllm.downloads.unidentified_model import UnidentifiedModel
 from swarmllm.downloads.whole import write_at
 from swarmllm.errors import BadModel
 from swarmllm.models import LayerRange, TensorEntry
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES
-from swarmllm.models.tensor_digest import TensorHasher
+from swarmllm.models.hashing import TensorHasher
 from swarmllm.models.tensor_writer import pieces
-from swarmllm.transfer.parallel import share_out
+from swarmllm.transfer.fetch import share_out
 
 Progress = Callable[[int, int], None]
 

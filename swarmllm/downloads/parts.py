@@ -12,15 +12,14 @@ from contextlib import aclosing
 
 import trio
 
-from swarmllm.downloads.download_errors import Broken
 from swarmllm.downloads.remote import Facts, FileRemote
-from swarmllm.downloads.retry_schedule import RetrySchedule
-from swarmllm.downloads.settings import DownloadSettings
+from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
+from swarmllm.downloads.source import Broken
 from swarmllm.errors import BadModel
 from swarmllm.models import CatalogueEntry, Store, TensorEntry
 from swarmllm.models.tensor_locations import Places
 from swarmllm.models.tensor_writer import TensorWriter
-from swarmllm.transfer.parallel import share_out
+from swarmllm.transfer.fetch import share_out
 
 MAX_WRONG = 2
 """Attempts at one tensor whose bytes are not the model's."""

@@ -23,10 +23,9 @@ from urllib.parse import urljoin
 import httpx
 
 from swarmllm import __version__
-from swarmllm.downloads.download_errors import Broken, Busy, FileChanged, Refused
+from swarmllm.downloads.digest_book import Span
 from swarmllm.downloads.settings import DownloadSettings
-from swarmllm.downloads.source import check_url, origin
-from swarmllm.downloads.spans import Span
+from swarmllm.downloads.source import Broken, Busy, FileChanged, Refused, check_url, origin
 from swarmllm.errors import InvalidRequest
 
 log = logging.getLogger(__name__)

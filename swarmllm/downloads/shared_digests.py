@@ -5,24 +5,29 @@ connects, and now and then, because an answer may have been lost. Whoever waits 
 this node hashed. When all digests are known, the manifest is, and with it the ModelId: the layers become an
 ordinary model of the store, are announced, and can be loaded. Each waiting node comes to that by itself, and
 since what they know is the same, so is the id.
+
+A node also answers with the digests of files that its catalogue knows whole.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
+from blake3 import blake3
 
 from swarmllm.downloads.digest_book import runs_of
-from swarmllm.downloads.known_files import KnownFiles
 from swarmllm.downloads.unidentified_model import NOTES, UnidentifiedModel, read_waiting
-from swarmllm.errors import Conflict, ModelNotFound, RemoteError, SwarmLLMError
+from swarmllm.errors import BadModel, Conflict, ModelNotFound, RemoteError, SwarmLLMError
 from swarmllm.log_filter import provoked_by
-from swarmllm.models import CatalogueEntry, LayerRange
+from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, TensorEntry
+from swarmllm.models.hashing import READ_BYTES
+from swarmllm.models.tensor_locations import Places
 from swarmllm.supervision import spawn
 from swarmllm.swarm.router import Router
 from swarmllm.transfer import ModelTransfer
@@ -33,6 +38,48 @@ from swarmllm_proto.identifiers import NodeId
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
+
+REMEMBERED = 64
+"""Files whose header has been hashed."""
+
+
+class KnownFiles:
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._headers: OrderedDict[tuple[str, int], str] = OrderedDict()
+        """(ModelId, modification time) -> BLAKE3 of the file up to its first tensor."""
+
+    async def digests(self, header: str, size_bytes: int) -> dict[int, bytes] | None:
+        """Of every tensor of a file, in the order of their offsets; None: there is no such model here."""
+        for entry in await trio.to_thread.run_sync(self._catalogue.of_size, size_bytes):
+            tensors = sorted(
+                entry.manifest.tensors,
+                key=lambda tensor: tensor.offset,
+            )
+            if tensors and await self._header(entry, tensors[0]) == header:
+                return {place: bytes.fromhex(tensor.blake3) for place, tensor in enumerate(tensors)}
+        return None
+
+    async def _header(self, entry: CatalogueEntry, first: TensorEntry) -> str:
+        key = (entry.model_id, entry.state.mtime_ns)
+        if key not in self._headers:
+            self._headers[key] = await trio.to_thread.run_sync(_hash_start, Places(entry), first.offset)
+            while len(self._headers) > REMEMBERED:
+                self._headers.popitem(last=False)
+        return self._headers.get(key, "")
+
+
+def _hash_start(places: Places, n_bytes: int) -> str:
+    """Empty where it cannot be read."""
+    hasher, at = blake3(), 0
+    try:
+        while at < n_bytes and (data := places.read_container(at, min(READ_BYTES, n_bytes - at))):
+            hasher.update(data)
+            at += len(data)
+    except (OSError, BadModel):
+        return ""
+    return hasher.hexdigest() if at == n_bytes else ""
+
 
 log = logging.getLogger(__name__)
 

@@ -3,6 +3,8 @@
 `hf:ORG/REPO:FILE.gguf` is a file of a repository, `hf:ORG/REPO:Q4_K_M` the one file whose name says so,
 `hf:ORG/REPO` the only one. `https://...` is an address. Plain http is for this machine only: elsewhere
 anybody on the way could change what is fetched.
+
+What can go wrong between this node and a web server is an error from here.
 """
 
 from __future__ import annotations
@@ -14,10 +16,44 @@ from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 
-from swarmllm.downloads.download_errors import DownloadError
-from swarmllm.errors import InvalidRequest
+from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.host_names import is_loopback_host, parse_host_name
 from swarmllm_proto.split_files import SPLIT_MAX, by_model, parse_split_name, split_stem
+
+
+class DownloadError(SwarmLLMError):
+    """A download failed; what has arrived is kept, and asking again continues."""
+
+    http_status = 502
+    error_type = "upstream_error"
+    code = "download_failed"
+
+
+class Refused(DownloadError):
+    """The server will not give it, now or on another attempt."""
+
+
+class FileChanged(DownloadError):
+    """The file is not the one that was begun."""
+
+
+class Broken(DownloadError):
+    """The connection or the answer broke; another attempt may not."""
+
+
+class Busy(Broken):
+    """The server asks for patience."""
+
+    def __init__(self, message: str, pause_s: float) -> None:
+        super().__init__(message)
+        self.pause_s = pause_s
+
+
+class Offline(DownloadError):
+    http_status = 409
+    error_type = "invalid_request_error"
+    code = "offline"
+
 
 MAX_SOURCE_LENGTH = 2048
 SHOWN_FILES = 20

@@ -16,9 +16,9 @@ from urllib.parse import quote, unquote, urlsplit
 
 import httpx
 
-from swarmllm.downloads.download_errors import Broken, DownloadError, Refused
 from swarmllm.downloads.remote import Facts, FileRemote, HashedPiece, HashedPieces, Remote, Zeros
 from swarmllm.downloads.settings import DownloadSettings
+from swarmllm.downloads.source import Broken, DownloadError, Refused
 from swarmllm.errors import BadModel
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES, HeaderIncomplete, parse_header
 from swarmllm.models.split_model import (

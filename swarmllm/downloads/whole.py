@@ -17,14 +17,13 @@ from pathlib import Path
 import msgspec
 import trio
 
-from swarmllm.downloads.download_errors import Broken, DownloadError, FileChanged
+from swarmllm.downloads.digest_book import Span, cut, joined, missing, n_bytes
 from swarmllm.downloads.remote import Facts, FileRemote, HashedPiece, HashedPieces, Zeros
-from swarmllm.downloads.retry_schedule import RetrySchedule
-from swarmllm.downloads.settings import DownloadSettings
-from swarmllm.downloads.spans import Span, cut, joined, missing, n_bytes
+from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
+from swarmllm.downloads.source import Broken, DownloadError, FileChanged
 from swarmllm.errors import StoreFull
 from swarmllm.models.tensor_writer import pieces
-from swarmllm.transfer.parallel import share_out
+from swarmllm.transfer.fetch import share_out
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.hashing import build_manifest
 from swarmllm.models.layers import LayerRange, covers, merge, subtract
-from swarmllm.models.manifest import Manifest, Shard, TensorEntry
-from swarmllm.models.needed_tensors import needed_tensors
+from swarmllm.models.manifest import Manifest, Shard, TensorEntry, needed_tensors
 from swarmllm.models.store import Store
 
 __all__ = [

@@ -1,4 +1,8 @@
-"""What happens to the damaged parts of a model: they are found, named, and not used any more. Blocking."""
+"""What happens to the damaged parts of a model: they are found, named, and not used any more. Blocking.
+
+Without its header nothing in a container can be found, so where it is damaged it is written anew from a copy.
+The copy is sparse and as long as the container, so that it reads as a GGUF whose tensors are holes. Blocking.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,10 @@ from pathlib import Path
 
 from swarmllm.errors import BadModel
 from swarmllm.models.catalogue import Catalogue
-from swarmllm.models.disk import MTIME_STEP_NS
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.hashing import Progress
-from swarmllm.models.header_copy import mend_header
 from swarmllm.models.identity import header_is_right
+from swarmllm.models.model_files import MTIME_STEP_NS
 from swarmllm.models.tensor_locations import Places
 from swarmllm.models.tensor_writer import disk_faults
 from swarmllm.models.verification import (
@@ -22,6 +25,43 @@ from swarmllm.models.verification import (
     seal_is_right,
     segments_of,
 )
+
+FILE_NAME = "header.gguf"
+
+
+def write_copy(container: Path, header_bytes: int) -> None:
+    """Beside `container`. Raises OSError."""
+    with container.open("rb") as file:
+        header = file.read(header_bytes)
+        size_bytes = os.fstat(file.fileno()).st_size
+    copy = container.with_name(FILE_NAME)
+    temporary = copy.with_name(f".{FILE_NAME}")
+    with temporary.open("wb") as file:
+        file.write(header)
+        file.truncate(size_bytes)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(copy)
+
+
+def mend_header(entry: CatalogueEntry) -> bool:
+    """Whether the container's header is right, now. Its modification time has moved where it was not. Raises
+    OSError."""
+    copy = entry.path.with_name(FILE_NAME)
+    header_bytes = min(tensor.offset for tensor in entry.manifest.tensors)
+    if header_is_right(entry.path, entry.manifest):
+        if not copy.exists():
+            write_copy(entry.path, header_bytes)
+        return True
+    if not copy.exists() or not header_is_right(copy, entry.manifest):
+        return False
+    with copy.open("rb") as file:
+        header = file.read(header_bytes)
+    with entry.path.open("r+b") as file:
+        file.write(header)
+        file.flush()
+        os.fsync(file.fileno())
+    return True
 
 
 def find_damage(

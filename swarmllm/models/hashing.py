@@ -2,12 +2,26 @@
 
 Reads instead of mapping: a mapped file that somebody truncates meanwhile kills the daemon with SIGBUS.
 Blocking; callers run it in a thread and may raise from `progress` to give up.
+
+A tensor of up to one MiB has the BLAKE3 of its bytes. The digest of a larger one is the BLAKE3 of its *chunk
+list*: the BLAKE3 of each of its MiB, in order, 32 bytes each. So whoever has the list, which the digest
+proves, knows of every MiB that arrives whether it is right before writing it, and who sent it if it is
+not. Which of the two a digest is follows from the tensor's size, and that from its shape and type, which
+the ModelId covers.
+
+BLAKE3 is a tree itself, but the library does not show the inner nodes.
+
+The threads take pieces in the order of the file, one after the other, so that a disk is read front to back.
+The calling thread is one of them; it alone reports progress, because callers give up by raising there.
+Blocking.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -30,12 +44,160 @@ from swarmllm.models.manifest import (
     tensor_place,
 )
 from swarmllm.models.model_files import FileState, ModelFiles, PartFile, open_model
-from swarmllm.models.parallel_hashing import READ_BYTES, ParallelHashing, Progress
-from swarmllm.models.tensor_digest import digest_of
-from swarmllm_proto.cut_rules import cut_rule
+from swarmllm_proto.architectures import cut_rule
+from swarmllm_proto.limits import PIECE_MAX
 from swarmllm_proto.split_files import split_stem
 
-__all__ = ["READ_BYTES", "FileState", "Hashed", "Progress", "build_manifest", "hash_model", "manifest_of"]
+CHUNK_BYTES = PIECE_MAX
+"""So that every piece that travels is one chunk."""
+DIGEST_BYTES = 32
+
+
+class TensorHasher:
+    """Front to back, in portions of any size."""
+
+    def __init__(self) -> None:
+        self._chunks = bytearray()
+        self._hasher = blake3()
+        self._n_bytes = 0
+        """Of the chunk that is not complete yet."""
+
+    def update(self, data: bytes | memoryview) -> None:
+        left = memoryview(data)
+        while left:
+            part = left[: CHUNK_BYTES - self._n_bytes]
+            self._hasher.update(part)
+            self._n_bytes += len(part)
+            left = left[len(part) :]
+            if self._n_bytes == CHUNK_BYTES:
+                self._chunks += self._hasher.digest()
+                self._hasher, self._n_bytes = blake3(), 0
+
+    def chunk_list(self) -> bytes:
+        """Of what has been seen so far."""
+        if self._n_bytes or not self._chunks:
+            return bytes(self._chunks) + self._hasher.digest()
+        return bytes(self._chunks)
+
+    def hexdigest(self) -> str:
+        return digest_of(self.chunk_list())
+
+
+def chunk_digest(data: bytes | memoryview) -> bytes:
+    """The entry of one chunk in the chunk list."""
+    return blake3(data).digest()
+
+
+def digest_of(chunk_list: bytes) -> str:
+    """The digest, as 64 hexadecimal digits, of the tensor that has this chunk list."""
+    return chunk_list.hex() if len(chunk_list) == DIGEST_BYTES else blake3(chunk_list).hexdigest()
+
+
+def chunk_list_bytes(size_bytes: int) -> int:
+    """How long the chunk list of a tensor is."""
+    return max(1, -(-size_bytes // CHUNK_BYTES)) * DIGEST_BYTES
+
+
+def is_chunk(chunk_list: bytes, offset: int, data: bytes | memoryview) -> bool:
+    """Whether `data` are the chunk that begins at `offset` of the tensor."""
+    index, rest = divmod(offset, CHUNK_BYTES)
+    expected = chunk_list[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+    return not rest and chunk_digest(data) == expected
+
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all). What it raises ends the work and reaches the caller."""
+
+READ_BYTES = 4 * 2**20
+"""Some chunks at once, few enough to stay in the cache."""
+MAX_THREADS = 4
+"""More only wait for the disk, or take the processor from running requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    file: int
+    offset: int
+    size_bytes: int
+    chunk_list: bytearray
+
+
+class ParallelHashing:
+    """Run it once."""
+
+    def __init__(self, n_threads: int | None = None) -> None:
+        """`n_threads` None: as many as there are processors, at most MAX_THREADS."""
+        self._n_threads = n_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._tensors: dict[str, _Tensor] = {}
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+        self._failure: BaseException | None = None
+
+    def add(self, name: str, file: int, offset: int, size_bytes: int) -> None:
+        """`file`: a descriptor."""
+        self._tensors[name] = _Tensor(file, offset, size_bytes, bytearray(chunk_list_bytes(size_bytes)))
+
+    def run(self, progress: Progress) -> dict[str, bytes]:
+        """The chunk list of each tensor, by name. Raises BadModel where a file ends early, OSError, and
+        what `progress` raises."""
+        self._pieces = self._all_pieces()
+        self._total_bytes = sum(tensor.size_bytes for tensor in self._tensors.values())
+        n_helpers = min(self._n_threads - 1, self._total_bytes // READ_BYTES)
+        helpers = [threading.Thread(target=self._help, name="hashing") for _ in range(n_helpers)]
+        for helper in helpers:
+            helper.start()
+        try:
+            self._take_pieces(progress)
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            for helper in helpers:
+                helper.join()
+        if self._failure is not None:
+            raise self._failure
+        progress(self._total_bytes, self._total_bytes)
+        return {name: bytes(tensor.chunk_list) for name, tensor in self._tensors.items()}
+
+    def _all_pieces(self) -> Iterator[tuple[_Tensor, int]]:
+        for tensor in self._tensors.values():
+            for start in range(0, max(1, tensor.size_bytes), READ_BYTES):
+                yield tensor, start
+
+    def _help(self) -> None:
+        try:
+            self._take_pieces(None)
+        except BaseException as error:  # reaches the caller in its own thread
+            self._failure = error
+
+    def _take_pieces(self, progress: Progress | None) -> None:
+        buffer = memoryview(bytearray(READ_BYTES))
+        while self._failure is None:
+            with self._lock:
+                piece = next(self._pieces, None)
+            if piece is None:
+                return
+            tensor, start = piece
+            n_bytes = min(READ_BYTES, tensor.size_bytes - start)
+            _hash_piece(tensor, start, buffer[:n_bytes])
+            with self._lock:
+                self._done_bytes += n_bytes
+                done_bytes = self._done_bytes
+            if progress is not None and done_bytes < self._total_bytes:
+                progress(done_bytes, self._total_bytes)
+
+
+def _hash_piece(tensor: _Tensor, start: int, buffer: memoryview) -> None:
+    n_read = 0
+    while n_read < len(buffer):
+        n = os.preadv(tensor.file, [buffer[n_read:]], tensor.offset + start + n_read)
+        if not n:
+            raise BadModel("the file shrank while it was read")
+        n_read += n
+    for at in range(0, max(1, len(buffer)), CHUNK_BYTES):
+        place = (start + at) // CHUNK_BYTES * DIGEST_BYTES
+        tensor.chunk_list[place : place + DIGEST_BYTES] = chunk_digest(buffer[at : at + CHUNK_BYTES])
+
 
 MAY_LACK_TENSORS = frozenset({"deci"})
 """Nemotron's pruned models have layers without attention and feed-forward: nothing is left of them."""

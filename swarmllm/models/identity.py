@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from swarmllm.errors import BadModel
-from swarmllm.models.hashing import manifest_of
+from swarmllm.models.hashing import CHUNK_BYTES, TensorHasher, is_chunk, manifest_of
 from swarmllm.models.manifest import Manifest, TensorEntry
 from swarmllm.models.model_files import ModelFiles, open_model
-from swarmllm.models.tensor_digest import CHUNK_BYTES, TensorHasher, is_chunk
 
 N_CHUNKS: Final = 64
 """Chunks of 1 MiB that are read of a file; one that has fewer is read whole."""

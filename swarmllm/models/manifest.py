@@ -1,4 +1,4 @@
-"""What a model is: its identity, hyper-parameters and shards.
+"""What a model is: its identity, hyper-parameters and shards. Which of it a node needs, where it is cut.
 
 The ModelId is BLAKE3 over *canonical text* (`canonical_bytes`), and that text is chosen so that the id
 stays what it is when the same model is stored differently:
@@ -18,10 +18,24 @@ stays what it is when the same model is stored differently:
 
 Four kinds of shard: a `layer` each; `embedding` and `head`, which only the ends of a pipeline need; and
 `header`, which everybody needs: metadata and the few tensors that all layers share (`rope_freqs`).
+
+A range needs its layers, and the `header` shard (metadata comes with the file, `rope_freqs` and the like are
+tensors). The range that begins at 0 embeds the tokens that come back round the ring, as an origin embeds its
+prompt, so both need the embedding. The range that ends at the last layer needs the head, and where the head
+reads the embedding's matrix, that too. Cutting a segment copies the small tensors of both ends into every
+one (norms; nobody reads them there), so everybody gets those: a few KB, against a rule per architecture.
+
+Where a model may be cut whose architecture is not in the table (`swarmllm_proto.architectures`),
+somebody has to try, and that takes the whole file (`swarmllm_workers.engine.cut_check`). What comes of it
+becomes part of the manifest, which is no part of the ModelId: the model is the same before and after. A node
+that fetches layers of the model cannot try, so the node it learns the model from tells what it found. That is
+hearsay: it counts only where the table knows nothing, and until this node can try for itself. It adds nothing
+to what a node that gives layers or computes them could do anyway, which is to be wrong about numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import msgspec
@@ -29,6 +43,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from swarmllm.models.layers import LayerRange
+from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.identifiers import ModelId
 
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -149,3 +164,55 @@ def tensor_place(name: str) -> tuple[ShardKind, int]:
     if name.startswith(("output", "cls")):
         return "head", HEAD_INDEX
     return "header", HEADER_INDEX
+
+
+def needed_tensors(
+    manifest: Manifest, layers: LayerRange | None = None, *, origin: bool = False
+) -> tuple[TensorEntry, ...]:
+    """For running `layers` (None: only what every use needs), and, as `origin`, for embedding prompts; in
+    the order of the file."""
+    return tuple(sorted(_needed(manifest, layers, origin), key=lambda tensor: tensor.offset))
+
+
+def _needed(manifest: Manifest, layers: LayerRange | None, origin: bool) -> Iterator[TensorEntry]:
+    has_head = layers is not None and layers.end == manifest.n_layers
+    wants_embedding = origin or (layers is not None and layers.start == 0)
+    wants_embedding |= has_head and manifest.tied_embedding
+    wanted = {"header": True, "embedding": wants_embedding, "head": has_head}
+    for shard in manifest.shards:
+        for tensor in shard.tensors:
+            if shard.kind == "layer":
+                needed = layers is not None and shard.index in layers
+            else:
+                needed = wanted[shard.kind] or not is_vocabulary_sized(manifest, tensor)
+            if needed:
+                yield tensor
+
+
+def is_vocabulary_sized(manifest: Manifest, tensor: TensorEntry) -> bool:
+    """One row per token: the matrices that make the two ends of a model large."""
+    return tensor.name.startswith(("token_embd.", "output.")) and tensor.shape[-1] == manifest.n_vocab
+
+
+def checked_unit(manifest: Manifest) -> int:
+    """Layers per part, where that comes from a self-check; 0: from the table, or there was none."""
+    return 0 if manifest.architecture in ARCHITECTURES else manifest.cut_alignment
+
+
+def needs_check(manifest: Manifest, engine: str) -> bool:
+    """Whether nobody here has tried this model with this version of the engine."""
+    return manifest.architecture not in ARCHITECTURES and manifest.cuts_checked_with != engine
+
+
+def with_verdict(manifest: Manifest, cut_alignment: int, whole_reason: str, engine: str) -> Manifest:
+    """After a self-check with this version of the engine. `cut_alignment` 0: with the reason."""
+    return msgspec.structs.replace(
+        manifest, cut_alignment=cut_alignment, whole_reason=whole_reason, cuts_checked_with=engine
+    )
+
+
+def with_hearsay(manifest: Manifest, unit: int) -> Manifest:
+    """After another node has told what it found; 0: nothing."""
+    if manifest.architecture in ARCHITECTURES or not 0 < unit < manifest.n_layers:
+        return manifest
+    return msgspec.structs.replace(manifest, cut_alignment=unit, whole_reason="")

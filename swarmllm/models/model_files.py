@@ -1,4 +1,4 @@
-"""The file of a model, or the files of one that is published in parts, opened for reading.
+"""The file of a model, or the files of one that is published in parts, opened for reading; the disk.
 
 Parts are found by their names (see `swarmllm_proto.split_files`), from any one of them or from their folder;
 one that is missing is named before anything is read. What is read of several files looks like one (see
@@ -8,9 +8,11 @@ one that is missing is named before anything is read. What is read of several fi
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -27,7 +29,65 @@ from swarmllm.models.split_model import (
     in_part,
     join_parts,
 )
+from swarmllm.private_files import sync_folder
 from swarmllm_proto.split_files import SPLIT_COUNT, SplitName, by_model, joint_mtime_ns, parse_split_name
+
+MTIME_STEP_NS = 10**9
+"""Whole seconds: every file system keeps those."""
+
+
+def share_file(part: Path, target: Path) -> None:
+    """The same file under a second name."""
+    try:
+        os.link(part, target)
+    except OSError:
+        # A file system without hard links.
+        part.rename(target)
+
+
+def give_back(origin: Path, names: Sequence[Path]) -> None:
+    """Undo `share_file` where that could only rename."""
+    for name in names:
+        if not origin.exists() and name.exists():
+            name.rename(origin)
+
+
+def put(incoming: Path, final: Path) -> None:
+    """A complete folder to its place; what was there is kept aside until `drop_all`, or `take_back`."""
+    if final.exists():
+        final.rename(_aside(incoming))
+    incoming.rename(final)
+    sync_folder(final.parent)
+
+
+def take_back(incoming: Path, final: Path) -> None:
+    """Undo `put`, if it came so far."""
+    if not incoming.exists():
+        shutil.rmtree(final, ignore_errors=True)
+    if _aside(incoming).exists():
+        _aside(incoming).rename(final)
+
+
+def drop_all(incoming: Path) -> None:
+    """What is neither at its place nor wanted any more."""
+    for folder in (incoming, _aside(incoming)):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _aside(incoming: Path) -> Path:
+    return incoming.with_name(f"{incoming.name}-before")
+
+
+def whole_seconds_ns() -> int:
+    return time.time_ns() // MTIME_STEP_NS * MTIME_STEP_NS
+
+
+def allocated_bytes(file: Path) -> int:
+    """On the disk, holes not counted; 0 where there is no such file."""
+    with suppress(OSError):
+        return file.stat().st_blocks * 512
+    return 0
+
 
 SHOWN_FILES = 20
 

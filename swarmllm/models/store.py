@@ -32,9 +32,13 @@ from pathlib import Path
 
 from swarmllm.errors import BadModel, Conflict, ModelNotFound, StoreFull, SwarmLLMError
 from swarmllm.models.catalogue import Catalogue
-from swarmllm.models.cuts import with_hearsay
-from swarmllm.models.damage import find_damage, lose, seal
-from swarmllm.models.disk import (
+from swarmllm.models.damage import find_damage, lose, seal, write_copy
+from swarmllm.models.entry import CatalogueEntry
+from swarmllm.models.gguf_header import MAX_HEADER_BYTES, read_header
+from swarmllm.models.hashing import Progress, TensorHasher, digest_of, hash_model, manifest_of
+from swarmllm.models.manifest import Manifest, TensorEntry, with_hearsay
+from swarmllm.models.model_files import (
+    FileState,
     allocated_bytes,
     drop_all,
     give_back,
@@ -43,12 +47,6 @@ from swarmllm.models.disk import (
     take_back,
     whole_seconds_ns,
 )
-from swarmllm.models.entry import CatalogueEntry
-from swarmllm.models.gguf_header import MAX_HEADER_BYTES, read_header
-from swarmllm.models.hashing import FileState, Progress, hash_model, manifest_of
-from swarmllm.models.header_copy import write_copy
-from swarmllm.models.manifest import Manifest, TensorEntry
-from swarmllm.models.tensor_digest import TensorHasher, digest_of
 from swarmllm.models.tensor_writer import TensorWriter, disk_faults, pieces
 from swarmllm.models.verification import (
     segments_of,

@@ -12,9 +12,8 @@ from pathlib import Path
 from swarmllm.errors import BadModel, StoreFull
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
-from swarmllm.models.hashing import READ_BYTES
+from swarmllm.models.hashing import CHUNK_BYTES, READ_BYTES, TensorHasher, is_chunk
 from swarmllm.models.manifest import TensorEntry
-from swarmllm.models.tensor_digest import CHUNK_BYTES, TensorHasher, is_chunk
 
 SAVE_BYTES = 16 * 2**20
 """A kill costs at most this much of each tensor on its way."""

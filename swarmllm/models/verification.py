@@ -17,9 +17,8 @@ from typing import BinaryIO
 from swarmllm.errors import BadModel
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.gguf_header import GgufHeader, read_header
-from swarmllm.models.hashing import READ_BYTES, Progress
+from swarmllm.models.hashing import READ_BYTES, Progress, TensorHasher
 from swarmllm.models.manifest import TensorEntry
-from swarmllm.models.tensor_digest import TensorHasher
 from swarmllm.models.tensor_locations import Places
 from swarmllm_proto.segment_names import (
     FOLDER,

@@ -2,13 +2,15 @@
 
 One record, which this node alone writes. It is published when something in it is news (see `capability`);
 holdings are compared at once when somebody says that they changed, load and speed every few seconds.
+
+Of the workers' kept KV it tells what belongs to models that run here whole, and not too much.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,19 +20,43 @@ from swarmllm import __version__
 from swarmllm.errors import StoreLocked
 from swarmllm.models import Catalogue, LayerRange
 from swarmllm.node.auto_shard import AutoShardManager
-from swarmllm.node.capability import float_among, is_news, is_news_of_work
-from swarmllm.node.prefix_sharing import prefix_announcements
-from swarmllm.node.speed_probe import machine_speed
+from swarmllm.node.capability import float_among, is_news, is_news_of_work, machine_speed
 from swarmllm.scheduling.observation import Observations
+from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import encode_record
-from swarmllm_proto.swarm import FileAnnounce, NodeCapability, NodeRecord, PrefixCacheAnnounce, ShardAnnounce
+from swarmllm_proto.identifiers import ModelId
+from swarmllm_proto.swarm import (
+    FileAnnounce,
+    KeptPrefix,
+    NodeCapability,
+    NodeRecord,
+    PrefixCacheAnnounce,
+    ShardAnnounce,
+)
+from swarmllm_proto.swarm_base import PREFIX_MODELS_MAX
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
+
+
+def prefix_announcements(
+    kept: Mapping[ModelId, tuple[KeptPrefix, ...]], ready: Iterable[ShardAnnounce]
+) -> tuple[PrefixCacheAnnounce, ...]:
+    """`kept`: by model id, the most recently used first. Where there are too many, every model has an equal
+    share of the room."""
+    whole = [model.model_id for model in ready if model.ranges == ((0, model.n_layers),)]
+    told = [model_id for model_id in whole if kept.get(model_id)][:PREFIX_MODELS_MAX]
+    if not told:
+        return ()
+    n_each = NODE_PREFIXES_MAX // len(told)
+    return tuple(
+        PrefixCacheAnnounce(model_id=model_id, prefixes=kept[model_id][:n_each]) for model_id in told
+    )
+
 
 log = logging.getLogger(__name__)
 

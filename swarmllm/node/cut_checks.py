@@ -14,7 +14,7 @@ import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models import Catalogue, CatalogueEntry
-from swarmllm.models.cuts import needs_check, with_verdict
+from swarmllm.models.manifest import needs_check, with_verdict
 from swarmllm.workerpool import ModelFile, WorkerPool
 from swarmllm.workerpool.cut_check import engine_version
 from swarmllm_proto.identifiers import ModelId

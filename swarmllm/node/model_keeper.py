@@ -17,11 +17,10 @@ from swarmllm.downloads import SharedDigests
 from swarmllm.errors import BadModel, Conflict, ModelNotFound
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.node.cut_checks import CutChecks
-from swarmllm.node.model_view import Coverages, view_model, view_waiting
 from swarmllm.node.named_presets import NamedPresets
 from swarmllm.node.remembered_loads import RememberedLoads
 from swarmllm.node.request_messages import check_layers
-from swarmllm.node.views import ModelView
+from swarmllm.node.views import Coverages, ModelView, view_model, view_waiting
 from swarmllm.swarm.records.registry import Registry, SwarmModel
 from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, ModelFile, WorkerPool

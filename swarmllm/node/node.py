@@ -32,13 +32,11 @@ from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import describe
 from swarmllm.node.data_dir import DOWNLOADS
 from swarmllm.node.embeddings import Embeddings
-from swarmllm.node.keep_alive import FOREVER_S
-from swarmllm.node.load_restorer import LoadRestorer
 from swarmllm.node.metrics import Metrics
 from swarmllm.node.model_keeper import ModelKeeper
-from swarmllm.node.on_demand import OnDemand
+from swarmllm.node.on_demand import FOREVER_S, OnDemand
 from swarmllm.node.peer_lookup import PeerLookup
-from swarmllm.node.remembered_loads import RememberedLoads
+from swarmllm.node.remembered_loads import LoadRestorer, RememberedLoads
 from swarmllm.node.requests import UserRequests
 from swarmllm.node.texts import Texts
 from swarmllm.node.views import PeerView, Readiness, RequestCounts

@@ -1,14 +1,21 @@
-"""What a node tells about itself, its models and its peers: facts, not yet their JSON."""
+"""What a node tells about itself, its models and its peers: facts, not yet their JSON.
+
+A `ModelView` is one model as this node sees it: from its catalogue, its workers, and what the swarm says.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from swarmllm.downloads import WaitingView
-from swarmllm.models import CatalogueEntry, LayerRange
+from swarmllm.models import CatalogueEntry, LayerRange, merge
+from swarmllm.scheduling.route import is_complete, missing_layers
 from swarmllm.swarm.peers.trust import Explanation
+from swarmllm.swarm.records.registry import SwarmModel
 from swarmllm.swarm.router import PeerInfo
+from swarmllm.transfer.model_transfer import announcement
 from swarmllm.workerpool.settings import LoadOptions, ModelMemory
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord
@@ -87,3 +94,113 @@ class RequestCounts:
 
     def count(self, outcome: Literal["completed", "failed", "cancelled"]) -> None:
         setattr(self, outcome, getattr(self, outcome) + 1)
+
+
+Ranges = tuple[LayerRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Who holds which layers of one model, and what that comes to."""
+
+    holders: tuple[HolderView, ...]
+    missing: tuple[LayerRange, ...]
+    complete: bool
+
+
+class Coverages:
+    """The coverage of each model, worked out again only after something about it has changed."""
+
+    def __init__(self, node_id: NodeId, nickname_of: Callable[[NodeId], str]) -> None:
+        self._node_id = node_id
+        self._nickname_of = nickname_of
+        self._known: dict[ModelId | None, tuple[SwarmModel | None, tuple[object, ...], Coverage]] = {}
+        self.n_made = 0
+
+    def of(
+        self,
+        model_id: ModelId | None,
+        model: SwarmModel | None,
+        n_layers: int,
+        alignment: int,
+        loaded: Ranges,
+    ) -> Coverage:
+        """`loaded`: this node's own ranges, as its pool has them; its record may still be on its way to the
+        registry."""
+        facts = (n_layers, alignment, loaded)
+        known = self._known.get(model_id)
+        if known is None or known[0] is not model or known[1] != facts:
+            made = self._make(model, n_layers, alignment, loaded)
+            self._known[model_id] = known = (model, facts, made)
+        return known[2]
+
+    def keep(self, model_ids: Iterable[ModelId]) -> None:
+        """Forget all others."""
+        self._known = {m: self._known[m] for m in model_ids if m in self._known}
+
+    def _order(self, held: tuple[str, Ranges]) -> tuple[bool, int, int, str]:
+        """This node first, then by where the layers begin."""
+        node_id, ranges = held
+        return node_id != self._node_id, ranges[0].start, ranges[0].end, node_id
+
+    def _make(self, model: SwarmModel | None, n_layers: int, alignment: int, loaded: Ranges) -> Coverage:
+        self.n_made += 1
+        held: dict[NodeId, Ranges] = {self._node_id: loaded} if loaded else {}
+        held |= {n: ranges for n, ranges in (model.held if model else {}).items() if n != self._node_id}
+        ranges = {layers for node_ranges in held.values() for layers in node_ranges}
+        return Coverage(
+            tuple(
+                HolderView(holder, self._nickname_of(holder), merge(layers), holder == self._node_id)
+                for holder, layers in sorted(held.items(), key=self._order)
+            ),
+            tuple(missing_layers(n_layers, ranges)),
+            is_complete(n_layers, alignment, held, self._node_id),
+        )
+
+
+def view_model(
+    entry: CatalogueEntry | None,
+    model: SwarmModel | None,
+    coverages: Coverages,
+    *,
+    loaded: tuple[LayerRange, ...],
+    memory: ModelMemory,
+    settings: LoadOptions | None,
+) -> ModelView:
+    """`loaded` as `Coverages.of` has it."""
+    n_layers = entry.manifest.n_layers if entry else model.n_layers if model else 0
+    alignment = entry.manifest.cut_alignment if entry else 1
+    model_id = entry.model_id if entry else model.model_id if model else None
+    coverage = coverages.of(model_id, model, n_layers, alignment, loaded)
+    return ModelView(
+        model_id=model_id or "",
+        name=entry.name if entry else model.name if model else "",
+        n_layers=n_layers,
+        entry=entry,
+        files=announcement(entry) if entry else None,
+        sources=model.sources if model else (),
+        loaded=loaded,
+        memory=memory,
+        settings=settings,
+        holders=coverage.holders,
+        missing=coverage.missing,
+        complete=coverage.complete,
+    )
+
+
+def view_waiting(waiting: WaitingView) -> ModelView:
+    return ModelView(
+        model_id="",
+        name=waiting.name,
+        n_layers=waiting.n_layers,
+        entry=None,
+        files=None,
+        sources=(),
+        loaded=(),
+        memory=ModelMemory(),
+        settings=None,
+        holders=(),
+        missing=(LayerRange(0, waiting.n_layers),),
+        complete=False,
+        waiting=waiting,
+    )

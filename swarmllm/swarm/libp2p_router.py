@@ -31,27 +31,18 @@ from swarmllm.swarm.discovery.mdns import run_mdns
 from swarmllm.swarm.discovery.peer_exchange import PeerExchange
 from swarmllm.swarm.discovery.reachability import DialBacks, ReachabilityChecks
 from swarmllm.swarm.discovery.wide_area import open_wide_area
-from swarmllm.swarm.dispatch import (
-    RequestRefused,
-    check_message,
-    check_record,
-    check_request,
-)
-from swarmllm.swarm.dispatch import answer as run_request_handler
-from swarmllm.swarm.dispatch import deliver as run_message_handler
 from swarmllm.swarm.in_memory.link import LinkQuality, MemoryLink
 from swarmllm.swarm.libp2p.exception_groups import unwrapped
 from swarmllm.swarm.libp2p.gossip import Gossip, run_gossip
-from swarmllm.swarm.libp2p.host import Host, run_libp2p
-from swarmllm.swarm.libp2p.listen_port import open_listeners
+from swarmllm.swarm.libp2p.host import Host, open_listeners, run_libp2p
 from swarmllm.swarm.libp2p.requests import RequestProtocol
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity, load_or_create_identity, verify
 from swarmllm.swarm.membership.network_key import NetworkFile
 from swarmllm.swarm.peers.connection_limits import Standings
 from swarmllm.swarm.peers.directory import PeerDirectory
-from swarmllm.swarm.peers.known_peers import KnownPeers, open_peer_memory
 from swarmllm.swarm.peers.liveness import Liveness
+from swarmllm.swarm.peers.store import KnownPeers, open_peer_memory
 from swarmllm.swarm.peers.trust import NO_TRUST, PeerTrust
 from swarmllm.swarm.records.exchange import KIND_APPLICATION, KIND_DIAL_BACK, KIND_PEERS
 from swarmllm.swarm.records.spread import TOPIC_SIZES_BYTES, RecordSpread, next_incarnation
@@ -63,7 +54,13 @@ from swarmllm.swarm.router import (
     PeerInfo,
     Reachability,
     RequestHandler,
+    RequestRefused,
+    check_message,
+    check_record,
+    check_request,
 )
+from swarmllm.swarm.router import answer as run_request_handler
+from swarmllm.swarm.router import deliver as run_message_handler
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.envelope import Envelope
 from swarmllm_proto.identifiers import Multiaddr, NodeId

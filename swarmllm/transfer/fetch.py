@@ -4,13 +4,16 @@ Every holder gets a few lanes, each of which takes a tensor from the plan, fetch
 writes it to the container; each piece is one chunk, which is checked before it is written. What a lane
 leaves unfinished, because its holder failed or the whole fetch was cancelled, is saved as far as it came. The
 fetch ends when everything is there, or when nobody who is asked has what is left.
+
+Several tasks side by side on one piece of work: the first failure ends them all, and is the one told.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, MutableSequence, Sequence
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 import trio
@@ -24,19 +27,51 @@ from swarmllm.errors import (
 )
 from swarmllm.log_filter import provoked_by
 from swarmllm.models import CatalogueEntry, Store, TensorEntry
+from swarmllm.models.hashing import CHUNK_BYTES, chunk_list_bytes, digest_of
 from swarmllm.models.store import MAX_CONTAINER_HEADER_BYTES
-from swarmllm.models.tensor_digest import CHUNK_BYTES, chunk_list_bytes, digest_of
 from swarmllm.models.tensor_writer import TensorWriter
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import Router
 from swarmllm.transfer.fetch_plan import Plan, Task
-from swarmllm.transfer.parallel import run_lanes
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.limits import OUTLINE_MAX, PIECE_MAX
 from swarmllm_proto.swarm import FetchPiece, Outline, Piece
+
+T = TypeVar("T")
+
+
+async def run_lanes(lanes: Iterable[Callable[[], Awaitable[None]]]) -> None:
+    """Raises the SwarmLLMError of the lane that failed first, when all have ended."""
+    failure: SwarmLLMError | None = None
+
+    async def run(lane: Callable[[], Awaitable[None]]) -> None:
+        nonlocal failure
+        try:
+            await lane()
+        except SwarmLLMError as error:
+            failure = failure or error
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for lane in lanes:
+            nursery.start_soon(run, lane)
+    if failure is not None:
+        raise failure
+
+
+async def share_out(n_lanes: int, pending: MutableSequence[T], act: Callable[[T], Awaitable[None]]) -> None:
+    """`act` on each, `n_lanes` at a time; each leaves `pending` when its turn comes. Raises as
+    `run_lanes`."""
+
+    async def lane() -> None:
+        while pending:
+            await act(pending.pop(0))
+
+    await run_lanes([lane] * min(n_lanes, len(pending)))
+
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import trio
 
 from swarmllm.errors import BadModel, SwarmLLMError
 from swarmllm.models import Catalogue, CatalogueEntry, TensorEntry
-from swarmllm.models.cuts import checked_unit
+from swarmllm.models.manifest import checked_unit
 from swarmllm.models.tensor_locations import Places
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm_proto.identifiers import Digest, ModelId

@@ -17,8 +17,8 @@ from swarmllm_proto.ipc import (
     PrefixManifestUpdate,
     PrefixSnapshotResponse,
 )
-from swarmllm_proto.ipc_prefix import split_names
-from swarmllm_proto.swarm_prefix import KeptPrefix
+from swarmllm_proto.ipc_kv import split_names
+from swarmllm_proto.swarm_base import KeptPrefix
 
 
 class KeptPrefixes:

@@ -29,7 +29,7 @@ from pathlib import Path
 import trio
 
 from swarmllm.errors import WorkerDied
-from swarmllm_proto.source_paths import without_folders
+from swarmllm_proto.errors import without_folders
 
 log = logging.getLogger("swarmllm.worker")
 

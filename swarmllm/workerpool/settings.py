@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
-from swarmllm.models.cuts import checked_unit
+from swarmllm.models.manifest import checked_unit
 from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import FlashAttention, KernelMode, KvType
 from swarmllm_proto.segment_names import FOLDER

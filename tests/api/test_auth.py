@@ -22,8 +22,7 @@ from deadlines import PATIENCE_S
 
 from swarmllm.api.http import auth
 from swarmllm.api.http.endpoint import open_api
-from swarmllm.cli.client import Client
-from swarmllm.cli.errors import DaemonUnreachable
+from swarmllm.cli.client import Client, DaemonUnreachable
 from swarmllm.config import ApiTable
 from swarmllm.errors import ConfigError
 from swarmllm.keys import KeyFile

@@ -12,7 +12,7 @@ import trio
 from api_fakes import serve_node
 from deadlines import PATIENCE_S
 
-from swarmllm.api.http.cross_origin import Origins, check_host, is_loopback
+from swarmllm.api.http.auth import Origins, check_host, is_loopback
 from swarmllm.api.http.endpoint import bind
 from swarmllm.api.http.errors import Forbidden
 from swarmllm.api.http.limits import HttpLimits

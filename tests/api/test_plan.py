@@ -17,13 +17,14 @@ from swarmllm.models import CatalogueEntry
 from swarmllm.node.admission import Admission
 from swarmllm.node.capability import (
     MAX_LINKS,
+    _best_s,
     describe,
     float_among,
     is_news,
     is_news_of_ways,
     is_news_of_work,
+    machine_speed,
 )
-from swarmllm.node.speed_probe import _best_s, machine_speed
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.stage.occupancy import Room
 from swarmllm.scheduling.coordinates import Coordinate, predicted_rtt_s

@@ -12,8 +12,7 @@ from api_fakes import Script, serve_node
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.api.output.output_parser import OutputParser
-from swarmllm.api.output.reasoning import Thought, opened_thought
+from swarmllm.api.output.output_parser import OutputParser, Thought, opened_thought
 from swarmllm.api.output.tool_calls import FoundCall, ToolCallParser
 
 BUDGET: dict[str, Any] = {"type": "enabled"}

@@ -10,7 +10,7 @@ import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
 
-from swarmllm.api.openai.responses_store import ResponseNotFound, ResponseStore
+from swarmllm.api.openai.responses import ResponseNotFound, ResponseStore
 from swarmllm.api.openai.schema import UserMessage
 from swarmllm.errors import RemoteError
 

@@ -10,8 +10,8 @@ import pytest
 from click.testing import Result
 from fake_node import FakeNode, sse
 
-from swarmllm.cli import errors
-from swarmllm.cli.timed_stream import TimedStream, figures
+from swarmllm.cli import client
+from swarmllm.cli.bench import TimedStream, figures
 
 COMPLETIONS = "/v1/completions"
 KERNEL = {
@@ -75,12 +75,12 @@ def test_the_table_names_its_units(run: Callable[..., Result], node: FakeNode) -
 def test_an_answer_without_text_is_a_failure(run: Callable[..., Result], node: FakeNode) -> None:
     answers(node)
     result = run("bench", "--output-tokens", "5")
-    assert (result.exit_code, "no text" in result.stderr) == (errors.EXIT_FAILED, True)
+    assert (result.exit_code, "no text" in result.stderr) == (client.EXIT_FAILED, True)
 
 
 @pytest.mark.parametrize("wrong", ["0", "1,", "x", "-1", "1000"])
 def test_wrong_counts_are_refused(run: Callable[..., Result], wrong: str) -> None:
-    assert run("bench", "--streams", wrong).exit_code == errors.EXIT_USAGE
+    assert run("bench", "--streams", wrong).exit_code == client.EXIT_USAGE
 
 
 def test_figures_of_streams_that_ran_together() -> None:

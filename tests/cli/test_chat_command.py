@@ -23,8 +23,7 @@ from rich.console import Console
 
 from swarmllm.cli.chat import Conversation, show_answer
 from swarmllm.cli.chat_stream import Finished, stream_chat
-from swarmllm.cli.client import Client
-from swarmllm.cli.errors import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE, CommandFailed, RequestRefused
+from swarmllm.cli.client import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE, Client, CommandFailed, RequestRefused
 
 Run = Callable[..., Result]
 

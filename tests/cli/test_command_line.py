@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 from fake_node import FakeNode
 
-from swarmllm.cli import errors
+from swarmllm.cli import client
 from swarmllm.cli.daemon import FLAGS
 from swarmllm.cli.main import COMMANDS, EPILOG, main
 from swarmllm.cli.options import DEFAULT_API_URL, find_api_url
@@ -89,7 +89,7 @@ def test_every_command_prints_json_on_demand() -> None:
 
 
 def test_exit_codes_are_distinct_and_documented() -> None:
-    codes = {name: value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    codes = {name: value for name, value in vars(client).items() if name.startswith("EXIT_")}
     assert len(set(codes.values())) == len(codes)
     for name, value in codes.items():
         if name != "EXIT_INTERRUPTED":
@@ -102,7 +102,7 @@ def test_no_daemon_is_exit_code_3_and_says_how_to_start_one(arguments: list[str]
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         result = CliRunner().invoke(main, [*arguments, "--api", url])
-    assert result.exit_code == errors.EXIT_UNREACHABLE
+    assert result.exit_code == client.EXIT_UNREACHABLE
     assert f"No daemon answers at {url}: start one with `swarmllm daemon`" in result.output
 
 
@@ -111,14 +111,14 @@ def test_a_refusal_is_exit_code_4_and_the_daemons_words(
     run: Callable[..., Result], arguments: list[str]
 ) -> None:
     result = run(*arguments)
-    assert result.exit_code == errors.EXIT_REFUSED
+    assert result.exit_code == client.EXIT_REFUSED
     assert "Error: no /api/admin" in result.output
 
 
 def test_a_fault_of_the_daemon_is_exit_code_1(run: Callable[..., Result], node: FakeNode) -> None:
     node.on("GET", "/api/admin/stats", {"error": {"message": "the worker died", "type": "server_error"}}, 503)
     result = run("status")
-    assert (result.exit_code, result.output) == (errors.EXIT_FAILED, "Error: the worker died\n")
+    assert (result.exit_code, result.output) == (client.EXIT_FAILED, "Error: the worker died\n")
 
 
 @pytest.mark.parametrize("body", ["<html>hello</html>", ""])
@@ -127,7 +127,7 @@ def test_another_program_on_the_port_is_recognised(
 ) -> None:
     node.on("GET", "/api/admin/stats", body)
     result = run("status")
-    assert result.exit_code == errors.EXIT_FAILED
+    assert result.exit_code == client.EXIT_FAILED
     assert "is not a SwarmLLM node" in result.output
 
 
@@ -136,13 +136,13 @@ def test_another_program_on_the_port_is_recognised(
 )
 def test_a_bad_address_is_explained(url: str) -> None:
     result = CliRunner().invoke(main, ["status", "--api", url])
-    assert result.exit_code == errors.EXIT_USAGE
+    assert result.exit_code == client.EXIT_USAGE
     assert "is not an address like http://" in result.output
 
 
 def test_unknown_commands_and_options_are_usage_errors(run: Callable[..., Result]) -> None:
-    assert run("stauts").exit_code == errors.EXIT_USAGE
-    assert run("status", "--jsno").exit_code == errors.EXIT_USAGE
+    assert run("stauts").exit_code == client.EXIT_USAGE
+    assert run("status", "--jsno").exit_code == client.EXIT_USAGE
 
 
 def test_the_daemon_with_the_default_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +168,6 @@ def test_daemon_names_the_key_that_is_wrong(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text("[api]\nprot = 1\n")
     result = CliRunner().invoke(main, ["daemon", "--config", str(config)])
-    assert result.exit_code == errors.EXIT_USAGE
+    assert result.exit_code == client.EXIT_USAGE
     assert "prot" in result.output
     assert "port" in result.output

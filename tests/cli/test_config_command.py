@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from swarmllm.cli import errors
+from swarmllm.cli import client
 from swarmllm.cli.config import as_toml
 from swarmllm.cli.main import COMMANDS, main
 from swarmllm.config import Config, as_dict
@@ -64,10 +64,10 @@ def test_a_file_that_cannot_be_used_is_wrong_usage(tmp_path: Path, text: str, wo
     file.write_text(text)
     for command in ("check", "show"):
         result = run(tmp_path, "config", command, str(file))
-        assert (result.exit_code, words in result.stderr) == (errors.EXIT_USAGE, True)
+        assert (result.exit_code, words in result.stderr) == (client.EXIT_USAGE, True)
     file.write_text("[api]\nport = 1\n")
     assert json.loads(run(tmp_path, "config", "check", str(file), "--json").stdout)["ok"] is True
-    assert run(tmp_path, "config", "check", str(tmp_path / "none.toml")).exit_code == errors.EXIT_USAGE
+    assert run(tmp_path, "config", "check", str(tmp_path / "none.toml")).exit_code == client.EXIT_USAGE
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -19,8 +19,7 @@ from deadlines import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.cli.demo import MODEL, PARTS
-from swarmllm.cli.demo_nodes import ONE_THREAD, configuration, family, is_alive, mark_of
+from swarmllm.cli.demo import MODEL, ONE_THREAD, PARTS, configuration, family, is_alive, mark_of
 from swarmllm.config_sources import load_config
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, build_manifest, merge

@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner, Result
 from fake_node import FakeNode
 
-from swarmllm.cli import checkup
-from swarmllm.cli.checkup import Finding
+from swarmllm.cli import doctor
+from swarmllm.cli.doctor import Finding
 from swarmllm.cli.main import main
 from swarmllm.config import ApiTable, Config, NetworkTable
 
-GIB = checkup.GIB
+GIB = doctor.GIB
 TASK = {
     "name": "placement",
     "n_failures": 2,
@@ -58,27 +58,27 @@ def config_with(port: int) -> Config:
 
 
 def test_a_port_that_is_taken_is_a_problem_unless_the_daemon_has_it(listening: int) -> None:
-    (finding,) = checkup.check_ports(config_with(listening), is_running=False)
+    (finding,) = doctor.check_ports(config_with(listening), is_running=False)
     assert finding.level == "problem"
     assert f"port {listening} (api.port)" in finding.message
-    assert levels(checkup.check_ports(config_with(listening), is_running=True)) == [("ports", "ok")]
+    assert levels(doctor.check_ports(config_with(listening), is_running=True)) == [("ports", "ok")]
 
 
 def test_a_free_port_is_fine_and_any_port_needs_no_look(listening: int) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         free = other.getsockname()[1]
-    assert levels(checkup.check_ports(config_with(free), is_running=False)) == [("ports", "ok")]
-    assert levels(checkup.check_ports(config_with(0), is_running=False)) == []
+    assert levels(doctor.check_ports(config_with(free), is_running=False)) == [("ports", "ok")]
+    assert levels(doctor.check_ports(config_with(0), is_running=False)) == []
 
 
 @pytest.mark.parametrize(("state", "level"), [(True, "ok"), (False, "warning"), (None, "ok")])
 def test_a_clock_that_nobody_keeps_right_is_a_warning(state: bool | None, level: str) -> None:
-    assert levels(checkup.check_clock(state)) == [("clock", level)]
+    assert levels(doctor.check_clock(state)) == [("clock", level)]
 
 
 def test_the_kernel_is_asked_about_the_clock() -> None:
-    assert checkup.clock_is_synchronised() in (True, False, None)
+    assert doctor.clock_is_synchronised() in (True, False, None)
 
 
 @pytest.mark.parametrize(
@@ -86,41 +86,41 @@ def test_the_kernel_is_asked_about_the_clock() -> None:
     [(8 * GIB, 4 * GIB, "ok"), (8 * GIB, GIB // 2, "problem"), (0, 0, "warning")],
 )
 def test_little_memory_is_a_problem(total: int, available: int, level: str) -> None:
-    findings = list(checkup.check_memory(total, available))
+    findings = list(doctor.check_memory(total, available))
     assert [finding.level for finding in findings] == [level]
 
 
 def test_few_open_files_are_a_warning() -> None:
-    assert levels(checkup.check_open_files(1024)) == [("limits", "warning")]
-    assert levels(checkup.check_open_files(checkup.open_files_limit() + 10**6)) == [("limits", "ok")]
+    assert levels(doctor.check_open_files(1024)) == [("limits", "warning")]
+    assert levels(doctor.check_open_files(doctor.open_files_limit() + 10**6)) == [("limits", "ok")]
 
 
 def test_the_disk_of_a_folder_that_is_not_there_yet_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data_dir = tmp_path / "not" / "yet"
-    monkeypatch.setattr(checkup, "LOW_DISK_BYTES", 0)
-    assert levels(checkup.check_disk(data_dir)) == [("disk", "ok")]
+    monkeypatch.setattr(doctor, "LOW_DISK_BYTES", 0)
+    assert levels(doctor.check_disk(data_dir)) == [("disk", "ok")]
     data_dir.mkdir(parents=True, mode=0o755)
-    assert levels(checkup.check_disk(data_dir)) == [("disk", "warning"), ("disk", "ok")]
+    assert levels(doctor.check_disk(data_dir)) == [("disk", "warning"), ("disk", "ok")]
     data_dir.chmod(0o700)
-    monkeypatch.setattr(checkup, "LOW_DISK_BYTES", 2**62)
-    assert levels(checkup.check_disk(data_dir)) == [("disk", "problem")]
+    monkeypatch.setattr(doctor, "LOW_DISK_BYTES", 2**62)
+    assert levels(doctor.check_disk(data_dir)) == [("disk", "problem")]
 
 
 def test_how_libllama_was_built_is_held_against_the_processor() -> None:
     built = {"version": "0.3", "features": ["AVX"], "gpu": False, "mmap": True}
-    (unused, _) = checkup.check_build(built, frozenset({"avx", "avx2"}), 0)
+    (unused, _) = doctor.check_build(built, frozenset({"avx", "avx2"}), 0)
     assert (unused.level, "AVX2" in unused.message) == ("warning", True)
-    assert levels(checkup.check_build(built, frozenset({"avx"}), 0)) == [("libllama", "ok")]
-    assert levels(checkup.check_build(built, frozenset(), 20))[0] == ("libllama", "problem")
-    assert levels(checkup.check_build(built | {"gpu": True}, frozenset(), 20)) == [("libllama", "ok")]
-    assert levels(checkup.check_build(None, frozenset(), 0)) == [("libllama", "problem")]
+    assert levels(doctor.check_build(built, frozenset({"avx"}), 0)) == [("libllama", "ok")]
+    assert levels(doctor.check_build(built, frozenset(), 20))[0] == ("libllama", "problem")
+    assert levels(doctor.check_build(built | {"gpu": True}, frozenset(), 20)) == [("libllama", "ok")]
+    assert levels(doctor.check_build(None, frozenset(), 0)) == [("libllama", "problem")]
 
 
 @pytest.mark.slow
 def test_the_libllama_that_is_installed_here_is_described() -> None:
-    info = checkup.build_info()
+    info = doctor.build_info()
     assert info is not None
     assert info["version"]
     assert isinstance(info["features"], list)
@@ -138,12 +138,12 @@ def test_the_libllama_that_is_installed_here_is_described() -> None:
     ],
 )
 def test_addresses_of_nodes_are_read(address: str, host: str, port: int) -> None:
-    assert checkup.tcp_of(address) == (host, port)
+    assert doctor.tcp_of(address) == (host, port)
 
 
 def test_a_bootstrap_node_that_does_not_answer_is_a_problem(listening: int) -> None:
     addresses = [f"/ip4/127.0.0.1/tcp/{listening}/p2p/x", "/ip4/127.0.0.1/tcp/9/p2p/x", "/dns/x"]
-    assert levels(checkup.check_bootstrap(addresses)) == [("reachability", "ok"), ("reachability", "problem")]
+    assert levels(doctor.check_bootstrap(addresses)) == [("reachability", "ok"), ("reachability", "problem")]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_bootstrap_node_that_does_not_answer_is_a_problem(listening: int) -> N
     ],
 )
 def test_what_the_daemon_says_is_judged(changes: dict[str, Any], expected: list[tuple[str, str]]) -> None:
-    found = levels(checkup.check_daemon(STATS | changes))
+    found = levels(doctor.check_daemon(STATS | changes))
     assert [finding for finding in found if finding[1] != "ok"] == expected
 
 
@@ -197,7 +197,7 @@ def test_what_workers_measured_of_their_products_is_shown_once() -> None:
     few = choice | {"first_rows": 9, "last_rows": 16, "chosen": "avx512"}
     many = choice | {"first_rows": 33, "last_rows": 2**31 - 1, "ours_ns": 0}
     worker = {"n_starts": 1, "last_end": "", "kernels": [choice, few, many, choice | {"k": 64}]}
-    found = list(checkup.check_daemon(STATS | {"workers": [worker, worker]}))
+    found = list(doctor.check_daemon(STATS | {"workers": [worker, worker]}))
     assert [(each.level, each.message) for each in found if each.check == "kernels"] == [
         (
             "ok",
@@ -211,25 +211,25 @@ def test_what_workers_measured_of_their_products_is_shown_once() -> None:
 @pytest.fixture
 def well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with nothing wrong, and its configuration file."""
-    monkeypatch.setattr(checkup, "LOW_DISK_BYTES", 0)
-    monkeypatch.setattr(checkup, "LOW_MEMORY_BYTES", 0)
+    monkeypatch.setattr(doctor, "LOW_DISK_BYTES", 0)
+    monkeypatch.setattr(doctor, "LOW_MEMORY_BYTES", 0)
     build = {"version": "0.3", "features": ["AVX"], "gpu": False, "mmap": True}
-    monkeypatch.setattr(checkup, "build_info", lambda: build)
+    monkeypatch.setattr(doctor, "build_info", lambda: build)
     file = tmp_path / "config.toml"
     ports = "libp2p_port = 0\ndata_port = 0"
     file.write_text(f'[node]\ndata_dir = "{tmp_path}/data"\n[api]\nport = 0\n[network]\n{ports}\n')
     return file
 
 
-def doctor(file: Path, url: str, *arguments: str) -> Result:
+def run_doctor(file: Path, url: str, *arguments: str) -> Result:
     return CliRunner().invoke(main, ["doctor", "--config", str(file), "--api", url, *arguments])
 
 
 def test_it_works_without_a_daemon(well: Path) -> None:
-    result = doctor(well, NOBODY)
+    result = run_doctor(well, NOBODY)
     assert result.exit_code == 0, result.output
     assert "no daemon runs" in result.stdout
-    shown = json.loads(doctor(well, NOBODY, "--json").stdout)
+    shown = json.loads(run_doctor(well, NOBODY, "--json").stdout)
     assert shown["ok"] is True
     checks = {finding["check"] for finding in shown["findings"]}
     assert {"configuration", "daemon", "clock", "memory", "limits", "disk", "libllama"} <= checks
@@ -237,18 +237,18 @@ def test_it_works_without_a_daemon(well: Path) -> None:
 
 def test_it_sees_more_with_one(well: Path, node: FakeNode) -> None:
     node.on("GET", "/api/admin/stats", STATS | {"addresses": []})
-    result = doctor(well, node.url)
+    result = run_doctor(well, node.url)
     assert result.exit_code == 1
     assert "✗ reachability   this node has no address that others could dial" in result.stdout
     assert "→ set network.listen_host" in result.stdout
     node.on("GET", "/api/admin/stats", STATS)
-    assert doctor(well, node.url).exit_code == 0
+    assert run_doctor(well, node.url).exit_code == 0
 
 
 def test_a_daemon_that_refuses_is_a_problem_with_a_remedy(well: Path, node: FakeNode) -> None:
     error = {"message": "This node asks for an API key.", "type": "authentication_error"}
     node.on("GET", "/api/admin/stats", {"error": error}, 401)
-    result = doctor(well, node.url, "--json")
+    result = run_doctor(well, node.url, "--json")
     assert result.exit_code == 1
     (finding,) = [each for each in json.loads(result.stdout)["findings"] if each["level"] == "problem"]
     assert "SWARMLLM_KEY" in finding["remedy"]
@@ -256,6 +256,6 @@ def test_a_daemon_that_refuses_is_a_problem_with_a_remedy(well: Path, node: Fake
 
 def test_a_configuration_that_cannot_be_used_is_a_problem(well: Path) -> None:
     well.write_text("[api]\nprot = 1\n")
-    result = doctor(well, NOBODY)
+    result = run_doctor(well, NOBODY)
     assert result.exit_code == 1
     assert "Did you mean 'port'?" in result.stdout

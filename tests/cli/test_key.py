@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from fake_node import FakeNode
 
-from swarmllm.cli import errors
+from swarmllm.cli import client
 from swarmllm.cli.main import main
 from swarmllm.keys import KeyFile
 
@@ -44,18 +44,18 @@ def test_a_key_has_a_tier_and_may_have_a_limit(tmp_path: Path) -> None:
     listed = json.loads(key(tmp_path, "list", "--json").output)
     assert [(item["tier"], item["rate_limit"]) for item in listed] == [("gold", 0), ("bronze", 20)]
     assert "20/min" in key(tmp_path, "list").output
-    assert key(tmp_path, "create", "other", "--tier", "lead").exit_code == errors.EXIT_USAGE
+    assert key(tmp_path, "create", "other", "--tier", "lead").exit_code == client.EXIT_USAGE
 
 
 def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
     key(tmp_path, "create", "laptop")
     again = key(tmp_path, "create", "laptop")
-    assert (again.exit_code, "revoke it first" in again.output) == (errors.EXIT_REFUSED, True)
+    assert (again.exit_code, "revoke it first" in again.output) == (client.EXIT_REFUSED, True)
     unknown = key(tmp_path, "revoke", "phone")
-    assert (unknown.exit_code, "no key 'phone'" in unknown.output) == (errors.EXIT_REFUSED, True)
+    assert (unknown.exit_code, "no key 'phone'" in unknown.output) == (client.EXIT_REFUSED, True)
     (tmp_path / "keys.json").write_text("damaged")
     broken = key(tmp_path, "list")
-    assert (broken.exit_code, "Cannot read the keys" in broken.output) == (errors.EXIT_FAILED, True)
+    assert (broken.exit_code, "Cannot read the keys" in broken.output) == (client.EXIT_FAILED, True)
 
 
 def test_commands_send_the_key_they_are_given(
@@ -66,7 +66,7 @@ def test_commands_send_the_key_they_are_given(
     node.on("GET", "/api/admin/stats", refusal, 401)
     result = run("status")
     assert (result.exit_code, result.output) == (
-        errors.EXIT_REFUSED,
+        client.EXIT_REFUSED,
         "Error: No such key. Put it into SWARMLLM_KEY.\n",
     )
     assert node.authorizations == ["Bearer sk-swarm-test"]

@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 from fake_node import FakeNode, ndjson
 
-from swarmllm.cli.errors import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE
+from swarmllm.cli.client import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE
 
 Run = Callable[..., Result]
 

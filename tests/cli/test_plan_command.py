@@ -9,7 +9,7 @@ from typing import Any
 from click.testing import Result
 from fake_node import FakeNode
 
-from swarmllm.cli.errors import EXIT_USAGE
+from swarmllm.cli.client import EXIT_USAGE
 
 Run = Callable[..., Result]
 

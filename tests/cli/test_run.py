@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from fake_node import FakeNode, sse
 
-from swarmllm.cli import errors
+from swarmllm.cli import client
 
 CHAT = "/v1/chat/completions"
 
@@ -51,7 +51,7 @@ def test_what_is_piped_in_follows_the_prompt(
 
 def test_no_prompt_is_wrong_usage(run: Callable[..., Result]) -> None:
     for arguments in (["run"], ["run", "-"], ["run", "  "]):
-        assert run(*arguments).exit_code == errors.EXIT_USAGE
+        assert run(*arguments).exit_code == client.EXIT_USAGE
 
 
 def test_a_cut_off_answer_is_said_on_stderr(run: Callable[..., Result], node: FakeNode) -> None:
@@ -69,5 +69,5 @@ def test_json_holds_the_whole_answer(run: Callable[..., Result], node: FakeNode)
 def test_an_answer_that_breaks_off_is_a_failure(run: Callable[..., Result], node: FakeNode) -> None:
     node.on("POST", CHAT, sse({"choices": [{"delta": {"content": "half"}}]}))
     result = run("run", "hello")
-    assert result.exit_code == errors.EXIT_FAILED
+    assert result.exit_code == client.EXIT_FAILED
     assert "broke off" in result.stderr

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from swarmllm.cli import errors
+from swarmllm.cli import client
 from swarmllm.cli import service as service_command
 from swarmllm.cli.main import main
-from swarmllm.cli.service_unit import first_private_folder, quoted, unit_file, unit_text
+from swarmllm.cli.service import first_private_folder, quoted, unit_file, unit_text
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_unit_can_be_printed_or_left_alone(tmp_path: Path, calls: Path) -> Non
 def test_a_configuration_that_cannot_be_used_is_not_installed(tmp_path: Path, calls: Path) -> None:
     file = tmp_path / "my node.toml"
     file.write_text("[api]\nprot = 1\n")
-    assert service("install", "--config", str(file)).exit_code == errors.EXIT_USAGE
+    assert service("install", "--config", str(file)).exit_code == client.EXIT_USAGE
     file.write_text("[api]\nport = 1\n")
     printed = service("install", "--print", "--config", str(file)).output
     assert f'"--config" "{file}"' in printed
@@ -88,7 +88,7 @@ def test_a_configuration_that_cannot_be_used_is_not_installed(tmp_path: Path, ca
 def test_what_systemctl_says_is_passed_on(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAIL_AT", "daemon-reload")
     result = service("install")
-    assert result.exit_code == errors.EXIT_FAILED
+    assert result.exit_code == client.EXIT_FAILED
     assert "Failed to connect to bus" in result.output
     monkeypatch.setenv("PATH", "")
     assert "There is no systemctl here" in service("install").output
@@ -141,7 +141,7 @@ def test_a_node_of_the_machine_does_not_run_from_a_private_folder(
 ) -> None:
     monkeypatch.setattr(service_command, "first_private_folder", lambda *paths: Path("/root"))
     result = as_user(monkeypatch, 0, "install", "--system")
-    assert (result.exit_code, "may not enter /root" in result.output) == (errors.EXIT_USAGE, True)
+    assert (result.exit_code, "may not enter /root" in result.output) == (client.EXIT_USAGE, True)
     private = tmp_path / "private"
     (private / "venv" / "bin").mkdir(parents=True)
     tmp_path.chmod(0o755)
@@ -163,5 +163,5 @@ def as_user(monkeypatch: pytest.MonkeyPatch, uid: int, *arguments: str) -> Resul
 
 def test_words_are_quoted_for_systemd() -> None:
     assert quoted('50% of "$HOME"\\') == '"50%% of \\"$$HOME\\"\\\\"'
-    with pytest.raises(errors.WrongUsage):
+    with pytest.raises(client.WrongUsage):
         quoted("two\nlines")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from swarmllm.cli.word_wrap import WordWrap
+from swarmllm.cli.display import WordWrap
 
 texts = st.text(st.sampled_from("ab 漢\n.`"), max_size=80)
 

@@ -13,7 +13,7 @@ from download_stand import (
 )
 from shelf import Shelf, reset_in_the_middle, well
 
-from swarmllm.downloads.spans import n_bytes
+from swarmllm.downloads.digest_book import n_bytes
 from swarmllm.models import LayerRange, needed_tensors
 from swarmllm_proto.swarm import Outline
 

@@ -21,10 +21,9 @@ from shelf import Shelf, reset_in_the_middle, status, well
 from trio.testing import MockClock
 
 from swarmllm.config import DownloadsTable
-from swarmllm.downloads.download_errors import Busy, DownloadError, Offline, Refused
 from swarmllm.downloads.remote import Facts, Remote
-from swarmllm.downloads.retry_schedule import RetrySchedule
-from swarmllm.downloads.settings import from_environment
+from swarmllm.downloads.settings import RetrySchedule, from_environment
+from swarmllm.downloads.source import Busy, DownloadError, Offline, Refused
 from swarmllm.errors import InvalidRequest
 
 

@@ -20,7 +20,7 @@ from guide_layers import (
 )
 from shelf import Shelf
 
-from swarmllm.downloads.spans import n_bytes
+from swarmllm.downloads.digest_book import n_bytes
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.swarm.in_memory.network import InMemoryNetwork, node_id_named
 from swarmllm_proto.codec import encode_response

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.downloads.spans import Span, cut, joined, missing, n_bytes
+from swarmllm.downloads.digest_book import Span, cut, joined, missing, n_bytes
 
 SIZE = 60
 spans = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)), max_size=8)

@@ -15,7 +15,7 @@ from guide_layers import check_is_the_guide, eventually, open_node
 from shelf import FAULTS, Shelf, status, well
 from split_gguf import split_gguf
 
-from swarmllm.downloads.spans import n_bytes
+from swarmllm.downloads.digest_book import n_bytes
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, build_manifest, needed_tensors
 from swarmllm.swarm.in_memory.network import InMemoryNetwork

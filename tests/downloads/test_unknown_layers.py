@@ -10,7 +10,7 @@ from download_stand import GUIDE, GUIDE_DATA, guide
 from guide_layers import NAME, check_is_the_guide, header_bytes, open_stand, wanted
 from shelf import FAULTS, Shelf, well
 
-from swarmllm.downloads.spans import n_bytes
+from swarmllm.downloads.digest_book import n_bytes
 from swarmllm.downloads.unidentified_model import NOTES, PART
 from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.guide import GUIDE_PATH

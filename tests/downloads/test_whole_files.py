@@ -17,7 +17,7 @@ from download_stand import (
 )
 from shelf import FAULTS, Shelf, reset_in_the_middle, well
 
-from swarmllm.downloads.spans import missing, n_bytes
+from swarmllm.downloads.digest_book import missing, n_bytes
 from swarmllm.errors import Conflict
 from swarmllm.guide import DRAFT_PATH
 

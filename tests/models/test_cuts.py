@@ -9,7 +9,7 @@ import pytest
 from gguf_parts import LLAMA, gguf_bytes
 
 from swarmllm.models import Catalogue, LayerRange, Manifest, build_manifest
-from swarmllm.models.cuts import checked_unit, needs_check, with_hearsay, with_verdict
+from swarmllm.models.manifest import checked_unit, needs_check, with_hearsay, with_verdict
 
 TENSORS = {
     name: bytes(128)

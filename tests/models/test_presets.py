@@ -15,7 +15,7 @@ from swarmllm.api.output.sampling import SAMPLING_NAMES
 from swarmllm.errors import Conflict, InvalidRequest, ModelNotFound
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import Catalogue, build_manifest
-from swarmllm.models.facts import n_parameters, parameter_size, quantisation
+from swarmllm.models.entry import n_parameters, parameter_size, quantisation
 from swarmllm.models.modelfile import parse_modelfile
 from swarmllm.models.presets import (
     NO_PRESET,

@@ -8,7 +8,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmllm.models.tensor_digest import (
+from swarmllm.models.hashing import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     TensorHasher,

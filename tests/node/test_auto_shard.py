@@ -14,10 +14,9 @@ from node_ids import A, B, C, D
 from swarmllm.config import AutoManageTable
 from swarmllm.errors import NodeUnreachable
 from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge, subtract
-from swarmllm.models.hashing import FileState
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
-from swarmllm.node.auto_shard import RETRY_S, AutoShardManager
-from swarmllm.node.placing import HELD_MAX, Step, next_step, plan_of, shape_of
+from swarmllm.models.model_files import FileState
+from swarmllm.node.auto_shard import HELD_MAX, RETRY_S, AutoShardManager, Step, next_step, plan_of, shape_of
 from swarmllm.scheduling.hysteresis import CONSISTENT_TICKS, Hysteresis
 from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode
 from swarmllm.swarm.records.registry import Registry
@@ -350,7 +349,7 @@ def test_of_what_others_say_they_hold_a_plan_counts_a_bounded_part() -> None:
         return Placement()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swarmllm.node.placing.place", look)
+        patch.setattr("swarmllm.node.auto_shard.place", look)
         plan_of(ENTRY.manifest, records, None)
     assert sum(len(node.held) for node in seen) <= HELD_MAX
     by_id = {node.node_id: node for node in seen}

@@ -19,8 +19,7 @@ from swarmllm.errors import InvalidRequest, WorkerError
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import CatalogueEntry, build_manifest
 from swarmllm.models.model_files import FileState
-from swarmllm.node.keep_alive import FOREVER_S, KeepAlive, parse_keep_alive
-from swarmllm.node.on_demand import OnDemand
+from swarmllm.node.on_demand import FOREVER_S, KeepAlive, OnDemand, parse_keep_alive
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions
 
 MANIFEST = build_manifest(GUIDE_PATH)

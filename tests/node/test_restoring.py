@@ -13,8 +13,7 @@ from deadlines import PATIENCE_S
 
 from swarmllm.errors import BadModel, ModelNotFound, NodeUnreachable, WorkerError
 from swarmllm.models import LayerRange, merge
-from swarmllm.node.load_restorer import RETRY_S, LoadRestorer
-from swarmllm.node.remembered_loads import RememberedLoad, RememberedLoads
+from swarmllm.node.remembered_loads import RETRY_S, LoadRestorer, RememberedLoad, RememberedLoads
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions
 
 WHOLE = LayerRange(0, 12)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmllm_proto.source_paths import without_folders
+from swarmllm_proto.errors import without_folders
 
 
 @pytest.mark.parametrize(

@@ -23,17 +23,13 @@ from swarmllm_proto import (
     ipc,
     router_messages,
     swarm,
-    swarm_prefix,
-    swarm_resume,
-    swarm_vision,
+    swarm_base,
 )
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import HEX_DIGEST_PATTERN, NODE_ID_PATTERN
 from swarmllm_proto.ipc import Sampling
 
-MODULES: tuple[ModuleType, ...] = (
-    *(envelope, file_digests, router_messages, swarm, swarm_prefix, swarm_resume, swarm_vision),
-)
+MODULES: tuple[ModuleType, ...] = (*(envelope, file_digests, router_messages, swarm, swarm_base),)
 STRUCTS = {
     value
     for module in MODULES

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from swarmllm_proto import codec, file_digests, ipc, swarm
-from swarmllm_proto.data_plane import Hello, Kind
 from swarmllm_proto.envelope import Envelope, Heartbeat, unseal
 from swarmllm_proto.file_digests import FetchDigests
-from swarmllm_proto.frames import Frame, FrameDecoder
+from swarmllm_proto.frames import Frame, FrameDecoder, Hello, Kind
 from swarmllm_proto.router_messages import decode_neighbour
 from swarmllm_proto.tensors import decode_tensor
 

@@ -14,10 +14,9 @@ from swarmllm.errors import NodeUnreachable, RemoteError
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.peer_exchange import ENOUGH_CONNECTIONS, PeerExchange
 from swarmllm.swarm.discovery.reachability import ReachabilityChecks
-from swarmllm.swarm.dispatch import RequestRefused
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.peers.known_peers import open_peer_memory
-from swarmllm.swarm.peers.store import PeerStore
+from swarmllm.swarm.peers.store import PeerStore, open_peer_memory
+from swarmllm.swarm.router import RequestRefused
 from swarmllm_proto.identifiers import Multiaddr, NodeId
 from swarmllm_proto.router_messages import (
     PEERS_MAX,

@@ -6,8 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from swarmllm.swarm.byte_budget import GUARANTEED_PEERS, LIMITS, TOTAL_MIB, ByteBudget, Grant, Kind, Limit
-from swarmllm.swarm.byte_budget_waiting import reserve_within
+from swarmllm.swarm.byte_budget import (
+    GUARANTEED_PEERS,
+    LIMITS,
+    TOTAL_MIB,
+    ByteBudget,
+    Grant,
+    Kind,
+    Limit,
+    reserve_within,
+)
 from swarmllm_proto.limits import KIB, MIB, REQUEST_MAX, SWARM_PAYLOAD_MAX
 
 SMALL = {kind: Limit(60, 100) for kind in Kind}

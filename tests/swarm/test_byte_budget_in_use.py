@@ -12,11 +12,14 @@ from trio.testing import wait_all_tasks_blocked
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable
 from swarmllm.pipeline.stage.arrivals import Relay
 from swarmllm.pipeline.stage.session_queue import Put, SessionQueue
-from swarmllm.swarm.byte_budget import LIMITS, ByteBudget, Kind, Limit
-from swarmllm.swarm.byte_budget_waiting import (
+from swarmllm.swarm.byte_budget import (
     AT_ONCE_BYTES,
+    LIMITS,
     ROOM_S,
     UNRESERVED_BYTES,
+    ByteBudget,
+    Kind,
+    Limit,
     PayloadRoom,
     reserve_within,
 )

@@ -15,13 +15,13 @@ from swarmllm.errors import NodeUnreachable, RemoteError
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.peer_exchange import PeerExchange
 from swarmllm.swarm.discovery.reachability import ReachabilityChecks
-from swarmllm.swarm.dispatch import UnreadableRequest
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS
 from swarmllm.swarm.membership.identity import Identity, load_or_create_identity, verify
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm.swarm.records.exchange import KIND_ENVELOPES
 from swarmllm.swarm.records.spread import RecordSpread
+from swarmllm.swarm.router import UnreadableRequest
 from swarmllm_proto.envelope import Envelope, Heartbeat, unseal
 from swarmllm_proto.identifiers import Multiaddr, NodeId
 from swarmllm_proto.router_messages import KnownPeer, PeerExchangeResponse, encode_neighbour

@@ -25,9 +25,8 @@ from libp2p.utils.varint import encode_varint_prefixed
 from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.data import noise_wire
-from swarmllm.swarm.data.noise_wire import HandshakeFailed, NoiseWire, shake_hands
-from swarmllm.swarm.data.wire import Kind, WireClosed
+from swarmllm.swarm.data import wire
+from swarmllm.swarm.data.wire import HandshakeFailed, Kind, NoiseWire, WireClosed, shake_hands
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p.gossip import MODELS, guarded_validator
@@ -81,7 +80,7 @@ async def test_more_half_open_handshakes_than_allowed_do_not_lock_others_out_for
 ) -> None:
     async with works_before_and_after(libp2p_swarm) as victim:
         # None of them ends because it takes too long.
-        monkeypatch.setattr(noise_wire, "HANDSHAKE_S", 2 * DEADLINE_S)
+        monkeypatch.setattr(wire, "HANDSHAKE_S", 2 * DEADLINE_S)
         port = Address.parse(victim.data_addresses[0]).port
         idle = [await trio.open_tcp_stream("127.0.0.1", port) for _ in range(80)]
         closed: list[trio.SocketStream] = []

@@ -15,7 +15,7 @@ from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.data.noise_wire import HandshakeFailed, shake_hands
+from swarmllm.swarm.data.wire import HandshakeFailed, shake_hands
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.libp2p.requests import PeerRequests

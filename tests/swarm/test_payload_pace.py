@@ -12,8 +12,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from swarmllm.swarm.byte_budget import ByteBudget, Kind, Limit
-from swarmllm.swarm.byte_budget_waiting import reserve_or_displace
+from swarmllm.swarm.byte_budget import ByteBudget, Kind, Limit, reserve_or_displace
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.data.transfer_pacing import (

@@ -23,19 +23,14 @@ from swarmllm.swarm.data.bulk import BulkPeer
 from swarmllm.swarm.data.neighbour import FAILURES_COUNT_S, Neighbour
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.messages import Contact
-from swarmllm.swarm.discovery.dht.providers import ProviderBook
 from swarmllm.swarm.discovery.dht.serving import BURST, QUESTIONS_PER_S, DhtAsker
+from swarmllm.swarm.discovery.dht.table import ProviderBook
 from swarmllm.swarm.discovery.dialler import Dialler
 from swarmllm.swarm.discovery.reachability import DIAL_BACK_EVERY_S, DialBackTurn
 from swarmllm.swarm.discovery.relay.relaying import ASK_AGAIN_S, RelayUse
 from swarmllm.swarm.discovery.relay.service import RelayBook, Reservation
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.libp2p.gossip_budget import (
-    MESSAGES_BURST,
-    MESSAGES_PER_S,
-    GossipAllowance,
-    GossipBudget,
-)
+from swarmllm.swarm.libp2p.gossip_budget import MESSAGES_BURST, MESSAGES_PER_S, GossipAllowance, GossipBudget
 from swarmllm.swarm.libp2p_router import open_libp2p_router
 from swarmllm.swarm.membership.identity import Identity, verify
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network

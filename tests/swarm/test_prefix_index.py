@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from node_ids import N, node_id_named
 
-from swarmllm.node.prefix_sharing import prefix_announcements
+from swarmllm.node.announcer import prefix_announcements
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX, PrefixIndex, PrefixMatch
 from swarmllm.swarm.records.registry import Registry
 from swarmllm_proto.blocks import BLOCK_TOKENS

@@ -16,16 +16,16 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data import bulk, data_plane
 from swarmllm.swarm.data.bulk import Bulk, NoBulkWay
 from swarmllm.swarm.data.data_plane import DataPlane
-from swarmllm.swarm.discovery.dht import providers
+from swarmllm.swarm.discovery.dht import table
 from swarmllm.swarm.discovery.dht.messages import Contact
-from swarmllm.swarm.discovery.dht.providers import KEYS_PER_NODE, ProviderBook
+from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE, ProviderBook
 from swarmllm.swarm.discovery.reachability import AT_ONCE_MAX, DialBacks
-from swarmllm.swarm.dispatch import RequestRefused
 from swarmllm.swarm.libp2p import bounded_yamux, unsigned_pubsub
 from swarmllm.swarm.libp2p.bounded_yamux import BoundedYamux, Overrun
 from swarmllm.swarm.libp2p.unsigned_pubsub import RECENT_MAX_BYTES, UnsignedPubsub, _ContentCache
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX, PrefixIndex
+from swarmllm.swarm.router import RequestRefused
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.router_messages import DialBackRequest, encode_neighbour
 from swarmllm_proto.swarm import KeptPrefix, PrefixCacheAnnounce
@@ -111,16 +111,16 @@ def test_so_many_ids_of_messages_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_dht_holds_so_many_entries_of_a_node_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     n_nodes = 4
-    monkeypatch.setattr(providers, "ENTRIES_MAX", n_nodes * KEYS_PER_NODE)
+    monkeypatch.setattr(table, "ENTRIES_MAX", n_nodes * KEYS_PER_NODE)
     book = ProviderBook()
     for node in range(2 * n_nodes):
         for key in range(KEYS_PER_NODE + 10):
             book.add(key.to_bytes(34, "little"), Contact(cast("Any", f"node{node}"), ()), 0.0)
     assert len(book) == n_nodes * KEYS_PER_NODE
     assert set(book._n_of_node.values()) == {KEYS_PER_NODE}
-    book.expire(providers.EXPIRY_S)
+    book.expire(table.EXPIRY_S)
     assert len(book) == 0
-    assert book.add(bytes(34), Contact(cast("Any", "late"), ()), providers.EXPIRY_S)
+    assert book.add(bytes(34), Contact(cast("Any", "late"), ()), table.EXPIRY_S)
 
 
 def test_prefixes_are_kept_of_so_many_nodes_and_so_many_of_each() -> None:

@@ -14,7 +14,7 @@ from libp2p.peer.id import ID
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data import data_plane as dataplane
-from swarmllm.swarm.data.noise_wire import HandshakeFailed, NoiseWire, shake_hands
+from swarmllm.swarm.data.wire import HandshakeFailed, NoiseWire, shake_hands
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p.host import Host, Stream, run_libp2p
 from swarmllm.swarm.libp2p.requests import PROTOCOL

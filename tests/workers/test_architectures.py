@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm_proto.architectures import ARCHITECTURES, Architecture
-from swarmllm_proto.cut_rules import cut_rule
+from swarmllm_proto.architectures import ARCHITECTURES, Architecture, cut_rule
 
 
 def numbers(**values: int) -> Callable[[str], int | None]:

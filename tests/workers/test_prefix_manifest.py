@@ -7,7 +7,7 @@ from block_names import block_hashes
 
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
-from swarmllm_proto.ipc_prefix import split_names
+from swarmllm_proto.ipc_kv import split_names
 from swarmllm_workers.cache.prefix_cache import beginnings
 from swarmllm_workers.cache.prefixes import Kept, Name
 

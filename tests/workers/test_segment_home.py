@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmllm.models import CatalogueEntry, build_manifest
-from swarmllm.models.hashing import FileState
+from swarmllm.models.model_files import FileState
 from swarmllm.models.tensor_locations import Places
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.segment_names import FOLDER

@@ -1,30 +1,149 @@
-"""/api/admin: what `swarmllm status`, `peers` and `models` ask of a running node."""
+"""/api/admin, which the command line asks, and the files of the dashboard.
+
+The files say nothing about the node, so they are served without a key, as the form that asks for one has to
+be. What they show comes from /api/events and the other endpoints, where the rules hold as for everybody.
+
+The content security policy lets a page run and load only these files: a name that another node chose can
+not become a script, whatever mistake is made here.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from collections.abc import AsyncIterator
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from quart import Blueprint, Response, request
+from quart import Blueprint, Response, abort, request
 
-from swarmllm.api.admin.node_json import Json, model_json, peer_json, stats_json
-from swarmllm.api.admin.peer_report import details_report
-from swarmllm.api.admin.plan_report import plan_report, read_size
+from swarmllm.api.admin.node_json import (
+    Json,
+    details_report,
+    model_json,
+    peer_json,
+    plan_report,
+    read_size,
+    stats_json,
+)
 from swarmllm.api.admin.progress import Work
 from swarmllm.api.http.context import current_config, current_node, current_works
 from swarmllm.api.http.errors import error_object, read_body
 from swarmllm.api.http.request_tasks import own_feed
 from swarmllm.api.http.sliced_json import encoded
 from swarmllm.api.openai.chat_reply import encode
-from swarmllm.api.openai.schema import AddModel, AliasModel, LoadModel, PinModel, UnloadModel
+from swarmllm.api.openai.schema import AddModel, AliasModel, LoadModel, PinModel, StartDownload, UnloadModel
 from swarmllm.config import as_dict
+from swarmllm.downloads import DownloadView
 from swarmllm.errors import InvalidRequest
 from swarmllm.models.presets import Preset
 from swarmllm.node import ModelView
 from swarmllm.workerpool import LoadOptions
+
+FOLDER = Path(__file__).parent / "dashboard"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+PAGE = "index.html"
+PAGE_PATH = "/"
+FILES_PREFIX = "/dashboard/"
+
+dashboard = Blueprint("dashboard", __name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    content_type: str
+    data: bytes
+    tag: str
+
+
+@cache
+def assets() -> dict[str, Asset]:
+    """Every file, read once: what is not here is not served, whatever its path says."""
+    found = {}
+    for path in sorted(FOLDER.iterdir()):
+        data = path.read_bytes()
+        found[path.name] = Asset(TYPES[path.suffix], data, hashlib.sha256(data).hexdigest()[:16])
+    return found
+
+
+@dashboard.get(PAGE_PATH)
+async def page() -> Response:
+    return _answer(PAGE)
+
+
+@dashboard.get(f"{FILES_PREFIX}<file>")
+async def asset(file: str) -> Response:
+    return _answer(file)
+
+
+def _answer(name: str) -> Response:
+    asset = assets().get(name)
+    if asset is None:
+        abort(404)
+    response = Response(asset.data, content_type=asset.content_type)
+    response.set_etag(asset.tag)
+    response.headers["Cache-Control"] = "no-cache"
+    response.headers["Content-Security-Policy"] = POLICY
+    response.headers["Referrer-Policy"] = "no-referrer"
+    if asset.tag in request.if_none_match:
+        response.status_code = 304
+        response.set_data(b"")
+    return response
+
+
+downloads = Blueprint("downloads", __name__, url_prefix="/api/admin/downloads")
+
+
+@downloads.get("")
+async def all_of_them() -> Response:
+    return _json({"downloads": [download_json(view) for view in current_node().downloads.list()]})
+
+
+@downloads.post("")
+async def start() -> Response:
+    body = await read_body(StartDownload)
+    download = current_node().downloads.start(
+        body.source,
+        layers=body.layers,
+        name=body.name,
+        sha256=body.sha256 or "",
+        token=body.hf_token,
+        endpoint=body.hf_endpoint,
+    )
+    return _json(download_json(download.view()))
+
+
+@downloads.get("/<id>")
+async def one(id: str) -> Response:
+    return _json(download_json(current_node().downloads.get(id).view()))
+
+
+@downloads.delete("/<id>")
+async def cancel(id: str) -> Response:
+    download = current_node().downloads.get(id)
+    download.scope.cancel()
+    await download.ended.wait()
+    return _json(download_json(download.view()))
+
+
+def download_json(view: DownloadView) -> Json:
+    return dataclasses.asdict(view) | {"bytes_per_s": round(view.bytes_per_s)}
+
+
+def _json(body: object) -> Response:
+    return Response(encode(body), content_type="application/json")
+
 
 admin = Blueprint("admin", __name__, url_prefix="/api/admin")
 
@@ -185,7 +304,3 @@ async def _lines(work: Work[Any]) -> AsyncIterator[bytes]:
 
 def _line(fields: Json) -> bytes:
     return encode(fields) + b"\n"
-
-
-def _json(body: object) -> Response:
-    return Response(encode(body), content_type="application/json")

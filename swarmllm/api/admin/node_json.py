@@ -1,11 +1,14 @@
-"""What a node tells about itself, as JSON: the same facts for /api/admin and for /api/events."""
+"""What a node tells about itself, as JSON: the same facts for /api/admin and for /api/events.
+
+What `swarmllm peers show` and `swarmllm plan` explain is here too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,10 +18,16 @@ from swarmllm import __version__
 from swarmllm.api.admin.progress import Work
 from swarmllm.api.output.swarm_report import milliseconds, stage_json
 from swarmllm.downloads import WaitingView
+from swarmllm.errors import InvalidRequest
 from swarmllm.models import LayerRange
 from swarmllm.node import ModelView, Node, PeerView, RequestView
+from swarmllm.node.views import PeerDetails
+from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, RequestSize
+from swarmllm.scheduling.plan import Plan
+from swarmllm.swarm.peers.trust import EFFECTS, WORK_MIN
 from swarmllm.swarm.router import Reachability
 from swarmllm.workerpool import WorkerStatistics
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import FileAnnounce, NodeCapability
 
 Json = dict[str, object]
@@ -249,3 +258,106 @@ def work_json(work: Work[Any]) -> Json:
         "done_bytes": done_bytes,
         "total_bytes": total_bytes,
     }
+
+
+MODELS_SHOWN = 256
+"""Of the node: all that a record has room for."""
+
+
+def details_report(details: PeerDetails) -> Json:
+    trust, record = details.trust, details.record
+    return {
+        "node_id": details.node_id,
+        "nickname": record.nickname if record else "",
+        "connected": peer_json(details.connected, MODELS_SHOWN) if details.connected else None,
+        "trust": {
+            "score": round(trust.score, 4),
+            "work_min": WORK_MIN,
+            "may_work": trust.may_work,
+            "listed": trust.listed,
+            "counts": trust.counts,
+            "recent": [
+                {
+                    "at": entry.at,
+                    "deed": entry.deed,
+                    "meaning": EFFECTS[entry.deed].meaning,
+                    "detail": entry.detail,
+                    "score": round(entry.score, 4),
+                }
+                for entry in trust.recent
+            ],
+        },
+    }
+
+
+MAX_TOKENS = 2**20
+
+
+def read_size(arguments: Mapping[str, str]) -> tuple[str, RequestSize]:
+    """(model, size) from a query string. Raises InvalidRequest naming the field."""
+    unknown = set(arguments) - {"model", "prompt_tokens", "output_tokens"}
+    if unknown:
+        name = min(unknown)
+        raise InvalidRequest(
+            f"{name[:80]!r} is unknown; known are model, prompt_tokens, output_tokens.", field=name[:80]
+        )
+    model = arguments.get("model", "")
+    if not model:
+        raise InvalidRequest("model is missing: name the model to plan for.", field="model")
+    return model, RequestSize(
+        _count(arguments, "prompt_tokens", DEFAULT_SIZE.n_prompt_tokens),
+        _count(arguments, "output_tokens", DEFAULT_SIZE.n_output_tokens),
+    )
+
+
+def plan_report(model: str, size: RequestSize, plan: Plan, nickname_of: Callable[[NodeId], str]) -> Json:
+    def on(node_id: NodeId) -> Json:
+        return {"node_id": node_id, "nickname": nickname_of(node_id)}
+
+    def with_layers(node_id: NodeId, layers: LayerRange) -> Json:
+        return on(node_id) | {"layers": str(layers)}
+
+    return {
+        "model": model,
+        "prompt_tokens": size.n_prompt_tokens,
+        "output_tokens": size.n_output_tokens,
+        "cost_s": plan.cost_s,
+        "ends_s": plan.ends_s,
+        "stages": [
+            with_layers(stage.node_id, stage.layers)
+            | {
+                "compute_s": stage.compute_s,
+                "network_s": stage.network_s,
+                "measured": stage.is_measured,
+                "lacks": stage.lacks,
+                "standby": stage.standby,
+                "alternatives": [
+                    with_layers(other.node_id, other.layers)
+                    | {"extra_s": other.extra_s, "full": other.is_full}
+                    for other in stage.alternatives
+                ],
+            }
+            for stage in plan.stages
+        ],
+        "rivals": [
+            {
+                "name": rival.name,
+                "cost_s": rival.cost_s,
+                "stages": [with_layers(stage.node_id, stage.layers) for stage in rival.stages],
+            }
+            for rival in plan.rivals
+        ],
+        "refused": [
+            with_layers(refusal.node_id, refusal.layers) | {"reason": refusal.reason}
+            for refusal in plan.refused
+        ],
+    }
+
+
+def _count(arguments: Mapping[str, str], name: str, default: int) -> int:
+    text = arguments.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 7 and 1 <= int(text) <= MAX_TOKENS):
+        raise InvalidRequest(f"{name} must be a whole number from 1 to {MAX_TOKENS}.", field=name)
+    return int(text)

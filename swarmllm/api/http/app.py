@@ -1,37 +1,55 @@
-"""The application: blueprints, the checks before every request, the shape of every error."""
+"""The application: blueprints, health, the checks before every request, the shape of every error."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from quart import Response, g, request
+from quart import Blueprint, Response, g, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
-from swarmllm.api.admin.dashboard_page import dashboard
-from swarmllm.api.admin.downloads import downloads
-from swarmllm.api.admin.endpoints import admin
+from swarmllm.api.admin.endpoints import admin, dashboard, downloads
 from swarmllm.api.admin.events import PULSE, Pulse, events
 from swarmllm.api.admin.progress import Works
 from swarmllm.api.anthropic.messages import anthropic
-from swarmllm.api.http.auth import Authenticator
-from swarmllm.api.http.context import NODE, WORKS
-from swarmllm.api.http.cross_origin import Origins, check_admin_type, check_host, check_upgrade
+from swarmllm.api.http.auth import Authenticator, Origins, check_admin_type, check_host, check_upgrade
+from swarmllm.api.http.context import NODE, WORKS, current_node
 from swarmllm.api.http.errors import as_swarmllm_error, error_response, http_error_response, log_unexpected
-from swarmllm.api.http.health import health
 from swarmllm.api.http.openapi import openapi
 from swarmllm.api.http.request_tasks import RequestTasks
 from swarmllm.api.llamacpp import text_tools
-from swarmllm.api.ollama.embed import ollama
+from swarmllm.api.ollama.endpoints import ollama
 from swarmllm.api.openai.chat import chat
+from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.completions import completions
 from swarmllm.api.openai.embeddings import embeddings
-from swarmllm.api.openai.responses import RESPONSES, responses
-from swarmllm.api.openai.responses_store import ResponseStore
+from swarmllm.api.openai.responses import RESPONSES, ResponseStore, responses
 from swarmllm.config import Config
 from swarmllm.keys import KeyRing
 from swarmllm.node import Node
+from swarmllm.node.metrics import CONTENT_TYPE
 from swarmllm.pipeline.request_id import new_request_id
+
+health = Blueprint("health", __name__)
+
+
+@health.get("/health")
+async def alive() -> Response:
+    return Response(encode({"status": "ok"}), content_type="application/json")
+
+
+@health.get("/health/ready")
+async def ready() -> Response:
+    readiness = current_node().readiness()
+    body = {"status": readiness.status, "reason": readiness.reason}
+    status = 200 if readiness.status == "ready" else 503
+    return Response(encode(body), status=status, content_type="application/json")
+
+
+@health.get("/metrics")
+async def metrics() -> Response:
+    return Response(current_node().metrics.text(), content_type=CONTENT_TYPE)
+
 
 OPENAI = (chat, completions, embeddings, responses)
 DIALECTS = (ollama, anthropic, text_tools)

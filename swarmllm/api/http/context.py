@@ -1,10 +1,13 @@
-"""How handlers reach the node they serve."""
+"""What every handler needs: the node, who asks, which model, and which conversation.
+
+Which conversation a request belongs to, whatever its client calls that.
+"""
 
 from __future__ import annotations
 
 from typing import cast
 
-from quart import current_app, g, has_request_context
+from quart import current_app, g, has_request_context, request
 
 from swarmllm.api.admin.progress import Works
 from swarmllm.config import Config
@@ -52,3 +55,19 @@ async def model_or_only_one(name: str | None) -> str:
     if len(names) != 1:
         raise InvalidRequest(f"Which model? {len(names)} can answer here; send `model`.", field="model")
     return names[0]
+
+
+HEADER = "x-session-id"
+SESSION_MAX = 256
+"""Characters; the wire's limit."""
+
+
+def session_of(*fields: str | None) -> str:
+    """The first field of the body that says something, then the header, then the other fields; "" for no
+    session."""
+    session_id, *others = (*fields, None)
+    header = request.headers.get(HEADER, "")
+    named = next((name for name in (session_id, header, *others) if name), "")
+    if len(named) > SESSION_MAX:
+        raise InvalidRequest(f"a session's name has at most {SESSION_MAX} characters.", field="session_id")
+    return named

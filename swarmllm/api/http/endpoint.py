@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from swarmllm.api.http.app import create_app
-from swarmllm.api.http.auth import secret_of
-from swarmllm.api.http.cross_origin import is_loopback
+from swarmllm.api.http.auth import is_loopback, secret_of
 from swarmllm.api.http.exchange import Headers
 from swarmllm.api.http.limits import HttpLimits, limits_for
 from swarmllm.api.http.server import HttpServer
@@ -28,9 +27,6 @@ from swarmllm.errors import ConfigError
 from swarmllm.keys import KeyFile, KeyRing
 from swarmllm.node import Node
 from swarmllm.supervision import supervise_started
-
-if TYPE_CHECKING:
-    pass
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus

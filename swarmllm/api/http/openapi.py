@@ -18,8 +18,7 @@ from quart import Blueprint, Response
 from swarmllm import __version__
 from swarmllm.api.anthropic.messages import CountRequest, MessagesRequest
 from swarmllm.api.llamacpp import DetokenizeRequest, TemplateRequest, TokenizeRequest
-from swarmllm.api.ollama.embed import OllamaEmbed, OllamaEmbeddings
-from swarmllm.api.ollama.endpoints import OllamaChat, OllamaGenerate
+from swarmllm.api.ollama.endpoints import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate
 from swarmllm.api.ollama.managing import OllamaCopy, OllamaCreate, OllamaDelete, OllamaShow
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.completions import CompletionRequest

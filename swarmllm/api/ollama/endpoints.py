@@ -4,6 +4,8 @@ Requests become the same calls as OpenAI's, answers are worded Ollama's way: new
 streams unless told not to, durations in nanoseconds, names with a tag (`guide:latest`). Options that only say
 how a machine should compute (`num_gpu`, `num_thread` ...) are accepted and change nothing: here the node's
 configuration decides. Options that would change the answer and cannot be honoured are refused by name.
+
+Ollama's /api/embed, and /api/embeddings as it was before.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from msgspec import Meta
 from quart import Blueprint, Response
 from werkzeug.exceptions import HTTPException
 
-from swarmllm.api.http.context import current_config, current_node
+from swarmllm.api.http.context import current_caller, current_config, current_node, current_request_id
 from swarmllm.api.http.errors import as_swarmllm_error, failure_response, read_body
 from swarmllm.api.ollama import managing
 from swarmllm.api.ollama.managing import TAG, catalogue_name, details, modified
@@ -45,16 +47,82 @@ from swarmllm.api.openai.schema import (
     ToolMessage,
     UserMessage,
 )
-from swarmllm.api.output.output_parser import OutputParser, prepare
+from swarmllm.api.output.output_parser import OutputParser, opened_thought, prepare
 from swarmllm.api.output.presets import preset_of, sampling_with
-from swarmllm.api.output.reasoning import opened_thought
 from swarmllm.api.output.response import Ask, answer
 from swarmllm.api.output.sampling import SAMPLING_NAMES, sampling_of
+from swarmllm.api.output.swarm_report import embedding_headers
 from swarmllm.errors import InvalidRequest
 from swarmllm.node import ModelView
-from swarmllm.node.keep_alive import parse_keep_alive
+from swarmllm.node.embeddings import Embedded
+from swarmllm.node.on_demand import parse_keep_alive
 from swarmllm.pipeline.origin.prompt import Prompt
 from swarmllm_proto.ipc import Effort
+
+ollama = Blueprint("ollama", __name__, url_prefix="/api")
+
+
+class OllamaEmbed(Body, frozen=True, kw_only=True):
+    """POST /api/embed."""
+
+    model: ModelName
+    input: Text | Annotated[list[Text], Meta(max_length=2048)]
+    dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    # accepted and without effect on the answer: a text that is too long is refused, not cut
+    truncate: bool | None = None
+    options: Json | None = None
+    keep_alive: float | str | None = None
+
+
+class OllamaEmbeddings(Body, frozen=True, kw_only=True):
+    """POST /api/embeddings."""
+
+    model: ModelName
+    prompt: Text
+    options: Json | None = None
+    keep_alive: float | str | None = None
+
+
+@ollama.post("/embed")
+async def embed() -> Response:
+    body = await read_body(OllamaEmbed, any_type=True)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    embedded = await _embedded(body.model, texts, body.dimensions)
+    times_s = (embedded.queue_s, embedded.tokenize_s, embedded.prefill_s)
+    answer: Json = {
+        "model": body.model,
+        "embeddings": [vector.tolist() for vector in embedded.vectors],
+        "total_duration": round(sum(times_s) * 1e9),
+        "load_duration": 0,
+        "prompt_eval_count": embedded.n_tokens,
+    }
+    return _embedding(answer, embedded)
+
+
+@ollama.post("/embeddings")
+async def embeddings() -> Response:
+    body = await read_body(OllamaEmbeddings, any_type=True)
+    embedded = await _embedded(body.model, [body.prompt], None)
+    return _embedding({"embedding": embedded.vectors[0].tolist()}, embedded)
+
+
+async def _embedded(model: str, texts: list[str], n_dimensions: int | None) -> Embedded:
+    name = await catalogue_name(model)
+    return await current_node().embeddings.embed(
+        name,
+        texts,
+        "mean",
+        n_dimensions=n_dimensions,
+        caller=current_caller(),
+        request_id=current_request_id(),
+    )
+
+
+def _embedding(answer: Json, embedded: Embedded) -> Response:
+    response = Response(encode(answer), content_type="application/json")
+    response.headers.update(embedding_headers(embedded, current_node().node_id))
+    return response
+
 
 API_VERSION = "0.6.4"
 """The version of Ollama whose API this is; apps compare it with the one they need."""
@@ -135,9 +203,6 @@ class OllamaGenerate(OllamaRequest, frozen=True, kw_only=True):
     template: str | None = None
     context: list[int] | None = None
     images: list[object] | None = None
-
-
-ollama = Blueprint("ollama", __name__, url_prefix="/api")
 
 
 @ollama.post("/chat")

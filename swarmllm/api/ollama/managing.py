@@ -20,7 +20,7 @@ from swarmllm.api.ollama.reply import timestamp
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.schema import Json, ModelName
 from swarmllm.errors import InvalidRequest, ModelNotFound
-from swarmllm.models.facts import n_parameters, parameter_size, quantisation
+from swarmllm.models.entry import n_parameters, parameter_size, quantisation
 from swarmllm.models.go_template import translate
 from swarmllm.models.modelfile import add_parameter, preset_of
 from swarmllm.models.names import check_name

@@ -10,8 +10,7 @@ import msgspec
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.schema import Json
 from swarmllm.api.output.feed import Passage
-from swarmllm.api.output.output_parser import Item, OutputParser
-from swarmllm.api.output.reasoning import Thought
+from swarmllm.api.output.output_parser import Item, OutputParser, Thought
 from swarmllm.api.output.swarm_report import swarm_object
 from swarmllm.api.output.tool_calls import FoundCall
 from swarmllm.errors import SwarmLLMError

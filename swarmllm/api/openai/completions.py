@@ -10,11 +10,11 @@ from typing import Annotated, Any
 from msgspec import Meta
 from quart import Blueprint, Response
 
-from swarmllm.api.http.context import current_node
-from swarmllm.api.http.conversation_id import session_of
+from swarmllm.api.http.context import current_node, session_of
 from swarmllm.api.http.errors import error_object, read_body
 from swarmllm.api.openai.chat_reply import DONE, WAITING, encode
 from swarmllm.api.openai.chat_request import refuse_unless_neutral
+from swarmllm.api.openai.embeddings import texts_of
 from swarmllm.api.openai.schema import (
     Choices,
     Json,
@@ -26,7 +26,6 @@ from swarmllm.api.openai.schema import (
     Text,
     TopLogprobs,
 )
-from swarmllm.api.openai.text_inputs import texts_of
 from swarmllm.api.output.choices import answer_choices, usage
 from swarmllm.api.output.feed import Passage
 from swarmllm.api.output.presets import preset_of, sampling_with

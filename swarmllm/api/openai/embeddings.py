@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: texts in, vectors out."""
+"""POST /v1/embeddings: texts in, vectors out; and the fields that take texts or token ids."""
 
 from __future__ import annotations
 
@@ -13,8 +13,30 @@ from swarmllm.api.http.context import current_caller, current_node, current_requ
 from swarmllm.api.http.errors import read_body
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.schema import Body, Json, ModelName, Text
-from swarmllm.api.openai.text_inputs import texts_of
 from swarmllm.api.output.swarm_report import embedding_headers
+from swarmllm.errors import InvalidRequest
+
+TEXTS_MAX = 2048
+"""OpenAI's."""
+TOKEN_MAX = 2**31
+
+
+def texts_of(value: str | list[Any], field: str) -> list[str | list[int]]:
+    """What a field holds that may be a text, token ids, or a list of texts or of lists of token ids.
+
+    Raises InvalidRequest."""
+    if isinstance(value, str) or _is_tokens(value):
+        return [value]
+    if len(value) > TEXTS_MAX:
+        raise InvalidRequest(f"{len(value)} texts, at most {TEXTS_MAX} at once.", field=field)
+    for i, item in enumerate(value):
+        if not isinstance(item, str) and not (isinstance(item, list) and _is_tokens(item)):
+            raise InvalidRequest("can be a text or a list of token ids.", field=f"{field}[{i}]")
+    return value
+
+
+def _is_tokens(value: list[Any]) -> bool:
+    return bool(value) and all(type(item) is int and 0 <= item < TOKEN_MAX for item in value)
 
 
 class EmbeddingRequest(Body, frozen=True, kw_only=True):

@@ -16,8 +16,7 @@ from swarmllm.api.openai.chat_reply import WAITING, encode
 from swarmllm.api.openai.responses_request import ResponsesRequest
 from swarmllm.api.openai.schema import Json
 from swarmllm.api.output.feed import Passage
-from swarmllm.api.output.output_parser import Item, OutputParser
-from swarmllm.api.output.reasoning import Thought
+from swarmllm.api.output.output_parser import Item, OutputParser, Thought
 from swarmllm.api.output.response import EVENT_STREAM
 from swarmllm.api.output.swarm_report import swarm_object
 from swarmllm.api.output.tool_calls import FoundCall

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, secret_root
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.ipc_prefix import join_names
+from swarmllm_proto.ipc_kv import join_names
 from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, PipelineAssignment, Stage, StageBlocks
 from swarmllm_proto.tensors import Tensor
 

@@ -36,7 +36,7 @@ import msgspec
 import trio
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.byte_budget_waiting import UNRESERVED_BYTES, PayloadRoom, Reserve
+from swarmllm.swarm.byte_budget import UNRESERVED_BYTES, PayloadRoom, Reserve
 from swarmllm.swarm.data.connection_states import (
     ALIVE,
     LEFT_BY_PEER,

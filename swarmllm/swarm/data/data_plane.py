@@ -26,20 +26,16 @@ import trio
 from swarmllm.errors import NodeUnreachable
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import contained, spawn, supervise
-from swarmllm.swarm.byte_budget import ByteBudget
-from swarmllm.swarm.byte_budget_waiting import reserve_or_displace
+from swarmllm.swarm.byte_budget import ByteBudget, reserve_or_displace
 from swarmllm.swarm.data.bulk import Bulk, BulkPeer
 from swarmllm.swarm.data.connection import Connection
-from swarmllm.swarm.data.links import ask_for_link, give_link
 from swarmllm.swarm.data.neighbour import LinkStatus, Neighbour
-from swarmllm.swarm.data.noise_wire import HandshakeFailed, NoiseWire, shake_hands
 from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL, PROTOCOL, StreamOpening
 from swarmllm.swarm.data.transfer_pacing import TransferPacing
-from swarmllm.swarm.data.upgrade import Upgrades
-from swarmllm.swarm.data.wire import Wire
+from swarmllm.swarm.data.upgrade import Upgrades, ask_for_link, give_link
+from swarmllm.swarm.data.wire import HandshakeFailed, NoiseWire, Wire, shake_hands
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.libp2p.host import Host, Stream
-from swarmllm.swarm.libp2p.listen_port import open_listeners
+from swarmllm.swarm.libp2p.host import Host, Stream, open_listeners
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.peers.connection_limits import GAVE_WAY, Standing, who_makes_room

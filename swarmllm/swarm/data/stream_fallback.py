@@ -15,8 +15,7 @@ import trio
 
 from swarmllm.errors import NodeUnreachable, SwarmLLMError
 from swarmllm.supervision import detach, spawn
-from swarmllm.swarm.data.noise_wire import HANDSHAKE_S
-from swarmllm.swarm.data.wire import WireClosed
+from swarmllm.swarm.data.wire import HANDSHAKE_S, WireClosed
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.identifiers import NodeId

@@ -15,8 +15,8 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.dispatch import UnreadableRequest
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm.swarm.router import UnreadableRequest
 from swarmllm_proto.errors import ProtocolError, UnsupportedVersion
 from swarmllm_proto.identifiers import Multiaddr, NodeId
 from swarmllm_proto.router_messages import (

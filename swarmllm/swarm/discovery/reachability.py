@@ -18,16 +18,15 @@ import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
-from swarmllm.swarm.data.noise_wire import HandshakeFailed, shake_hands
+from swarmllm.swarm.data.wire import HandshakeFailed, shake_hands
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.dispatch import RequestRefused, UnreadableRequest
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
-from swarmllm.swarm.router import Reachability
+from swarmllm.swarm.router import Reachability, RequestRefused, UnreadableRequest
 from swarmllm_proto.envelope import Envelope
 from swarmllm_proto.errors import ProtocolError, UnsupportedVersion
 from swarmllm_proto.identifiers import Multiaddr, NodeId

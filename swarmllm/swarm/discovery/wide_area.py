@@ -23,7 +23,7 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.core import DhtNode
 from swarmllm.swarm.discovery.dht.dht import Dht, DhtParts
 from swarmllm.swarm.discovery.dht.messages import Contact, keys_of, model_key, name_key
-from swarmllm.swarm.discovery.dht.providers import KEYS_PER_NODE
+from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE
 from swarmllm.swarm.discovery.relay.punching import Punching
 from swarmllm.swarm.discovery.relay.relaying import Circuits, Relaying, RelayUse
 from swarmllm.swarm.discovery.relay.service import RelayService, Reservation

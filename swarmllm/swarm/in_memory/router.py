@@ -15,7 +15,12 @@ import trio
 from swarmllm.errors import NodeUnreachable, RemoteError
 from swarmllm.supervision import Outcome
 from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.dispatch import (
+from swarmllm.swarm.in_memory.link import Line, LinkQuality, MemoryLink
+from swarmllm.swarm.router import (
+    Change,
+    MessageHandler,
+    PeerInfo,
+    RequestHandler,
     RequestRefused,
     answer,
     check_message,
@@ -23,8 +28,6 @@ from swarmllm.swarm.dispatch import (
     check_request,
     deliver,
 )
-from swarmllm.swarm.in_memory.link import Line, LinkQuality, MemoryLink
-from swarmllm.swarm.router import Change, MessageHandler, PeerInfo, RequestHandler
 from swarmllm_proto.identifiers import NodeId
 
 

@@ -4,6 +4,8 @@ Only Noise is offered: the library's default also accepts plaintext, where knowi
 be believed. Only yamux: mplex has no back-pressure. No QUIC (4 MB/s, failing streams), no `bootstrap=` (hangs
 when gossip is attached), no automatic connections: whom to dial is `dialler.py`'s business. Everything that
 leaves this file is a node id as text or an error of our own tree.
+
+The ports that this node listens on: which they are, and that they are nobody else's.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import logging
 import socket
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -30,18 +32,49 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.stream_muxer.yamux import yamux
 from multiaddr import Multiaddr
 
-from swarmllm.errors import NodeUnreachable
+from swarmllm.errors import ConfigError, NodeUnreachable
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p import guards as host_guards
 from swarmllm.swarm.libp2p import shortcuts as host_shortcuts
 from swarmllm.swarm.libp2p.bounded_yamux import hold_peers_to_their_windows
-from swarmllm.swarm.libp2p.listen_port import listening_port, refuse_taken_port
 from swarmllm.swarm.libp2p.negotiation import propose_at_once
 from swarmllm.swarm.membership.connection_gater import ConnectionGater, GuardedNoise
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX
 from swarmllm_proto.identifiers import NodeId, is_node_id
+
+
+def listening_port(swarm: Any) -> int:
+    for listener in swarm.listeners.values():
+        for address in listener.get_addrs():
+            return int(address.value_for_protocol("tcp"))
+    raise ConfigError("libp2p listens on no port", field="libp2p_port")
+
+
+def refuse_taken_port(listen_host: str, port: int) -> None:
+    """libp2p listens with SO_REUSEPORT and would share a taken port without a word; a plain bind is
+    refused."""
+    family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((listen_host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {listen_host} port {port}: {error.strerror}", field="libp2p_port"
+            ) from error
+
+
+async def open_listeners(listen_host: str, port: int) -> Sequence[trio.SocketListener]:
+    """Raises ConfigError when the port is taken."""
+    try:
+        return await trio.open_tcp_listeners(port, host=listen_host)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {listen_host} port {port}: {error.strerror}", field="data_port"
+        ) from error
+
 
 log = logging.getLogger(__name__)
 

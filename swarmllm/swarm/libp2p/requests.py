@@ -28,13 +28,12 @@ import trio
 from swarmllm.errors import NodeBusy, NodeUnreachable, RemoteError, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import Outcome, spawn
-from swarmllm.swarm.byte_budget import ByteBudget, Kind
-from swarmllm.swarm.byte_budget_waiting import reserve_within
-from swarmllm.swarm.dispatch import RequestRefused, UnreadableRequest
+from swarmllm.swarm.byte_budget import ByteBudget, Kind, reserve_within
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm.swarm.router import RequestRefused, UnreadableRequest
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import REQUEST_MAX
 

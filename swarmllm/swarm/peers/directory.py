@@ -24,9 +24,9 @@ from swarmllm.swarm.discovery.relay.service import Reservation
 from swarmllm.swarm.discovery.wide_area import WideAreaParts
 from swarmllm.swarm.libp2p.gossip_budget import GossipAllowance
 from swarmllm.swarm.libp2p.requests import PeerRequests
-from swarmllm.swarm.peers.known_peers import Addresses
 from swarmllm.swarm.peers.liveness import LivenessParts, PeerLiveness
 from swarmllm.swarm.peers.parts import Parts, PassingParts, PeerTable
+from swarmllm.swarm.peers.store import Addresses
 from swarmllm.swarm.peers.trust import Reputation
 from swarmllm.swarm.records.envelope_book import HeldEnvelope
 from swarmllm.swarm.records.model_index import IndexedRecord

@@ -18,21 +18,19 @@ from swarmllm.swarm.discovery.dht.messages import (
     node_place,
     place,
 )
-from swarmllm.swarm.discovery.dht.providers import (
-    EXPIRY_S,
-    KEYS_MAX,
-    KEYS_PER_NODE,
-    PROVIDERS_PER_KEY,
-    ProviderBook,
-)
 from swarmllm.swarm.discovery.dht.table import (
     ASKED_MAX,
     BUCKET_SIZE,
     CONTACTS_MAX,
+    EXPIRY_S,
+    KEYS_MAX,
+    KEYS_PER_NODE,
     N_CLOSEST,
     PARALLEL,
+    PROVIDERS_PER_KEY,
     STALE_S,
     Lookup,
+    ProviderBook,
     RoutingTable,
 )
 from swarmllm_proto.errors import BadMessage

@@ -14,7 +14,7 @@ from libp2p.peer.id import ID
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery import reachability
-from swarmllm.swarm.discovery.relay import relayed_connection, relaying, service
+from swarmllm.swarm.discovery.relay import relaying, service
 from swarmllm.swarm.discovery.relay.messages import (
     HOP,
     MESSAGE_MAX_BYTES,
@@ -262,7 +262,7 @@ async def test_transfers_leave_half_of_what_a_relay_carries_to_messages(
 ) -> None:
     carried_bytes, piece = 4 * 2**20, bytes(2**18)
     monkeypatch.setattr(service, "CIRCUIT_BYTES", carried_bytes)
-    monkeypatch.setattr(relayed_connection, "CIRCUIT_BYTES", carried_bytes)
+    monkeypatch.setattr(relaying, "CIRCUIT_BYTES", carried_bytes)
     arrived = trio.Event()
 
     async def answer(sender: str, body: bytes) -> bytes:

@@ -22,7 +22,7 @@ from functools import partial
 
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
-from swarmllm_proto.ipc_prefix import join_names
+from swarmllm_proto.ipc_kv import join_names
 from swarmllm_workers.cache.prefixes import Buffer, Kept, Name, Prefixes, n_common_tokens
 from swarmllm_workers.engine.kv_state import BadState, read_state
 from swarmllm_workers.engine.operation import Operation

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from swarmllm_proto.architectures import ARCHITECTURES, generic
-from swarmllm_proto.cut_rules import cut_rule
+from swarmllm_proto.architectures import ARCHITECTURES, cut_rule, generic
 from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.ranges import Range
 from swarmllm_workers.engine.segment import EngineSettings

@@ -19,7 +19,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from swarmllm_proto.ipc_kernels import Nanoseconds
+from swarmllm_proto.ipc_base import Nanoseconds
 from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, RowChoice, Way
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from swarmllm_proto.ipc_kernels import KernelChoice, KernelMode, KernelWay
+from swarmllm_proto.ipc_base import KernelChoice, KernelMode, KernelWay
 from swarmllm_workers.engine import interposing, kernel_timings, small_batches
 from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.kernel_choice import (

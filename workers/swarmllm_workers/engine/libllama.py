@@ -28,8 +28,8 @@ import llama_cpp
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
+from swarmllm_proto.errors import without_folders
 from swarmllm_proto.ipc import FlashAttention, KvType
-from swarmllm_proto.source_paths import without_folders
 from swarmllm_workers.engine import huge_pages, row_attention, small_batches
 from swarmllm_workers.engine.split_source import files_of
 from swarmllm_workers.errors import CallError, Interrupted, Stopped

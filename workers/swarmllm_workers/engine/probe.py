@@ -19,7 +19,7 @@ from typing import Final
 
 from llama_cpp import llama_cpp as lib
 
-from swarmllm_proto.source_paths import without_folders
+from swarmllm_proto.errors import without_folders
 from swarmllm_workers.engine.gguf_file import ARRAY, GgufFile
 from swarmllm_workers.errors import CallError
 

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from swarmllm_proto.ipc_kernels import KernelMode
+from swarmllm_proto.ipc_base import KernelMode
 from swarmllm_workers.engine import interposing
 from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, Way
 from swarmllm_workers.engine.kernel_choice import ROWS_MAX as ROWS_MAX

@@ -16,7 +16,8 @@ from llguidance.llamacpp import lltokenizer_from_vocab
 
 from swarmllm_workers.grammars.gbnf_matcher import NotFollowed
 from swarmllm_workers.grammars.messages import GrammarSpec
-from swarmllm_workers.grammars.schema_rewriter import NO_SCHEMA, Unsupported, rewritings
+from swarmllm_workers.grammars.schema_references import Unsupported
+from swarmllm_workers.grammars.schema_rewriter import NO_SCHEMA, rewritings
 
 REASON_MAX: Final = 300
 """Characters of what llguidance complains of."""

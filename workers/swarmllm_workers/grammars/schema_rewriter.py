@@ -6,6 +6,10 @@ replacement is refused with its place. Keywords that JSON Schema does not define
 standard has it.
 
 Every `$ref` is resolved against the schema as it was given, and leads to a definition of its own afterwards.
+
+Formats of JSON strings as they are enforced: by llguidance, or by a pattern that says less. Pure.
+
+What JSON schemas have to look like, and what people usually mean by one that does not say all. Pure.
 """
 
 from __future__ import annotations
@@ -17,13 +21,92 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from swarmllm_workers.grammars.schema_formats import ENFORCED, PATTERNS, SYNONYMS
 from swarmllm_workers.grammars.schema_negation import NoNegation, Schema, exclude, negation
 from swarmllm_workers.grammars.schema_properties import say_counts, say_names
 from swarmllm_workers.grammars.schema_references import References, Unsupported
-from swarmllm_workers.grammars.schema_usage import check_shapes, close, imply_type
 
-__all__ = ["NO_SCHEMA", "Unsupported", "rewritings"]
+ENFORCED: Final = frozenset(("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+"""By llguidance, and never with a text that validators refuse."""
+SYNONYMS: Final = {
+    "idn-email": "email",
+    "iri": "uri",
+    "iri-reference": "uri",
+    "uri-reference": "uri",
+}
+"""Each is enforced as a narrower one."""
+
+_DAY: Final = r"((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
+"""Month and day that every year has."""
+_TIME: Final = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_YEAR: Final = r"(19|20)[0-9]{2}"
+PATTERNS: Final = {
+    "date": f"^{_YEAR}-{_DAY}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_YEAR}-{_DAY}T{_TIME}$",
+    "idn-hostname": r"^[a-z]{1,20}(\.[a-z]{2,10}){0,3}$",
+    "json-pointer": r"^(/[a-zA-Z0-9_]*)*$",
+    "relative-json-pointer": r"^(0|[1-9][0-9]{0,3})(/[a-zA-Z0-9_]+)*$",
+    "regex": r"^[a-zA-Z0-9 ]*$",
+    "uri-template": r"^[a-zA-Z0-9/]*$",
+}
+"""For formats in which llguidance is wrong or that it does not know. February 29 is missing."""
+
+
+_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
+_OF_TYPE: Final = {
+    "string": ("minLength", "maxLength", "pattern"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
+    "object": ("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+}
+_COMBINING: Final = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const")
+_OPENING: Final = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
+_COUNTS: Final = tuple(
+    low + what for low in ("min", "max") for what in ("Items", "Length", "Properties", "Contains")
+)
+
+
+def close(todo: Schema) -> None:
+    """Where properties are listed and nothing is said of others, there are none."""
+    properties = todo.get("properties")
+    if not properties or any(key in todo for key in (*_COMBINING, *_OPENING)):
+        return
+    if todo.get("minProperties", 0) > len(properties) or "dependentSchemas" in todo:
+        return
+    missing = [name for name in todo.get("required", ()) if name not in properties]
+    todo["properties"] = {**properties, **dict.fromkeys(missing, True)}
+    todo["additionalProperties"] = False
+
+
+def imply_type(todo: Schema) -> None:
+    """Schemas without a type usually mean the one to which their keywords apply, and that says less."""
+    if "type" in todo or any(key in todo for key in _COMBINING):
+        return
+    kinds = [kind for kind, keywords in _OF_TYPE.items() if any(key in todo for key in keywords)]
+    if len(kinds) == 1:
+        todo["type"] = kinds[0]
+
+
+def check_shapes(todo: Schema, path: str) -> None:
+    """Raises Unsupported for a keyword whose value is not what it should be."""
+    for key in ("properties", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies"):
+        if not isinstance(todo.get(key, {}), dict):
+            raise Unsupported(f"{path}/{key} is no object")
+    for key in (*_LISTS, "required", "enum"):
+        value = todo.get(key, [])
+        if not isinstance(value, list) or (
+            key in ("allOf", "anyOf", "oneOf", "enum") and value == [] and key in todo
+        ):
+            raise Unsupported(f"{path}/{key} is no list with something in it")
+    if not all(isinstance(name, str) for name in todo.get("required", [])):
+        raise Unsupported(f"{path}/required is no list of names")
+    for key in _COUNTS:
+        value = todo.get(key, 0)
+        if isinstance(value, float) and value.is_integer():
+            value = todo[key] = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise Unsupported(f"{path}/{key} is no whole number from 0 on")
+
 
 DEPTH_MAX: Final = 64
 PARTS_MAX: Final = 20_000
@@ -34,7 +117,6 @@ VARIANTS_MAX: Final = 256
 """Arrays that are listed for one of unique items."""
 CONTAINED_MAX: Final = 64
 _SUBSCHEMAS: Final = ("additionalProperties", "items")
-_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS: Final = ("properties", "patternProperties")
 _KEPT: Final = frozenset(
     (

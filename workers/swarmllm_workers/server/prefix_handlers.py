@@ -15,7 +15,7 @@ from blake3 import blake3
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.errors import BadMessage
-from swarmllm_proto.ipc_prefix import NAME_SIZE, split_names
+from swarmllm_proto.ipc_kv import NAME_SIZE, split_names
 from swarmllm_workers.cache.prefix_cache import Snapshot
 from swarmllm_workers.cache.prefixes import Name
 from swarmllm_workers.engine.engine import Engine

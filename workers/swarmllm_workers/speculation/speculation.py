@@ -28,8 +28,8 @@ from typing import Final
 
 import numpy as np
 
-from swarmllm_proto.ipc_account import GuessCount
-from swarmllm_proto.ipc_account import Guesser as Way
+from swarmllm_proto.ipc_base import GuessCount
+from swarmllm_proto.ipc_base import Guesser as Way
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.memory import Memory
 from swarmllm_workers.engine.operation import Operation

@@ -9,8 +9,7 @@ from collections.abc import Collection
 
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.messages import Contact, Kind, Message, place
-from swarmllm.swarm.discovery.dht.providers import PROVIDERS_PER_KEY, ProviderBook
-from swarmllm.swarm.discovery.dht.table import BUCKET_SIZE, RoutingTable
+from swarmllm.swarm.discovery.dht.table import BUCKET_SIZE, PROVIDERS_PER_KEY, ProviderBook, RoutingTable
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import NodeId
