@@ -143,10 +143,10 @@ async def test_tiers_have_their_shares_and_the_higher_goes_first(autojump_clock:
             await trio.sleep(1)
 
     async with trio.open_nursery() as nursery:
-        for tier in TIERS:
-            for _ in range(20):
+        for _ in range(20):
+            for tier in TIERS:
                 nursery.start_soon(request, tier)
-        await trio.testing.wait_all_tasks_blocked()
+                await trio.testing.wait_all_tasks_blocked()  # Together they would begin in no certain order.
         active = {tier: admission.n_active_of(tier) for tier in TIERS}
     # Each tier has one key here, and a key that has a turn leaves the last one to others.
     assert active == {"bronze": 1, "silver": 2, "gold": 4, "platinum": 8}
