@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from swarmllm.memory_info import memory_bytes
 from swarmllm.node.admission import Admission
-from swarmllm.pipeline.stage.occupancy import Room
+from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.scheduling.coordinates import TRUSTED_ERROR, Coordinate, moved
 from swarmllm.scheduling.observation import MAX_MODELS, MachineSpeed, Observations
 from swarmllm.swarm.records.registry import Registry

@@ -20,7 +20,7 @@ from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.models import CatalogueEntry
 from swarmllm.node.admission import Admission
 from swarmllm.node.requests import UserRequests
-from swarmllm.pipeline.origin.prompt import token_ids
+from swarmllm.pipeline.origin.generation import token_ids
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.request_id import further_id
 from swarmllm.scheduling.tiers import LOCAL, Caller

@@ -40,8 +40,7 @@ from swarmllm.node.remembered_loads import LoadRestorer, RememberedLoads
 from swarmllm.node.requests import UserRequests
 from swarmllm.node.texts import Texts
 from swarmllm.node.views import PeerView, Readiness, RequestCounts
-from swarmllm.pipeline.origin.generation import Generation
-from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.pipeline.origin.generation import Generation, Prompt
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.statistics import PipelineStatistics

@@ -7,7 +7,7 @@ from typing import Any
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
-from swarmllm.pipeline.origin.prompt import Prompt, token_ids
+from swarmllm.pipeline.origin.generation import Prompt, token_ids
 from swarmllm.workerpool import ModelFile, WorkerPool
 from swarmllm_proto.ipc import Effort
 

@@ -8,6 +8,6 @@ actions of the states), `session` (one request on one node), `chain` (the origin
 
 from __future__ import annotations
 
-from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.pipeline.origin.generation import Prompt
 
 __all__ = ["Prompt"]

@@ -27,28 +27,21 @@ from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.check.evidence import answer
 from swarmllm.pipeline.origin.attempts import Attempts, is_local
 from swarmllm.pipeline.origin.embedding_rows import Rows, RowsChain, local_rows, with_one_retry
-from swarmllm.pipeline.origin.generation import Generation, Source
-from swarmllm.pipeline.origin.prompt import Prompt, token_ids
+from swarmllm.pipeline.origin.generation import Generation, Prompt, Source, token_ids
 from swarmllm.pipeline.repair.failover import Failover
-from swarmllm.pipeline.repair.retry_policy import RetryPolicy
+from swarmllm.pipeline.repair.retry_policy import Pace, RetryPolicy
 from swarmllm.pipeline.request_id import further_id, new_request_id
-from swarmllm.pipeline.route.affinity import Affinity
-from swarmllm.pipeline.route.assembly import Assembly
-from swarmllm.pipeline.route.hop_overhead import learn
+from swarmllm.pipeline.route.assembly import Affinity, Assembly
 from swarmllm.pipeline.route.inputs import Load
-from swarmllm.pipeline.route.local_load import LocalLoad
-from swarmllm.pipeline.route.measuring import measure
-from swarmllm.pipeline.route.observed_compute import ObservedCompute
-from swarmllm.pipeline.route.pace import Pace
-from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, RequestSize, RoutePlanner
+from swarmllm.pipeline.route.measuring import ObservedCompute, learn, measure
+from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects, sparing
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions, request_context
+from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS, Room, held_here
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.inbox import Inbox
-from swarmllm.pipeline.stage.link_notices import LinkNotices
-from swarmllm.pipeline.stage.links import NoStageLinks, StageLinks
-from swarmllm.pipeline.stage.occupancy import EXPECTED_OUTPUT_TOKENS, Room, held_here
+from swarmllm.pipeline.stage.links import LinkNotices, NoStageLinks, StageLinks
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.observation import Observations

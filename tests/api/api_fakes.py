@@ -28,10 +28,9 @@ from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store, merge,
 from swarmllm.node import Node
 from swarmllm.node.remembered_loads import open_remembered_loads
 from swarmllm.pipeline.origin.embedding_rows import Rows
-from swarmllm.pipeline.origin.generation import GeneratedText, Guesses, StageReport, Timings
-from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.pipeline.origin.generation import GeneratedText, Guesses, Prompt, StageReport, Timings
 from swarmllm.pipeline.route.route_planner import RequestSize
-from swarmllm.pipeline.stage.occupancy import Room
+from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.plan import Plan, make_plan

@@ -26,7 +26,7 @@ from swarmllm.node.capability import (
     machine_speed,
 )
 from swarmllm.pipeline.route.route_planner import RequestSize
-from swarmllm.pipeline.stage.occupancy import Room
+from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.scheduling.coordinates import Coordinate, predicted_rtt_s
 from swarmllm.scheduling.observation import MAX_MODELS, MachineSpeed, Observations
 from swarmllm.scheduling.plan import Plan

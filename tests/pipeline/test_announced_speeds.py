@@ -10,7 +10,7 @@ from trio.testing import MockClock
 from bench.arithmetic import FakePool, uncut
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.route.pace import SLOW_TOKEN_S
+from swarmllm.pipeline.repair.retry_policy import SLOW_TOKEN_S
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL, Deed
 from swarmllm_proto.ipc import Sampling

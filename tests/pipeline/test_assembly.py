@@ -13,7 +13,7 @@ from node_ids import A, B, C, D, node_id_named
 from bench.arithmetic import FakePool
 from swarmllm.errors import InvalidRequest, NoPipeline
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.pipeline.origin.generation import Prompt
 from swarmllm.pipeline.route.assembly import Question, assemble, plan_route
 from swarmllm.scheduling.cheapest import route_cost_s
 from swarmllm.scheduling.constraints import Constraints, Pin

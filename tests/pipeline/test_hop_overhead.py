@@ -10,7 +10,7 @@ from node_ids import A, B, C
 from trio.testing import MockClock
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.route.hop_overhead import undisturbed_ways_s
+from swarmllm.pipeline.route.measuring import undisturbed_ways_s
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.scheduling.cost import HOP_HANDLING_S
 from swarmllm.swarm.in_memory.link import LinkQuality

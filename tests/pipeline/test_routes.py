@@ -12,12 +12,12 @@ from node_ids import A, B, C, D, O, X, Y, node_id_named
 from bench.arithmetic import FakePool, fake_entry
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard, TensorEntry
-from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.pipeline.origin.generation import Prompt
 from swarmllm.pipeline.route.inputs import PAIRS_MAX, SLOWEST_LAYER_S, Links, Load, circumstances, workload
-from swarmllm.pipeline.route.observed_compute import ObservedCompute
+from swarmllm.pipeline.route.measuring import ObservedCompute
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.stage.occupancy import Held, Room, room_left
+from swarmllm.pipeline.stage.capacity import Held, Room, room_left
 from swarmllm.scheduling.cheapest import cheapest_route
 from swarmllm.scheduling.cost import LINK_BYTES_PER_S, UNMEASURED_RTT_S, RouteInputs
 from swarmllm.scheduling.observation import MachineSpeed, Observations

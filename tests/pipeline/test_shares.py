@@ -15,9 +15,8 @@ from trio.testing import MockClock
 
 from bench.arithmetic import FakePool, uncut
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.stage.arrivals import Relay
-from swarmllm.pipeline.stage.session_queue import OWN_MAX, Put, SessionQueue
-from swarmllm.pipeline.stage.shares import FIRST_JOB_S, WANT_S, Place, Shares
+from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, WANT_S, Place, Shares
+from swarmllm.pipeline.stage.session_queue import OWN_MAX, Put, Relay, SessionQueue
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.ipc import Sampling

@@ -14,8 +14,8 @@ from trio.testing import MockClock
 from bench.arithmetic import FakePool, fake_entry, uncut
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.repair.probing import judge_states
+from swarmllm.pipeline.repair.retry_policy import Pace
 from swarmllm.pipeline.route.inputs import FASTEST_BYTES_PER_S, Links, Load, circumstances, workload
-from swarmllm.pipeline.route.pace import Pace
 from swarmllm.scheduling.observation import PREFILL_ROWS, Observations
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN
 from swarmllm_proto.codec import decode_job, decode_request, encode_job, encode_response

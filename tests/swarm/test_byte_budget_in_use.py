@@ -10,8 +10,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable
-from swarmllm.pipeline.stage.arrivals import Relay
-from swarmllm.pipeline.stage.session_queue import Put, SessionQueue
+from swarmllm.pipeline.stage.session_queue import Put, Relay, SessionQueue
 from swarmllm.swarm.byte_budget import (
     AT_ONCE_BYTES,
     LIMITS,

@@ -39,7 +39,7 @@ from swarmllm.api.openai.schema import (
 from swarmllm.api.output.output_parser import prepare
 from swarmllm.api.output.response import answer
 from swarmllm.errors import InvalidRequest
-from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.pipeline.origin.generation import Prompt
 from swarmllm_proto.ipc import Effort
 
 MEDIUM_FROM_TOKENS = 2048

@@ -56,7 +56,7 @@ from swarmllm.errors import InvalidRequest
 from swarmllm.node import ModelView
 from swarmllm.node.embeddings import Embedded
 from swarmllm.node.on_demand import parse_keep_alive
-from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.pipeline.origin.generation import Prompt
 from swarmllm_proto.ipc import Effort
 
 ollama = Blueprint("ollama", __name__, url_prefix="/api")

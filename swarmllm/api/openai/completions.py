@@ -33,8 +33,7 @@ from swarmllm.api.output.response import EVENT_STREAM, Ask
 from swarmllm.api.output.sampling import sampling_of
 from swarmllm.api.output.swarm_report import swarm_object
 from swarmllm.errors import InvalidRequest, SwarmLLMError
-from swarmllm.pipeline.origin.generation import Generation
-from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.pipeline.origin.generation import Generation, Prompt
 from swarmllm_proto.ipc import TokenLogprob
 
 DEFAULT_MAX_TOKENS = 16

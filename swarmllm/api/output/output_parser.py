@@ -14,7 +14,7 @@ from swarmllm.api.openai.forced_call import forced
 from swarmllm.api.output.presets import call_with_preset
 from swarmllm.api.output.response import Ask
 from swarmllm.api.output.tool_calls import FoundCall, ToolCallParser
-from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.pipeline.origin.generation import Prompt
 from swarmllm_proto.reasoning_markers import THOUGHT_TAGS
 
 

@@ -19,8 +19,7 @@ from swarmllm.api.http.request_tasks import own_feed
 from swarmllm.api.output.feed import Feed, Passage
 from swarmllm.api.output.swarm_report import swarm_headers
 from swarmllm.errors import SwarmLLMError
-from swarmllm.pipeline.origin.generation import Generation
-from swarmllm.pipeline.origin.prompt import Prompt
+from swarmllm.pipeline.origin.generation import Generation, Prompt
 from swarmllm.scheduling.tiers import Caller
 from swarmllm_proto.ipc import Sampling
 

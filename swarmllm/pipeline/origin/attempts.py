@@ -1,6 +1,8 @@
 """One attempt at a request of this node: a pipeline is assigned, fed, watched and taken apart.
 
 What an attempt learns of failing nodes it tells to the next one, which avoids them, and to the whole swarm.
+What a node did is noted only at the end of a walk that had begun: a node that refuses an assignment because
+it is busy, or has unloaded its layers a moment ago, has done nothing wrong.
 """
 
 from __future__ import annotations
@@ -16,18 +18,22 @@ from typing import TypeVar
 import trio
 from msgspec import UNSET
 
-from swarmllm.errors import DeadlineExceeded, NodeBusy, RemoteError, SwarmLLMError
+from swarmllm.errors import (
+    ContextFull,
+    DeadlineExceeded,
+    NodeBusy,
+    NodeUnreachable,
+    RemoteError,
+    SwarmLLMError,
+)
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import Source
-from swarmllm.pipeline.origin.local import open_local
-from swarmllm.pipeline.origin.prefix_names import prefix_names
-from swarmllm.pipeline.origin.prefix_negotiation import agree
-from swarmllm.pipeline.origin.remote import RemoteChain
-from swarmllm.pipeline.repair.blame import judge
+from swarmllm.pipeline.origin.prefixes import agree, prefix_names
+from swarmllm.pipeline.origin.single_stage import RemoteChain, open_local
 from swarmllm.pipeline.repair.probing import probe
 from swarmllm.pipeline.repair.rebuild import what_is_left
-from swarmllm.pipeline.route.pace import Pace
+from swarmllm.pipeline.repair.retry_policy import Pace
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
@@ -36,7 +42,7 @@ from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.supervision import spawn
-from swarmllm.swarm.peers.trust import Note
+from swarmllm.swarm.peers.trust import Deed, Note
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
@@ -252,3 +258,17 @@ class Attempts:
 
 def is_local(context: RequestContext) -> bool:
     return len(context.view.stages) == 1 and context.view.is_here(0)
+
+
+def judge(chain: Chain, note: Note, suspects: Suspects) -> None:
+    """Note the deeds of a chain's nodes, after its end."""
+    here = chain.context.view.node_id
+    failure = chain.failure
+    if failure is None:
+        if chain.is_complete:
+            for node_id in chain.node_ids - {here}:
+                note(node_id, Deed.SERVED)
+                suspects.served(node_id)
+    elif chain.culprit not in (None, here) and not isinstance(failure, NodeBusy | ContextFull):
+        deed = Deed.LOST if isinstance(failure, NodeUnreachable) else Deed.FAILED
+        note(chain.culprit, Deed.STALLED if chain.has_stalled else deed, type(failure).__name__)

@@ -34,10 +34,10 @@ from swarmllm.pipeline.origin.output import (
     require_stop_string,
     require_token,
 )
-from swarmllm.pipeline.origin.prefix_names import PrefixNames
+from swarmllm.pipeline.origin.prefixes import PrefixNames
 from swarmllm.pipeline.repair.plan import Left, is_anew, rebuilds
 from swarmllm.pipeline.repair.rebuild import Feeding
-from swarmllm.pipeline.route.pace import Pace
+from swarmllm.pipeline.repair.retry_policy import Pace
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm.pipeline.stage.failure_reports import (
     BAD_ROWS,

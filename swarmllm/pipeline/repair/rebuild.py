@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from swarmllm.pipeline.origin.assignment import assign
 from swarmllm.pipeline.origin.output import Chunk, PromptWindow
-from swarmllm.pipeline.origin.prefix_negotiation import Asker
+from swarmllm.pipeline.origin.prefixes import Asker
 from swarmllm.pipeline.repair.plan import Left, Rebuild
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.walker import RequestContext

@@ -9,10 +9,15 @@ Nodes that failed are avoided as long as there are others; when there are none t
 a worker that died is started again and a node that was lost may return. What a worker did wrong counts more
 than what the network did: a request that brings one down after the other must not take the whole swarm
 along.
+
+`Pace` says when a pipeline that works is so much slower than planned that another one is worth its price.
+Being slow is not guilt: a node may have got other work. It costs nobody trust, and the request goes on
+elsewhere only where others can do it, once the client has waited for as long as a change would cost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from swarmllm.errors import (
@@ -43,6 +48,14 @@ _SURVIVABLE = (RemoteError, WorkerError, DeadlineExceeded, NoPipeline, Overloade
 """ContextFull: the prompt has been measured here; a stage with less room is not the one to use."""
 _NOBODYS_FAULT = (NodeUnreachable, NodeBusy, NodeRefused, DeadlineExceeded, NoPipeline, Overloaded)
 """Nothing has been computed in vain."""
+SLOW = 10.0
+"""So many times as long as planned."""
+SLOW_TOKEN_S = 1.0
+"""A token within this time is never slow."""
+SLOW_TOKENS = 3
+"""A mean over fewer says little."""
+SILENT_S = 10.0
+"""Nor is a silence up to this."""
 
 
 @dataclass(slots=True)
@@ -127,3 +140,30 @@ class RetryPolicy:
             f"the answer broke off ({self._cause.message}), and nobody could go on with it within"
             f" {self.patience_s:g} s: {error.message}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast one pipeline was planned to be."""
+
+    first_s: float
+    """To the first token."""
+    token_s: float
+    """From one token to the next."""
+    elsewhere_s: Callable[[Collection[NodeId]], float | None] = lambda suspected: None
+    """What the request would cost without these nodes, or as many of them as can be spared; None: it cannot
+    do without any of them."""
+
+    def is_slow(self, n_tokens: int, elapsed_s: float) -> bool:
+        """`n_tokens` after the first took `elapsed_s`."""
+        return n_tokens >= SLOW_TOKENS and elapsed_s / n_tokens > max(SLOW_TOKEN_S, SLOW * self.token_s)
+
+    def is_late(self, silent_s: float, has_begun: bool) -> bool:
+        """Nothing has come for `silent_s`."""
+        return silent_s > max(SILENT_S, SLOW * (self.token_s if has_begun else self.first_s))
+
+    def is_worth_changing(self, waited_s: float, suspected: Collection[NodeId]) -> bool:
+        if waited_s <= 0:
+            return False
+        cost_s = self.elsewhere_s(suspected)
+        return cost_s is not None and cost_s <= waited_s

@@ -1,13 +1,17 @@
 """From who is connected and holds what to the stages of one request's pipeline, or to the reason why there
 is none. `assemble` is the ten steps, in their order.
 
-Pure: the caller (see `routes`) says who is alive and how fast. What makes a route good is
+Pure: the caller (see `route_planner`) says who is alive and how fast. What makes a route good is
 `scheduling.cheapest`'s business; here are the words for the client when there is no route, because "no
 pipeline" alone sends people to the logs.
+
+`Affinity` remembers which pipeline answered a conversation last: its KV is still there, so the next turn goes
+there too, where that is not much slower than the best.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,14 +22,35 @@ from swarmllm.scheduling.constraints import Constraints, Refusal, permitted
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.plan import Plan, make_plan, standbys_of
 from swarmllm.scheduling.route import RouteStage, composes, missing_layers, usable
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import Stage
 
+MAX_SESSIONS = 1024
+"""The conversation that was silent longest is forgotten first."""
 AFFINITY = 1.5
 """So much slower than the best route may a conversation's last one be and still be taken again: what it saves
 is the prefill of everything said so far."""
-
 Holders = Mapping[NodeId, Sequence[LayerRange]]
+
+
+class Affinity:
+    def __init__(self) -> None:
+        self._stages: OrderedDict[tuple[str, str], tuple[Stage, ...]] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<Affinity sessions={len(self._stages)}>"
+
+    def remember(self, model_id: ModelId, session: str, stages: tuple[Stage, ...]) -> None:
+        """`session` "": the client names none, and nothing is kept."""
+        if not session:
+            return
+        self._stages[model_id, session] = stages
+        self._stages.move_to_end((model_id, session))
+        while len(self._stages) > MAX_SESSIONS:
+            self._stages.popitem(last=False)
+
+    def previous(self, model_id: ModelId, session: str) -> tuple[Stage, ...]:
+        return self._stages.get((model_id, session), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from swarmllm.models.manifest import Manifest
-from swarmllm.pipeline.stage.occupancy import Room
+from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import HOP_HANDLING_S, NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.observation import PREFILL_ROWS, Latency, MachineSpeed, Observations, roofline

@@ -1,15 +1,132 @@
-"""What an origin learns of its peers' speed from a pipeline that has given tokens."""
+"""Measures how fast nodes and hops are, from the requests that pass here.
+
+`ObservedCompute` sits in front of the worker pool: it tells the observations what each forward took, for
+every request that runs here, of this node or of another one. Everything passes there with its rows and its
+layers.
+
+`learn` infers what a hop takes besides travelling and computing (framing, queues, wake-ups, a worker's turn):
+the time from one token to the next, less what the stages computed, less half a round trip per hop. It learns
+only from requests that had their nodes to themselves, because waiting for others is load, which routes count
+already; and only where every round trip was measured, because a guess would pass for handling.
+
+`measure` is what an origin learns of its peers' speed from a pipeline that has given tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from itertools import pairwise
+from typing import Literal, Unpack
 
 from swarmllm.pipeline.origin.generation import Source
 from swarmllm.pipeline.route.assembly import Assembly
+from swarmllm.pipeline.stage.compute import (
+    Compute,
+    ForwardCall,
+    ForwardResult,
+    GenerateCall,
+    LocalGeneration,
+)
+from swarmllm.scheduling.cost import RouteInputs
+from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.peer_speeds import HANDLING_S, LEAST_TOKENS, PeerSpeeds, StageTime, layer_times
 from swarmllm.swarm.peers.trust import Deed, Note
+from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.ipc import GenerateDone, Token
+from swarmllm_proto.swarm import Stage
+
+HOP_TOKENS = 16
+"""A mean over fewer says little of a hop."""
+
+
+class ObservedCompute:
+    def __init__(self, compute: Compute, observations: Observations) -> None:
+        self._compute = compute
+        self._observations = observations
+        # Nothing is learnt of a model's speed from these.
+        self.loaded, self.context_sizes = compute.loaded, compute.context_sizes
+        self.tokenize, self.embed = compute.tokenize, compute.embed
+        self.check_grammar = compute.check_grammar
+        self.name_prefix, self.cancel = compute.name_prefix, compute.cancel
+        self.hold, self.resume, self.read_journal = compute.hold, compute.resume, compute.read_journal
+
+    async def forward(self, model: ModelFile, **call: Unpack[ForwardCall]) -> ForwardResult:
+        result = await self._compute.forward(model, **call)
+        if not result.compute_s:
+            return result  # it had come by a link before
+        n_rows = len(call["tensor"])
+        phase: Literal["decode", "prefill"] = "decode" if n_rows == 1 else "prefill"
+        self._observations.observe(model.model_id, phase, result.compute_s, len(call["layers"]), n_rows)
+        return result
+
+    @asynccontextmanager
+    async def generate(
+        self, model: ModelFile, **call: Unpack[GenerateCall]
+    ) -> AsyncIterator[LocalGeneration]:
+        n_layers = max((layers.end for layers in self.loaded(model.model_id)), default=0)
+        first_index = call.get("n_generated", 0)
+        async with self._compute.generate(model, **call) as generation:
+            yield _ObservedGeneration(generation, self._observations, model.model_id, n_layers, first_index)
+
+
+class _ObservedGeneration:
+    def __init__(
+        self,
+        generation: LocalGeneration,
+        observations: Observations,
+        model_id: ModelId,
+        n_layers: int,
+        first_index: int,
+    ) -> None:
+        self._generation = generation
+        self._observations = observations
+        self._model_id = model_id
+        self._n_layers = n_layers
+        self._first_index = first_index
+
+    @property
+    def done(self) -> GenerateDone | None:
+        return self._generation.done
+
+    async def __aiter__(self) -> AsyncIterator[tuple[Token, bytes]]:
+        async for token, piece in self._generation:
+            # The first token's time belongs to the prompt.
+            if token.index > self._first_index:
+                self._observations.observe(self._model_id, "decode", token.compute_s, self._n_layers, 1)
+            yield token, piece
+        done = self._generation.done
+        if done is not None and done.n_prompt_tokens > 1:
+            self._observations.observe(
+                self._model_id,
+                "prefill",
+                done.prefill_s,
+                self._n_layers,
+                done.n_prompt_tokens + self._first_index,
+            )
+
+
+def undisturbed_ways_s(stages: Sequence[Stage], known: RouteInputs) -> float | None:
+    """How long one token travels along the ring of these stages; None where nothing can be learned."""
+    node_ids = [stage.node_id for stage in stages]
+    if any(known.speeds[node_id].n_active for node_id in node_ids):
+        return None
+    rtts_s = [known.measured_rtt_s(a, b) for a, b in pairwise([*node_ids, node_ids[0]])]
+    known_s = [rtt_s for rtt_s in rtts_s if rtt_s is not None]
+    return sum(known_s) / 2 if len(known_s) == len(rtts_s) else None
+
+
+def learn(observations: Observations, source: Source, ways_s: float | None) -> None:
+    """From a pipeline that has answered; `ways_s` as above, of when it was chosen."""
+    if ways_s is None or source.shape != "chain" or source.n_generated < HOP_TOKENS:
+        return
+    route = source.route
+    node_ids = [stage.node_id for stage in route]
+    n_hops = sum(a != b for a, b in pairwise([*node_ids, node_ids[0]]))
+    if n_hops:
+        spent_s = sum(stage.overhead_s + stage.network_s for stage in route)
+        observations.observe_hop(max(0.0, spent_s - ways_s) / n_hops)
 
 
 def measure(

@@ -2,22 +2,25 @@
 
 Gathers (registry: holdings and what nodes say of themselves; router: who is how far; pool: what is loaded
 here) and hands on to the pure part: `inputs` for what that means, `assembly` for the choice.
+`LocalLoad` is what runs on this node, for these routes and for what the node tells others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import trio
 
 from swarmllm.models.entry import CatalogueEntry
-from swarmllm.models.layers import LayerRange
+from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.repair.plan import mend
 from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route
-from swarmllm.pipeline.route.hop_overhead import undisturbed_ways_s
 from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
-from swarmllm.pipeline.route.measuring import travel_s
+from swarmllm.pipeline.route.measuring import travel_s, undisturbed_ways_s
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stage.admission import Sessions
+from swarmllm.pipeline.stage.capacity import Held, Room, room_left
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.scheduling.candidates import candidates
 from swarmllm.scheduling.cheapest import route_cost_s
@@ -31,6 +34,35 @@ from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import Stage
+
+
+class LocalLoad:
+    def __init__(self, pool: Compute, sessions: Sessions, settings: PipelineSettings) -> None:
+        self.own: dict[str, Held | None] = {}
+        """By id, the requests of this node's clients; None: no route yet, or others run all of it."""
+        self._pool = pool
+        self._sessions = sessions
+        self._settings = settings
+
+    def room(self) -> Room:
+        """For one more request, of the model with least of it."""
+        return room_left(self._held(), self._settings, self._pool.context_sizes())
+
+    def now(self, entry: CatalogueEntry, n_tokens: int, sent: Mapping[NodeId, int], *, n_asking: int) -> Load:
+        """As a request for `n_tokens` meets it, answer included; it is one of `n_asking` that count here
+        already, and have no route."""
+        n_active = max(0, len(self.own) - n_asking) + self._sessions.n_for_others()
+        # What runs here as a whole waits for its turn; a stage would be refused.
+        waits = covers(self._pool.loaded(entry.model_id), LayerRange(0, entry.manifest.n_layers))
+        return Load(n_active, "" if waits else self._room_of(entry.model_id).lack(n_tokens), sent)
+
+    def _room_of(self, model_id: ModelId) -> Room:
+        n_ctx = self._pool.context_sizes().get(model_id, self._settings.n_ctx)
+        held = (each for each in self._held() if each.model_id == model_id)
+        return room_left(held, self._settings, {model_id: n_ctx})
+
+    def _held(self) -> list[Held]:
+        return [*filter(None, self.own.values()), *self._sessions.held_for_others()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,11 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.job import RequestView
-from swarmllm.pipeline.origin.prefix_negotiation import PATIENCE_S, give_names
+from swarmllm.pipeline.origin.prefixes import PATIENCE_S, give_names
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, Held, Place, Shares, held_here
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.pipeline.stage.occupancy import Held, held_here
 from swarmllm.pipeline.stage.session import NO_ROWS, Session
-from swarmllm.pipeline.stage.shares import FIRST_JOB_S, Place, Shares
 from swarmllm.pipeline.stage.walker import OriginSide, RequestContext
 from swarmllm.scheduling.route import composes
 from swarmllm.swarm.byte_budget import ByteBudget

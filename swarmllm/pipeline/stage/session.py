@@ -35,15 +35,29 @@ from swarmllm.errors import (
 )
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.job import Job
-from swarmllm.pipeline.origin.prefix_negotiation import give_names, last_names
+from swarmllm.pipeline.origin.prefixes import give_names, last_names
 from swarmllm.pipeline.repair.probing import MOVED_BYTES
-from swarmllm.pipeline.stage.arrivals import GivenPrompt, Item, NotFinite, Relay, Report, read_job
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.failure_reports import BAD_ROWS, UNUSABLE_ROWS, damage_report, report_of
 from swarmllm.pipeline.stage.lifecycle import LIFECYCLE, OVER, SessionEvent, SessionState
-from swarmllm.pipeline.stage.remote_stage import generate_for_origin, read_prompt
-from swarmllm.pipeline.stage.session_queue import Put, SessionQueue
-from swarmllm.pipeline.stage.walker import FAULTS_OF_ROWS, OriginSide, RequestContext, Walker, is_unchecked
+from swarmllm.pipeline.stage.session_queue import (
+    GivenPrompt,
+    Item,
+    NotFinite,
+    Put,
+    Relay,
+    Report,
+    SessionQueue,
+    read_job,
+    read_prompt,
+)
+from swarmllm.pipeline.stage.walker import (
+    FAULTS_OF_ROWS,
+    OriginSide,
+    RequestContext,
+    Walker,
+    is_unchecked,
+)
 from swarmllm.state_table import UnknownTransition
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
@@ -54,7 +68,6 @@ from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import (
     CancelInference,
     LayerForward,
-    PipelineError,
     RemoteGenerateRequest,
     ReplayRows,
     StageBlocks,
@@ -66,8 +79,6 @@ CLEANUP_TIMEOUT_S = 5.0
 """How long a request that is over may take to free its slot and tell the other stages."""
 LINK_NEWS_S = 5.0
 """Jobs that came by links so long ago count as work under way."""
-
-
 NO_ROWS = UNSET, UNSET
 
 
@@ -283,7 +294,8 @@ class Session:
             self._origin_side.fail(error)
             self.stop()
             return
-        self._put(Report(self._as_message(error), ends=True), event=self._failure(error))
+        message = report_of(self.context.request_id, self.view.node_id, error.code, error.message)
+        self._put(Report(message, ends=True), event=self._failure(error))
 
     def _failure(self, error: SwarmLLMError) -> SessionEvent:
         """The origin's side decides by itself whether another pipeline may go on (see stop)."""
@@ -407,7 +419,7 @@ class Session:
             self.n_jobs += 1
             await self._walker.walk(item)
         elif isinstance(item, GivenPrompt):
-            await generate_for_origin(self.context, self._compute, self._walker, item.tokens, self._count_job)
+            await self._walker.generate(item.tokens, self._count_job)
         elif isinstance(item, ReplayRows):
             await self._walker.replay(item)
         elif isinstance(item, Relay):
@@ -423,7 +435,7 @@ class Session:
             return
         if is_unchecked(error):
             self._note(self.view.origin, Deed.BAD_REQUEST, error.message)
-        message = self._as_message(error)
+        message = report_of(self.context.request_id, self.view.node_id, error.code, error.message)
         if sender not in (None, self.view.node_id):
             message = report_of(self.context.request_id, sender, UNUSABLE_ROWS, error.message)
         with trio.move_on_after(CLEANUP_TIMEOUT_S):
@@ -485,6 +497,3 @@ class Session:
             self._refused = NodeBusy(f"there is no room for a job of {n_bytes} bytes now"), None
         self._passes(SessionEvent.FAILURE)
         self._scope.cancel()
-
-    def _as_message(self, error: SwarmLLMError) -> PipelineError:
-        return report_of(self.context.request_id, self.view.node_id, error.code, error.message)

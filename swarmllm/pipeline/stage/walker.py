@@ -40,7 +40,7 @@ from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import decode_job, encode_job
 from swarmllm_proto.frames import Payload
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.ipc import Sampling, Token
 from swarmllm_proto.swarm import (
     JobMessage,
     LayerForward,
@@ -187,6 +187,36 @@ class Walker:
         else:
             await self._send(job)
 
+    async def generate(self, tokens: Tensor, on_token: Callable[[], None]) -> None:
+        """For another node, where the only stage is here: the worker runs the whole decode loop. Tells the
+        origin every token, and with the last one how much of the prompt was known here. Raises
+        SwarmLLMError."""
+        context = self._context
+        since_s = trio.current_time()
+        last: tuple[Token, bytes, StageTiming] | None = None
+        async with self._compute.generate(
+            context.model,
+            request_id=context.request_id,
+            tokens=tokens,
+            sampling=context.sampling,
+            n_generated=len(context.generated),
+        ) as generation:
+            async for token, piece in generation:
+                now_s = trio.current_time()
+                timing = StageTiming(0, token.compute_s, max(0.0, now_s - since_s))
+                since_s = now_s
+                on_token()
+                if token.finish_reason is not None:
+                    last = token, piece, timing
+                else:
+                    await self.tell_origin(_told(context, token, (timing,)), piece)
+            if last is None:
+                raise WorkerError("the worker ended a generation without a reason")
+            done = generation.done
+        token, piece, timing = last
+        n_cached = done.n_cached_tokens if done is not None else 0
+        await self.tell_origin(_told(context, token, (timing,), n_cached), piece)
+
     async def tell_origin(self, message: OriginMessage, piece: bytes = b"") -> None:
         if self._origin_side is not None:
             self._origin_side.receive(self._view.node_id, message, piece)
@@ -270,15 +300,7 @@ class Walker:
         sampled = job.sampled
         assert sampled is not None, "the last stage's forward samples"
         job.token, job.finish_reason = sampled.token, sampled.finish_reason
-        told = StreamingToken(
-            request_id=self._context.request_id,
-            index=sampled.index,
-            token=sampled.token,
-            finish_reason=sampled.finish_reason,
-            timings=job.timings,
-            logprobs=sampled.logprobs,
-            stopped_by=sampled.stopped_by,
-        )
+        told = _told(self._context, sampled, job.timings)
         outcome = after_head(job, self._view)
         if self._passed_on and outcome is not Outcome.FINISHED:
             outcome = Outcome.PASSED_ON
@@ -356,3 +378,18 @@ class Walker:
         raise WorkerError(
             f"layers {layers} of {self._context.model.model_id[:12]} are not loaded here", kind="not_loaded"
         )
+
+
+def _told(
+    context: RequestContext, token: Token, timings: tuple[StageTiming, ...], n_cached_tokens: int = 0
+) -> StreamingToken:
+    return StreamingToken(
+        request_id=context.request_id,
+        index=token.index,
+        token=token.token,
+        finish_reason=token.finish_reason,
+        timings=timings,
+        logprobs=token.logprobs,
+        n_cached_tokens=n_cached_tokens,
+        stopped_by=token.stopped_by,
+    )

@@ -1,5 +1,7 @@
-"""A pipeline of one stage on the origin itself: the worker runs the whole decode loop, and no job walks at
-all."""
+"""Pipelines of one stage: the worker there runs the whole decode loop, and no job walks at all.
+
+`LocalSource` reads from this node's worker; `RemoteChain` from the worker of another node.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,17 @@ from contextlib import asynccontextmanager
 import trio
 
 from swarmllm.errors import WorkerError
+from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import Guesses, Shape, StageReport
+from swarmllm.pipeline.origin.lifecycle import ChainEvent
 from swarmllm.pipeline.stage.compute import Compute, LocalGeneration
+from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.stage.walker import RequestContext
+from swarmllm_proto.codec import encode_job
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Token
-from swarmllm_proto.tensors import Tensor
+from swarmllm_proto.swarm import RemoteGenerateRequest, StageBlocks
+from swarmllm_proto.tensors import Tensor, encode_tensor
 
 
 class LocalSource:
@@ -99,3 +107,20 @@ async def open_local(
         session=context.session,
     ) as generation:
         yield LocalSource(generation, context, nickname)
+
+
+class RemoteChain(Chain):
+    """The origin's side; the stage's is `Walker.generate`."""
+
+    shape: Shape = "remote-generate"
+
+    def prefixes_of(self, node_id: NodeId) -> tuple[StageBlocks, ...]:
+        """The worker there sees the tokens and knows by itself what it has."""
+        return ()
+
+    def start(self, session: Session, n_known_blocks: int = 0) -> None:
+        self._pass(ChainEvent.START)
+        self._begin(session)
+        request = RemoteGenerateRequest(request_id=self.context.request_id, n_tokens=len(self.prompt))
+        stage = self.context.view.stages[0]
+        session.relay(stage.node_id, *encode_job(request, encode_tensor(self.prompt)))

@@ -1,0 +1,146 @@
+"""Which requests hold KV on this node, and how much is left for one more.
+
+A request holds a slot of its model's worker, and cells for its prompt and for as much of its answer as is
+expected: reserving all that it may say would make a node look full that is not. Other nodes read the result
+in this node's record; the worker itself remains the one that refuses.
+
+`Shares` shares the places for requests of other nodes among the nodes that ask for them. It is pure: the
+clock comes in as `now_s`. While nobody else asks, one origin may have every place. When all are taken and
+another origin is turned away, its want is remembered for a while, and origins that have their fair share get
+no more until it is served. Places that were assigned and never used are given up for others: after
+FIRST_JOB_S always, before that where their origin has more than its share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stage.walker import RequestContext
+from swarmllm_proto.identifiers import ModelId, NodeId
+
+EXPECTED_OUTPUT_TOKENS = 256
+"""What a route is chosen for, where a request allows more: few answers use all they may."""
+FIRST_JOB_S = 5.0
+"""An assignment without a job for so long holds no place that somebody else could use. It is not ended for
+that: the stages before it may take their time."""
+WANT_S = 30.0
+WANTING_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """By one request."""
+
+    model_id: ModelId
+    n_prompt_tokens: int
+    max_tokens: int
+
+    @property
+    def n_kv_tokens(self) -> int:
+        return self.n_prompt_tokens + min(self.max_tokens, EXPECTED_OUTPUT_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Of the model that has least left."""
+
+    slots: int = 0
+    """0: nobody has said."""
+    free_slots: int = 0
+    free_kv_tokens: int = 0
+
+    def lack(self, n_tokens: int) -> str:
+        """Why one more request with so many tokens, answer included, does not fit; empty: it does."""
+        if self.slots and self.free_slots <= 0:
+            return "no free slot"
+        if self.slots and self.free_kv_tokens < n_tokens:
+            return f"no room for {n_tokens:,} tokens of context: {self.free_kv_tokens:,} free"
+        return ""
+
+
+def held_here(context: RequestContext) -> Held | None:
+    """None: other nodes run all of its layers."""
+    if not context.view.runs_layers:
+        return None
+    return Held(context.model.model_id, context.n_prompt_tokens, context.sampling.max_tokens)
+
+
+def room_left(
+    held: Iterable[Held],
+    settings: PipelineSettings,
+    context_sizes: Mapping[ModelId, int] = MappingProxyType({}),
+) -> Room:
+    """What is left beside the requests that run. `context_sizes`: KV cells of the models that are loaded
+    here, by their ids."""
+    slots: Counter[ModelId] = Counter()
+    tokens: Counter[ModelId] = Counter()
+    for request in held:
+        slots[request.model_id] += 1
+        tokens[request.model_id] += request.n_kv_tokens
+    n_slots = settings.max_requests_per_model
+    n_cells = {**dict.fromkeys(tokens, settings.n_ctx), **context_sizes}
+    free_cells = [n_ctx - tokens[model_id] for model_id, n_ctx in n_cells.items()]
+    return Room(
+        slots=n_slots,
+        free_slots=max(0, n_slots - max(slots.values(), default=0)),
+        free_kv_tokens=max(0, min(free_cells, default=settings.n_ctx)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One request of another node here."""
+
+    request_id: str
+    origin: NodeId
+    assigned_s: float
+    has_begun: bool
+    """A job has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    is_granted: bool
+    instead_of: str | None = None
+    """The request that has to go."""
+
+
+@dataclass(slots=True)
+class Shares:
+    """Of `capacity` places."""
+
+    capacity: int
+    _wanting: dict[NodeId, float] = field(default_factory=dict)
+    """Origins that were turned away, and until when that counts."""
+
+    def ask(self, origin: NodeId, places: Iterable[Place], now_s: float) -> Admission:
+        """`places`: those that are taken."""
+        taken = list(places)
+        held = Counter(place.origin for place in taken)
+        self._wanting = {each: until_s for each, until_s in self._wanting.items() if until_s > now_s}
+        fair = max(1, self.capacity // len({*held, *self._wanting, origin}))
+        others = (each for each in self._wanting if each != origin)
+        if held[origin] >= fair and any(held[each] < fair for each in others):
+            return Admission(is_granted=False)
+        if len(taken) < self.capacity:
+            self._wanting.pop(origin, None)
+            return Admission(is_granted=True)
+        unused = [
+            place
+            for place in taken
+            if not place.has_begun
+            and (
+                now_s - place.assigned_s >= FIRST_JOB_S or (held[place.origin] > fair and held[origin] < fair)
+            )
+        ]
+        if not unused:
+            if len(self._wanting) < WANTING_MAX or origin in self._wanting:
+                self._wanting[origin] = now_s + WANT_S
+            return Admission(is_granted=False)
+        self._wanting.pop(origin, None)
+        chosen = min(unused, key=lambda place: (-held[place.origin], place.assigned_s, place.request_id))
+        return Admission(is_granted=True, instead_of=chosen.request_id)
