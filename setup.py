@@ -11,10 +11,11 @@ setup(
     ext_modules=[
         Extension(
             f"swarmllm_workers._{name}",
-            [f"workers/swarmllm_workers/engine/kernels/{name}.c"],
+            [f"workers/swarmllm_workers/engine/kernels/{source}.c" for source in (name, *others)],
+            depends=["workers/swarmllm_workers/engine/kernels/k_quants.h"],
             extra_compile_args=["-O2"],
             optional=True,
         )
-        for name in ("tap", "small_batches", "row_attention", "lone_row")
+        for name, *others in (("tap",), ("small_batches", "k_quants"), ("row_attention",), ("lone_row",))
     ]
 )

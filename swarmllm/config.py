@@ -169,7 +169,7 @@ class InferenceTable:
         "auto", "libllama's fused attention: on, off, auto (if it can)."
     )
     kernels: KernelMode = _setting(
-        "auto", "Matrix products of Q8_0: auto (the fastest here, as measured), ggml, ours."
+        "auto", "Matrix products: auto (the fastest here, as measured), ggml, ours."
     )
     ngram_lookup_enabled: bool = _setting(True, "Guess tokens from the text so far; the text stays the same.")
     ngram_max_size: Annotated[int, Meta(ge=2, le=16)] = _setting(4, "Longest run of tokens looked up.")

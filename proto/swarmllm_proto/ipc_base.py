@@ -192,7 +192,9 @@ class CutsChecked(WorkerMessage, frozen=True, tag=True):
 
 
 KernelMode = Literal["auto", "ggml", "ours"]
-"""Whose products of Q8_0 are computed: those that were measured as the fastest, or always one side's."""
+"""Whose matrix products are computed: those that were measured as the fastest, or always one side's."""
+KernelType = Literal["Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+"""Types of matrices for which there is a choice."""
 KernelWay = Literal["ggml-dots", "ggml-tiles", "avx2", "avx512", "avx512-in-order"]
 Nanoseconds = Annotated[int, Meta(ge=0, le=10**15)]
 
@@ -200,7 +202,7 @@ Nanoseconds = Annotated[int, Meta(ge=0, le=10**15)]
 class KernelChoice(msgspec.Struct, frozen=True):
     """How products of batches of some sizes are computed with matrices of one row length."""
 
-    type: Literal["Q8_0"]
+    type: KernelType
     k: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     """Numbers of a matrix row."""
     n_threads: Annotated[int, Meta(ge=1, le=1024)]

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import llama_cpp
 import numpy as np
 import pytest
 
 from swarmllm_proto.architectures import ARCHITECTURES
+from swarmllm_workers.engine import repacking
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import EngineSettings, Span
 
@@ -39,10 +41,20 @@ def steps(chunking: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def uncut_logits(path: Path, tokens: np.ndarray, chunking: Sequence[int]) -> np.ndarray:
-    """f32 [n_steps, n_vocab]: logits of the last row of each step, by libllama alone."""
-    model = llama_cpp.Llama(
-        str(path), n_ctx=N_CTX, n_batch=512, n_threads=1, n_threads_batch=1, verbose=False, logits_all=False
-    )
+    """f32 [n_steps, n_vocab]: logits of the last row of each step, by libllama alone. It leaves a file's rows
+    in their order where the worker has it do so."""
+    params = llama_cpp.llama_model_default_params()
+    params.use_extra_bufts = not repacking.keeps_rows([path])
+    with patch("llama_cpp.llama.llama_cpp.llama_model_default_params", return_value=params):
+        model = llama_cpp.Llama(
+            str(path),
+            n_ctx=N_CTX,
+            n_batch=512,
+            n_threads=1,
+            n_threads_batch=1,
+            verbose=False,
+            logits_all=False,
+        )
     rows = []
     for start, end in steps(chunking):
         model.eval(tokens[start:end].tolist())

@@ -40,5 +40,7 @@ def mapped_libraries(prefix: str) -> list[ctypes.CDLL]:
 def tell_ggmls_own(library: ctypes.CDLL, function: str, variable: str) -> None:
     """After libllama is loaded: the library's `variable` is where ggml's own `function` is."""
     for ggml in mapped_libraries("libggml-cpu"):
-        own = getattr(ggml, function)
+        own = getattr(ggml, function, None)
+        if own is None:
+            continue  # a build without it asks nobody
         ctypes.c_void_p.in_dll(library, variable).value = ctypes.cast(own, ctypes.c_void_p).value

@@ -1,4 +1,4 @@
-"""Which way products of Q8_0 are computed, for each number of rows: times in, a table out.
+"""Which way products of a type are computed, for each number of rows: times in, a table out.
 
 Nothing here knows ggml or a clock. The order of the measurement (`race`) and the choice (`choose`) are
 functions of what `run` and `now` give.
@@ -15,6 +15,24 @@ ROWS_MAX: Final = 7
 """Batches of up to so many rows give each row the bits that it has alone."""
 
 
+class Kind(IntEnum):
+    """Types of matrices that `small_batches.c` multiplies with, numbered as ggml does."""
+
+    Q8_0 = 8
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+
+    @property
+    def is_k_quant(self) -> bool:
+        return self != Kind.Q8_0
+
+    @property
+    def tiled_from(self) -> int:
+        """The number of rows from which ggml has tiles."""
+        return 8 if self.is_k_quant else 2
+
+
 class Way(IntEnum):
     """The numbers are those of `small_batches.c`."""
 
@@ -23,11 +41,11 @@ class Way(IntEnum):
     TILES = 1
     """ggml's tiles of four by four."""
     AVX2 = 2
-    """Ours: two rows of the matrix at a time, with prefetching."""
+    """Ours: two rows of the matrix at a time, with prefetching. Of K-quants one row at a time."""
     AVX512 = 3
-    """Ours: eight rows of the matrix at a time, with prefetching."""
+    """Ours: eight rows of the matrix at a time, with prefetching. Of K-quants one or two rows at a time."""
     IN_ORDER = 4
-    """Ours: one row of the matrix after the other, with AVX-512 and no prefetching."""
+    """Ours, of Q8_0 only: one row of the matrix after the other, with AVX-512 and no prefetching."""
 
     @property
     def is_ggmls(self) -> bool:
@@ -75,21 +93,39 @@ class RowChoice:
     """Of our fastest; None where none has the right bits."""
 
 
-def ggmls_own(n_rows: int) -> Way:
+def ggmls_own(kind: Kind, n_rows: int) -> Way:
     """What ggml does by itself."""
-    return Way.DOTS if n_rows == 1 else Way.TILES
+    return Way.DOTS if n_rows < kind.tiled_from else Way.TILES
 
 
-def reference(n_rows: int) -> Way:
-    """The way whose bits count: in small batches, a row's are those that it has alone."""
-    return Way.DOTS if n_rows <= ROWS_MAX else Way.TILES
+def reference(kind: Kind, n_rows: int) -> Way:
+    """The way whose bits count: in small batches, a row's are those that it has alone. Those of our products
+    of K-quants are so in every batch."""
+    return Way.DOTS if n_rows <= ROWS_MAX or kind.is_k_quant else Way.TILES
 
 
-def choose(rows: RowClass, times: Times, unequal: Collection[Way] = ()) -> RowChoice:
+def may_differ(kind: Kind, way: Way, n_rows: int) -> bool:
+    """Whether a way may be chosen though its bits are not the reference's: ggml's tiles of K-quants in large
+    batches, in which no bits are promised."""
+    return kind.is_k_quant and way == Way.TILES and n_rows > ROWS_MAX
+
+
+def ways_of(kind: Kind, n_rows: int, ways: Collection[Way]) -> list[Way]:
+    """Those of `ways` in which products of this type are computed with so many rows."""
+    return [
+        way
+        for way in sorted(ways)
+        if not (way == Way.TILES and n_rows < kind.tiled_from)
+        and not (way == Way.IN_ORDER and kind.is_k_quant)
+    ]
+
+
+def choose(kind: Kind, rows: RowClass, times: Times, unequal: Collection[Way] = ()) -> RowChoice:
     """`times`: of every way that was measured, the reference among them. `unequal`: ways whose bits differ
     from the reference's: never chosen. Ties go to ggml, and among its ways to what it does by itself."""
     allowed = {way: time_ns for way, time_ns in times.items() if way not in unequal}
-    own = ggmls_own(rows.first) if ggmls_own(rows.first) in allowed else reference(rows.first)
+    own = ggmls_own(kind, rows.first)
+    own = own if own in allowed else reference(kind, rows.first)
     theirs = _faster(allowed, own, [way for way in allowed if way.is_ggmls])
     best = _faster(allowed, theirs, [way for way in allowed if not way.is_ggmls])
     ggml_ns = min(time_ns for way, time_ns in allowed.items() if way.is_ggmls)
@@ -104,6 +140,7 @@ def _faster(times: Times, incumbent: Way, others: Collection[Way]) -> Way:
 
 
 def race(
+    kind: Kind,
     ways: Collection[Way],
     run: Callable[[int, Way], int],
     now_s: Callable[[], float],
@@ -115,11 +152,9 @@ def race(
     ends_at = now_s() + budget_s
     for n_round in range(ROUNDS_MAX):
         for rows, times in best.items():
-            for way in sorted(ways):
+            for way in ways_of(kind, rows.first, ways):
                 if n_round >= ROUNDS_MIN and now_s() >= ends_at:
                     return best
-                if way == Way.TILES and rows.first == 1:
-                    continue  # ggml has none for one row
                 if n_round >= ROUNDS_MIN and times[way] > HOPELESS * min(times.values()):
                     continue
                 times[way] = min(times.get(way, 2**62), run(rows.first, way))

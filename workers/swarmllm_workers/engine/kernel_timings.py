@@ -19,7 +19,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from swarmllm_proto.ipc_base import Nanoseconds
+from swarmllm_proto.ipc_base import KernelType, Nanoseconds
 from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, RowChoice, Way
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     n_threads: Annotated[int, Meta(ge=1, le=1024)]
     is_cached: bool
     """All matrices of the model fit in the processor's last cache."""
+    type: KernelType = "Q8_0"
+    """Of the matrices."""
 
 
 class _Measured(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

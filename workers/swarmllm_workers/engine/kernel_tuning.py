@@ -1,8 +1,8 @@
-"""Has each product of Q8_0 of a loaded model computed in the way that is the fastest here.
+"""Has each matrix product of a loaded model computed in the way that is the fastest here.
 
-Measured when layers are loaded, for each row length of the model's matrices that is not known yet: first
-whether all ways give the same bits, then how long they take (`product_timing.py`), which is some tenths of a
-second for a model, once per machine and number of threads. What was chosen stands in a table of
+Measured when layers are loaded, for each type and row length of the model's matrices that is not known yet:
+first whether all ways give the same bits, then how long they take (`product_timing.py`), which is some tenths
+of a second for a model, once per machine and number of threads. What was chosen stands in a table of
 `small_batches.c`; a step looks nothing up here.
 """
 
@@ -12,19 +12,22 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
-from swarmllm_proto.ipc_base import KernelChoice, KernelMode, KernelWay
+from swarmllm_proto.ipc_base import KernelChoice, KernelMode, KernelType, KernelWay
 from swarmllm_workers.engine import interposing, kernel_timings, small_batches
 from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.kernel_choice import (
     ROW_CLASSES,
+    Kind,
     RowChoice,
     RowClass,
     Way,
     choose,
+    may_differ,
     race,
     reference,
+    ways_of,
 )
 from swarmllm_workers.engine.kernel_timings import Shape, Timings
 from swarmllm_workers.engine.product_timing import ProductBench, matrices
@@ -36,7 +39,7 @@ log = logging.getLogger(__name__)
 BUDGET_S: Final = 0.06
 """For a row length, beside what the first round takes."""
 LENGTHS_MAX: Final = 8
-"""Row lengths of one file that are measured: those with the most bytes. Models have two to four."""
+"""Types and row lengths of one file that are measured: those with the most bytes. Models have two to six."""
 
 NAMES: Final[dict[Way, KernelWay]] = {
     Way.DOTS: "ggml-dots",
@@ -62,13 +65,13 @@ class KernelTuning:
         self._machine: str | None = None
         self._chosen: Timings = {}
         """All that is known of this machine."""
-        self._in_use: dict[int, Shape] = {}
-        """By row length."""
+        self._in_use: dict[tuple[Kind, int], Shape] = {}
+        """By type and row length."""
         small_batches.use(mode)
 
     @property
     def choices(self) -> tuple[KernelChoice, ...]:
-        """Of the row lengths of what was loaded."""
+        """Of the types and row lengths of what was loaded."""
         return tuple(_told(shape, each) for shape in self._in_use.values() for each in self._chosen[shape])
 
     @property
@@ -95,19 +98,20 @@ class KernelTuning:
         n_unknown = sum(not self._tune(source, n_threads, measures) for source in sources)
         if self._in_use:
             small_batches.fill_table(
-                {k: [each.way for each in self._chosen[shape]] for k, shape in self._in_use.items()}
+                {key: [each.way for each in self._chosen[shape]] for key, shape in self._in_use.items()}
             )
         return not n_unknown
 
     def _tune(self, source: GgufFile, n_threads: int, measures: bool) -> bool:
-        sizes: dict[int, int] = {}
+        sizes: dict[tuple[Kind, int], int] = {}
         for tensor in matrices(source):
-            sizes[tensor.shape[0]] = sizes.get(tensor.shape[0], 0) + tensor.size_bytes
+            key = Kind(tensor.type), tensor.shape[0]
+            sizes[key] = sizes.get(key, 0) + tensor.size_bytes
         cached_bytes = kernel_timings.cache_bytes()
         is_cached = sum(sizes.values()) <= cached_bytes
         has_new, is_known = False, True
-        for k in sorted(sizes, key=lambda k: -sizes[k])[:LENGTHS_MAX]:
-            shape = Shape(k, n_threads, is_cached)
+        for kind, k in sorted(sizes, key=lambda key: -sizes[key])[:LENGTHS_MAX]:
+            shape = Shape(k, n_threads, is_cached, _type_of(kind))
             if shape not in self._chosen:
                 self._read()
             if shape not in self._chosen and not measures:
@@ -115,15 +119,16 @@ class KernelTuning:
                 continue
             if shape not in self._chosen:
                 try:
-                    with ProductBench(source, k, n_threads, cached_bytes=cached_bytes) as bench:
-                        self._chosen[shape] = measure(bench, ways(), small_batches.force, _stopwatch(), k)
+                    with ProductBench(source, kind, k, n_threads, cached_bytes=cached_bytes) as bench:
+                        force = small_batches.force
+                        self._chosen[shape] = measure(bench, kind, ways(), force, _stopwatch(), k)
                 except (LookupError, MemoryError) as error:
-                    log.info("kernels for rows of %d are not measured: %s", k, error)
+                    log.info("kernels for rows of %d of %s are not measured: %s", k, kind.name, error)
                     continue
                 finally:
                     small_batches.force(None)
                 has_new = True
-            self._in_use[k] = shape
+            self._in_use[kind, k] = shape
         if has_new and self._kept_in is not None and self._machine is not None:
             kernel_timings.write(self._kept_in, self._machine, self._chosen)
         return is_known
@@ -156,6 +161,7 @@ def ways() -> tuple[Way, ...]:
 
 def measure(
     bench: Bench,
+    kind: Kind,
     ways: Sequence[Way],
     force: Callable[[Way], None],
     now_s: Callable[[], float],
@@ -163,13 +169,15 @@ def measure(
     budget_s: float = BUDGET_S,
 ) -> tuple[RowChoice, ...]:
     """What is chosen for each of ROW_CLASSES. A way whose bits are wrong is left out, and the log says so."""
-    unequal = {rows: _unequal(bench, rows, ways, force) for rows in ROW_CLASSES}
+    unequal = {rows: _unequal(bench, kind, rows, ways, force) for rows in ROW_CLASSES}
     wrong = sorted({way for found in unequal.values() for way in found if not way.is_ggmls})
     if wrong:
         log.warning(
-            "kernels %s have other bits than ggml's for rows of %d here, and are not used where they have",
+            "kernels %s have other bits than ggml's here for rows of %d of %s, and are not used "
+            "where they have",
             ", ".join(NAMES[way] for way in wrong),
             k,
+            kind.name,
         )
 
     def run(n_rows: int, way: Way) -> int:
@@ -177,26 +185,33 @@ def measure(
         return bench.run(n_rows)
 
     return tuple(
-        choose(rows, times, unequal[rows]) for rows, times in race(ways, run, now_s, budget_s).items()
+        choose(kind, rows, times, unequal[rows])
+        for rows, times in race(kind, ways, run, now_s, budget_s).items()
     )
 
 
 def _unequal(
-    bench: Bench, rows: RowClass, ways: Sequence[Way], force: Callable[[Way], None]
+    bench: Bench, kind: Kind, rows: RowClass, ways: Sequence[Way], force: Callable[[Way], None]
 ) -> Collection[Way]:
-    force(reference(rows.first))
+    force(reference(kind, rows.first))
     expected = bench.result(rows.first)
     found = set()
-    for way in ways:
+    for way in ways_of(kind, rows.first, ways):
+        if way == reference(kind, rows.first) or may_differ(kind, way, rows.first):
+            continue
         force(way)
-        if way != reference(rows.first) and bench.result(rows.first) != expected:
+        if bench.result(rows.first) != expected:
             found.add(way)
     return found
 
 
+def _type_of(kind: Kind) -> KernelType:
+    return cast(KernelType, kind.name)
+
+
 def _told(shape: Shape, choice: RowChoice) -> KernelChoice:
     return KernelChoice(
-        type="Q8_0",
+        type=shape.type,
         k=shape.k,
         n_threads=shape.n_threads,
         first_rows=choice.rows.first,

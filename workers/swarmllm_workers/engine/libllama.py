@@ -30,7 +30,7 @@ from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.errors import without_folders
 from swarmllm_proto.ipc import FlashAttention, KvType
-from swarmllm_workers.engine import huge_pages, row_attention, small_batches
+from swarmllm_workers.engine import huge_pages, repacking, row_attention, small_batches
 from swarmllm_workers.engine.split_source import files_of
 from swarmllm_workers.errors import CallError, Interrupted, Stopped
 
@@ -117,6 +117,7 @@ class Model:
         params.load_mode = _LOAD_MODES[use_mmap, use_mlock]
         params.n_gpu_layers = n_gpu_layers
         params.vocab_only = vocab_only
+        params.use_extra_bufts = vocab_only or not repacking.keeps_rows(files_of(path))
         params.load_mtp = False
         if on_progress is not None:
 

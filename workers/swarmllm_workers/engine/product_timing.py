@@ -1,4 +1,4 @@
-"""Times products of Q8_0 on this machine: ggml's graphs, computed in each way that `small_batches.c` knows.
+"""Times matrix products on this machine: ggml's graphs, computed in each way that `small_batches.c` knows.
 
 A graph is what a model's layer is to ggml: some products of a few rows with matrices that are in no cache,
 on as many threads as the model computes with, so conversion of the rows, barriers and waiting for memory
@@ -19,13 +19,13 @@ from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 
-from swarmllm_workers.engine import interposing
+from swarmllm_workers.engine import interposing, repacking
 from swarmllm_workers.engine.gguf_file import GgufFile, TensorInfo
+from swarmllm_workers.engine.kernel_choice import Kind
 
 _F32: Final = 0
-_Q8_0: Final = 8
+_KINDS: Final = frozenset(Kind)
 _TENSOR_BYTES: Final = 1024
 """More than ggml needs to describe a tensor."""
 _GRAPH_BYTES: Final = 2**16
@@ -111,18 +111,26 @@ class _Graph:
 
 
 class ProductBench:
-    """Matrices of one row length: equal slices of a model's own, in the pages in which they are mapped."""
+    """Matrices of one type and row length: equal slices of a model's own, in the pages in which they are
+    mapped."""
 
     def __init__(
-        self, source: GgufFile, k: int, n_threads: int, *, cached_bytes: int, clock: Clock | None = None
+        self,
+        source: GgufFile,
+        kind: Kind,
+        k: int,
+        n_threads: int,
+        *,
+        cached_bytes: int,
+        clock: Clock | None = None,
     ) -> None:
         """`k`: numbers of a row. `cached_bytes`: size of the last cache. Raises LookupError where ggml or
         the file has not got what is needed, MemoryError."""
         self._ggml = _ggml()
-        self._k = k
-        tensors = [each for each in matrices(source) if each.shape[0] == k]
+        self._kind, self._k = kind, k
+        tensors = [each for each in matrices(source) if (each.type, each.shape[0]) == (kind, k)]
         if not tensors:
-            raise LookupError(f"no matrix of Q8_0 has rows of {k}")
+            raise LookupError(f"no matrix of {kind.name} has rows of {k}")
         row_bytes = tensors[0].size_bytes // prod(tensors[0].shape[1:])
         most = max(each.shape[1] for each in tensors)
         self.matrix_rows = min(most, max(16, _MATRIX_BYTES // row_bytes // 16 * 16))
@@ -136,7 +144,7 @@ class ProductBench:
         n_wanted = max(1, 2 * min(max(cached_bytes, _CACHE_BYTES_MIN), _CACHE_BYTES_MAX) // slice_bytes)
         offsets = offsets[:: max(1, len(offsets) // n_wanted)]
         if not offsets:
-            raise LookupError(f"the matrices of Q8_0 with rows of {k} are not aligned")
+            raise LookupError(f"the matrices of {kind.name} with rows of {k} are not aligned")
         self._clock = clock or (time.thread_time_ns if n_threads == 1 else time.perf_counter_ns)
         self._closing = ExitStack()
         try:
@@ -159,7 +167,7 @@ class ProductBench:
         context = self._context(len(offsets) * _TENSOR_BYTES, no_alloc=True)
         self._matrices = []
         for offset in offsets:
-            tensor = self._tensor(context, _Q8_0, self.matrix_rows)
+            tensor = self._tensor(context, self._kind, self.matrix_rows)
             if ggml["ggml_backend_tensor_alloc"](buffer, tensor, address + offset) != 0:
                 raise LookupError("ggml takes no tensor of a mapped file")
             self._matrices.append(tensor)
@@ -230,10 +238,12 @@ class ProductBench:
 def matrices(source: GgufFile) -> list[TensorInfo]:
     """Those that `small_batches.c` multiplies with. Experts, which have three dimensions, are not, and the
     embedding is only where it is the output matrix, too."""
+    repacked = () if repacking.keeps_rows([source.path]) else (Kind.Q4_K,)
     return [
         tensor
         for tensor in source.tensors.values()
-        if tensor.type == GGMLQuantizationType.Q8_0
+        if tensor.type in _KINDS
+        and tensor.type not in repacked
         and len(tensor.shape) == 2
         and (tensor.name != "token_embd.weight" or "output.weight" not in source.tensors)
     ]

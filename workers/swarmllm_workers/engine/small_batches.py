@@ -13,8 +13,14 @@ on one with Zen 4, where asking memory for rows ahead is slower than the process
 are three kernels, and which of them, or of ggml's two ways, computes a product is measured on the machine
 (`kernel_tuning.py`) for each row length and number of rows. Ties go to ggml. Figures: docs/benchmarks.md.
 
+Products of Q4_K, Q5_K and Q6_K (`k_quants.c`) likewise, with the bits of ggml's dot products for any number
+of rows: ggml unpacks a block's weights and scales again for each row, here they are unpacked once. One step
+of a 0.6B model in Q4_K_M took 117 ms for eight rows instead of ggml's 192 on a Zen 4. From eight rows on ggml
+has tiles for these types (`ggml_compute_forward_mul_mat_tiled`, before which `small_batches.c` stands too),
+with other bits: they are taken where they are faster. For Q4_K see also `repacking.py`.
+
 With up to ROWS_MAX rows, logits are those of a single row bit for bit for every type of `tests/workers/
-factory.py` but Q2_K and Q4_K, which ggml rearranges when it loads them: those up to three rows. From eight
+factory.py` but Q2_K and, where ggml rearranges it when it loads it, Q4_K: those up to three rows. From eight
 on ggml has other kernels for most types. What relies on it tries it out first (`speculation.py`).
 
 Alternatives: building ggml without these tiles would slow prompts down, and there is no setting at run time.
@@ -28,21 +34,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
 from swarmllm_proto.ipc_base import KernelMode
 from swarmllm_workers.engine import interposing
-from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, Way
+from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, Kind, Way
 from swarmllm_workers.engine.kernel_choice import ROWS_MAX as ROWS_MAX
 
-_BLOCK: Final = 32
 _SHAPES_MAX: Final = 64
 _WAYS: Final = 16
 """As small_batches.c has them."""
 
+_K_ROWS_MAX: Final = 16
+"""Rows up to which ours are taken for K-quants before anything was measured."""
+_K_TILES: Final = "ggml_compute_forward_mul_mat_tiled"
+
 _library: ctypes.CDLL | None = None
+_mode: KernelMode = "auto"
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = (("k", ctypes.c_int64), ("ways", ctypes.c_uint8 * _WAYS))
+    _fields_ = (("type", ctypes.c_int64), ("k", ctypes.c_int64), ("ways", ctypes.c_uint8 * _WAYS))
 
 
 def find_library() -> Path | None:
@@ -69,19 +81,23 @@ def has_ways() -> bool:
 
 
 def last_way() -> Way:
-    """The last of the ways to compute a product of Q8_0 that this processor can go; it can go all before."""
+    """The last of the ways to compute a product that this processor can go; it can go all before."""
     return Way(_library.swarmllm_last_way()) if _library is not None and has_ways() else Way.TILES
 
 
 def use(mode: KernelMode) -> None:
     """Forget the table. "auto": until it is filled, and for what is not in it, single rows are ggml's, which
     nothing is known to be slower than, and others ours."""
+    global _mode
     if _library is None or not has_ways():
         return
+    _mode = mode
     ctypes.c_int64.in_dll(_library, "swarmllm_n_shapes").value = 0
     unmeasured = (ctypes.c_uint8 * _WAYS).in_dll(_library, "swarmllm_unmeasured")
+    unmeasured_k = (ctypes.c_uint8 * _WAYS).in_dll(_library, "swarmllm_unmeasured_k")
     for at, rows in enumerate(ROW_CLASSES):
         unmeasured[at] = _unmeasured(mode, rows.first)
+        unmeasured_k[at] = _unmeasured_k(mode, rows.first)
 
 
 def _unmeasured(mode: KernelMode, n_rows: int) -> Way:
@@ -90,21 +106,34 @@ def _unmeasured(mode: KernelMode, n_rows: int) -> Way:
     return min(last_way(), Way.IN_ORDER if n_rows <= 2 else Way.AVX512)
 
 
-def fill_table(table: Mapping[int, Sequence[Way]]) -> None:
-    """For each row length, in numbers, the way of each of ROW_CLASSES. Between two batches only."""
+def _unmeasured_k(mode: KernelMode, n_rows: int) -> Way:
+    is_ours = mode == "ours" or (mode == "auto" and 1 < n_rows <= _K_ROWS_MAX)
+    if not is_ours or last_way() <= Way.TILES:
+        return Way.DOTS if n_rows <= ROWS_MAX else Way.TILES
+    return min(last_way(), Way.AVX512)
+
+
+def keeps_rows_of_q4_k() -> bool:
+    """Whether products of Q4_K are as fast here with rows as a file has them as ggml's are with rearranged
+    ones."""
+    return _mode != "ggml" and last_way() >= Way.AVX512
+
+
+def fill_table(table: Mapping[tuple[Kind, int], Sequence[Way]]) -> None:
+    """For each type and row length, in numbers, the way of each of ROW_CLASSES. Between two batches only."""
     if _library is None or not has_ways():
         return
     shapes = (_Shape * _SHAPES_MAX).in_dll(_library, "swarmllm_shapes")
     n_shapes = min(len(table), _SHAPES_MAX)
-    for shape, (k, ways) in zip(shapes, table.items(), strict=False):
-        shape.k = k // _BLOCK
+    for shape, ((kind, k), ways) in zip(shapes, table.items(), strict=False):
+        shape.type, shape.k = kind, k // GGML_QUANT_SIZES[GGMLQuantizationType(kind)][0]
         for at, way in enumerate(ways):
             shape.ways[at] = way
     ctypes.c_int64.in_dll(_library, "swarmllm_n_shapes").value = n_shapes
 
 
 def force(way: Way | None) -> None:
-    """From now on every product of Q8_0, whatever the table says; None: the table counts again."""
+    """From now on every product, whatever the table says; None: the table counts again."""
     if _library is not None and has_ways():
         ctypes.c_int64.in_dll(_library, "swarmllm_forced").value = -1 if way is None else way
 
@@ -113,6 +142,8 @@ def connect() -> None:
     """After libllama is loaded: where the tiles are."""
     if _library is not None:
         interposing.tell_ggmls_own(_library, "llamafile_sgemm", "swarmllm_tiled")
+        if has_ways():
+            interposing.tell_ggmls_own(_library, _K_TILES, "swarmllm_k_tiled")
 
 
 def is_asked() -> bool:

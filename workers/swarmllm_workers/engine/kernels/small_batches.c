@@ -1,5 +1,5 @@
-/* Stands before ggml's tiled matrix product: that of Q8_0 it computes itself, of other types it keeps small batches from
- * the tiles.
+/* Stands before ggml's tiled matrix products: those of Q8_0 and of K-quants it computes itself, of other types it keeps
+ * small batches from the tiles.
  *
  * libggml-cpu calls `llamafile_sgemm` through its symbol table, so a library that was made global before it was
  * loaded answers instead. "false" means "not mine": ggml then takes the product of each row as it takes that of a
@@ -11,47 +11,69 @@
  * `ggml_vec_dot_q8_0_q8_0` makes it on AVX2, so it has the same bits: integer products of a block in eight sums of four,
  * each times the product of both scales, added up by fused multiply-adds, and the eight sums at last.
  */
+#include "k_quants.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
+/* The head of ggml's `struct ggml_tensor`. */
+struct tensor {
+    int type;
+    void *buffer;
+    int64_t shape[4];
+    size_t strides[4];
+    int operation;
+    int32_t settings[16];
+    int32_t flags;
+    const struct tensor *operands[10];
+};
+
 typedef bool (*product)(const void *params, int64_t m, int64_t n, int64_t k, const void *a, int64_t lda, const void *b,
                         int64_t ldb, void *c, int64_t ldc, int a_type, int b_type, int c_type);
+typedef bool (*k_tiles)(const void *params, const struct tensor *result);
 
-/* The ways to compute a product of Q8_0: ggml's dot products of each row, ggml's tiles, and those of this file. All
- * have the same bits, and which is the fastest depends on the processor, so that it is measured (kernel_choice.py). */
+/* The ways to compute a product: ggml's dot products of each row, ggml's tiles, and ours. All have the same bits, but
+ * tiles of K-quants, and which is the fastest depends on the processor, so that it is measured (kernel_choice.py). */
 enum { DOTS = 0, TILES = 1, BITS_256 = 2, BITS_512 = 3, IN_ORDER = 4 };
 enum { F32 = 0, Q8_0 = 8, BLOCK = 32, BLOCKS_MAX = 1024, COLUMNS = 8, ROWS_MAX = 8, FAR_ENOUGH = 1 << 14 };
 enum { SHAPES_MAX = 64, CLASSES = 11 };
 
 /* How products with rows of `k` blocks are computed, for each class of numbers of columns (`class_of`). */
 struct shape {
+    int64_t type; /* of the matrix, as ggml numbers it */
     int64_t k;
     uint8_t ways[16];
 };
 
 product swarmllm_tiled;       /* ggml's own; NULL: there is none to be had */
+k_tiles swarmllm_k_tiled;     /* ggml's own for K-quants, likewise */
 int64_t swarmllm_rows_max;    /* rows up to which each is computed alone */
 int64_t swarmllm_n_asked;     /* that ggml asks here; a count that races, to be compared with 0 */
-int64_t swarmllm_forced = -1; /* the way of all products of Q8_0; -1: as the table says */
+int64_t swarmllm_forced = -1; /* the way of all products; -1: as the table says */
 int64_t swarmllm_n_shapes;    /* of the table, which is written only between two batches */
 struct shape swarmllm_shapes[SHAPES_MAX];
-uint8_t swarmllm_unmeasured[16]; /* the ways of shapes that are not in the table */
+uint8_t swarmllm_unmeasured[16]; /* the ways of shapes of Q8_0 that are not in the table */
+uint8_t swarmllm_unmeasured_k[16]; /* of K-quants */
 
 static int class_of(int64_t n) {
     return n <= 8 ? (int)n - 1 : n <= 16 ? 8 : n <= 32 ? 9 : CLASSES - 1;
 }
 
-static int way_of(int64_t k, int64_t n) {
+static bool is_k_quant(int type) {
+    return type == Q4_K || type == Q5_K || type == Q6_K;
+}
+
+static int way_of(int type, int64_t k, int64_t n) {
     if (swarmllm_forced >= 0) {
         return (int)swarmllm_forced;
     }
     for (int64_t i = 0; i < swarmllm_n_shapes; i++) {
-        if (swarmllm_shapes[i].k == k) {
+        if (swarmllm_shapes[i].k == k && swarmllm_shapes[i].type == type) {
             return swarmllm_shapes[i].ways[class_of(n)];
         }
     }
-    return swarmllm_unmeasured[class_of(n)];
+    return (type == Q8_0 ? swarmllm_unmeasured : swarmllm_unmeasured_k)[class_of(n)];
 }
 
 /* The head of ggml's `struct ggml_compute_params`, which is all that is looked at. */
@@ -302,7 +324,7 @@ __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, 
                                                             void *c, int64_t ldc, int a_type, int b_type, int c_type) {
     swarmllm_n_asked = 1;
     if (a_type == Q8_0 && b_type == Q8_0 && c_type == F32) {
-        const int way = way_of(k, n);
+        const int way = way_of(Q8_0, k, n);
         if (way == DOTS) {
             return false;
         }
@@ -314,6 +336,22 @@ __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, 
             return true;
         }
     }
+    if (is_k_quant(a_type) && b_type == Q8_K && c_type == F32) {
+        const struct thread *thread = params;
+        const int way = way_of(a_type, k, n);
+        return way > TILES && swarmllm_k_product(&(struct k_product){a_type, way > BITS_256, m, n, k, a, lda, b, ldb, c, ldc,
+                                                                     thread->index, thread->count});
+    }
     return n > swarmllm_rows_max && swarmllm_tiled != NULL &&
            swarmllm_tiled(params, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type);
+}
+
+/* ggml asks here before it asks `llamafile_sgemm`; false: then it does, with columns of Q8_K. */
+__attribute__((visibility("default"))) bool ggml_compute_forward_mul_mat_tiled(const void *params,
+                                                                               const struct tensor *result) {
+    const struct tensor *matrix = result->operands[0], *columns = result->operands[1];
+    if (is_k_quant(matrix->type) && way_of(matrix->type, matrix->shape[0] / 256, columns->shape[1]) != TILES) {
+        return false;
+    }
+    return swarmllm_k_tiled != NULL && swarmllm_k_tiled(params, result);
 }

@@ -1,0 +1,221 @@
+"""Products of K-quants with several columns have, to the bit, what ggml's dot product of each column has."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmllm_workers.engine import interposing, repacking, small_batches
+from swarmllm_workers.engine.gguf_file import GgufFile
+from swarmllm_workers.engine.kernel_choice import ROWS_MAX, Kind, Way
+from swarmllm_workers.engine.kernel_tuning import KernelTuning, ways
+from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
+from swarmllm_workers.engine.product_timing import ProductBench
+
+from .conftest import MakeModel
+from .factory import Spec
+from .stepping import step_logits
+
+pytestmark = pytest.mark.skipif(
+    small_batches.find_library() is None or small_batches.last_way() <= Way.TILES,
+    reason="small_batches.c was not built, or has no kernels for this processor",
+)
+
+KINDS = tuple(kind for kind in Kind if kind.is_k_quant)
+KERNELS = tuple(way for way in (Way.AVX2, Way.AVX512) if way <= small_batches.last_way())
+DOTS = {Kind.Q4_K: "q4_K", Kind.Q5_K: "q5_K", Kind.Q6_K: "q6_K"}
+BLOCK_BYTES = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
+COLUMN = np.dtype([("scale", "<f4"), ("values", "i1", 256), ("sums", "<i2", 16)])
+VALUES = ("random", "all bits set", "no bit set", "lowest", "tiny scales", "huge scales")
+
+
+@pytest.fixture(autouse=True)
+def table() -> Iterator[None]:
+    yield
+    small_batches.force(None)
+    small_batches.use("auto")
+
+
+def matrix(rng: np.random.Generator, kind: Kind, m: int, k: int, values: str) -> np.ndarray:
+    """u8 [m, k, bytes of a block]."""
+    n_bytes = BLOCK_BYTES[kind]
+    blocks = np.frombuffer(rng.bytes(m * k * n_bytes), np.uint8).reshape(m, k, n_bytes).copy()
+    if values in ("all bits set", "no bit set"):
+        blocks[:] = 255 if values == "all bits set" else 0
+    at, n_scales = (208, 1) if kind == Kind.Q6_K else (0, 2)
+    if values == "lowest" and kind == Kind.Q6_K:
+        blocks[:, :, 192:208] = 128  # scales of -128
+    size = {"tiny scales": 1e-7, "huge scales": 60000}.get(values, 0.01)
+    scales = rng.uniform(-size, size, (m, k, n_scales)).astype(np.float16)
+    blocks[:, :, at : at + 2 * n_scales] = scales.view(np.uint8).reshape(m, k, 2 * n_scales)
+    return blocks
+
+
+def columns(rng: np.random.Generator, n: int, k: int, values: str) -> np.ndarray:
+    made = np.empty((n, k), COLUMN)
+    made["scale"] = rng.normal(0, 1e30 if values == "huge scales" else 0.1, (n, k))
+    made["values"] = rng.integers(-127, 128, (n, k, 256))
+    if values in ("all bits set", "lowest"):
+        made["values"] = 127 if values == "all bits set" else -128
+    made["sums"] = made["values"].reshape(n, k, 16, 16).sum(-1)
+    return made
+
+
+def dot_products(kind: Kind, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """f32 [n, m], by ggml."""
+    dot = getattr(interposing.mapped_libraries("libggml-cpu")[0], f"ggml_vec_dot_{DOTS[kind]}_q8_K")
+    found = np.empty((len(b), len(a)), np.float32)
+    none = ctypes.c_size_t(0)
+    for j, column in enumerate(b):
+        for i, row in enumerate(a):
+            pointers = [ctypes.c_void_p(x.ctypes.data) for x in (found[j, i:], row, column)]
+            dot(len(column) * 256, pointers[0], none, pointers[1], none, pointers[2], none, 1)
+    return found
+
+
+def product(kind: Kind, a: np.ndarray, b: np.ndarray, n_threads: int) -> np.ndarray:
+    """f32 [n, m], what ggml gets for such blocks, from the threads one after the other."""
+    library = small_batches._library
+    assert library is not None
+    library.llamafile_sgemm.restype = ctypes.c_bool
+    (m, k), n = a.shape[:2], len(b)
+    out = np.full((n, m), np.nan, np.float32)
+    for index in range(n_threads):
+        params = (ctypes.c_int * 2)(index, n_threads)
+        sizes = [ctypes.c_int64(x) for x in (m, n, k)]
+        ours = [(ctypes.c_void_p(x.ctypes.data), ctypes.c_int64(k)) for x in (a, b)]
+        result = ctypes.c_void_p(out.ctypes.data), ctypes.c_int64(m)
+        types = int(kind), int(Type.Q8_K), int(Type.F32)
+        assert library.llamafile_sgemm(params, *sizes, *ours[0], *ours[1], *result, *types)
+    return out
+
+
+def assert_equal(kind: Kind, a: np.ndarray, b: np.ndarray, n_threads: int = 1) -> None:
+    expected = dot_products(kind, a, b)
+    for way in KERNELS:
+        small_batches.force(way)
+        found = product(kind, a, b, n_threads)
+        same = (found.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(found) & np.isnan(expected))
+        assert same.all(), way
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_values_have_ggmls_bits(kind: Kind, values: str) -> None:
+    rng = np.random.default_rng(1)
+    a, b = matrix(rng, kind, 5, 3, values), columns(rng, 17, 3, values)
+    for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17):
+        assert_equal(kind, a, b[:n].copy())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(m=st.integers(1, 40), n=st.integers(1, 20), k=st.integers(1, 40), n_threads=st.integers(1, 4))
+def test_all_shapes_have_ggmls_bits(kind: Kind, m: int, n: int, k: int, n_threads: int) -> None:
+    """Also shares of threads that are empty, and rows so long that two are computed together."""
+    rng = np.random.default_rng(m * n * k)
+    assert_equal(kind, matrix(rng, kind, m, k, "random"), columns(rng, n, k, "random"), n_threads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_leave_the_cache_between_groups_of_columns_have_ggmls_bits(kind: Kind) -> None:
+    rng = np.random.default_rng(3)
+    assert_equal(kind, matrix(rng, kind, 90, 40, "random"), columns(rng, 11, 40, "random"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_longer_than_there_is_room_for_are_ggmls(kind: Kind) -> None:
+    library = small_batches._library
+    assert library is not None
+    library.llamafile_sgemm.restype = ctypes.c_bool
+    small_batches.force(KERNELS[-1])
+    nothing, sizes = ctypes.c_void_p(), [ctypes.c_int64(x) for x in (8, 2, 129)]
+    stride, types = ctypes.c_int64(129), (int(kind), int(Type.Q8_K), int(Type.F32))
+    params = (ctypes.c_int * 2)(0, 1)
+    assert not library.llamafile_sgemm(params, *sizes, *(nothing, stride) * 3, *types)
+
+
+@pytest.fixture
+def path(make_model: MakeModel) -> Path:
+    types = (Type.Q4_K, Type.Q6_K, Type.Q5_K)
+    return make_model(Spec("llama", n_layers=3, n_embd=256, n_ff=512, head_size=64, types=types))
+
+
+def logits(path: Path, n_rows: int) -> np.ndarray:
+    """f32 [21, n_vocab]: the rows after a prompt of 7, `n_rows` at a time."""
+    model = Model(path)
+    context = Context(model, ContextSettings(n_ctx=256, n_slots=1, n_threads=2, n_outputs_max=32))
+    tokens = np.random.default_rng(5).integers(0, model.n_vocab, 28).astype(np.int32)
+    context.decode(tokens[:7], np.arange(7), 0, np.zeros(7, np.int8))
+    found = step_logits(context, tokens, 7, n_rows)
+    context.close()
+    model.close()
+    return found
+
+
+def test_rows_have_the_bits_that_they_have_alone_in_batches_of_any_size(path: Path) -> None:
+    small_batches.force(Way.DOTS)
+    alone = logits(path, 1)
+    assert np.isfinite(alone).all()
+    for n_rows in (1, 2, 3, 5, 7, 8, 9, 16, 21):
+        for way in (Way.DOTS, *KERNELS):
+            small_batches.force(way)
+            assert np.array_equal(logits(path, n_rows), alone), (n_rows, way)
+
+
+def test_ggmls_tiles_are_taken_where_the_table_says_so(path: Path) -> None:
+    """From eight rows on; their bits are others."""
+    small_batches.force(Way.DOTS)
+    alone = logits(path, 1)
+    small_batches.force(Way.TILES)
+    assert np.array_equal(logits(path, ROWS_MAX), alone)
+    assert not np.array_equal(logits(path, ROWS_MAX + 1), alone)
+
+
+def test_products_of_ggmls_graphs_have_the_same_bits_in_every_way(path: Path) -> None:
+    source = GgufFile(path)
+    measured = {kind for kind in KINDS if kind != Kind.Q4_K or repacking.keeps_rows([path])}
+    for kind in measured:
+        with ProductBench(source, kind, 256, 1, cached_bytes=2**20) as bench:
+            for n_rows in (1, 2, 7, 8, 17):
+                found = set()
+                for way in ways():
+                    if way != Way.TILES:
+                        small_batches.force(way)
+                        found.add(bench.result(n_rows))
+                        assert bench.run(n_rows) > 0
+                assert len(found) == 1
+    source.close()
+
+
+def test_every_type_of_a_model_is_measured(path: Path, tmp_path: Path) -> None:
+    tuning = KernelTuning("auto", tmp_path / "timings.json")
+    tuning.tune(tuning.read([path]), 1)
+    measured = {kind.name for kind in KINDS if kind != Kind.Q4_K or repacking.keeps_rows([path])}
+    assert {choice.type for choice in tuning.choices} == measured
+    again = KernelTuning("auto", tmp_path / "timings.json")
+    assert again.tune(again.read([path]), 1, measures=False)
+    assert again.choices == tuning.choices
+
+
+def test_files_keep_their_rows_where_our_kernels_are_worth_it(make_model: MakeModel, path: Path) -> None:
+    assert repacking.keeps_rows([path]) == (small_batches.last_way() >= Way.AVX512)
+    small_batches.use("ggml")
+    assert not repacking.keeps_rows([path])
+    small_batches.use("auto")
+
+    def made(architecture: str, *types: Type, n_experts: int = 0) -> Path:
+        size = {"n_layers": 2, "n_embd": 256, "n_ff": 512, "head_size": 64, "n_experts": n_experts}
+        return make_model(Spec(architecture, types=types, **size))
+
+    assert not repacking.keeps_rows([made("llama", Type.Q6_K)])
+    assert not repacking.keeps_rows([made("llama", Type.Q4_K, Type.Q4_0)])
+    assert not repacking.keeps_rows([made("qwen3moe", Type.Q4_K, n_experts=4)])
+    assert not repacking.keeps_rows([path.with_name("none.gguf")])
