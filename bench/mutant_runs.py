@@ -1,4 +1,4 @@
-"""Runs test files over a private copy of the tree in which one line is changed, each in a forked process."""
+"""Runs the tests that run a changed line over a private copy of the tree, in forked processes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from bench.mutant_coverage import LineRecorder, TestRun, recorded
 from bench.mutant_tests import PRODUCT, test_map
 from bench.mutations import Mutation
 
@@ -32,11 +33,16 @@ IMPORTED_BEFORE = (
 )
 """By the process that each run is forked from: they take longer than many tests."""
 OURS = (*PRODUCT, "bench", "tests")
-SLOW_S = 6.0
-"""A test file that takes longer unchanged, of the processor, is left out."""
-RUN_S = 12.0
-"""So much of test files is run for a change, by what they took unchanged; the nearest first."""
-FILES_MAX = 5
+MEASURE_S = 60.0
+"""Of one test file. Tests that have not begun by then are not run for any change."""
+RUN_S = 15.0
+"""So much of tests is run for a change, by what they took unchanged; the nearest files first."""
+FILE_S = 5.0
+"""Of these, of one file."""
+FILES_MAX = 6
+"""So many files are run for a change."""
+FILES_LOOKED_AT_MAX = 12
+"""In so many of the nearest files tests are looked for that run the changed line."""
 PROCESSOR_MAX_S = int(4 * RUN_S)
 """Of a run: an endless loop need not wait for the deadline, which leaves room for other programs."""
 MEMORY_MAX_BYTES = 12 * 2**30
@@ -59,7 +65,7 @@ class MutantRuns:
 
     def __init__(self, source: Path, work: Path, n_copies: int) -> None:
         self._work = work
-        self._took_s: dict[str, float | None] = {}
+        self._measured: dict[str, list[TestRun]] = {}
         self._copies = queue.SimpleQueue[Path]()
         for i in range(n_copies):
             copy = work / f"copy-{i}"
@@ -73,58 +79,78 @@ class MutantRuns:
             import_module(name)
 
     def judge(self, path: str, module: str, mutation: Mutation) -> Run:
-        """Runs the tests nearest to the module (at `path` in the tree) until one fails, or `passed`.
-
-        Raises ValueError where no test file is near.
-        """
+        """Runs the nearest tests that run the changed line of the module (at `path` in the tree) until one
+        fails. `passed` also where no test runs the line."""
         copy = self._copies.get()
         try:
-            chosen = self._chosen(module, copy)
-            if not chosen:
-                raise ValueError(f"no test file imports {module}")
-            file = copy / path
-            source, times = file.read_text(), file.stat()
-            file.write_text(mutation.applied(source))
-            # Else bytecode of the unchanged file of the same second would be run.
-            os.utime(file, (times.st_atime, times.st_mtime + 10))
-            try:
-                deadline_s = 60 + 10 * sum(self._took_s[x] or 0.0 for x in chosen)
-                return _run(copy, chosen, deadline_s, self._work)
-            finally:
-                file.write_text(source)
-                os.utime(file, (times.st_atime, times.st_mtime))
+            left_s, n_files = RUN_S, 0
+            for test in self._tests.nearest(module)[:FILES_LOOKED_AT_MAX]:
+                chosen = self._chosen(copy, test, path, mutation, left_s)
+                if not chosen:
+                    continue
+                run = self._run_changed(copy, path, mutation, chosen)
+                left_s -= sum(x.took_s for x in chosen)
+                n_files += 1
+                if run.status != "passed" or n_files == FILES_MAX or left_s <= 0:
+                    return run
+            return Run("passed", RUN_S - left_s)
         finally:
             self._copies.put(copy)
 
-    def _chosen(self, module: str, copy: Path) -> list[str]:
+    def _chosen(self, copy: Path, test: str, path: str, mutation: Mutation, left_s: float) -> list[TestRun]:
+        """The quickest tests of a file that run the changed line."""
+        last = mutation.line + (copy / path).read_bytes()[mutation.start : mutation.end].count(b"\n")
+        found = [x for x in self._runs_of(test, copy) if x.runs(str(copy / path), mutation.line, last)]
         chosen, sum_s = [], 0.0
-        for test in self._tests.nearest(module):
-            took_s = self._unchanged(test, copy)
-            if took_s is not None and sum_s + took_s <= RUN_S:
-                chosen.append(test)
-                sum_s += took_s
-            if len(chosen) == FILES_MAX or sum_s > 0.7 * RUN_S:
-                break
+        for each in sorted(found, key=lambda x: x.took_s):
+            if sum_s + each.took_s <= (min(left_s, FILE_S) if chosen else left_s):
+                chosen.append(each)
+                sum_s += each.took_s
         return chosen
 
-    def _unchanged(self, test: str, copy: Path) -> float | None:
-        """How long a test file takes over the unchanged tree; None if it fails there or takes too long."""
-        if test not in self._took_s:
-            run = _run(copy, [test], 10 * SLOW_S, self._work, writes_bytecode=True)
-            is_fit = run.status == "passed" and run.took_s <= SLOW_S
-            self._took_s[test] = run.took_s if is_fit else None
-            if not is_fit:
-                print(f"left out: {test}: {run.status} in {run.took_s:.0f} s {run.first_failure}", flush=True)
-        return self._took_s[test]
+    def _run_changed(self, copy: Path, path: str, mutation: Mutation, chosen: list[TestRun]) -> Run:
+        file = copy / path
+        source, times = file.read_text(), file.stat()
+        file.write_text(mutation.applied(source))
+        # Else bytecode of the unchanged file of the same second would be run.
+        os.utime(file, (times.st_atime, times.st_mtime + 10))
+        try:
+            deadline_s = 40 + 6 * sum(x.took_s for x in chosen)
+            return _run(copy, [x.test for x in chosen], deadline_s, self._work)
+        finally:
+            file.write_text(source)
+            os.utime(file, (times.st_atime, times.st_mtime))
+
+    def _runs_of(self, test: str, copy: Path) -> list[TestRun]:
+        """What the tests of a file that pass over the unchanged tree run."""
+        if test not in self._measured:
+            output = self._work / f"{copy.name}.lines.json"
+            output.unlink(missing_ok=True)
+            recorder = LineRecorder(self._paths(copy), output, MEASURE_S)
+            run = _run(copy, [test], 3 * MEASURE_S, self._work, recorder)
+            self._measured[test] = recorded(output)
+            print(
+                f"{test}: {run.status}, {len(self._measured[test])} tests in {run.took_s:.0f} s", flush=True
+            )
+        return self._measured[test]
+
+    def _paths(self, copy: Path) -> list[str]:
+        """Every module of the product."""
+        return [
+            str(x) for package, folder in PRODUCT.items() for x in (copy / folder / package).rglob("*.py")
+        ]
 
 
-def _run(copy: Path, tests: list[str], deadline_s: float, work: Path, writes_bytecode: bool = False) -> Run:
+def _run(
+    copy: Path, tests: list[str], deadline_s: float, work: Path, recorder: LineRecorder | None = None
+) -> Run:
+    """Until the first failure, or with a recorder all tests."""
     output, scratch = work / f"{copy.name}.out", work / f"{copy.name}.tmp"
     started_s = time.monotonic()
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        _become_pytest(copy, tests, output, scratch, writes_bytecode)
+        _become_pytest(copy, tests, output, scratch, recorder)
     ended, code = 0, 0
     while not ended and time.monotonic() < started_s + deadline_s:
         time.sleep(0.02)
@@ -141,14 +167,17 @@ def _run(copy: Path, tests: list[str], deadline_s: float, work: Path, writes_byt
     return Run("failed", took_s, _first_failure(output)) if code else Run("passed", took_s)
 
 
-def _become_pytest(copy: Path, tests: list[str], output: Path, scratch: Path, writes_bytecode: bool) -> None:
+def _become_pytest(
+    copy: Path, tests: list[str], output: Path, scratch: Path, recorder: LineRecorder | None
+) -> None:
     """In the forked process: never returns."""
     code = 70
     try:
         os.setsid()
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MAX_BYTES, MEMORY_MAX_BYTES))
         # At the hard limit it would be killed, which looks like any failure.
-        resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_MAX_S, PROCESSOR_MAX_S + 5))
+        if recorder is None:
+            resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_MAX_S, PROCESSOR_MAX_S + 5))
         file = os.open(output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
         os.dup2(file, 1)
         os.dup2(file, 2)
@@ -159,13 +188,15 @@ def _become_pytest(copy: Path, tests: list[str], output: Path, scratch: Path, wr
         sys.path[:] = [*ours, *(x for x in sys.path if "site-packages" in x or "lib/python" in x)]
         # For the processes that tests start.
         os.environ["PYTHONPATH"] = os.pathsep.join(ours)
-        sys.dont_write_bytecode = not writes_bytecode
+        sys.dont_write_bytecode = recorder is None
         import pytest
 
-        options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", f"--basetemp={scratch}"]
+        options = ["-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", f"--basetemp={scratch}"]
         # pytest would like to rewrite its plugins, some of which are there already.
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        code = int(pytest.main([*options, *tests]))
+        if recorder is None:
+            options.append("-x")
+        code = int(pytest.main([*options, *tests], plugins=[recorder] if recorder else []))
     except BaseException:  # The process ends here, and its output is all that is left of it.
         traceback.print_exc()
     finally:

@@ -109,9 +109,10 @@ class Supervision:
                         is_up = is_up or (isinstance(known, _Known) and known.is_up)
             except BaseException as error:
                 failure, rest = _split(error)
-                if failure is None or rest is not None:
+                if rest is not None:
                     record.ended()
                     raise
+                assert failure is not None, "what is no failure must go on"
                 record.failed(_words(failure), self._clock())
                 if not is_up:
                     raise  # It never began: its caller learns why.

@@ -101,6 +101,14 @@ def test_decode_steps_of_a_lane_share_one_batch_with_a_piece_of_a_prompt() -> No
     assert batch.shares == (Share(2, 1), Share(3, 1), Share(1, CHUNK - 2))
 
 
+def test_no_more_works_are_restarted_than_the_missing_rows_need() -> None:
+    """A restart computes a whole sequence again: that of 3 frees exactly the rows that 1 lacks."""
+    demands = [decode(1, n_rows=10), decode(2), decode(3)]
+    fit = planner().preempt(Batch("a", (Share(1, 10),)), demands, 0)
+    assert fit.restarted == (3,)
+    assert fit.batch.shares == (Share(1, 10),)
+
+
 def test_prompts_alone_fill_the_batch_a_chunk_each() -> None:
     (batch,) = planner().schedule([prompt(key, 100) for key in range(6)])
     assert batch.shares == tuple(Share(key, CHUNK) for key in range(4))

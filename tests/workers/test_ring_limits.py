@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import numpy as np
@@ -80,3 +81,28 @@ def test_what_a_worker_refuses_goes_to_the_daemon_which_knows_who_sent_it(kind: 
     assert [message for message in sent if not isinstance(message, ipc.Turned)] == [ipc.Arrived(sender=A)]
     assert not seat.waiting
     assert not seat.is_running
+
+
+def test_without_a_link_rows_go_through_the_daemon_where_they_may_and_else_nowhere() -> None:
+    sent: list[Any] = []
+    ring = Ring(lambda message, *_: sent.append(message), lambda *_: None, lambda *_: None)
+    seat, rows = seated()[1], tensor_bytes(np.zeros((1, 64), np.float32))
+    assert ring.pass_rows(seat, 4, 1, rows, (), may_relay=False) is False
+    assert sent == []
+    assert ring.pass_rows(seat, 4, 1, rows, (), may_relay=True) is True
+    assert sent == [ipc.Relay(request_id="r", receiver=B)]
+
+
+def test_a_link_that_ends_while_rows_leave_is_reported_and_not_used_again() -> None:
+    sent: list[Any] = []
+    ours, theirs = socket.socketpair()
+    ring = Ring(lambda message, *_: sent.append(message), lambda *_: None, lambda *_: None)
+    secret = memoryview(bytes(range(32)) + bytes(8))
+    ring.take_link(ipc.TakeLink(id=1, peer=B, direction="sending"), secret, ours)
+    theirs.close()
+    seat, rows = seated()[1], tensor_bytes(np.zeros((1, 64), np.float32))
+    assert ring.pass_rows(seat, 4, 1, rows, (), may_relay=False)
+    assert [(each.peer, each.direction) for each in sent if isinstance(each, ipc.LinkLost)] == [
+        (B, "sending")
+    ]
+    assert not ring.pass_rows(seat, 5, 1, rows, (), may_relay=False), "there is no link any more"

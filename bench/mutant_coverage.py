@@ -1,0 +1,93 @@
+"""A pytest plugin that records which lines of some files each test runs, and how long the test takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Collection, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+WALL_WEIGHT = 1 / 3
+"""Other programs may run beside a test, but one that sleeps costs its time, too."""
+
+
+@dataclass(frozen=True)
+class TestRun:
+    """What one test did over the unchanged tree."""
+
+    test: str
+    """Its node id in pytest."""
+    took_s: float
+    """Of the processor, or a third of the time that went by if that is more."""
+    lines: dict[str, frozenset[int]]
+    """By absolute path."""
+
+    def runs(self, path: str, first: int, last: int) -> bool:
+        """Whether it runs one of the lines `first` to `last` of the file."""
+        return any(first <= line <= last for line in self.lines.get(path, ()))
+
+
+class LineRecorder:
+    """Writes what it has recorded of the tests that passed to `output`, also when it stops them after
+    `seconds`."""
+
+    def __init__(self, paths: Collection[str], output: Path, seconds: float) -> None:
+        self._paths = frozenset(paths)
+        self._output = output
+        self._seconds = seconds
+        self._began_s = time.monotonic()
+        self._lines = set[tuple[str, int]]()
+        self._failed = set[str]()
+        self._runs: list[dict[str, object]] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._lines = set()
+        began_s, wall_s = time.process_time(), time.monotonic()
+        threading.settrace(self._call)
+        sys.settrace(self._call)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+            took_s = max(time.process_time() - began_s, WALL_WEIGHT * (time.monotonic() - wall_s))
+            if item.nodeid not in self._failed:
+                lines: dict[str, list[int]] = {}
+                for path, line in self._lines:
+                    lines.setdefault(path, []).append(line)
+                self._runs.append({"test": item.nodeid, "took_s": took_s, "lines": lines})
+            if time.monotonic() - self._began_s > self._seconds:
+                item.session.shouldstop = "enough tests were run"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.passed:
+            self._failed.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        self._output.write_text(json.dumps(self._runs))
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename in self._paths else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            self._lines.add((frame.f_code.co_filename, frame.f_lineno))
+        return self._line
+
+
+def recorded(output: Path) -> list[TestRun]:
+    """What a LineRecorder wrote; nothing if the run ended before it could."""
+    if not output.exists():
+        return []
+    return [
+        TestRun(x["test"], x["took_s"], {path: frozenset(lines) for path, lines in x["lines"].items()})
+        for x in json.loads(output.read_text())
+    ]
