@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 RESULT = RESULTS / "mutants.json"
 EQUIVALENT = Path(__file__).parent / "mutants_equivalent.json"
 ROOMS = {
-    "swarm/byte_budget": ["swarmllm/swarm/byte_budget*.py"],
+    "swarm/byte_budget": ["swarmllm/swarm/byte_budget.py"],
     "swarm/peers": ["swarmllm/swarm/peers/*.py"],
     "swarm/membership": ["swarmllm/swarm/membership/*.py"],
     "swarm/data": ["swarmllm/swarm/data/*.py"],
