@@ -47,7 +47,7 @@ ROOMS = {
     "api/http/limits": ["swarmllm/api/http/limits.py"],
     "transfer": ["swarmllm/transfer/fetch_plan.py", "swarmllm/transfer/uploads.py"],
     "workers/ring": ["workers/swarmllm_workers/ring/*.py"],
-    "workers/schedule": [f"workers/swarmllm_workers/schedule/{x}.py" for x in ("cells", "slots", "planner")],
+    "workers/schedule": [f"workers/swarmllm_workers/{x}.py" for x in ("engine/slots", "schedule/planner")],
     "workers/cache": ["workers/swarmllm_workers/cache/*.py"],
 }
 
