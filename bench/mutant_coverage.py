@@ -27,7 +27,7 @@ class TestRun:
     took_s: float
     """Of the processor, or a third of the time that went by if that is more."""
     lines: dict[str, frozenset[int]]
-    """By absolute path."""
+    """By path in the tree."""
 
     def runs(self, path: str, first: int, last: int) -> bool:
         """Whether it runs one of the lines `first` to `last` of the file."""
@@ -36,10 +36,10 @@ class TestRun:
 
 class LineRecorder:
     """Writes what it has recorded of the tests that passed to `output`, also when it stops them after
-    `seconds`."""
+    `seconds`. `paths` are those of the files in `tree`."""
 
-    def __init__(self, paths: Collection[str], output: Path, seconds: float) -> None:
-        self._paths = frozenset(paths)
+    def __init__(self, tree: Path, paths: Collection[str], output: Path, seconds: float) -> None:
+        self._names = {str(tree / path): path for path in paths}
         self._output = output
         self._seconds = seconds
         self._began_s = time.monotonic()
@@ -61,8 +61,8 @@ class LineRecorder:
             took_s = max(time.process_time() - began_s, WALL_WEIGHT * (time.monotonic() - wall_s))
             if item.nodeid not in self._failed:
                 lines: dict[str, list[int]] = {}
-                for path, line in self._lines:
-                    lines.setdefault(path, []).append(line)
+                for path, line in sorted(self._lines):
+                    lines.setdefault(self._names[path], []).append(line)
                 self._runs.append({"test": item.nodeid, "took_s": took_s, "lines": lines})
             if time.monotonic() - self._began_s > self._seconds:
                 item.session.shouldstop = "enough tests were run"
@@ -72,10 +72,12 @@ class LineRecorder:
             self._failed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        self._output.write_text(json.dumps(self._runs))
+        unfinished = self._output.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(self._runs))
+        unfinished.replace(self._output)
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self._line if frame.f_code.co_filename in self._paths else None
+        return self._line if frame.f_code.co_filename in self._names else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import queue
 import resource
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
@@ -43,7 +45,7 @@ FILES_MAX = 6
 """So many files are run for a change."""
 FILES_LOOKED_AT_MAX = 12
 """In so many of the nearest files tests are looked for that run the changed line."""
-PROCESSOR_MAX_S = int(4 * RUN_S)
+PROCESSOR_MAX_S = int(3 * RUN_S)
 """Of a run: an endless loop need not wait for the deadline, which leaves room for other programs."""
 MEMORY_MAX_BYTES = 12 * 2**30
 """Of a run: a change may well remove a limit."""
@@ -75,6 +77,15 @@ class MutantRuns:
                 _copy(source / name, copy / name)
             self._copies.put(copy)
         self._tests = test_map(source)
+        self._paths = [
+            str(path.relative_to(source))
+            for package, folder in PRODUCT.items()
+            for path in sorted((source / folder / package).rglob("*.py"))
+        ]
+        self._digest = b"".join(hashlib.blake2b((source / x).read_bytes()).digest() for x in self._paths)
+        self._known = Path(tempfile.gettempdir()) / "swarmllm-mutants-known"
+        """What test files run of a product, by the content of both."""
+        self._known.mkdir(mode=0o700, exist_ok=True)
         for name in IMPORTED_BEFORE:
             import_module(name)
 
@@ -100,7 +111,7 @@ class MutantRuns:
     def _chosen(self, copy: Path, test: str, path: str, mutation: Mutation, left_s: float) -> list[TestRun]:
         """The quickest tests of a file that run the changed line."""
         last = mutation.line + (copy / path).read_bytes()[mutation.start : mutation.end].count(b"\n")
-        found = [x for x in self._runs_of(test, copy) if x.runs(str(copy / path), mutation.line, last)]
+        found = [x for x in self._runs_of(test, copy) if x.runs(path, mutation.line, last)]
         chosen, sum_s = [], 0.0
         for each in sorted(found, key=lambda x: x.took_s):
             if sum_s + each.took_s <= (min(left_s, FILE_S) if chosen else left_s):
@@ -124,21 +135,14 @@ class MutantRuns:
     def _runs_of(self, test: str, copy: Path) -> list[TestRun]:
         """What the tests of a file that pass over the unchanged tree run."""
         if test not in self._measured:
-            output = self._work / f"{copy.name}.lines.json"
-            output.unlink(missing_ok=True)
-            recorder = LineRecorder(self._paths(copy), output, MEASURE_S)
-            run = _run(copy, [test], 3 * MEASURE_S, self._work, recorder)
+            content = hashlib.blake2b(self._digest + (copy / test).read_bytes(), digest_size=16)
+            output = self._known / f"{content.hexdigest()}.json"
+            if not output.exists():
+                recorder = LineRecorder(copy, self._paths, output, MEASURE_S)
+                run = _run(copy, [test], 3 * MEASURE_S, self._work, recorder)
+                print(f"{test}: {run.status} in {run.took_s:.0f} s", flush=True)
             self._measured[test] = recorded(output)
-            print(
-                f"{test}: {run.status}, {len(self._measured[test])} tests in {run.took_s:.0f} s", flush=True
-            )
         return self._measured[test]
-
-    def _paths(self, copy: Path) -> list[str]:
-        """Every module of the product."""
-        return [
-            str(x) for package, folder in PRODUCT.items() for x in (copy / folder / package).rglob("*.py")
-        ]
 
 
 def _run(
@@ -194,6 +198,17 @@ def _become_pytest(
         options = ["-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", f"--basetemp={scratch}"]
         # pytest would like to rewrite its plugins, some of which are there already.
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        from hypothesis import HealthCheck, Phase, settings
+
+        # As in tests/conftest.py, but one example is enough to notice a change.
+        settings.register_profile(
+            "mutants",
+            derandomize=True,
+            deadline=None,
+            phases=(Phase.explicit, Phase.generate),
+            suppress_health_check=[HealthCheck.too_slow],
+        )
+        options.append("--hypothesis-profile=mutants")
         if recorder is None:
             options.append("-x")
         code = int(pytest.main([*options, *tests], plugins=[recorder] if recorder else []))

@@ -142,6 +142,24 @@ async def test_over_a_libp2p_stream_a_reader_may_take_its_time(tmp_path: Path) -
                 await arrived.wait()
 
 
+async def test_a_connection_that_another_has_replaced_delivers_nothing_more(tmp_path: Path) -> None:
+    """What it still brought would overtake, or repeat, what its successor brings."""
+    async with two_nodes(tmp_path) as (a, b):
+        await exchange(a, b, [b"first"])
+        heard: list[bytes] = []
+
+        async def keep(sender: str, header: bytes, payload: memoryview) -> None:
+            heard.append(header)
+
+        b.serve(refuse, keep)
+        receiving = neighbour_of(b, a.node_id).receiving
+        assert receiving is not None
+        await b.plane._take(receiving, b"in use", memoryview(b""))
+        receiving.retired = True
+        await b.plane._take(receiving, b"too late", memoryview(b""))
+        assert heard == [b"in use"]
+
+
 async def test_both_dialling_at_once_lose_and_reorder_nothing(tmp_path: Path) -> None:
     payloads = [bytes([number % 256]) * (number * 1000) for number in range(100)]
     async with two_nodes(tmp_path) as (a, b):

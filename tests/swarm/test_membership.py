@@ -102,6 +102,23 @@ def test_a_gater_keeps_its_proofs_in_the_directory_that_it_is_given() -> None:
     assert ConnectionGater()._proved_with is not None
 
 
+def test_a_file_of_keys_is_read_again_only_when_it_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gater looks every few seconds: it would fill the log, and read the disk, for nothing."""
+    caplog.set_level("INFO", "swarmllm")
+    file = NetworkFile(tmp_path)
+    network = file.change(lambda _: private_network(new_secret()))
+    gater = ConnectionGater(network, file=file)
+    for _ in range(3):
+        gater.refresh()
+    assert caplog.messages == []
+    file.change(lambda known: known.rotated(new_secret(), 0.0, 0.0))
+    for _ in range(3):
+        gater.refresh()
+    assert caplog.messages == ["the network's keys were read again"]
+
+
 def test_connected_nodes_that_are_no_longer_let_in_are_outdated() -> None:
     bad, good = node_id_named("bad"), node_id_named("good")
 
