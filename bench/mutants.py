@@ -1,8 +1,9 @@
 """Do the tests notice a wrong line? `python -m bench.mutants [--n 200] [--seed S] [--only MODULE]`.
 
 Changes one line of the bookkeeping and limits at a time (bench/mutations.py) in a private copy of the tree,
-runs the test files nearest to it (bench/mutant_tests.py), and says which changes no test noticed. A run that
-hangs past its deadline counts as noticed and is listed apart. `--list` only shows what would be changed.
+runs the tests that run this line (bench/mutant_coverage.py) of the test files nearest to it
+(bench/mutant_tests.py), and says which changes no test noticed. A run that hangs past its deadline counts as
+noticed and is listed apart. `--list` only shows what would be changed.
 `--resume` goes on where the last run with this seed stopped; `--survivors` tries those that survived it
 again, to see whether a new test notices them. bench/mutants_equivalent.json has the survivors that change
 nothing one could observe, each with the reason.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+from bench.mutant_coverage import recorded
 from bench.mutant_tests import test_map as map_of_tests
 from bench.mutants import Verdict, drawn_mutants, report
 from bench.mutations import Mutation, mutations, sampled
@@ -105,3 +108,30 @@ def test_a_hang_counts_as_noticed_and_is_listed_apart() -> None:
     assert "3 of 4 (75.0%)" in text
     assert "Survived:\n\n- line 3: `m:3`" in text
     assert "Timed out:\n\n- `m:2`" in text
+
+
+def test_the_recorder_tells_which_lines_each_test_that_passes_runs(tmp_path: Path) -> None:
+    (tmp_path / "limits.py").write_text("def bounded(n):\n    if n > 3:\n        return 3\n    return n\n")
+    (tmp_path / "test_limits.py").write_text(
+        "from limits import bounded\n\n"
+        "def test_below():\n    assert bounded(1) == 1\n\n"
+        "def test_above():\n    assert bounded(9) == 3\n\n"
+        "def test_wrong():\n    assert bounded(9) == 9\n"
+    )
+    program = (
+        "import sys, pytest; from pathlib import Path; from bench.mutant_coverage import LineRecorder\n"
+        "tree = Path(sys.argv[1])\n"
+        "recorder = LineRecorder(tree, ['limits.py'], tree / 'lines.json', 60)\n"
+        "pytest.main(['-q', '-p', 'no:cacheprovider', str(tree)], plugins=[recorder])\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True, capture_output=True, timeout=60
+    )
+    below, above = recorded(tmp_path / "lines.json")
+    assert (below.test.rpartition("::")[2], above.test.rpartition("::")[2]) == ("test_below", "test_above")
+    assert (below.lines, above.lines) == (
+        {"limits.py": frozenset({2, 4})},
+        {"limits.py": frozenset({2, 3})},
+    )
+    assert above.runs("limits.py", 3, 3)
+    assert not below.runs("limits.py", 3, 3)
