@@ -24,7 +24,7 @@ from swarmllm.node.views import Coverages, ModelView, view_model, view_waiting
 from swarmllm.swarm.records.registry import Registry, SwarmModel
 from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, ModelFile, WorkerPool
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 
 Progress = Callable[[int, int], None]
 Then = Callable[[], Awaitable[object]]
@@ -56,7 +56,7 @@ class ModelKeeper:
         self.presets = NamedPresets(catalogue)
         self._cut_checks = CutChecks(pool, catalogue)
         self._coverages = Coverages(node_id, nickname_of)
-        self.by_hand: Callable[[str], None] = lambda model_id: None
+        self.by_hand: Callable[[ModelId], None] = lambda model_id: None
         """Told the id of a model that its user loads, unloads or removes."""
 
     async def list(self) -> tuple[ModelView, ...]:

@@ -14,12 +14,14 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import trio
 
 from swarmllm.errors import InvalidRequest, SwarmLLMError, WorkerError
 from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.workerpool import LoadOptions
+from swarmllm_proto.identifiers import ModelId
 
 FOREVER_S = math.inf
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -62,35 +64,35 @@ class _Kept:
 
 class KeepAlive:
     def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[ModelId, _Kept] = {}
 
-    def __contains__(self, model_id: str) -> bool:
+    def __contains__(self, model_id: ModelId) -> bool:
         return model_id in self._kept
 
-    def loaded(self, model_id: str, keep_s: float, now_s: float) -> None:
+    def loaded(self, model_id: ModelId, keep_s: float, now_s: float) -> None:
         self._kept[model_id] = _Kept(keep_s, now_s)
 
-    def begin(self, model_id: str, keep_s: float | None) -> None:
+    def begin(self, model_id: ModelId, keep_s: float | None) -> None:
         """A request; `keep_s`: what it says, from now on."""
         if (kept := self._kept.get(model_id)) is not None:
             kept.n_requests += 1
             if keep_s is not None:
                 kept.keep_s = keep_s
 
-    def end(self, model_id: str, now_s: float) -> None:
+    def end(self, model_id: ModelId, now_s: float) -> None:
         if (kept := self._kept.get(model_id)) is not None and kept.n_requests:
             kept.n_requests -= 1
             kept.since_s = now_s
 
-    def forget(self, model_id: str) -> None:
+    def forget(self, model_id: ModelId) -> None:
         """It is gone, or stays because a person loaded it."""
         self._kept.pop(model_id, None)
 
-    def is_expired(self, model_id: str, now_s: float) -> bool:
+    def is_expired(self, model_id: ModelId, now_s: float) -> bool:
         kept = self._kept.get(model_id)
         return kept is not None and not kept.n_requests and kept.since_s + kept.keep_s <= now_s
 
-    def expired(self, now_s: float) -> tuple[str, ...]:
+    def expired(self, now_s: float) -> tuple[ModelId, ...]:
         return tuple(model_id for model_id in self._kept if self.is_expired(model_id, now_s))
 
     def next_s(self) -> float:
@@ -98,14 +100,14 @@ class KeepAlive:
         idle = (kept.since_s + kept.keep_s for kept in self._kept.values() if not kept.n_requests)
         return min(idle, default=math.inf)
 
-    def idle_longest(self) -> str | None:
+    def idle_longest(self) -> ModelId | None:
         """The model that goes first where memory is needed."""
         idle = {model_id: kept.since_s for model_id, kept in self._kept.items() if not kept.n_requests}
         return min(idle, key=lambda model_id: idle[model_id], default=None)
 
-    def expires_in_s(self, model_id: str, now_s: float) -> float | None:
+    def expires_in_s(self, model_id: ModelId | Literal[""], now_s: float) -> float | None:
         """None: it was not loaded for a request, or stays for ever."""
-        kept = self._kept.get(model_id)
+        kept = self._kept.get(model_id) if model_id else None
         if kept is None or math.isinf(kept.keep_s):
             return None
         return kept.keep_s if kept.n_requests else max(0.0, kept.since_s + kept.keep_s - now_s)
@@ -138,7 +140,7 @@ class OnDemand:
         self._managed = managed
         self._may_load = may_load
         self._kept = KeepAlive()
-        self._entries: dict[str, CatalogueEntry] = {}
+        self._entries: dict[ModelId, CatalogueEntry] = {}
         self._changing = trio.Lock()
         """One load or drop at a time: each is fitted into the memory that the others leave."""
         self._going: set[str] = set()
@@ -165,12 +167,12 @@ class OnDemand:
             self._kept.end(model_id, trio.current_time())
             self._changed.set()
 
-    def forget(self, model_id: str) -> None:
+    def forget(self, model_id: ModelId) -> None:
         """A person has loaded or unloaded it."""
         self._kept.forget(model_id)
         self._entries.pop(model_id, None)
 
-    def expires_in_s(self, model_id: str) -> float | None:
+    def expires_in_s(self, model_id: ModelId | Literal[""]) -> float | None:
         """None: it does not."""
         return self._kept.expires_in_s(model_id, trio.current_time())
 
@@ -209,14 +211,14 @@ class OnDemand:
         self._kept.loaded(entry.model_id, keep_s, trio.current_time())
         self._changed.set()
 
-    async def _let_go(self, model_id: str) -> None:
+    async def _let_go(self, model_id: ModelId) -> None:
         async with self._changing:
             # Somebody may have asked for it while another one went.
             if self._kept.is_expired(model_id, trio.current_time()):
                 log.info("unloading %s, which nobody has asked for", self._entries[model_id].name)
                 await self._drop_now(model_id)
 
-    async def _drop_now(self, model_id: str) -> None:
+    async def _drop_now(self, model_id: ModelId) -> None:
         entry = self._entries[model_id]
         self.forget(model_id)
         self._going.add(model_id)
