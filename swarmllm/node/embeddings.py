@@ -22,7 +22,7 @@ from swarmllm.node.admission import Admission
 from swarmllm.node.requests import UserRequests
 from swarmllm.pipeline.origin.generation import token_ids
 from swarmllm.pipeline.pipelines import Pipelines
-from swarmllm.pipeline.request_id import further_id
+from swarmllm.pipeline.request import further_id
 from swarmllm.scheduling.tiers import LOCAL, Caller
 from swarmllm.workerpool import ModelFile, WorkerPool
 from swarmllm_proto.swarm import Stage

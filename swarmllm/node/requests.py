@@ -19,7 +19,7 @@ import trio
 from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.node.request_messages import account
 from swarmllm.node.views import RequestCounts
-from swarmllm.pipeline.request_id import further_id, new_request_id
+from swarmllm.pipeline.request import further_id, new_request_id
 
 if TYPE_CHECKING:
     from swarmllm.node.metrics import Metrics, Outcome

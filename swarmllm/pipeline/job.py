@@ -18,7 +18,7 @@ from itertools import pairwise
 from swarmllm.models.layers import LayerRange
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import FinishReason, Token
-from swarmllm_proto.swarm import LayerForward, Stage, StageTiming
+from swarmllm_proto.swarm import LayerForward, Stage, StageTiming, StreamingToken
 from swarmllm_proto.tensors import Tensor
 
 
@@ -64,6 +64,11 @@ class Job:
     they build stages of a broken pipeline again."""
     finish_reason: FinishReason | None = None
     """Set by HEAD with the last token."""
+    is_passed_on: bool = False
+    """The token that has just been sampled is on its way to the first stage, and to the origin if that is
+    there."""
+    untold: tuple[StreamingToken, bytes] | None = None
+    """The same token for the origin, which is told once the job has left."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,14 +30,14 @@ from swarmllm.pipeline.origin.embedding_rows import Rows, RowsChain, local_rows,
 from swarmllm.pipeline.origin.generation import Generation, Prompt, Source, token_ids
 from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.retry_policy import Pace, RetryPolicy
-from swarmllm.pipeline.request_id import further_id, new_request_id
+from swarmllm.pipeline.request import further_id, new_request_id, request_context
 from swarmllm.pipeline.route.assembly import Affinity, Assembly
 from swarmllm.pipeline.route.inputs import Load
 from swarmllm.pipeline.route.measuring import ObservedCompute, learn, measure
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects, sparing
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.stage.admission import Sessions, request_context
+from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS, Room, held_here
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.inbox import Inbox
@@ -128,8 +128,7 @@ class Pipelines:
             self._suspects,
             note,
             trust_of,
-            self._is_busy,
-            lambda: self.room().free_slots,
+            self._here,
         )
         self._attempts = Attempts(
             router,
@@ -143,7 +142,6 @@ class Pipelines:
             self._checker,
         )
         self._links = links or NoStageLinks()
-        self._sessions.on_open = self._links.join
         self._inbox = Inbox(
             self._sessions, self._attempts.chains, self._suspects, self._counts, note, self._checker.replies
         )
@@ -156,14 +154,9 @@ class Pipelines:
         counts.active_stage_requests = self._sessions.n_for_others()
         counts.jobs_by_link = self._links.n_jobs
         counts.segments_served += sum(
-            session.n_jobs
-            for session in self._sessions.by_request.values()
-            if session.view.origin != self._node_id
+            session.n_jobs for session in self._sessions.all_running() if session.view.origin != self._node_id
         )
         return counts
-
-    def _is_busy(self) -> bool:
-        return bool(self._here.own) or self._sessions.n_for_others() > 0
 
     def room(self) -> Room:
         """For one more request, of the model with least of it."""
@@ -454,6 +447,7 @@ class Pipelines:
         if self._nursery is None:
             raise SwarmLLMError("the node is stopping")
         spawn(self._nursery, "request", self._run_session, session, failed=session.has_failed)
+        self._links.join(session.context)
 
     async def _run_session(self, session: Session) -> None:
         await session.run()
@@ -468,8 +462,6 @@ class Pipelines:
 
     def _look_for_lost(self) -> None:
         """A reader of changes that falls behind may have missed a disconnection."""
-        involved = {
-            node_id for session in self._sessions.by_request.values() for node_id in session.view.node_ids
-        }
+        involved = {node_id for session in self._sessions.all_running() for node_id in session.view.node_ids}
         for node_id in involved - self._router.connected() - {self._node_id}:
             self._lost(node_id)

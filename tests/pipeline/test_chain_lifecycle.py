@@ -16,8 +16,8 @@ from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.lifecycle import LIFECYCLE, OF_STAGES, OVER, ChainEvent, ChainState, diagram
+from swarmllm.pipeline.request import OriginMessage, RequestContext
 from swarmllm.pipeline.stage.failure_reports import damage_report
-from swarmllm.pipeline.stage.walker import OriginMessage, RequestContext
 from swarmllm.state_table import UnknownTransition
 from swarmllm.workerpool import ModelFile
 from swarmllm_proto.ipc import Sampling

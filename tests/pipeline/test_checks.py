@@ -20,8 +20,8 @@ from bench.arithmetic import PRIME, FakePool, uncut
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.check.checker import Checker
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, Deed
 from swarmllm_proto.codec import decode_job, decode_request, decode_response, encode_job, encode_request

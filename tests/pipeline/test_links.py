@@ -19,10 +19,10 @@ from bench.arithmetic import FakePool, uncut
 from swarmllm.errors import NodeUnreachable, WorkerDied
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.job import RequestView
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.links import RETRY_S, StageLinks
 from swarmllm.pipeline.stage.session import Session
-from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm.workerpool.ring import RingCalls

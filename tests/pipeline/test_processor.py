@@ -30,7 +30,8 @@ from swarmllm.pipeline.processor import (
     diagram,
     next_state,
 )
-from swarmllm.pipeline.stage.walker import RequestContext, Walker
+from swarmllm.pipeline.request import RequestContext
+from swarmllm.pipeline.stage.walker import Walker
 from swarmllm.state_table import UnknownTransition
 from swarmllm.workerpool import ModelFile
 from swarmllm.workerpool.forward_result import ForwardResult

@@ -315,7 +315,7 @@ async def test_no_more_is_held_than_could_run() -> None:
         with trio.fail_after(PATIENCE_S):
             while len(pool.slots) > 2:
                 await trio.lowlevel.checkpoint()
-        assert set(sessions.held) == set(pool.slots) == {"r3", "r4"}
+        assert {each.context.request_id for each in sessions.held()} == set(pool.slots) == {"r3", "r4"}
         for request_id in ("r3", "r4"):
             sessions.cancel(A, request_id)
         await swarm.quiet()

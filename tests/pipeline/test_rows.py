@@ -19,7 +19,7 @@ from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.embedding_rows import RowsChain
-from swarmllm.pipeline.stage.walker import RequestContext
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.workerpool import ModelFile
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PrefillProgress, Stage

@@ -47,7 +47,7 @@ class CountingPool(FakePool):
 
 
 class Parts:
-    """A session of node a, the first of two stages, with its callbacks counted."""
+    """A session of node a, the first of two stages, and its owner, who counts."""
 
     def __init__(self, network: InMemoryNetwork) -> None:
         for name in (O, B):
@@ -61,12 +61,14 @@ class Parts:
             network.add(A),
             silence_timeout_s=SILENCE_S,
             hold_s=HOLD_S,
-            on_hold=lambda _: self._count("n_holds"),
-            on_end=lambda _: self._count("n_ends"),
+            owner=self,
         )
 
-    def _count(self, name: str) -> None:
-        setattr(self, name, getattr(self, name) + 1)
+    def hold(self, session: Session) -> None:
+        self.n_holds += 1
+
+    def close(self, session: Session) -> None:
+        self.n_ends += 1
 
     def take(self) -> None:
         """As another pipeline does: not before the work is over."""

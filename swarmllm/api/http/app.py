@@ -28,7 +28,7 @@ from swarmllm.config import Config
 from swarmllm.keys import KeyRing
 from swarmllm.node import Node
 from swarmllm.node.metrics import CONTENT_TYPE
-from swarmllm.pipeline.request_id import new_request_id
+from swarmllm.pipeline.request import new_request_id
 
 health = Blueprint("health", __name__)
 

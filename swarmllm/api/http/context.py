@@ -14,7 +14,7 @@ from swarmllm.config import Config
 from swarmllm.errors import InvalidRequest
 from swarmllm.keys import ApiKey
 from swarmllm.node import Node
-from swarmllm.pipeline.request_id import new_request_id
+from swarmllm.pipeline.request import new_request_id
 from swarmllm.scheduling.tiers import LOCAL, Caller
 
 NODE = "swarmllm.node"

@@ -24,7 +24,7 @@ from swarmllm.api.output.response import HEADERS_AFTER_S, WAITING_EVERY_S, Ask, 
 from swarmllm.api.output.swarm_report import swarm_headers
 from swarmllm.node import Node
 from swarmllm.pipeline.origin.generation import Generation
-from swarmllm.pipeline.request_id import further_id
+from swarmllm.pipeline.request import further_id
 
 Json = dict[str, object]
 

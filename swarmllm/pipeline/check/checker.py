@@ -13,6 +13,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import trio
 
@@ -32,10 +33,11 @@ from swarmllm.pipeline.check.verdict import (
     judge_tokens,
 )
 from swarmllm.pipeline.origin.chain import Chain
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.route import composes
 from swarmllm.swarm.peers.trust import Deed, Note
@@ -90,6 +92,16 @@ class _Found:
     results: Tensor | list[Sampled]
 
 
+class NodeLoad(Protocol):
+    """What this node has to do."""
+
+    def is_busy(self) -> bool:
+        """Whether requests run here."""
+        ...
+
+    def room(self) -> Room: ...
+
+
 @dataclass(slots=True)
 class Checker:
     router: Router
@@ -100,10 +112,7 @@ class Checker:
     suspects: Suspects
     note: Note
     trust_of: Callable[[NodeId], float]
-    is_busy: Callable[[], bool]
-    """Whether requests run on this node."""
-    n_free_slots: Callable[[], int]
-    """Of this node's workers."""
+    here: NodeLoad
     chance: Chance = field(default_factory=lambda: random.SystemRandom().random)
     replies: Replies = field(default_factory=Replies)
     _pending: deque[_Pending] = field(default_factory=deque)
@@ -166,7 +175,7 @@ class Checker:
 
     async def _quiet(self) -> None:
         for _ in range(int(IDLE_WAIT_S / LOOK_S)):
-            if not self.is_busy():
+            if not self.here.is_busy():
                 return
             await trio.sleep(LOOK_S)
 
@@ -183,7 +192,7 @@ class Checker:
         could."""
         loaded = self.compute.loaded(pending.context.model.model_id)
         if composes(loaded, pending.context.view.layers(pending.stage)):
-            if self.n_free_slots() < SPARE_SLOTS:
+            if self.here.room().free_slots < SPARE_SLOTS:
                 self.counts.checks_dropped += 1
                 return None
             return await self._computed_by(pending, None)

@@ -11,8 +11,8 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.check.recompute import Task, compute_here
 from swarmllm.pipeline.check.sampling import Stretch
 from swarmllm.pipeline.check.verdict import Evidence, TokenEvidence
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.scheduling.route import composes
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_response, encode_request

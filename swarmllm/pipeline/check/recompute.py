@@ -20,9 +20,8 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.check.sampling import STRETCH_ROWS
 from swarmllm.pipeline.check.verdict import Sampled, TokenEvidence
 from swarmllm.pipeline.origin.assignment import assign
-from swarmllm.pipeline.request_id import new_request_id
+from swarmllm.pipeline.request import RequestContext, new_request_id
 from swarmllm.pipeline.stage.compute import Compute, SampledToken
-from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.errors import BadTensor

@@ -34,12 +34,12 @@ from swarmllm.pipeline.origin.single_stage import RemoteChain, open_local
 from swarmllm.pipeline.repair.probing import probe
 from swarmllm.pipeline.repair.rebuild import what_is_left
 from swarmllm.pipeline.repair.retry_policy import Pace
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.session import Session
-from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.supervision import spawn
 from swarmllm.swarm.peers.trust import Deed, Note
@@ -205,7 +205,7 @@ class Attempts:
     async def _look(self, chain: Chain) -> None:
         """It has been silent, or is too slow: who is at work, and is that worth waiting for?"""
         context, timeout_s = chain.context, self._settings.ack_timeout_s / 2
-        session = self._sessions.by_request.get(context.request_id)
+        session = self._sessions.running(context.request_id)
         n_due = chain.n_due
         found = await probe(
             self._router,

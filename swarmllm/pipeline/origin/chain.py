@@ -38,6 +38,7 @@ from swarmllm.pipeline.origin.prefixes import PrefixNames
 from swarmllm.pipeline.repair.plan import Left, is_anew, rebuilds
 from swarmllm.pipeline.repair.rebuild import Feeding
 from swarmllm.pipeline.repair.retry_policy import Pace
+from swarmllm.pipeline.request import OriginMessage, RequestContext
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm.pipeline.stage.failure_reports import (
     BAD_ROWS,
@@ -46,7 +47,6 @@ from swarmllm.pipeline.stage.failure_reports import (
     reported_error,
 )
 from swarmllm.pipeline.stage.session import Session
-from swarmllm.pipeline.stage.walker import OriginMessage, RequestContext
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import PipelineError, PrefillProgress, StageBlocks, StreamingToken

@@ -18,8 +18,8 @@ from swarmllm.errors import RemoteError
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.lifecycle import ChainEvent
 from swarmllm.pipeline.origin.output import BrokenPromise, Chunk
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import PrefillProgress, Stage

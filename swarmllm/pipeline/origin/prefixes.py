@@ -20,8 +20,8 @@ import trio
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.origin.assignment import assign
+from swarmllm.pipeline.request import OriginSide, RequestContext
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.pipeline.stage.walker import OriginSide, RequestContext
 from swarmllm.swarm.router import Router
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, secret_root
 from swarmllm_proto.identifiers import ModelId, NodeId

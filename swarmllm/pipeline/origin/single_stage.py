@@ -14,9 +14,9 @@ from swarmllm.errors import WorkerError
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import Guesses, Shape, StageReport
 from swarmllm.pipeline.origin.lifecycle import ChainEvent
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute, LocalGeneration
 from swarmllm.pipeline.stage.session import Session
-from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Token

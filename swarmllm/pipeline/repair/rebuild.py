@@ -15,8 +15,8 @@ from swarmllm.pipeline.origin.assignment import assign
 from swarmllm.pipeline.origin.output import Chunk, PromptWindow
 from swarmllm.pipeline.origin.prefixes import Asker
 from swarmllm.pipeline.repair.plan import Left, Rebuild
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.admission import Sessions
-from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import PipelineAssignment, ReplayRows, Stage, StageRows
 

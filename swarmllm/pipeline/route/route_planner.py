@@ -44,6 +44,10 @@ class LocalLoad:
         self._sessions = sessions
         self._settings = settings
 
+    def is_busy(self) -> bool:
+        """Whether requests run here, of anybody."""
+        return bool(self.own) or self._sessions.n_for_others() > 0
+
     def room(self) -> Room:
         """For one more request, of the model with least of it."""
         return room_left(self._held(), self._settings, self._pool.context_sizes())

@@ -18,19 +18,17 @@ import trio
 from swarmllm.errors import NodeBusy, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.catalogue import Catalogue
-from swarmllm.models.entry import CatalogueEntry
-from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.prefixes import PATIENCE_S, give_names
+from swarmllm.pipeline.request import OriginSide, RequestContext, request_context
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, Held, Place, Shares, held_here
 from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.stage.lifecycle import SessionState
 from swarmllm.pipeline.stage.session import NO_ROWS, Session
-from swarmllm.pipeline.stage.walker import OriginSide, RequestContext
 from swarmllm.scheduling.route import composes
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import Note, unnoted
 from swarmllm.swarm.router import Router
-from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import KeptRows
 from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageBlocks, StageRows, StageState
@@ -39,25 +37,6 @@ log = logging.getLogger(__name__)
 
 REMEMBERED_CANCELS = 1024
 """A cancellation may overtake the assignment it cancels, because the two travel differently."""
-
-
-def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_id: NodeId) -> RequestContext:
-    return RequestContext(
-        request_id=assignment.request_id,
-        model=ModelFile.of(entry),
-        n_embd=entry.manifest.n_embd,
-        n_vocab=entry.manifest.n_vocab,
-        n_prompt_tokens=assignment.n_prompt_tokens,
-        sampling=assignment.sampling,
-        generated=assignment.generated,
-        wants=assignment.wants,
-        view=RequestView(
-            node_id=node_id,
-            origin=assignment.origin,
-            stages=assignment.stages,
-            prompt_here=assignment.origin == node_id,
-        ),
-    )
 
 
 class Refused(Exception):
@@ -81,15 +60,26 @@ class Sessions:
     catalogue: Catalogue
     settings: PipelineSettings
     start_soon: Callable[[Session], None]
+    """Also has the workers' links take part in its request."""
     note: Note = unnoted
     budget: ByteBudget = field(default_factory=ByteBudget)
-    on_open: Callable[[RequestContext], None] = lambda context: None
     by_request: dict[str, Session] = field(default_factory=dict)
-    held: dict[str, Session] = field(default_factory=dict)
-    """Requests whose pipeline broke, by request: another one may go on with what they have here."""
+    """Those that run, and those that are held because their pipeline broke and another one may go on. The
+    latter stand in the order in which they came to be held."""
     _shares: dict[str | None, Shares] = field(default_factory=dict)
     """By model; None: of all together."""
     _cancelled: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
+
+    def running(self, request_id: str) -> Session | None:
+        session = self.by_request.get(request_id)
+        return None if session is None or session.state is SessionState.HELD else session
+
+    def all_running(self) -> list[Session]:
+        return [each for each in self.by_request.values() if each.state is not SessionState.HELD]
+
+    def held(self) -> list[Session]:
+        """The one that is held longest first."""
+        return [each for each in self.by_request.values() if each.state is SessionState.HELD]
 
     async def acknowledge(self, sender: NodeId, assignment: PipelineAssignment) -> PipelineAck:
         try:
@@ -103,7 +93,7 @@ class Sessions:
             )
         kept = await self.take_over(context, assignment.resumes)
         n_blocks = await give_names(self.compute, context, assignment.prefixes)
-        if assignment.request_id not in self.by_request:
+        if self.running(assignment.request_id) is None:
             await self._forget(context)
         return PipelineAck(
             request_id=assignment.request_id, accepted=True, n_prefix_blocks=n_blocks, kept=kept
@@ -113,7 +103,7 @@ class Sessions:
         """Give a request what is left here of those that it resumes: of the first of which there is anything.
         Never raises for a worker that cannot: that is nothing."""
         mine = [stage for stage in range(len(context.view.stages)) if context.view.is_here(stage)]
-        known = [self.by_request.get(each) or self.held.get(each) for each in resumes]
+        known = [self.by_request.get(each) for each in resumes]
         kept: tuple[KeptRows, ...] = ()
         try:
             with trio.fail_after(PATIENCE_S):
@@ -135,7 +125,7 @@ class Sessions:
     async def _take_over(
         self, context: RequestContext, broken: Session, mine: Sequence[int]
     ) -> tuple[KeptRows, ...]:
-        if broken.context.request_id not in self.held:
+        if broken.state is not SessionState.HELD:
             broken.stop(hold=True)
             await broken.done.wait()
         kept = await self.compute.resume(
@@ -165,14 +155,12 @@ class Sessions:
             silence_timeout_s=self.settings.silence_timeout_s,
             origin_side=origin_side,
             hold_s=self.settings.failover_timeout_s,
-            on_hold=self._hold,
-            on_end=self._close,
+            owner=self,
             note=self.note,
             budget=self.budget,
         )
         self.start_soon(session)
         self.by_request[context.request_id] = session
-        self.on_open(context)
         return session
 
     def cancel(
@@ -183,7 +171,7 @@ class Sessions:
         *,
         hold: bool = False,
     ) -> bool:
-        session = self.by_request.get(request_id) or self.held.get(request_id)
+        session = self.by_request.get(request_id)
         if session is not None:
             if session.view.origin != sender:
                 return False
@@ -203,13 +191,10 @@ class Sessions:
         """A node is gone."""
         for session in list(self.by_request.values()):
             session.lost(node_id)
-        for session in list(self.held.values()):
-            if session.view.origin == node_id:
-                session.let_go()
 
     def state(self, sender: NodeId, request_id: str) -> StageState:
         """What its origin may know of a request."""
-        session = self.by_request.get(request_id)
+        session = self.running(request_id)
         known = session is not None and session.view.origin == sender
         busy = known and session is not None and session.is_busy()
         rows = session.rows() if known and session is not None else NO_ROWS
@@ -217,18 +202,18 @@ class Sessions:
 
     def context_for(self, sender: NodeId, request_id: str) -> RequestContext | None:
         """Of a request of this origin that runs or is held here."""
-        session = self.by_request.get(request_id) or self.held.get(request_id)
+        session = self.by_request.get(request_id)
         return session.context if session is not None and session.view.origin == sender else None
 
     def n_for_others(self) -> int:
-        return sum(self._is_of_others(session) for session in self.by_request.values())
+        return sum(map(self._is_of_others, self.all_running()))
 
     def held_for_others(self) -> list[Held]:
         """Without those that would give their place up."""
         latest_s = trio.current_time() - FIRST_JOB_S
         for_others = (
             session.context
-            for session in self.by_request.values()
+            for session in self.all_running()
             if self._is_of_others(session) and (session.has_begun or session.assigned_s > latest_s)
         )
         return [*filter(None, map(held_here, for_others))]
@@ -267,8 +252,8 @@ class Sessions:
         """For one more request, of any model or of this one."""
         shares = self._shares.setdefault(model_id, Shares(capacity))
         places = [
-            Place(request_id, session.view.origin, session.assigned_s, session.has_begun)
-            for request_id, session in self.by_request.items()
+            Place(session.context.request_id, session.view.origin, session.assigned_s, session.has_begun)
+            for session in self.all_running()
             if self._is_of_others(session, model_id)
         ]
         admission = shares.ask(origin, places, trio.current_time())
@@ -280,7 +265,7 @@ class Sessions:
                 session.view.origin,
             )
             session.report(NodeBusy("others need the place, and no job has come"))
-            self._close(session)
+            self.close(session)
         return admission.is_granted
 
     def _check_prompt(self, context: RequestContext) -> None:
@@ -310,14 +295,19 @@ class Sessions:
         if unreachable:
             raise Refused(f"this node is not connected to {min(unreachable)}")
 
-    def _hold(self, session: Session) -> None:
-        self._close(session)
-        self.held[session.context.request_id] = session
-        if len(self.held) > self.settings.max_stage_requests:
-            # No more than could run: origins may break as many requests as they like.
-            self.held.pop(next(iter(self.held))).let_go()
+    # Of the sessions.
 
-    def _close(self, session: Session) -> None:
-        for sessions in (self.by_request, self.held):
-            if sessions.get(session.context.request_id) is session:
-                del sessions[session.context.request_id]
+    def hold(self, session: Session) -> None:
+        self.close(session)
+        if session.context.request_id in self.by_request:
+            session.let_go()  # It had given its place up, and its id is another session's by now.
+            return
+        self.by_request[session.context.request_id] = session
+        held = self.held()
+        if len(held) > self.settings.max_stage_requests:
+            # No more than could run: origins may break as many requests as they like.
+            held[0].let_go()
+
+    def close(self, session: Session) -> None:
+        if self.by_request.get(session.context.request_id) is session:
+            del self.by_request[session.context.request_id]

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm_proto.identifiers import ModelId, NodeId
 
 EXPECTED_OUTPUT_TOKENS = 256

@@ -58,7 +58,7 @@ class Inbox:
         try:
             message = decode_job(header, payload)
         except DamagedJob as damaged:
-            session = self.sessions.by_request.get(damaged.request_id)
+            session = self.sessions.running(damaged.request_id)
             self.counts.messages_bad += 1
             self.note(sender, Deed.DAMAGED)
             if session is None or not session.arrived_damaged(sender, damaged.position):
@@ -70,14 +70,14 @@ class Inbox:
             provoked_by(log, sender).warning("message from %s refused: %s", sender, error)
             return
         if isinstance(message, LayerForward):
-            session = self.sessions.by_request.get(message.request_id)
+            session = self.sessions.running(message.request_id)
             accepted = session is not None and session.arrive(sender, message, payload)
             accepted = accepted or self.replies.take(sender, message, payload)
         elif isinstance(message, RemoteGenerateRequest):
-            session = self.sessions.by_request.get(message.request_id)
+            session = self.sessions.running(message.request_id)
             accepted = session is not None and session.arrive_prompt(sender, message, payload)
         elif isinstance(message, ReplayRows):
-            session = self.sessions.by_request.get(message.request_id)
+            session = self.sessions.running(message.request_id)
             accepted = session is not None and session.arrive_replay(sender, message)
         elif isinstance(message, CancelInference):
             accepted = self.sessions.cancel(sender, message.request_id, message.prefixes, hold=message.hold)

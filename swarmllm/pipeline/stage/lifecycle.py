@@ -105,6 +105,8 @@ LIFECYCLE: Final = StateTable(
     _ROWS,
     {state: (FROM_OUTSIDE | _TOO_LATE.get(state, frozenset())) - row.keys() for state, row in _ROWS.items()},
 )
+AT_WORK: Final = frozenset({_S.ASSIGNED, _S.RUNNING, _S.BY_LINK})
+"""What other nodes send has an effect."""
 OVER: Final = frozenset({_S.LETTING_GO, _S.ENDED})
 """The request is gone from the node's books."""
 

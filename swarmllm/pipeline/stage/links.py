@@ -20,8 +20,8 @@ import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.admission import Sessions
-from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.scheduling.observation import Observations
 from swarmllm.supervision import spawn
 from swarmllm.swarm.router import LinkEnd, LinkMaker
@@ -220,19 +220,19 @@ class LinkNotices:
         elif isinstance(message, LinkLost):
             self.links.ended(model_id, NodeId(message.peer), message.direction, message.reason)
         elif isinstance(message, Error):
-            session = self.sessions.by_request.get(message.request_id)
+            session = self.sessions.running(message.request_id)
             if session is not None:
                 session.report(worker_fault(message))
 
     def _relay(self, message: Relay, frame: Frame) -> None:
-        session = self.sessions.by_request.get(message.request_id)
+        session = self.sessions.running(message.request_id)
         if session is not None:
             # In turn with what the session itself tells: tokens must not overtake each other.
             session.relay(NodeId(message.receiver), frame.header, frame.payload)
 
     def _turned(self, message: Turned) -> None:
         self.links.n_jobs += message.n_jobs
-        session = self.sessions.by_request.get(message.request_id)
+        session = self.sessions.running(message.request_id)
         if session is None or message.stage > session.view.last:
             return
         session.turned(message.n_jobs, running=message.running)

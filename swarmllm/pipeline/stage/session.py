@@ -20,7 +20,8 @@ alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import trio
 from msgspec import UNSET, UnsetType
@@ -35,29 +36,25 @@ from swarmllm.errors import (
 )
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.job import Job
-from swarmllm.pipeline.origin.prefixes import give_names, last_names
+from swarmllm.pipeline.origin.prefixes import last_names
 from swarmllm.pipeline.repair.probing import MOVED_BYTES
+from swarmllm.pipeline.request import OriginSide, RequestContext
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.failure_reports import BAD_ROWS, UNUSABLE_ROWS, damage_report, report_of
-from swarmllm.pipeline.stage.lifecycle import LIFECYCLE, OVER, SessionEvent, SessionState
+from swarmllm.pipeline.stage.lifecycle import AT_WORK, LIFECYCLE, OVER, SessionEvent, SessionState
 from swarmllm.pipeline.stage.session_queue import (
     GivenPrompt,
     Item,
     NotFinite,
     Put,
+    ReceivedRows,
     Relay,
     Report,
     SessionQueue,
     read_job,
     read_prompt,
 )
-from swarmllm.pipeline.stage.walker import (
-    FAULTS_OF_ROWS,
-    OriginSide,
-    RequestContext,
-    Walker,
-    is_unchecked,
-)
+from swarmllm.pipeline.stage.walker import FAULTS_OF_ROWS, Walker, is_unchecked
 from swarmllm.state_table import UnknownTransition
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
@@ -66,7 +63,6 @@ from swarmllm_proto.codec import encode_job
 from swarmllm_proto.errors import BadTensor, ProtocolError
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import (
-    CancelInference,
     LayerForward,
     RemoteGenerateRequest,
     ReplayRows,
@@ -82,7 +78,21 @@ LINK_NEWS_S = 5.0
 NO_ROWS = UNSET, UNSET
 
 
+class SessionOwner(Protocol):
+    """Keeps the sessions of a node."""
+
+    def hold(self, session: Session) -> None:
+        """It is over, and what it has here is held for another request."""
+        ...
+
+    def close(self, session: Session) -> None:
+        """Nothing of it is left here."""
+        ...
+
+
 class Session:
+    """Everything that this node keeps of one request."""
+
     def __init__(
         self,
         context: RequestContext,
@@ -92,8 +102,7 @@ class Session:
         silence_timeout_s: float,
         origin_side: OriginSide | None = None,
         hold_s: float = 0.0,
-        on_hold: Callable[[Session], None] = lambda session: None,
-        on_end: Callable[[Session], None] = lambda session: None,
+        owner: SessionOwner | None = None,
         note: Note = unnoted,
         budget: ByteBudget | None = None,
     ) -> None:
@@ -112,20 +121,15 @@ class Session:
         self.prefixes: tuple[StageBlocks, ...] = ()
         """What the origin called the rows in the end; without it they are kept as they were first named."""
         self._hold_s = hold_s
-        self._may_hold = hold_s > 0 and context.wants == "tokens" and self.view.last > 0
         self._left_hold = trio.Event()
-        self._on_hold = on_hold
-        self._on_end = on_end
+        self._owner = owner
         self._note = note
         self._scope = trio.CancelScope()
-        self._expected = [0] * len(self.view.stages)
-        self._n_received = 0
-        self._has_links = False
-        self._damaged_at: int | None = None
-        self._may_have_gaps = False
+        self._received = ReceivedRows(len(self.view.stages))
         self._refused: tuple[SwarmLLMError, NodeId | None] | None = None
         """Why an item was not queued, and whose fault that is, where it is anybody's."""
-        self._heard_at_s = float("-inf")
+        self._link_heard_s = float("-inf")
+        """When jobs last came by links."""
         self._at_work_on: Item | None = None
         self._n_bytes: int | None = None
         """Received from the request's nodes, when somebody last asked."""
@@ -154,7 +158,7 @@ class Session:
         )
         before, self._n_bytes = self._n_bytes, n_bytes
         is_moving = before is None or n_bytes - before > MOVED_BYTES
-        has_turned = trio.current_time() - self._heard_at_s < LINK_NEWS_S
+        has_turned = trio.current_time() - self._link_heard_s < LINK_NEWS_S
         by_link = has_turned or self._state is SessionState.BY_LINK
         is_walking = isinstance(self._at_work_on, Job | GivenPrompt | ReplayRows)
         return is_walking or is_moving or by_link or not self._queue.is_empty
@@ -163,15 +167,18 @@ class Session:
         """Rows below these have come to the stage here, and have left it; unset: they come by links, or
         several stages are here."""
         n_stages = sum(self.view.is_here(stage) for stage in range(self.view.last + 1))
-        if self._has_links or n_stages > 1:
+        if self._link_heard_s > float("-inf") or n_stages > 1:
             return NO_ROWS
-        return self._n_received, self._walker.n_sent
+        return self._received.n_rows, self._walker.n_sent
+
+    @property
+    def _may_hold(self) -> bool:
+        return self._hold_s > 0 and self.context.wants == "tokens" and self.view.last > 0
 
     def offer(self, job: Job) -> None:
         """A job of this node's own: the origin's side feeds the prompt, or repeats a token."""
-        if job.token is not None:
-            self._damaged_at = None
-        self._put(job)
+        if self._put(job) and job.token is not None:
+            self._received.repeated()
 
     def stop(self, *, hold: bool = False) -> None:
         """End the request on this node; `done` is set when everything is freed, or with `hold` when another
@@ -213,12 +220,11 @@ class Session:
         stage = message.stage
         if stage > self.view.last or not self.view.is_here(stage) or sender not in self.view.senders(message):
             return False
+        if not self._takes_in():
+            return True
         # Chunks only: what comes by links is not counted here, and tokens come one at a time.
         is_chunk = message.step == "layer" and message.position < self.context.n_given_tokens
-        is_repeated = message.position == self._damaged_at
-        is_ahead = is_chunk and message.position > self._expected[stage] and not is_repeated
-        if is_ahead and self._may_have_gaps:
-            # A chunk sent before the origin knew of the damage; it comes again.
+        if is_chunk and self._received.is_behind_damage(stage, message.position):
             return True
         try:
             job = read_job(self.context, sender, message, payload, trio.current_time())
@@ -227,19 +233,18 @@ class Session:
             self._note(sender, deed, str(error))
             self._refuse_rows(sender, BAD_ROWS, str(error))
             return True
-        if self._damaged_at is not None and message.position <= self._damaged_at:
-            self._damaged_at = None
-        self._expected[stage] = message.position + message.n_tokens
-        self._n_received = max(self._n_received, self._expected[stage])
-        self._put(job, sender, len(payload))
+        self._received.add(stage, message.position, message.n_tokens)
+        self._enqueue(job, sender, len(payload))
         return True
 
     def arrive_prompt(self, sender: NodeId, message: RemoteGenerateRequest, payload: memoryview) -> bool:
         """The only stage is here, and is to generate by itself. False: the sender has no business with it."""
         if sender != self.view.origin or self.view.last > 0 or self.context.wants != "tokens":
             return False
+        if not self._takes_in():
+            return True
         try:
-            self._put(GivenPrompt(read_prompt(self.context, message, payload)), sender, len(payload))
+            self._enqueue(GivenPrompt(read_prompt(self.context, message, payload)), sender, len(payload))
         except BadTensor as error:
             self._note(sender, Deed.BROKE_PROTOCOL, str(error))
             self.report(WorkerError(f"prompt refused: {error}", kind="bad_tensor"))
@@ -249,20 +254,21 @@ class Session:
         """A job whose digest was wrong: ask the origin to repeat it, and let pass what was sent behind it."""
         if sender not in self.view.node_ids:
             return False
-        if self._damaged_at is not None and position > self._damaged_at:
+        if not self._takes_in() or not self._received.damaged(position):
             return True
-        self._damaged_at = position
-        self._may_have_gaps = True
         damage = damage_report(self.context.request_id, self.view.node_id, position)
-        self._put(Report(damage, ends=False), sender)
+        self._enqueue(Report(damage, ends=False), sender)
         return True
+
+    def _takes_in(self) -> bool:
+        """Something came from another node. False: it comes too late, and has no effect."""
+        return self._passes(SessionEvent.JOB) and self._state in AT_WORK
 
     def turned(self, n_jobs: int, *, running: bool) -> None:
         """Jobs of this request went through this node's worker by links, and one may be there still."""
-        self._has_links = True
         if self._passes(SessionEvent.LINK_RUNS if running else SessionEvent.LINK_RESTS):
             self.n_jobs += n_jobs
-            self._heard_at_s = trio.current_time()
+            self._link_heard_s = trio.current_time()
 
     def relay(self, receiver: NodeId, header: bytes, payload: bytes | memoryview) -> bool:
         """Send a job message of this node's worker. False: that is none of its business."""
@@ -315,7 +321,7 @@ class Session:
             if self._state is SessionState.HELD:
                 self._pass(SessionEvent.SHUT_DOWN)
         if self._state is SessionState.LETTING_GO:
-            await self._free_slot()
+            await self._walker.free_slot(self.prefixes)
             self._pass(SessionEvent.FREED)
 
     async def _work_and_clean_up(self) -> None:
@@ -352,9 +358,11 @@ class Session:
             self._left_hold.set()
         if after is SessionState.HELD:
             self.done.set()
-            self._on_hold(self)
+            if self._owner is not None:
+                self._owner.hold(self)
         elif after in OVER and before not in OVER:
-            self._on_end(self)
+            if self._owner is not None:
+                self._owner.close(self)
             self.done.set()
 
     def _passes(self, event: SessionEvent) -> bool:
@@ -386,7 +394,7 @@ class Session:
                 if isinstance(item, Report) and item.ends:
                     return
             except trio.TooSlowError:
-                if trio.current_time() - self._heard_at_s < self._silence_timeout_s:
+                if trio.current_time() - self._link_heard_s < self._silence_timeout_s:
                     continue
                 late = DeadlineExceeded(f"nothing arrived for {self._silence_timeout_s:g} s")
                 self._pass(SessionEvent.FAILURE)
@@ -451,31 +459,12 @@ class Session:
                 self.prefixes = last_names(self._origin_side, self.view.node_id)
                 # A node that lost this one ends the request on its own.
                 for node_id in {stage.node_id for stage in self.view.stages} & self._router.connected():
-                    nursery.start_soon(self._cancel_at, node_id, hold)
+                    nursery.start_soon(partial(self._walker.cancel_at, node_id, hold=hold))
             if self.view.runs_layers:
-                nursery.start_soon(self._hold_slot if hold else self._free_slot)
-
-    async def _cancel_at(self, node_id: NodeId, hold: bool) -> None:
-        prefixes = last_names(self._origin_side, node_id)
-        message = CancelInference(request_id=self.context.request_id, prefixes=prefixes, hold=hold)
-        try:
-            await self._router.send(node_id, *encode_job(message))
-        except SwarmLLMError as error:
-            self._log.debug("request %s not cancelled at %s: %s", self.context.request_id, node_id, error)
-
-    async def _hold_slot(self) -> None:
-        try:
-            await self._compute.hold(self.context.model.model_id, self.context.request_id, self._hold_s)
-        except SwarmLLMError as error:
-            self._log.info("slot of request %s not held: %s", self.context.request_id, error)
-
-    async def _free_slot(self) -> None:
-        try:
-            await give_names(self._compute, self.context, self.prefixes)
-            # Not release: a forward of this request may still be running.
-            await self._compute.cancel(self.context.model.model_id, self.context.request_id)
-        except SwarmLLMError as error:
-            self._log.info("slot of request %s not freed: %s", self.context.request_id, error)
+                if hold:
+                    nursery.start_soon(self._walker.hold_slot, self._hold_s)
+                else:
+                    nursery.start_soon(self._walker.free_slot, self.prefixes)
 
     def _put(
         self,
@@ -483,10 +472,15 @@ class Session:
         sender: NodeId | None = None,
         n_bytes: int = 0,
         event: SessionEvent = SessionEvent.JOB,
-    ) -> None:
-        """`sender`: another node, where it is from one."""
-        if not self._passes(event):
-            return
+    ) -> bool:
+        """`sender`: another node, where it is from one. False: the event cannot happen."""
+        may_happen = self._passes(event)
+        if may_happen:
+            self._enqueue(item, sender, n_bytes)
+        return may_happen
+
+    def _enqueue(self, item: Item, sender: NodeId | None = None, n_bytes: int = 0) -> None:
+        """Of an event that has passed."""
         put = self._queue.put(item, is_foreign=bool(sender), sender=sender, n_bytes=n_bytes)
         if put is Put.QUEUED:
             return

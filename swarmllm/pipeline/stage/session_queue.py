@@ -22,7 +22,7 @@ import numpy as np
 import trio
 
 from swarmllm.pipeline.job import ComputeStep, Job
-from swarmllm.pipeline.stage.walker import RequestContext
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.swarm.byte_budget import ByteBudget, Grant, Kind
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.identifiers import NodeId
@@ -111,6 +111,42 @@ def read_prompt(context: RequestContext, message: RemoteGenerateRequest, payload
     if tokens.dtype != np.int32 or tokens.shape != (n_due,) or message.n_tokens != n_due:
         raise BadTensor("tensor.shape", f"{tokens.dtype}{tokens.shape} where int32({n_due},) is due")
     return tokens
+
+
+class ReceivedRows:
+    """Which rows have come to the stages here by way of the daemons, and what was lost to damage. Pure."""
+
+    def __init__(self, n_stages: int) -> None:
+        self.n_rows = 0
+        """Rows below this have come to some stage here."""
+        self._n_expected = [0] * n_stages
+        """By stage: the position at which the next rows begin."""
+        self._damaged_at: int | None = None
+        """Where a job arrived damaged that has not been repeated yet."""
+        self._was_damaged = False
+
+    def is_behind_damage(self, stage: int, position: int) -> bool:
+        """Whether a chunk left before the origin knew of damage before it: such a chunk comes again."""
+        is_ahead = position > self._n_expected[stage] and position != self._damaged_at
+        return is_ahead and self._was_damaged
+
+    def add(self, stage: int, position: int, n_tokens: int) -> None:
+        if self._damaged_at is not None and position <= self._damaged_at:
+            self._damaged_at = None
+        self._n_expected[stage] = position + n_tokens
+        self.n_rows = max(self.n_rows, position + n_tokens)
+
+    def damaged(self, position: int) -> bool:
+        """A job there arrived damaged. False: it comes again anyway, behind one that is to be repeated."""
+        if self._damaged_at is not None and position > self._damaged_at:
+            return False
+        self._damaged_at = position
+        self._was_damaged = True
+        return True
+
+    def repeated(self) -> None:
+        """The origin has repeated the newest token."""
+        self._damaged_at = None
 
 
 class Put(Enum):

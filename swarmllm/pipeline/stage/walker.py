@@ -13,16 +13,17 @@ links), and must not overtake this one.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import trio
 
 from swarmllm.errors import InvalidRequest, NodeUnreachable, SwarmLLMError, WorkerError
-from swarmllm.pipeline.job import ComputeStep, Job, RequestView
-from swarmllm.pipeline.origin.output import Chunk
+from swarmllm.log_filter import provoked_by
+from swarmllm.pipeline.job import ComputeStep, Job
+from swarmllm.pipeline.origin.prefixes import give_names, last_names
 from swarmllm.pipeline.processor import (
     Outcome,
     State,
@@ -33,15 +34,16 @@ from swarmllm.pipeline.processor import (
     after_validating,
     destination,
 )
+from swarmllm.pipeline.request import OriginMessage, OriginSide, RequestContext
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.ring import NO_RING, RingHint
-from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import decode_job, encode_job
 from swarmllm_proto.frames import Payload
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.ipc import Sampling, Token
+from swarmllm_proto.ipc import Token
 from swarmllm_proto.swarm import (
+    CancelInference,
     JobMessage,
     LayerForward,
     PipelineError,
@@ -53,35 +55,11 @@ from swarmllm_proto.swarm import (
 )
 from swarmllm_proto.tensors import Tensor, encode_tensor
 
+log = logging.getLogger(__name__)
+
 NOT_FINITE = "not_finite"
 FAULTS_OF_ROWS = ("position_gap", NOT_FINITE)
 """Kinds of WorkerError that are no fault of the worker where the rows came from another node."""
-OriginMessage = StreamingToken | PrefillProgress | PipelineError
-
-
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """What does not change while a node takes part in a request."""
-
-    request_id: str
-    model: ModelFile
-    n_embd: int
-    n_vocab: int
-    n_prompt_tokens: int
-    sampling: Sampling
-    view: RequestView
-    wants: Literal["tokens", "normed"] = "tokens"
-    generated: tuple[int, ...] = ()
-    """Tokens of a pipeline that broke, in whose place this one is; known to the origin and where the last
-    stage is."""
-    session: str = ""
-    """Known at the origin only."""
-
-    @property
-    def n_given_tokens(self) -> int:
-        """Rows that come in chunks, before the first token is sampled here. (A stage that is not told what
-        was generated before has it counted as prompt.)"""
-        return self.n_prompt_tokens + len(self.generated)
 
 
 def is_unchecked(error: SwarmLLMError) -> bool:
@@ -90,53 +68,13 @@ def is_unchecked(error: SwarmLLMError) -> bool:
     return type(error) is InvalidRequest and error.field in ("grammar", "response_format")
 
 
-class OriginSide(Protocol):
-    """The client's side of the request, on the node where it is."""
-
-    @property
-    def prompt(self) -> Tensor:
-        """i32 [n_prompt_tokens + what had been generated before]."""
-        ...
-
-    def next_chunk(self) -> Chunk | None:
-        """Which rows leave now, if any."""
-        ...
-
-    def receive(self, sender: NodeId, message: OriginMessage, payload: bytes | memoryview) -> None:
-        """Never waits, never raises."""
-        ...
-
-    def lost(self, node_id: NodeId) -> None:
-        """A stage's node cannot be reached any more."""
-        ...
-
-    def blame(self, node_id: NodeId) -> None:
-        """It failed because of this node."""
-        ...
-
-    def fail(self, error: Exception) -> None: ...
-
-    @property
-    def may_be_resumed(self) -> bool:
-        """It broke, and another pipeline may go on with what this one has."""
-        ...
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether this pipeline has given a token."""
-        ...
-
-    def prefixes_of(self, node_id: NodeId) -> tuple[StageBlocks, ...]:
-        """Names of all that the node's stages have been sent."""
-        ...
-
-
 class Walker:
     def __init__(
         self, context: RequestContext, compute: Compute, router: Router, origin_side: OriginSide | None
     ) -> None:
         self._context = context
         self._view = context.view
+        self._log = provoked_by(log, context.view.origin)
         self._compute = compute
         self._router = router
         self._origin_side = origin_side
@@ -144,10 +82,6 @@ class Walker:
         self.n_sent = 0
         """Rows below this have left this node."""
         self._last_want: Literal["none", "normed"] = "normed" if context.wants == "normed" else "none"
-        self._passed_on = False
-        """The token that has just been sampled is on its way to the first stage, and to the origin if that is
-        there."""
-        self._untold: tuple[StreamingToken, bytes] | None = None
         self._actions: dict[State, Callable[[Job], Awaitable[State]]] = {
             State.VALIDATING: self._validate,
             State.EMBED: self._embed,
@@ -223,6 +157,31 @@ class Walker:
         else:
             await self._router.send(self._view.origin, *encode_job(message, piece))
 
+    async def hold_slot(self, hold_s: float) -> None:
+        """Keep what this node's worker has of the request for another one."""
+        try:
+            await self._compute.hold(self._context.model.model_id, self._context.request_id, hold_s)
+        except SwarmLLMError as error:
+            self._log.info("slot of request %s not held: %s", self._context.request_id, error)
+
+    async def free_slot(self, prefixes: Sequence[StageBlocks]) -> None:
+        """`prefixes`: what the origin called the rows in the end."""
+        try:
+            await give_names(self._compute, self._context, prefixes)
+            # Not release: a forward of this request may still be running.
+            await self._compute.cancel(self._context.model.model_id, self._context.request_id)
+        except SwarmLLMError as error:
+            self._log.info("slot of request %s not freed: %s", self._context.request_id, error)
+
+    async def cancel_at(self, node_id: NodeId, *, hold: bool) -> None:
+        """Of the origin's side: the request is over for a node with stages of it."""
+        prefixes = last_names(self._origin_side, node_id)
+        message = CancelInference(request_id=self._context.request_id, prefixes=prefixes, hold=hold)
+        try:
+            await self._router.send(node_id, *encode_job(message))
+        except SwarmLLMError as error:
+            self._log.debug("request %s not cancelled at %s: %s", self._context.request_id, node_id, error)
+
     def _advance(self, job: Job, state: State, outcome: Outcome) -> State:
         """What comes of a state passes the table, before the job moves and anybody is told. Raises
         WorkerError."""
@@ -278,7 +237,7 @@ class Walker:
         if result.onward and result.token is None:
             return self._advance(job, State.PROCESS_LAYERS, Outcome.PASSED_ON)
         self._has_sampled |= samples
-        self._passed_on, job.resent = result.onward, False
+        job.is_passed_on, job.resent = result.onward, False
         job.tensor, job.sampled, job.piece = result.tensor, result.token, result.piece
         if job.tensor is not None and not np.isfinite(job.tensor).all():
             # Finite rows can be so large that no layer makes numbers of them: not to be passed on.
@@ -302,14 +261,14 @@ class Walker:
         job.token, job.finish_reason = sampled.token, sampled.finish_reason
         told = _told(self._context, sampled, job.timings)
         outcome = after_head(job, self._view)
-        if self._passed_on and outcome is not Outcome.FINISHED:
+        if job.is_passed_on and outcome is not Outcome.FINISHED:
             outcome = Outcome.PASSED_ON
         after = self._advance(job, State.HEAD, outcome)
         origin_is_first = self._view.origin == self._view.stages[0].node_id
-        if self._passed_on and origin_is_first:
+        if job.is_passed_on and origin_is_first:
             return after
         if outcome is Outcome.TOKEN_ELSEWHERE and not origin_is_first:
-            self._untold = (told, job.piece)
+            job.untold = told, job.piece
         else:
             await self.tell_origin(told, job.piece)
         return after
@@ -341,8 +300,8 @@ class Walker:
         )
         payload = encode_tensor(job.tensor) if embedded and job.tensor is not None else b""
         await self._send_to(receiver, forward, payload)
-        if self._untold is not None:
-            told, self._untold = self._untold, None
+        if job.untold is not None:
+            told, job.untold = job.untold, None
             await self.tell_origin(*told)
         return after
 

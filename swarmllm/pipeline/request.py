@@ -1,0 +1,132 @@
+"""What a node knows of one request while it takes part in it, and how requests are named.
+
+A request has one id from the HTTP header `x-request-id` to the log line of the last worker. A client's
+request keeps its id on every node. Further attempts at it, and further answers to one prompt, get ids that
+begin with it: `req_2f6c...` and `req_2f6c....9d41c0aa`. Their ends are random, so that a member that has seen
+the first cannot take the next one's place on another node.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+from swarmllm.models.entry import CatalogueEntry
+from swarmllm.pipeline.job import RequestView
+from swarmllm.pipeline.origin.output import Chunk
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import (
+    PipelineAssignment,
+    PipelineError,
+    PrefillProgress,
+    StageBlocks,
+    StreamingToken,
+)
+from swarmllm_proto.tensors import Tensor
+
+OriginMessage = StreamingToken | PrefillProgress | PipelineError
+PREFIX: Final = "req_"
+_SEPARATOR: Final = "."
+
+
+def new_request_id() -> str:
+    """28 characters, 96 random bits."""
+    return PREFIX + secrets.token_hex(12)
+
+
+def further_id(request_id: str) -> str:
+    """Of one more attempt at the same request, or of one more answer to it."""
+    return first_id(request_id) + _SEPARATOR + secrets.token_hex(4)
+
+
+def first_id(request_id: str) -> str:
+    """The id that the client saw."""
+    return request_id.partition(_SEPARATOR)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What does not change while a node takes part in a request."""
+
+    request_id: str
+    model: ModelFile
+    n_embd: int
+    n_vocab: int
+    n_prompt_tokens: int
+    sampling: Sampling
+    view: RequestView
+    wants: Literal["tokens", "normed"] = "tokens"
+    generated: tuple[int, ...] = ()
+    """Tokens of a pipeline that broke, in whose place this one is; known to the origin and where the last
+    stage is."""
+    session: str = ""
+    """Known at the origin only."""
+
+    @property
+    def n_given_tokens(self) -> int:
+        """Rows that come in chunks, before the first token is sampled here. (A stage that is not told what
+        was generated before has it counted as prompt.)"""
+        return self.n_prompt_tokens + len(self.generated)
+
+
+def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_id: NodeId) -> RequestContext:
+    return RequestContext(
+        request_id=assignment.request_id,
+        model=ModelFile.of(entry),
+        n_embd=entry.manifest.n_embd,
+        n_vocab=entry.manifest.n_vocab,
+        n_prompt_tokens=assignment.n_prompt_tokens,
+        sampling=assignment.sampling,
+        generated=assignment.generated,
+        wants=assignment.wants,
+        view=RequestView(
+            node_id=node_id,
+            origin=assignment.origin,
+            stages=assignment.stages,
+            prompt_here=assignment.origin == node_id,
+        ),
+    )
+
+
+class OriginSide(Protocol):
+    """The client's side of the request, on the node where it is."""
+
+    @property
+    def prompt(self) -> Tensor:
+        """i32 [n_prompt_tokens + what had been generated before]."""
+        ...
+
+    def next_chunk(self) -> Chunk | None:
+        """Which rows leave now, if any."""
+        ...
+
+    def receive(self, sender: NodeId, message: OriginMessage, payload: bytes | memoryview) -> None:
+        """Never waits, never raises."""
+        ...
+
+    def lost(self, node_id: NodeId) -> None:
+        """A stage's node cannot be reached any more."""
+        ...
+
+    def blame(self, node_id: NodeId) -> None:
+        """It failed because of this node."""
+        ...
+
+    def fail(self, error: Exception) -> None: ...
+
+    @property
+    def may_be_resumed(self) -> bool:
+        """It broke, and another pipeline may go on with what this one has."""
+        ...
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this pipeline has given a token."""
+        ...
+
+    def prefixes_of(self, node_id: NodeId) -> tuple[StageBlocks, ...]:
+        """Names of all that the node's stages have been sent."""
+        ...
