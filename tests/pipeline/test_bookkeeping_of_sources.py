@@ -21,8 +21,8 @@ from swarmllm.pipeline.origin.assignment import assign
 from swarmllm.pipeline.origin.single_stage import LocalSource
 from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.retry_policy import FIRST_PAUSE_S, RetryPolicy
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.route.measuring import ObservedCompute
-from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.scheduling.observation import Observations
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.workerpool.settings import ModelFile
