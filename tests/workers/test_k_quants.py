@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 KINDS = tuple(kind for kind in Kind if kind.is_k_quant)
-KERNELS = tuple(way for way in (Way.AVX2, Way.AVX512) if way <= small_batches.last_way())
+KERNELS = tuple(way for way in (Way.AVX2, Way.AVX512, Way.IN_ORDER) if way <= small_batches.last_way())
 DOTS = {Kind.Q4_K: "q4_K", Kind.Q5_K: "q5_K", Kind.Q6_K: "q6_K"}
 BLOCK_BYTES = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
 COLUMN = np.dtype([("scale", "<f4"), ("values", "i1", 256), ("sums", "<i2", 16)])

@@ -69,7 +69,6 @@ def test_ggml_has_tiles_of_k_quants_only_for_eight_rows_and_more() -> None:
     for rows in ROW_CLASSES:
         assert (Way.TILES in ways_of(Kind.Q4_K, rows.first, Way)) == (rows.first >= 8)
         assert (Way.TILES in ways_of(Kind.Q8_0, rows.first, Way)) == (rows.first >= 2)
-        assert Way.IN_ORDER not in ways_of(Kind.Q6_K, rows.first, Way)
 
 
 def test_tiles_of_k_quants_may_have_other_bits_only_beyond_small_batches() -> None:

@@ -41,11 +41,11 @@ class Way(IntEnum):
     TILES = 1
     """ggml's tiles of four by four."""
     AVX2 = 2
-    """Ours: two rows of the matrix at a time, with prefetching. Of K-quants one row at a time."""
+    """Ours: two rows of the matrix at a time, with prefetching. Of K-quants one row, without."""
     AVX512 = 3
-    """Ours: eight rows of the matrix at a time, with prefetching. Of K-quants one or two rows at a time."""
+    """Ours: eight rows of the matrix at a time, of K-quants two, with prefetching."""
     IN_ORDER = 4
-    """Ours, of Q8_0 only: one row of the matrix after the other, with AVX-512 and no prefetching."""
+    """Ours: one row of the matrix after the other, with AVX-512 and no prefetching."""
 
     @property
     def is_ggmls(self) -> bool:
@@ -112,12 +112,7 @@ def may_differ(kind: Kind, way: Way, n_rows: int) -> bool:
 
 def ways_of(kind: Kind, n_rows: int, ways: Collection[Way]) -> list[Way]:
     """Those of `ways` in which products of this type are computed with so many rows."""
-    return [
-        way
-        for way in sorted(ways)
-        if not (way == Way.TILES and n_rows < kind.tiled_from)
-        and not (way == Way.IN_ORDER and kind.is_k_quant)
-    ]
+    return [way for way in sorted(ways) if way != Way.TILES or n_rows >= kind.tiled_from]
 
 
 def choose(kind: Kind, rows: RowClass, times: Times, unequal: Collection[Way] = ()) -> RowChoice:

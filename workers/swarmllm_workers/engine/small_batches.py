@@ -110,7 +110,7 @@ def _unmeasured_k(mode: KernelMode, n_rows: int) -> Way:
     is_ours = mode == "ours" or (mode == "auto" and 1 < n_rows <= _K_ROWS_MAX)
     if not is_ours or last_way() <= Way.TILES:
         return Way.DOTS if n_rows <= ROWS_MAX else Way.TILES
-    return min(last_way(), Way.AVX512)
+    return min(last_way(), Way.IN_ORDER if n_rows <= 4 else Way.AVX512)
 
 
 def keeps_rows_of_q4_k() -> bool:

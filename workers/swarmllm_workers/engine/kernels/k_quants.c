@@ -6,9 +6,9 @@
  * floats, block after block; the eight are added up in the same order at the end. Minima of Q4_K and Q5_K make four
  * floats more.
  *
- * With VNNI a register holds two columns, and the weights twice. Two groups of weights are interleaved by fours, so
- * that their sums of four, which fit in 16 bits, can be packed next to each other, and both be multiplied by their
- * scales and added in one instruction. A single column has one register for two pairs of groups instead.
+ * With VNNI a register holds a group of two columns, and the weights of the group twice. A single column has one
+ * register for two groups instead. Rows of the matrix are computed in pairs, and memory is asked for the rows after the
+ * next ones meanwhile (K_AHEAD), or one after the other, as they lie there (K_IN_ORDER), which is faster with few columns.
  */
 #include "k_quants.h"
 
@@ -16,7 +16,8 @@
 #include <immintrin.h>
 #include <string.h>
 
-enum { GROUP = 32, VALUES = 256, COLUMNS = 8, PAIRS = COLUMNS / 2, BLOCKS_MAX = 128, SHARE = 8, CACHED = 1 << 14, NEAR = 3 << 17 };
+enum { GROUP = 32, VALUES = 256, COLUMNS = 8, PAIRS = COLUMNS / 2, BLOCKS_MAX = 128, SHARE = 8, NEAR = 3 << 17 };
+enum { LINE = 64, CLOSE = 1 << 12, FAR_ENOUGH = 1 << 13 };
 
 struct __attribute__((packed)) q4_k {
     uint16_t scale, minimum;
@@ -41,6 +42,7 @@ struct q8_k {
     int16_t sums[VALUES / 16];
 };
 
+#define ODD_WORDS 0xaaaaaaaa
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
@@ -189,7 +191,7 @@ static const row_kernel rows_256[3][COLUMNS] = {{EACH(row_256_Q4_K_)}, {EACH(row
 
 /* One block of up to COLUMNS columns. Pair p is of columns 2 p and 2 p + 1, one in each half of a register. */
 struct __attribute__((aligned(64))) columns {
-    int8_t values[PAIRS][4][2][64]; /* of groups 2 i and 2 i + 1: the first halves of their 128 bits, and the second */
+    int8_t values[PAIRS][8][64]; /* of one group each */
     float scales[PAIRS][16];
     int16_t sums[PAIRS][32];       /* of 16 values each (Q6_K) */
     int16_t group_sums[2][32];     /* of 32 values each, of four columns (Q4_K, Q5_K) */
@@ -198,7 +200,7 @@ struct __attribute__((aligned(64))) columns {
 
 /* One block of one column. */
 struct __attribute__((aligned(64))) column {
-    int8_t values[2][2][64];
+    int8_t values[4][64]; /* of two groups each */
     int16_t sums[16];
     int16_t group_sums[8];
     float scale;
@@ -216,11 +218,7 @@ AVX512 static void prepare_columns(const struct q8_k *b, int64_t ldb, int n, int
             const struct q8_k *y = b + (j < n ? j : n - 1) * ldb + l; /* what is not there is as its neighbour */
             struct columns *o = out + l;
             const int p = j / 2, half = j % 2;
-            for (int i = 0; i < 4; i++) {
-                const __m256i even = load_256(y->values + 64 * i), odd = load_256(y->values + 64 * i + 32);
-                _mm256_store_si256((__m256i *)(void *)(o->values[p][i][0] + 32 * half), _mm256_unpacklo_epi32(even, odd));
-                _mm256_store_si256((__m256i *)(void *)(o->values[p][i][1] + 32 * half), _mm256_unpackhi_epi32(even, odd));
-            }
+            for (int g = 0; g < 8; g++) memcpy(o->values[p][g] + GROUP * half, y->values + GROUP * g, GROUP);
             _mm256_store_ps(o->scales[p] + 8 * half, _mm256_set1_ps(y->scale));
             memcpy(o->sums[p] + 16 * half, y->sums, sizeof y->sums);
             _mm_store_si128((__m128i *)(void *)(o->group_sums[j / 4] + 8 * (j % 4)), sums_of_groups(y));
@@ -234,10 +232,8 @@ AVX512 static void prepare_column(const struct q8_k *y, const int type, int64_t 
     for (int64_t l = 0; l < k; l++, y++, out++) {
         for (int i = 0; i < 2; i++) {
             const int8_t *from = y->values + 128 * i;
-            const __m512i even = halves(load_256(from), load_256(from + 32 * third));
-            const __m512i odd = halves(load_256(from + 32 * second), load_256(from + 32 * 3));
-            _mm512_store_si512(out->values[i][0], _mm512_unpacklo_epi32(even, odd));
-            _mm512_store_si512(out->values[i][1], _mm512_unpackhi_epi32(even, odd));
+            _mm512_store_si512(out->values[2 * i], halves(load_256(from), load_256(from + GROUP * third)));
+            _mm512_store_si512(out->values[2 * i + 1], halves(load_256(from + GROUP * second), load_256(from + GROUP * 3)));
         }
         memcpy(out->sums, y->sums, sizeof y->sums);
         _mm_store_si128((__m128i *)(void *)out->group_sums, sums_of_groups(y));
@@ -316,9 +312,15 @@ AVX512 INLINE struct two fours_512(const int type, const char *block, const int 
     return groups;
 }
 
+/* Where the scales of a group are, for each of its words. */
+AVX512 INLINE __m512i group_scales(const int type, const int g) {
+    return type == Q6_K ? twice(_mm256_set_m128i(_mm_set1_epi16((short)(2 * g + 1)), _mm_set1_epi16((short)(2 * g))))
+                        : _mm512_set1_epi16((short)g);
+}
+
 /* Up to 2 `n_pairs` columns times one block of `n_rows` rows; four columns' sums at the end. */
 AVX512 INLINE void rows_512(const int type, const int n_rows, const int n_pairs, int64_t k, const char *rows,
-                            int64_t row_bytes, const struct columns *y, int n, float *c, int64_t ldc) {
+                            int64_t row_bytes, int64_t ahead, const struct columns *y, int n, float *c, int64_t ldc) {
     const int64_t n_bytes = type == Q4_K ? sizeof(struct q4_k) : type == Q5_K ? sizeof(struct q5_k) : sizeof(struct q6_k);
     const int n_fours = (n_pairs + 1) / 2;
     const __m512i zero = _mm512_setzero_si512();
@@ -332,13 +334,15 @@ AVX512 INLINE void rows_512(const int type, const int n_rows, const int n_pairs,
             const char *block = rows + r * row_bytes + l * n_bytes;
             __m512i sums[PAIRS], scales;
             __m512 scale;
+            if (n_rows > 1) {
+                UNROLL for (int at = 0; at < n_bytes; at += LINE) _mm_prefetch(block + ahead + at, _MM_HINT_T0);
+            }
             if (type == Q6_K) {
                 const struct q6_k *x = (const void *)block;
                 const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)x->scales);
                 const __m512i words = twice(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 5));
                 const __m512i minus = _mm512_sub_epi16(zero, words);
-                const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-                scales = _mm512_castsi256_si512(_mm256_cvtepi8_epi16(_mm_shuffle_epi8(bytes, order)));
+                scales = _mm512_castsi256_si512(_mm256_cvtepi8_epi16(bytes));
                 scale = _mm512_set1_ps(_cvtsh_ss(x->scale));
                 UNROLL for (int p = 0; p < n_pairs; p++) {
                     sums[p] = _mm512_dpwssd_epi32(zero, load_512(y->sums[p]), minus);
@@ -364,15 +368,23 @@ AVX512 INLINE void rows_512(const int type, const int n_rows, const int n_pairs,
             }
             UNROLL for (int i = 0; i < 4; i++) {
                 const struct two groups = pair_512(type, block, i);
-                const __m512i first = _mm512_unpacklo_epi32(groups.even, groups.odd);
-                const __m512i second = _mm512_unpackhi_epi32(groups.even, groups.odd);
-                const __m256i at = type == Q6_K ? _mm256_set_m128i(_mm_set1_epi32(2 * i + 1), _mm_set1_epi32(2 * i))
-                                                : _mm256_set1_epi32(i);
-                const __m512i both = _mm512_permutexvar_epi32(twice(at), scales);
-                UNROLL for (int p = 0; p < n_pairs; p++) {
-                    const __m512i a = _mm512_dpbusd_epi32(zero, first, load_512(y->values[p][i][0]));
-                    const __m512i b = _mm512_dpbusd_epi32(zero, second, load_512(y->values[p][i][1]));
-                    sums[p] = _mm512_dpwssd_epi32(sums[p], _mm512_packs_epi32(a, b), both);
+                const __m512i even = _mm512_permutexvar_epi16(group_scales(type, 2 * i), scales);
+                const __m512i odd = _mm512_permutexvar_epi16(group_scales(type, 2 * i + 1), scales);
+                /* Two ways to the same sums. With many columns, units for products and for words share the work. */
+                if (n_pairs > 2 && i < 2) {
+                    const __m512i both = _mm512_mask_blend_epi16(ODD_WORDS, even, odd);
+                    UNROLL for (int p = 0; p < n_pairs; p++) {
+                        const __m512i a = _mm512_dpbusd_epi32(zero, groups.even, load_512(y->values[p][2 * i]));
+                        const __m512i b = _mm512_dpbusd_epi32(zero, groups.odd, load_512(y->values[p][2 * i + 1]));
+                        const __m512i words = _mm512_mask_blend_epi16(ODD_WORDS, a, _mm512_slli_epi32(b, 16));
+                        sums[p] = _mm512_dpwssd_epi32(sums[p], words, both);
+                    }
+                } else {
+                    UNROLL for (int p = 0; p < n_pairs; p++) {
+                        const __m512i a = _mm512_maddubs_epi16(groups.even, load_512(y->values[p][2 * i]));
+                        const __m512i b = _mm512_maddubs_epi16(groups.odd, load_512(y->values[p][2 * i + 1]));
+                        sums[p] = _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sums[p], a, even), b, odd);
+                    }
                 }
             }
             UNROLL for (int p = 0; p < n_pairs; p++) {
@@ -403,7 +415,8 @@ AVX512 INLINE void rows_512(const int type, const int n_rows, const int n_pairs,
     }
 }
 
-AVX512 INLINE float single_512(const int type, int64_t k, const char *row, const struct column *y) {
+AVX512 INLINE float single_512(const int type, const bool asks, int64_t k, const char *row, int64_t ahead,
+                               const struct column *y) {
     const int64_t n_bytes = type == Q4_K ? sizeof(struct q4_k) : type == Q5_K ? sizeof(struct q5_k) : sizeof(struct q6_k);
     const __m512i zero = _mm512_setzero_si512();
     __m256 floats = _mm256_setzero_ps();
@@ -412,12 +425,14 @@ AVX512 INLINE float single_512(const int type, int64_t k, const char *row, const
         const char *block = row + l * n_bytes;
         __m512i sums, scales;
         float scale;
+        if (asks) {
+            UNROLL for (int at = 0; at < n_bytes; at += LINE) _mm_prefetch(block + ahead + at, _MM_HINT_T0);
+        }
         if (type == Q6_K) {
             const struct q6_k *x = (const void *)block;
             const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)x->scales);
             const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 5);
-            const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-            scales = _mm512_castsi256_si512(_mm256_cvtepi8_epi16(_mm_shuffle_epi8(bytes, order)));
+            scales = _mm512_castsi256_si512(_mm256_cvtepi8_epi16(bytes));
             scale = _cvtsh_ss(x->scale);
             sums = _mm512_zextsi256_si512(
                 _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_madd_epi16(words, load_256(y->sums))));
@@ -435,13 +450,15 @@ AVX512 INLINE float single_512(const int type, int64_t k, const char *row, const
         }
         UNROLL for (int i = 0; i < 2; i++) {
             const struct two groups = fours_512(type, block, i);
-            const __m512i first = _mm512_unpacklo_epi32(groups.even, groups.odd);
-            const __m512i second = _mm512_unpackhi_epi32(groups.even, groups.odd);
-            const __m512i at = type == Q6_K ? _mm512_add_epi32(_mm512_set1_epi32(4 * i), _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3))
-                                            : halves(_mm256_set1_epi32(2 * i), _mm256_set1_epi32(2 * i + 1));
-            const __m512i a = _mm512_dpbusd_epi32(zero, first, load_512(y->values[i][0]));
-            const __m512i b = _mm512_dpbusd_epi32(zero, second, load_512(y->values[i][1]));
-            sums = _mm512_dpwssd_epi32(sums, _mm512_packs_epi32(a, b), _mm512_permutexvar_epi32(at, scales));
+            const int step = type == Q6_K ? 1 : 2, other = 3 - step; /* as `fours_512` has them */
+            const __m512i a = _mm512_maddubs_epi16(groups.even, load_512(y->values[2 * i]));
+            const __m512i b = _mm512_maddubs_epi16(groups.odd, load_512(y->values[2 * i + 1]));
+            const __m512i even = halves(_mm512_castsi512_si256(group_scales(type, 4 * i)),
+                                        _mm512_castsi512_si256(group_scales(type, 4 * i + step)));
+            const __m512i odd = halves(_mm512_castsi512_si256(group_scales(type, 4 * i + other)),
+                                       _mm512_castsi512_si256(group_scales(type, 4 * i + 3)));
+            sums = _mm512_dpwssd_epi32(sums, a, _mm512_permutexvar_epi16(even, scales));
+            sums = _mm512_dpwssd_epi32(sums, b, _mm512_permutexvar_epi16(odd, scales));
         }
         const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64(sums, 1));
         floats = _mm256_fmadd_ps(_mm256_set1_ps(y->scale * scale), _mm256_cvtepi32_ps(eight), floats);
@@ -449,37 +466,47 @@ AVX512 INLINE float single_512(const int type, int64_t k, const char *row, const
     return with_minima(type, sum_of_eight(floats), minima);
 }
 
+typedef void (*single_kernel)(const struct k_product *t, int64_t first, int64_t end, const struct column *y);
 typedef void (*share_kernel)(const struct k_product *t, int64_t first, int64_t end, const struct columns *y, int n, float *c);
+
+/* How far from what is computed lies what is asked for, `rows_bytes` of which are computed together. */
+static int64_t ahead_of(int64_t rows_bytes) {
+    return rows_bytes * (rows_bytes > FAR_ENOUGH ? 1 : rows_bytes > CLOSE ? 2 : 4);
+}
 
 #define SHARE_OF(type, pairs)                                                                                          \
     AVX512 static void share_##type##_##pairs(const struct k_product *t, int64_t first, int64_t end,                   \
                                               const struct columns *y, int n, float *c) {                              \
-        const int64_t row_bytes = t->lda * block_bytes(type);                                                          \
+        const int64_t row_bytes = t->lda * block_bytes(type), ahead = ahead_of(2 * row_bytes);                         \
         const char *a = t->a;                                                                                          \
         int64_t i = first;                                                                                             \
-        if (t->k * pairs * (int64_t)sizeof(y->values[0]) > CACHED) {                                                   \
+        if (t->way == K_AHEAD) {                                                                                       \
             for (; i + 2 <= end; i += 2)                                                                               \
-                rows_512(type, 2, pairs, t->k, a + i * row_bytes, row_bytes, y, n, c + i, t->ldc);                     \
+                rows_512(type, 2, pairs, t->k, a + i * row_bytes, row_bytes, ahead, y, n, c + i, t->ldc);              \
         }                                                                                                              \
-        for (; i < end; i++) rows_512(type, 1, pairs, t->k, a + i * row_bytes, row_bytes, y, n, c + i, t->ldc);        \
+        for (; i < end; i++)                                                                                           \
+            rows_512(type, 1, pairs, t->k, a + i * row_bytes, row_bytes, 0, y, n, c + i, t->ldc);                      \
     }
-#define SHARES(type)                                                                                                   \
-    SHARE_OF(type, 1) SHARE_OF(type, 2) SHARE_OF(type, 3) SHARE_OF(type, 4)                                            \
-    AVX512 static void single_##type(const struct k_product *t, int64_t first, int64_t end, const struct column *y) { \
-        const int64_t row_bytes = t->lda * block_bytes(type);                                                          \
-        for (int64_t i = first; i < end; i++) {                                                                        \
-            t->c[i] = single_512(type, t->k, (const char *)t->a + i * row_bytes, y);                                   \
-        }                                                                                                              \
+#define SINGLE(type, asks)                                                                                             \
+    AVX512 static void single_##type##_##asks(const struct k_product *t, int64_t first, int64_t end,                   \
+                                              const struct column *y) {                                                \
+        const int64_t row_bytes = t->lda * block_bytes(type), ahead = ahead_of(row_bytes);                             \
+        for (int64_t i = first; i < end; i++)                                                                          \
+            t->c[i] = single_512(type, asks, t->k, (const char *)t->a + i * row_bytes, ahead, y);                      \
     }
+#define SHARES(type) \
+    SHARE_OF(type, 1) SHARE_OF(type, 2) SHARE_OF(type, 3) SHARE_OF(type, 4) SINGLE(type, 0) SINGLE(type, 1)
 SHARES(Q4_K) SHARES(Q5_K) SHARES(Q6_K)
 #define UP_TO_FOUR(name) name##1, name##2, name##3, name##4
+static const single_kernel singles[3][2] = {
+    {single_Q4_K_0, single_Q4_K_1}, {single_Q5_K_0, single_Q5_K_1}, {single_Q6_K_0, single_Q6_K_1}};
 static const share_kernel shares[3][PAIRS] = {
     {UP_TO_FOUR(share_Q4_K_)}, {UP_TO_FOUR(share_Q5_K_)}, {UP_TO_FOUR(share_Q6_K_)}};
 
 AVX512 __attribute__((noinline)) static void one_column(const struct k_product *t, int64_t first, int64_t end) {
     struct column y[BLOCKS_MAX];
     prepare_column(t->b, t->type, t->k, y);
-    (t->type == Q4_K ? single_Q4_K : t->type == Q5_K ? single_Q5_K : single_Q6_K)(t, first, end, y);
+    singles[t->type - Q4_K][t->way == K_AHEAD](t, first, end, y);
 }
 
 AVX512 __attribute__((noinline)) static void some_columns(const struct k_product *t, int64_t j, int64_t first, int64_t end) {
@@ -496,9 +523,9 @@ bool swarmllm_k_product(const struct k_product *t) {
     const int64_t groups = (t->m + SHARE - 1) / SHARE;
     const int64_t first = groups * t->thread / t->n_threads * SHARE;
     const int64_t next = groups * (t->thread + 1) / t->n_threads * SHARE, end = next < t->m ? next : t->m;
-    if (t->is_wide && t->n == 1) {
+    if (t->way != K_AVX2 && t->n == 1) {
         one_column(t, first, end);
-    } else if (t->is_wide) {
+    } else if (t->way != K_AVX2) {
         const int64_t row_bytes = t->lda * block_bytes(t->type);
         const int64_t n_rows = t->n <= COLUMNS || row_bytes > NEAR / SHARE ? t->m : NEAR / row_bytes;
         for (int64_t i = first; i < end; i += n_rows) { /* rows stay in the cache until all columns had them */

@@ -6,9 +6,11 @@
 
 enum { Q4_K = 12, Q5_K = 13, Q6_K = 14, Q8_K = 15 }; /* as ggml numbers them */
 
+enum { K_AVX2, K_AHEAD, K_IN_ORDER }; /* the last two with AVX-512 and VNNI */
+
 struct k_product {
     int type;      /* of the matrix */
-    bool is_wide;  /* with AVX-512 and VNNI, else AVX2 */
+    int way;
     int64_t m;     /* rows of the matrix */
     int64_t n;     /* columns */
     int64_t k;     /* blocks of a row */

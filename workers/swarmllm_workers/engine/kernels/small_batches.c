@@ -339,7 +339,7 @@ __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, 
     if (is_k_quant(a_type) && b_type == Q8_K && c_type == F32) {
         const struct thread *thread = params;
         const int way = way_of(a_type, k, n);
-        return way > TILES && swarmllm_k_product(&(struct k_product){a_type, way > BITS_256, m, n, k, a, lda, b, ldb, c, ldc,
+        return way > TILES && swarmllm_k_product(&(struct k_product){a_type, way - BITS_256, m, n, k, a, lda, b, ldb, c, ldc,
                                                                      thread->index, thread->count});
     }
     return n > swarmllm_rows_max && swarmllm_tiled != NULL &&
