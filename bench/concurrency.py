@@ -23,6 +23,7 @@ import numpy as np
 from bench.decode import half_billion
 from bench.figures import Figure, publish, ratios, threads_suffix
 from bench.llama_server import NAME, add_option, llama_server
+from bench.q4_k_m import SIX_HUNDRED_MILLION, six_hundred_million
 from bench.shapes import HALF_BILLION
 from bench.streamed import Endpoint, Together, ask_all, letters
 from bench.swarm_nodes import swarm_of
@@ -52,6 +53,8 @@ def start(arguments: argparse.Namespace, stack: ExitStack) -> Servers:
     n_slots = max(arguments.streams)
     if arguments.model == "guide":
         gguf, n_layers = GUIDE_PATH, 12
+    elif arguments.model == "0.6b-q4_k_m":
+        gguf, n_layers = six_hundred_million(), SIX_HUNDRED_MILLION.n_layers
     else:
         gguf, n_layers = half_billion(), HALF_BILLION.n_layers
 
@@ -126,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=["guide", "0.5b"], default="0.5b")
+    parser.add_argument("--model", choices=["guide", "0.5b", "0.6b-q4_k_m"], default="0.5b")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48)

@@ -26,6 +26,10 @@ SEVEN_BILLION = Shape(
     n_layers=32, n_embd=4096, n_heads=32, n_kv_heads=32, n_ff=11008, n_vocab=32000, context_length=4096
 )
 """Llama-2-7B."""
+SIX_HUNDRED_MILLION = Shape(
+    n_layers=28, n_embd=1024, n_heads=16, n_kv_heads=8, n_ff=3072, n_vocab=151936, context_length=8192
+)
+"""About Qwen3-0.6B. K-quants need rows of a multiple of 256, which those of Qwen2.5-0.5B are not."""
 TINY = Shape(n_layers=4, n_embd=256, n_heads=4, n_kv_heads=4, n_ff=512, n_vocab=1024, context_length=512)
 """To try the bench itself."""
 
@@ -48,6 +52,16 @@ class _Tensor:
     def size_bytes(self) -> int:
         block, block_bytes = GGML_QUANT_SIZES[self.type]
         return self.n_rows * self.n_columns // block * block_bytes
+
+
+def six_hundred_million() -> Path:
+    """Written once."""
+    folder = Path(__file__).parent / "cache"
+    path = folder / "six-hundred-million-q4_k_m.gguf"
+    if not path.exists():
+        folder.mkdir(exist_ok=True)
+        write_q4_k_m(SIX_HUNDRED_MILLION, folder, stem=path.stem)
+    return path
 
 
 def write_q4_k_m(shape: Shape, folder: Path, *, stem: str = "random", n_parts: int = 1) -> list[Path]:

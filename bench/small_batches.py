@@ -4,10 +4,12 @@
 
     python -m bench.small_batches --rounds 5
 
-A batch is one step of so many streams, or, of more than 8 rows, a prompt. Both sides are processes with the
-same model, a random one of 0.5B shape and one thread, and take turns; a figure of a round is the best of 4
-batches, in milliseconds that the processor worked for it, which others on the machine disturb least. The
-worker's way is that of `workers/swarmllm_workers/engine/small_batches.py`.
+    python -m bench.small_batches --rounds 5 --model q4_k_m
+
+A batch is one step of so many streams, or, of 64 rows and more, a prompt. Both sides are processes with the
+same model, a random one of 0.5B shape in Q8_0 or of 0.6B in Q4_K_M, and one thread, and take turns; a figure
+of a round is the best of 4 batches, in milliseconds that the processor worked for it, which others on the
+machine disturb least. The worker's way is that of `workers/swarmllm_workers/engine/small_batches.py`.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
+from bench.decode import half_billion
 from bench.figures import Figure, publish, ratios
-from bench.shapes import HALF_BILLION, build
+from bench.q4_k_m import six_hundred_million
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 PROMPTS = (64, 512)
 N_PROMPT = 64
 N_REPEATS = 4
@@ -39,14 +41,21 @@ def serve(gguf: str, n_threads: int, side: str) -> None:
     from swarmllm_workers.engine.kernel_tuning import KernelTuning
     from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 
-    model = Model(Path(gguf))
-    settings = ContextSettings(n_ctx=2048, n_slots=max(ROWS), n_threads=n_threads, n_outputs_max=max(ROWS))
+    tuning = KernelTuning("ours" if side == "ours" else "auto")
+    model = Model(Path(gguf))  # after the mode is known: it decides whether rows are rearranged
+    settings = ContextSettings(
+        n_ctx=2048,
+        n_slots=max(ROWS),
+        n_threads=n_threads,
+        n_outputs_max=max(ROWS),
+        flash_attention="auto",
+    )
     context = Context(model, settings)
     tokens = (np.arange(N_PROMPT) % 250).astype(np.int32)
     for slot in range(max(ROWS)):
         context.decode(tokens, np.arange(N_PROMPT), slot, np.zeros(N_PROMPT, np.int8))
+    context.decode(tokens[:1], np.full(1, N_PROMPT), 0, True)
     assert small_batches.is_asked() != (side == "tiles")
-    tuning = KernelTuning("ours" if side == "ours" else "auto")
     tuning.tune(tuning.read([Path(gguf)]), n_threads)
     for choice in tuning.choices:
         print(choice, file=sys.stderr)
@@ -86,7 +95,8 @@ class Side:
         self._process.wait(30)
 
 
-def measure(arguments: argparse.Namespace, gguf: Path) -> None:
+def measure(arguments: argparse.Namespace) -> None:
+    gguf = half_billion() if arguments.model == "q8_0" else six_hundred_million()
     prompts = () if arguments.no_prompts else PROMPTS
     sides = {name: Side(gguf, arguments.threads, name) for name in ("tiles", "ours", "worker")}
     figures = {(name, n): Figure(f"{n} rows, {name}", "ms") for n in (*ROWS, *prompts) for name in sides}
@@ -105,8 +115,10 @@ def measure(arguments: argparse.Namespace, gguf: Path) -> None:
             pairs = zip(figures[name, 1].values, figures[name, n].values, strict=True)
             rows.append((Figure(f"{n} streams / 1 stream, {name}", "x", [n * a / b for a, b in pairs]), None))
     command = f"python -m bench.small_batches --rounds {arguments.rounds} --threads {arguments.threads}"
+    command += f" --model {arguments.model}"
     command += " --no-prompts" * arguments.no_prompts
-    publish(f"small-batches-{arguments.threads}-threads", command, rows)
+    name = "" if arguments.model == "q8_0" else f"-{arguments.model}"
+    publish(f"small-batches{name}-{arguments.threads}-threads", command, rows)
 
 
 def main() -> None:
@@ -115,6 +127,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--model", choices=["q8_0", "q4_k_m"], default="q8_0")
     parser.add_argument("--no-prompts", action="store_true", help="steps only")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     parser.add_argument("--side", default="worker", help=argparse.SUPPRESS)
@@ -122,8 +135,7 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve, arguments.threads, arguments.side)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        measure(arguments, build(HALF_BILLION, Path(folder) / "half-billion.gguf"))
+    measure(arguments)
 
 
 if __name__ == "__main__":
