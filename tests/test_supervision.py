@@ -455,3 +455,20 @@ def test_the_page_is_drawn_from_the_table() -> None:
     assert page.read_text() == reference(), (
         "write reference() of swarmllm.supervision.table to docs/supervision.md"
     )
+
+
+async def test_a_wrong_setting_is_no_reason_not_to_restart_what_is_always_restarted(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    """Such tasks work with what others set: models come and go while the daemon runs."""
+    n_begun = 0
+
+    async def work() -> None:
+        nonlocal n_begun
+        n_begun += 1
+        raise ConfigError("no such model", field="model.load")
+
+    with Supervision().active(), trio.move_on_after(60):
+        async with trio.open_nursery() as nursery:
+            supervise(nursery, RESTARTED, work)
+    assert n_begun > 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,9 @@ from swarmllm.swarm.byte_budget import (
 from swarmllm.swarm.data.bulk import Bulk, BulkKind
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.wire import WireClosed
-from swarmllm.swarm.libp2p.requests import EXCHANGES_PER_PEER, RequestProtocol
+from swarmllm.swarm.in_memory.network import node_id_named
+from swarmllm.swarm.libp2p.requests import EXCHANGES_PER_PEER, PeerRequests, RequestProtocol
+from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import MIB, REQUEST_MAX
@@ -297,3 +300,64 @@ async def test_a_requests_queue_holds_so_many_bytes_of_a_sender() -> None:
     assert queue.is_empty
     assert put(queue, "a")
     assert budget.n_bytes == 0
+
+
+def test_without_a_budget_there_is_always_room() -> None:
+    room = PayloadRoom(None)
+    assert room.take_now(0, 100 * MIB)
+    assert room.take_now(100 * MIB - 1, 100 * MIB)
+    assert not room.is_in_use
+
+
+class Silent(Stalled):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._head.clear()
+
+    async def read(self, n: int) -> bytes:
+        await trio.sleep_forever()
+        raise AssertionError
+
+
+class SilentHost(FakeHost):
+    async def open_stream(self, *_: Any) -> Any:
+        return Silent()
+
+
+async def test_a_peer_is_forgotten_with_its_last_request_and_not_before(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Its turns are counted there: it could have more than EXCHANGES_PER_PEER of them at a time."""
+    host = SilentHost()
+    peers: Parts[PeerRequests] = Parts.alone()
+    node_id = node_id_named("peer")
+    async with trio.open_nursery() as nursery:
+        protocol = RequestProtocol(host, nursery, answer, peers=peers)  # type: ignore[arg-type]
+
+        async def ask(timeout_s: float) -> None:
+            with pytest.raises(DeadlineExceeded):
+                await protocol.request(node_id, 1, b"", timeout_s=timeout_s)
+
+        nursery.start_soon(ask, 1.0)
+        nursery.start_soon(ask, 50.0)
+        await trio.sleep(10.0)
+        kept = peers.get(node_id)
+        assert kept is not None
+        assert (len(kept.waited_for), len(kept.outgoing)) == (1, 1)
+        await trio.sleep(50.0)
+        assert peers.get(node_id) is None
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_a_stream_is_reset_where_its_request_was_not_answered(
+    autojump_clock: trio.testing.MockClock, is_whole: bool
+) -> None:
+    """A stream that is closed in order says that the answer was whole."""
+    host = FakeHost()
+    async with trio.open_nursery() as nursery:
+        RequestProtocol(host, nursery, answer)  # type: ignore[arg-type]
+        stream = Whole(10)
+        stream._left -= 0 if is_whole else 1
+        with contextlib.suppress(trio.TooSlowError):
+            await host.handler(node_id_named("peer"), stream)
+        assert stream.was_reset is not is_whole

@@ -20,7 +20,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
 from swarmllm.swarm.membership.identity import Identity, verify
-from swarmllm.swarm.records.envelope_book import EXPIRY_S, EnvelopeBook, VerifyOnce
+from swarmllm.swarm.records.envelope_book import EXPIRY_S, Digest, EnvelopeBook, VerifyOnce
 from swarmllm.swarm.records.exchange import RecordExchange
 from swarmllm.swarm.records.spread import (
     HEARTBEAT_MAX_S,
@@ -413,3 +413,13 @@ async def test_replays_of_old_envelopes_cost_nobody_anything() -> None:
         assert counting.n_asked == 2
         assert deeds == []
         nursery.cancel_scope.cancel()
+
+
+def test_nobody_is_asked_for_ones_own_envelope_nor_for_one_that_is_too_old() -> None:
+    reader = book()
+    digests = [
+        Digest(ME.node_id, 2000, 1, 0.0),
+        Digest(OTHER.node_id, 2000, 1, EXPIRY_S),
+        Digest(THIRD.node_id, 2000, 1, EXPIRY_S - 1),
+    ]
+    assert reader.lacking(digests, now=0.0) == {THIRD.node_id: EXPIRY_S - 1}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm_workers.engine.slots import Cells
+from swarmllm_workers.engine.slots import Cells, HeldRequests, Slots
+from swarmllm_workers.errors import CallError
 
 N_SEQUENCES = 4
 SEQUENCE = st.integers(0, N_SEQUENCES - 1)
@@ -37,3 +39,36 @@ def test_what_is_shared_counts_once(steps: list[tuple[str, int | tuple[int, int]
         for sequence, rows in enumerate(plain):
             others = {id(row) for i, each in enumerate(plain) if i != sequence for row in each}
             assert cells.n_alone(sequence) == len({id(row) for row in rows} - others)
+
+
+def test_the_smallest_free_slot_is_taken_and_a_request_keeps_its_own() -> None:
+    slots = Slots(2)
+    assert [slots.take(each) for each in ("a", "b", "a")] == [0, 1, 0]
+    with pytest.raises(CallError, match="all 2 slots are taken") as refused:
+        slots.take("c")
+    assert refused.value.kind == "no_slot"
+    assert slots.release("a") == 0
+    assert slots.take("c") == 0
+
+
+def test_held_requests_go_in_the_order_in_which_they_were_held_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("swarmllm_workers.engine.slots.time.monotonic", lambda: now_s)
+    released: list[str] = []
+
+    def release(request_id: str) -> None:
+        released.append(request_id)
+        held.discard(request_id)
+
+    held = HeldRequests(release)
+    assert held.next_expiry_s() is None
+    assert not held.let_go()
+    for request_id, hold_s in (("a", 5.0), ("b", 30.0), ("c", 40.0), ("a", 60.0)):
+        held.add(request_id, hold_s)
+    assert held.next_expiry_s() == 30.0
+    assert held.let_go()
+    assert (released, "b" in held, "a" in held) == (["b"], False, True)
+    now_s += 40.0
+    held.expire()
+    assert released == ["b", "c"]
+    assert held.next_expiry_s() == 20.0

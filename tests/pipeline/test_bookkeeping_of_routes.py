@@ -1,0 +1,98 @@
+"""What a choice of a route counts and tells, and what a stage's worker is told once."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import pytest
+from msgspec.structs import replace
+from node_ids import A, B, C
+
+from bench.arithmetic import FakePool, fake_entry
+from swarmllm.errors import NoPipeline
+from swarmllm.models.layers import LayerRange
+from swarmllm.models.manifest import Manifest, Shard
+from swarmllm.pipeline.route.assembly import Assembly, assemble, may_be_reused
+from swarmllm.pipeline.route.inputs import Load, _layer_size
+from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE
+from swarmllm.pipeline.stage.compute import ForwardCall
+from swarmllm.scheduling.route import RouteStage
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.ipc import Sampling
+
+from .fakes import open_swarm
+from .test_assembly import ask, held, stages
+from .test_survival import N_TOKENS, SETTINGS, kills, pools_of, read
+
+
+async def test_a_broken_pipeline_is_mended_where_a_stage_of_it_stays_and_else_replace() -> None:
+    async with open_swarm(pools_of(a="0:6", b="6:12 0:12", c="6:12"), settings=SETTINGS) as swarm:
+        routes = swarm[A].pipelines._routes
+        whole = Assembly(stages("b 0:12"), (None,))
+        cut = Assembly(stages("a 0:6", "b 6:12"), (None, C))
+        for broken in (cut, whole):
+            chosen = routes.choose(swarm.entry, DEFAULT_SIZE, Load(), {B}, broken=broken)
+            assert chosen.stages == stages("a 0:6", "c 6:12")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"full": (B,)}, {"holders": held(a="0:6", b="6:9", c="6:12")}],
+    ids=["full", "without its layers"],
+)
+def test_a_conversation_does_not_go_back_to_a_node_that_has_no_room_or_has_dropped_its_layers(
+    change: dict[str, Any],
+) -> None:
+    holders = held(a="0:6", b="6:12", c="6:12")
+    previous = [RouteStage(A, LayerRange(0, 6)), RouteStage(B, LayerRange(6, 12))]
+    best = [RouteStage(A, LayerRange(0, 6)), RouteStage(C, LayerRange(6, 12))]
+    question = ask(**({"holders": holders} | change))
+    assert not may_be_reused(previous, best, question, question.holders)
+    assert may_be_reused(previous, best, ask(holders), holders)
+
+
+def test_a_refusal_lists_sixteen_ranges_and_says_how_many_more_there_are() -> None:
+    # Nobody goes on where 0:3 ends.
+    ranges = ["0:3", *(f"1:{end}" for end in range(2, 13)), *(f"2:{end}" for end in range(4, 12))]
+    with pytest.raises(NoPipeline, match="and 4 more share no boundaries") as refused:
+        assemble(ask(held(a=" ".join(ranges))))
+    assert refused.value.message.count(":") == 1 + 16
+
+
+DIGEST = "0" * 64
+
+
+@pytest.mark.parametrize("n_layers", [0, 1, 3])
+def test_the_size_of_a_layer_is_their_mean(n_layers: int) -> None:
+    layers = [
+        Shard(kind="layer", index=i, size_bytes=100 * (i + 1), blake3=DIGEST, tensors=())
+        for i in range(n_layers)
+    ]
+    head = Shard(kind="head", index=0, size_bytes=999, blake3=DIGEST, tensors=())
+    manifest: Manifest = replace(fake_entry().manifest, shards=(*layers, head))
+    expected = sum(100 * (i + 1) for i in range(n_layers)) / n_layers if n_layers else 0.0
+    assert _layer_size(manifest) == (expected, 0.0)
+
+
+class Recording(FakePool):
+    """Remembers how each token was to be sampled."""
+
+    def __init__(self, *ranges: str) -> None:
+        super().__init__(*ranges)
+        self.samplings: list[Sampling | None] = []
+
+    async def forward(self, model: ModelFile, **call: Unpack[ForwardCall]) -> Any:
+        if call["want"] == "token":
+            self.samplings.append(call.get("sampling"))
+        return await super().forward(model, **call)
+
+
+async def test_a_worker_is_told_once_how_to_sample() -> None:
+    """It would begin a sampler anew with every token: its penalties and its random numbers."""
+    pools = {**pools_of(a="0:6"), B: Recording("6:12")}
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        await read(swarm, A, kills(swarm))
+    told = pools[B].samplings
+    assert len(told) == N_TOKENS
+    assert told[0] is not None
+    assert told[1:] == [None] * (N_TOKENS - 1)
