@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import trio
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.relay.relaying import ASK_AGAIN_S, LOOK_EVERY_S, RELAYS, Relaying, RelayUse
+from swarmllm.swarm.discovery.relay import relaying
+from swarmllm.swarm.discovery.relay.relaying import (
+    ACCEPTING_MAX,
+    ANSWER_S,
+    ASK_AGAIN_S,
+    LOOK_EVERY_S,
+    RELAYS,
+    Relaying,
+    RelayUse,
+)
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.identifiers import NodeId
 
@@ -163,3 +173,41 @@ async def test_without_a_relay_there_is_no_detour(known: tuple[str, ...]) -> Non
     scene.known[HIDDEN] = known
     with pytest.raises(NodeUnreachable):
         await scene.relaying.detour(HIDDEN)
+
+
+class Listening:
+    """A host that hands the streams which come to `handler`."""
+
+    handler: Any = None
+
+    def serve(self, protocol: str, handler: Any) -> None:
+        self.handler = handler
+
+
+class Silent:
+    """A stream on which nothing comes."""
+
+    def __init__(self) -> None:
+        self.reset_at_s: float | None = None
+
+    async def read(self, n: int) -> bytes:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async def reset(self) -> None:
+        self.reset_at_s = trio.current_time()
+
+
+async def test_so_many_connections_through_relays_are_taken_at_a_time_also_after_others_failed(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    host = Listening()
+    relaying.Circuits(host)  # type: ignore[arg-type]
+    for _ in range(2):
+        began_s = trio.current_time()
+        streams = [Silent() for _ in range(ACCEPTING_MAX + 3)]
+        async with trio.open_nursery() as nursery:
+            for stream in streams:
+                nursery.start_soon(host.handler, OTHERS[0], stream)
+        took_s = sorted((each.reset_at_s or 0.0) - began_s for each in streams)
+        assert took_s == pytest.approx([0.0] * 3 + [ANSWER_S] * ACCEPTING_MAX)
