@@ -89,10 +89,11 @@ class Recording(FakePool):
 
 async def test_a_worker_is_told_once_how_to_sample() -> None:
     """It would begin a sampler anew with every token: its penalties and its random numbers."""
-    pools = {**pools_of(a="0:6"), B: Recording("6:12")}
+    last = Recording("6:12")
+    pools = {**pools_of(a="0:6"), B: last}
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         await read(swarm, A, kills(swarm))
-    told = pools[B].samplings
+    told = last.samplings
     assert len(told) == N_TOKENS
     assert told[0] is not None
     assert told[1:] == [None] * (N_TOKENS - 1)
