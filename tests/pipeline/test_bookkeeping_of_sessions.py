@@ -10,8 +10,8 @@ from bench.arithmetic import FakePool
 from swarmllm.errors import RemoteError
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.chain import Chain
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.session import Session as StageSession
-from swarmllm.pipeline.stage.walker import RequestContext
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward, PrefillProgress, Stage
