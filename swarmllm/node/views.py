@@ -154,7 +154,7 @@ class Coverages:
                 for holder, layers in sorted(held.items(), key=self._order)
             ),
             tuple(missing_layers(n_layers, ranges)),
-            is_complete(n_layers, alignment, held, self._node_id),
+            is_complete(n_layers, alignment, held),
         )
 
 

@@ -27,9 +27,8 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final
 
-from swarmllm.models.layers import LayerRange
+from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.job import ComputeStep, Job, RequestView
-from swarmllm.scheduling.route import composes
 from swarmllm.state_table import UnknownTransition
 from swarmllm_proto.identifiers import NodeId
 
@@ -182,7 +181,7 @@ def _has_next_stage(job: Job, view: RequestView) -> bool:
 
 
 def _can_run(stage: int, view: RequestView, loaded: Iterable[LayerRange]) -> bool:
-    return view.is_here(stage) and composes(loaded, view.layers(stage))
+    return view.is_here(stage) and covers(loaded, view.layers(stage))
 
 
 if __name__ == "__main__":

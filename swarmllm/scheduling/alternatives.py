@@ -1,7 +1,7 @@
 """What else could have been chosen in the place of a route, and what it would have cost.
 
-Another holder of a stage's layers is put into the route. A node whose ranges are cut elsewhere cannot stand
-in for a stage; what it would cost is the best route through one of its ranges: the same search where nobody
+Another holder of a stage's layers is put into the route. A node that holds only some of them cannot stand in
+for the stage; what it would cost is the best route through one of its ranges: the same search where nobody
 else holds those layers.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swarmllm.models.layers import LayerRange
+from swarmllm.models.layers import LayerRange, covers, subtract
 from swarmllm.scheduling.cheapest import cheapest_route, part_cost_s, route_cost_s
 from swarmllm.scheduling.cost import RouteInputs
-from swarmllm.scheduling.route import RouteStage, composes
+from swarmllm.scheduling.pieces import pieces_of, runnable
+from swarmllm.scheduling.route import RouteStage
 from swarmllm_proto.identifiers import NodeId
 
 MAX_ALTERNATIVES = 4
@@ -30,7 +31,7 @@ class Alternative:
 
     node_id: NodeId
     layers: LayerRange
-    """What it would run: the stage's, or where it is cut elsewhere, a range that shares some of them."""
+    """What it would run: the stage's, or where it holds only some of those, its range with them."""
     extra_s: float
     """What the request would take longer with it."""
     is_full: bool
@@ -47,7 +48,7 @@ def same_cuts(
     cost_s = part_cost_s(route, index, stage.node_id, circumstances)
     found = []
     for node_id, ranges in allowed.items():
-        if node_id != stage.node_id and composes(ranges, stage.layers):
+        if node_id != stage.node_id and covers(ranges, stage.layers):
             extra_s = part_cost_s(route, index, node_id, circumstances) - cost_s
             is_full = circumstances.speeds[node_id].is_full
             found.append(Alternative(node_id, stage.layers, extra_s, is_full))
@@ -60,7 +61,7 @@ def _best(found: Iterable[Alternative]) -> tuple[Alternative, ...]:
 
 
 class OtherCuts:
-    """What routes would cost through ranges that share layers with a stage, but not its cuts."""
+    """What routes would cost through ranges that have some layers of a stage, but not all."""
 
     def __init__(
         self, n_layers: int, cut_alignment: int, allowed: Holders, circumstances: RouteInputs
@@ -76,7 +77,7 @@ class OtherCuts:
         held = [
             (self._known.layer_s(node_id), node_id, layers)
             for node_id, ranges in self._allowed.items()
-            if node_id != stage.node_id and not composes(ranges, stage.layers)
+            if node_id != stage.node_id and not covers(ranges, stage.layers)
             for layers in ranges
             if layers.overlaps(stage.layers)
         ]
@@ -93,37 +94,34 @@ class OtherCuts:
 
     def _through(self, node_id: NodeId, layers: LayerRange) -> tuple[RouteStage, ...] | None:
         rest = {
-            other: [each for each in ranges if not each.overlaps(layers)]
+            other: [*subtract(ranges, [layers]), *([layers] if other == node_id else [])]
             for other, ranges in self._allowed.items()
         }
-        rest[node_id].append(layers)
         return cheapest_route(self._n_layers, self._cut_alignment, rest, self._known)
 
 
 def best_with_others(
     n_layers: int, cut_alignment: int, allowed: Holders, circumstances: RouteInputs
 ) -> tuple[RouteStage, ...] | None:
-    """The cheapest route that is not all at home: it does without at least one range of every way to stay
-    there."""
+    """The cheapest route that is not all at home: one in which some piece of home is not used. Of many pieces
+    the longest are tried."""
     home = circumstances.origin
-    best: tuple[RouteStage, ...] | None = None
-    waiting = [frozenset[LayerRange]()]
-    seen = set(waiting)
-    for _ in range(MAX_SEARCHES + 1):
-        if not waiting:
-            break
-        without = waiting.pop(0)
-        kept = [layers for layers in allowed[home] if layers not in without]
-        route = cheapest_route(n_layers, cut_alignment, {**allowed, home: kept}, circumstances)
-        if route is not None and is_at_home(route, circumstances):
-            shorter = {without | {layers} for layers in kept} - seen
-            seen |= shorter
-            waiting += sorted(shorter, key=sorted)
-        elif route is not None and (
-            best is None or route_cost_s(route, circumstances) < route_cost_s(best, circumstances)
-        ):
-            best = route
-    return best
+    held = {node: runnable(ranges, n_layers, cut_alignment) for node, ranges in allowed.items()}
+    pieces = sorted(
+        (LayerRange(piece.start, piece.end) for piece in pieces_of(held) if piece.node_id == home),
+        key=lambda layers: (-len(layers), layers.start),
+    )
+    routes = [
+        cheapest_route(
+            n_layers, cut_alignment, {**allowed, home: subtract(allowed[home], [piece])}, circumstances
+        )
+        for piece in pieces[:MAX_SEARCHES]
+    ]
+    return min(
+        (route for route in routes if route is not None),
+        key=lambda route: route_cost_s(route, circumstances),
+        default=None,
+    )
 
 
 def is_at_home(route: Sequence[RouteStage], circumstances: RouteInputs) -> bool:

@@ -1,7 +1,8 @@
 """The route with the least cost, exactly: a shortest path over (boundary, node).
 
 The layers are a line, so going over the boundaries in order is a topological order, and one min-plus product
-of [arriving segments] x [departing segments] per boundary is the whole step; numpy does it.
+of [arriving pieces] x [departing pieces] per boundary is the whole step; numpy does it. What a piece is, and
+where a route may change nodes: see `pieces`.
 
 The closing hop makes the path a ring: what the last hop costs depends on the first node. So there is one
 search per first node. Most of them never run: a backward search without the closing hop gives a lower bound
@@ -16,13 +17,14 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.cost import CostTable, Indices, RouteInputs, Seconds
-from swarmllm.scheduling.route import MAX_STAGES, RouteStage, choose_route, usable
+from swarmllm.scheduling.pieces import Piece, pieces_of, runnable
+from swarmllm.scheduling.route import MAX_STAGES, RouteStage, choose_route
 from swarmllm_proto.identifiers import NodeId
 
 
@@ -41,26 +43,20 @@ def cheapest_route(
     none tried. Should the cheapest route have more than `max_stages` stages, the one with the fewest is the
     answer.
     """
-    segments = _with_room(
+    pieces = _with_room(
         n_layers,
-        sorted(
-            {
-                (layers.start, layers.end, node_id)
-                for node_id, ranges in holders.items()
-                for layers in usable(ranges, n_layers, cut_alignment)
-            }
-        ),
+        pieces_of({node: runnable(ranges, n_layers, cut_alignment) for node, ranges in holders.items()}),
         {node_id for node_id in holders if circumstances.speeds[node_id].is_full},
     )
-    path = _Search(n_layers, segments, circumstances).cheapest()
+    path = _Search(n_layers, pieces, circumstances).cheapest()
     if path is None:
         return None
-    route = _merged([segments[i] for i in path])
+    route = _merged([pieces[i] for i in path])
     if len(route) <= max_stages:
         return route
     candidates: dict[NodeId, list[LayerRange]] = defaultdict(list)
-    for start, end, node_id in segments:
-        candidates[node_id].append(LayerRange(start, end))
+    for piece in pieces:
+        candidates[piece.node_id].append(LayerRange(piece.start, piece.end))
     return choose_route(n_layers, cut_alignment, candidates, circumstances.origin, max_stages=max_stages)
 
 
@@ -92,50 +88,76 @@ def part_cost_s(
     return cost_s
 
 
-SEARCHED_MAX: Final = 2**20
-"""Pairs of meeting segments that the searches for one route look at, all first nodes together. Honest swarms
-need a few searches, because bounds spare the rest. Where nodes say what makes the bounds useless, the best
-ring of those that were searched is the answer."""
+SEARCHED_MAX: Final = 2**21
+"""Pairs of pieces between which a route may change that the searches for one route look at, all first nodes
+together. Honest swarms need a few searches, because bounds spare the rest. Where nodes say what makes the
+bounds useless, the best ring of those that were searched is the answer."""
+
+
+class _Joint(NamedTuple):
+    """The pieces at one boundary. Who arrives with the last layer of its range may hop to any that departs,
+    who could go on hops only to where a range begins."""
+
+    ending: Indices
+    departing: Indices
+    to_departing: Seconds
+    """Hops, [n_departing, n_ending]."""
+    through: Indices
+    beginning: Indices
+    to_beginning: Seconds
+    """Hops, [n_beginning, n_through]."""
+    staying: Indices
+    onward: Indices
+    """As many: the same node's next piece."""
+
+    @property
+    def n_pairs(self) -> int:
+        return self.to_departing.size + self.to_beginning.size
 
 
 class _Search:
-    """Segments are counted in their sorted order; ties go to the lower number, so all nodes agree."""
+    """Pieces are counted in their sorted order; ties go to the lower number, so all nodes agree."""
 
-    def __init__(
-        self, n_layers: int, segments: Sequence[tuple[int, int, NodeId]], circumstances: RouteInputs
-    ) -> None:
-        node_ids = sorted({node_id for _, _, node_id in segments})
+    def __init__(self, n_layers: int, pieces: Sequence[Piece], circumstances: RouteInputs) -> None:
+        node_ids = sorted({piece.node_id for piece in pieces})
         index = {node_id: i for i, node_id in enumerate(node_ids)}
         self._costs = CostTable(circumstances, node_ids)
-        self._node: Indices = np.array([index[node_id] for _, _, node_id in segments], np.intp)
-        lengths = np.array([end - start for start, end, _ in segments], np.float64)
+        self._node: Indices = np.array([index[piece.node_id] for piece in pieces], np.intp)
+        lengths = np.array([piece.end - piece.start for piece in pieces], np.float64)
         self._compute: Seconds = self._costs.layer[self._node] * lengths
         starting: dict[int, list[int]] = defaultdict(list)
         ending: dict[int, list[int]] = defaultdict(list)
-        for i, (start, end, _) in enumerate(segments):
-            starting[start].append(i)
-            ending[end].append(i)
+        for i, piece in enumerate(pieces):
+            starting[piece.start].append(i)
+            ending[piece.end].append(i)
         self._first: Indices = np.array(starting[0], np.intp)
         self._last: Indices = np.array(ending[n_layers], np.intp)
         self.n_searched = 0
         """Rings, each from another first node."""
         self._joints = [
-            (np.array(ending[at], np.intp), np.array(starting[at], np.intp))
-            for at in sorted(starting)
-            if at and ending[at]
-        ]
-        self._hops = [
-            self._costs.hop(self._node[arriving], self._node[departing])
-            for arriving, departing in self._joints
+            self._joint(pieces, ending[at], starting[at]) for at in sorted(starting) if at and ending[at]
         ]
 
+    def _joint(self, pieces: Sequence[Piece], arriving: Sequence[int], departing: Sequence[int]) -> _Joint:
+        ending: Indices = np.array([i for i in arriving if pieces[i].ends], np.intp)
+        through: Indices = np.array([i for i in arriving if not pieces[i].ends], np.intp)
+        beginning: Indices = np.array([i for i in departing if pieces[i].begins], np.intp)
+        all_departing: Indices = np.array(departing, np.intp)
+        next_piece = {pieces[i].node_id: i for i in departing if not pieces[i].begins}
+        pairs = [(i, next_piece[pieces[i].node_id]) for i in through if pieces[i].node_id in next_piece]
+        staying: Indices = np.array([i for i, _ in pairs], np.intp)
+        onward: Indices = np.array([i for _, i in pairs], np.intp)
+        to_departing = self._costs.hop(self._node[ending], self._node[all_departing])
+        to_beginning = self._costs.hop(self._node[through], self._node[beginning])
+        return _Joint(ending, all_departing, to_departing, through, beginning, to_beginning, staying, onward)
+
     def cheapest(self) -> list[int] | None:
-        """Segments from first to last."""
+        """Pieces from first to last."""
         if not len(self._first) or not len(self._last):
             return None
         bounds = self._bounds()
         best_s, best = np.inf, None
-        n_pairs = 1 + sum(len(arriving) * len(departing) for arriving, departing in self._joints)
+        n_pairs = 1 + sum(joint.n_pairs for joint in self._joints)
         for first in np.argsort(bounds, kind="stable"):
             if bounds[first] >= best_s or (best is not None and self.n_searched * n_pairs > SEARCHED_MAX):
                 break
@@ -149,8 +171,15 @@ class _Search:
         """For each first node: no ring from it costs less. [n_nodes], inf where none reaches the end."""
         onward = np.full(len(self._node), np.inf)
         onward[self._last] = self._compute[self._last] + self._costs.exit[self._node[self._last]]
-        for (arriving, departing), hop in zip(reversed(self._joints), reversed(self._hops), strict=True):
-            onward[arriving] = self._compute[arriving] + (hop + onward[departing, None]).min(axis=0)
+        for joint in reversed(self._joints):
+            least = np.full(len(self._node), np.inf)
+            if joint.to_departing.size:
+                least[joint.ending] = (joint.to_departing + onward[joint.departing, None]).min(axis=0)
+            if joint.to_beginning.size:
+                least[joint.through] = (joint.to_beginning + onward[joint.beginning, None]).min(axis=0)
+            least[joint.staying] = np.minimum(least[joint.staying], onward[joint.onward])
+            for arriving in (joint.ending, joint.through):
+                onward[arriving] = self._compute[arriving] + least[arriving]
         bounds: Seconds = np.full(len(self._costs.layer), np.inf)
         np.minimum.at(bounds, self._node[self._first], onward[self._first])
         firsts = np.unique(self._node[self._first])
@@ -164,11 +193,15 @@ class _Search:
         before = np.full(len(self._node), -1, np.intp)
         starts = self._first[self._node[self._first] == first]
         cost[starts] = self._costs.entry[first] + self._compute[starts]
-        for (arriving, departing), hop in zip(self._joints, self._hops, strict=True):
-            ways = hop + cost[arriving]
-            chosen = ways.argmin(axis=1)
-            cost[departing] = ways[np.arange(len(departing)), chosen] + self._compute[departing]
-            before[departing] = arriving[chosen]
+        for joint in self._joints:
+            if joint.to_departing.size:
+                _arrive(cost, before, joint.ending, joint.departing, joint.to_departing)
+            if joint.to_beginning.size:
+                _arrive(cost, before, joint.through, joint.beginning, joint.to_beginning)
+            stays = cost[joint.staying] <= cost[joint.onward]
+            staying, onward = joint.staying[stays], joint.onward[stays]
+            cost[onward], before[onward] = cost[staying], staying
+            cost[joint.departing] += self._compute[joint.departing]
         nodes = self._node[self._last]
         closing = self._costs.closing(nodes, np.array([first], np.intp))[0]
         rings = cost[self._last] + closing + self._costs.exit[nodes]
@@ -179,38 +212,46 @@ class _Search:
         return float(rings[at]), path[::-1]
 
 
-def _with_room(
-    n_layers: int, segments: Sequence[tuple[int, int, NodeId]], full: Set[NodeId]
-) -> Sequence[tuple[int, int, NodeId]]:
-    """Of the sorted segments those that are in a route with the fewest layers on nodes of `full`. Every route
+def _arrive(cost: Seconds, before: Indices, arriving: Indices, departing: Indices, hops: Seconds) -> None:
+    """Where a hop is cheaper than what is known, it counts."""
+    ways = hops + cost[arriving]
+    chosen = ways.argmin(axis=1)
+    least = ways[np.arange(len(departing)), chosen]
+    is_less = least < cost[departing]
+    found = departing[is_less]
+    cost[found], before[found] = least[is_less], arriving[chosen[is_less]]
+
+
+def _with_room(n_layers: int, pieces: Sequence[Piece], full: Set[NodeId]) -> Sequence[Piece]:
+    """Of the sorted pieces those that are in a route with the fewest layers on nodes of `full`. Every route
     made of them is such a route."""
     if not full:
-        return segments
-    n_full = [end - start if node_id in full else 0 for start, end, node_id in segments]
+        return pieces
+    n_full = [piece.end - piece.start if piece.node_id in full else 0 for piece in pieces]
     fewest_before, fewest_after = {0: 0}, {n_layers: 0}
-    for (start, end, _), n_more in zip(segments, n_full, strict=True):
-        if start in fewest_before:
-            n_ahead = fewest_before[start] + n_more
-            fewest_before[end] = min(n_ahead, fewest_before.get(end, n_ahead))
-    for (start, end, _), n_more in zip(reversed(segments), reversed(n_full), strict=True):
-        if end in fewest_after:
-            n_behind = fewest_after[end] + n_more
-            fewest_after[start] = min(n_behind, fewest_after.get(start, n_behind))
+    for piece, n_more in zip(pieces, n_full, strict=True):
+        if piece.start in fewest_before:
+            n_ahead = fewest_before[piece.start] + n_more
+            fewest_before[piece.end] = min(n_ahead, fewest_before.get(piece.end, n_ahead))
+    for piece, n_more in zip(reversed(pieces), reversed(n_full), strict=True):
+        if piece.end in fewest_after:
+            n_behind = fewest_after[piece.end] + n_more
+            fewest_after[piece.start] = min(n_behind, fewest_after.get(piece.start, n_behind))
     return [
-        segment
-        for segment, n_more in zip(segments, n_full, strict=True)
-        if segment[0] in fewest_before
-        and segment[1] in fewest_after
-        and fewest_before[segment[0]] + n_more + fewest_after[segment[1]] == fewest_before[n_layers]
+        piece
+        for piece, n_more in zip(pieces, n_full, strict=True)
+        if piece.start in fewest_before
+        and piece.end in fewest_after
+        and fewest_before[piece.start] + n_more + fewest_after[piece.end] == fewest_before[n_layers]
     ]
 
 
-def _merged(path: Sequence[tuple[int, int, NodeId]]) -> tuple[RouteStage, ...]:
-    """Ranges of one node that meet are one stage."""
+def _merged(path: Sequence[Piece]) -> tuple[RouteStage, ...]:
+    """Pieces of one node that meet are one stage."""
     stages: list[RouteStage] = []
-    for start, end, node_id in path:
-        if stages and stages[-1].node_id == node_id:
-            stages[-1] = RouteStage(node_id, LayerRange(stages[-1].layers.start, end))
+    for piece in path:
+        if stages and stages[-1].node_id == piece.node_id:
+            stages[-1] = RouteStage(piece.node_id, LayerRange(stages[-1].layers.start, piece.end))
         else:
-            stages.append(RouteStage(node_id, LayerRange(start, end)))
+            stages.append(RouteStage(piece.node_id, LayerRange(piece.start, piece.end)))
     return tuple(stages)

@@ -1,20 +1,25 @@
 """What a route must not do, whatever it would gain: applied before costs are looked at.
 
 Private: the first and the last segment run on the node that was asked, so its peers see hidden states in the
-middle of the model, never the rows of the embedding nor the logits. Pins: these layers of that model run on
-that node and nowhere else.
+middle of the model, never the rows of the embedding nor the logits. What that node holds from the first layer
+on, and up to the last, runs there: the more layers, the less can be told from what leaves it. Pins: these
+layers of that model run on that node and nowhere else.
 
-Both only take ranges away, so the search needs not know of them.
+Both only take layers away, so the search needs not know of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from swarmllm.errors import InvalidRequest
-from swarmllm.models.layers import LayerRange
+from swarmllm.models.layers import LayerRange, merge, subtract
 from swarmllm_proto.identifiers import MEANINGS, NODE_ID_PATTERN, NodeId, is_node_id
+
+PRIVATE: Final = "private: the ends stay at home"
+PINNED: Final = "pinned to another node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A range that no route may use."""
+    """Layers that no route may use there."""
 
     node_id: NodeId
     layers: LayerRange
@@ -61,16 +66,25 @@ def permitted(
 ) -> tuple[dict[NodeId, list[LayerRange]], tuple[Refusal, ...]]:
     """(what is left of `holders`, what was taken away and why)"""
     pins = [pin for pin in constraints.pins if pin.model == model]
+    ends = _ends_at_home(holders.get(origin, ()), n_layers) if constraints.is_private else ()
     left: dict[NodeId, list[LayerRange]] = {}
     refused: list[Refusal] = []
     for node_id, ranges in holders.items():
-        kept = left.setdefault(node_id, [])
-        for layers in ranges:
-            is_end = layers.start == 0 or layers.end == n_layers
-            if constraints.is_private and is_end and node_id != origin:
-                refused.append(Refusal(node_id, layers, "private: the ends stay at home"))
-            elif any(pin.layers.overlaps(layers) and pin.node_id != node_id for pin in pins):
-                refused.append(Refusal(node_id, layers, "pinned to another node"))
-            else:
-                kept.append(layers)
+        kept = tuple(ranges)
+        elsewhere = [pin.layers for pin in pins if pin.node_id != node_id]
+        barred = ((PRIVATE, ends if node_id != origin else ()), (PINNED, elsewhere))
+        for reason, away in barred:
+            if any(layers.overlaps(each) for layers in kept for each in away):
+                rest = subtract(kept, away)
+                refused += [Refusal(node_id, layers, reason) for layers in subtract(kept, rest)]
+                kept = rest
+        left[node_id] = list(kept)
     return left, tuple(refused)
+
+
+def _ends_at_home(held: Iterable[LayerRange], n_layers: int) -> tuple[LayerRange, LayerRange]:
+    """What nobody else runs: all that is `held` at both ends of the model, and if nothing is, a layer."""
+    ranges = merge(held)
+    first = next((layers.end for layers in ranges if layers.start == 0), 1)
+    last = next((layers.start for layers in ranges if layers.end == n_layers), n_layers - 1)
+    return LayerRange(0, first), LayerRange(last, n_layers)

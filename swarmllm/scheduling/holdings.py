@@ -6,7 +6,8 @@ goes: those are pipelines with gaps, to be filled before a new one is begun.
 
 Where two ranges of such a row overlap, the boundary is moved to the turning point, the place at which a
 request would rather change nodes: computing is linear in layers, so that is one end of the overlap, the one
-that leaves it to the quicker node. Only then do the two ranges meet, and a route can use both.
+that leaves it to the quicker node. A route can use both as they are; without the overlap their nodes have
+room for more.
 """
 
 from __future__ import annotations

@@ -7,11 +7,10 @@ search, because both count with `cost`.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swarmllm.models.layers import LayerRange
+from swarmllm.models.layers import LayerRange, merge
 from swarmllm.scheduling.alternatives import (
     Alternative,
     OtherCuts,
@@ -22,7 +21,8 @@ from swarmllm.scheduling.alternatives import (
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.constraints import Refusal
 from swarmllm.scheduling.cost import RouteInputs
-from swarmllm.scheduling.route import RouteStage, choose_route, usable
+from swarmllm.scheduling.pieces import runnable
+from swarmllm.scheduling.route import RouteStage, choose_route
 from swarmllm_proto.identifiers import NodeId
 
 
@@ -83,7 +83,7 @@ def make_plan(
     route = cheapest_route(n_layers, cut_alignment, holders, circumstances)
     if route is None:
         return None
-    allowed = {node_id: usable(ranges, n_layers, cut_alignment) for node_id, ranges in holders.items()}
+    allowed = {node_id: runnable(ranges, n_layers, cut_alignment) for node_id, ranges in holders.items()}
     cost_s, speeds = route_cost_s(route, circumstances), circumstances.speeds
     others = OtherCuts(n_layers, cut_alignment, allowed, circumstances)
     stages = tuple(
@@ -101,7 +101,7 @@ def make_plan(
         )
         for index, stage in enumerate(route)
     )
-    home = {circumstances.origin: allowed.get(circumstances.origin, [])}
+    home = {circumstances.origin: allowed.get(circumstances.origin, ())}
     rivals = [
         _rival(
             "all at home", choose_route(n_layers, cut_alignment, home, circumstances.origin), circumstances
@@ -133,13 +133,16 @@ def standbys_of(
 ) -> tuple[NodeId | None, ...]:
     """For each stage the other holder with which the request would be least slower; None: there is none that
     has room."""
-    starting: dict[int, dict[NodeId, Iterable[LayerRange]]] = defaultdict(dict)
-    for node_id, ranges in holders.items():
-        for layers in ranges:
-            starting[layers.start][node_id] = ranges
+    held = [
+        (layers.start, layers.end, node_id, layers)
+        for node_id, ranges in holders.items()
+        for layers in merge(ranges)
+    ]
     found = []
     for index, stage in enumerate(route):
-        others = same_cuts(route, index, starting[stage.layers.start], circumstances)
+        first, last = stage.layers.start, stage.layers.end
+        able = {node_id: (layers,) for start, end, node_id, layers in held if start <= first and last <= end}
+        others = same_cuts(route, index, able, circumstances)
         found.append(next((other.node_id for other in others if not other.is_full), None))
     return tuple(found)
 

@@ -5,13 +5,11 @@ a single stage with every layer at home, so it always wins; otherwise every stag
 token. It knows nothing of speed and load: `cheapest` does, and decides what requests do. This rule says
 whether there is a route at all, and is the rival in every plan.
 
-A held range is taken whole or not at all, because a loaded segment cannot run part of itself (libllama runs
-a model to its end). So two holders fit together only where their ranges meet at a common boundary. Ranges
-of one node that meet are one stage: their hidden states never leave its worker.
+Of a held range any part between two allowed cuts may be used (see `pieces`). Ranges of one node that meet are
+one stage: their hidden states never leave its worker.
 
-The search goes once over the ranges in order of their start, which is a topological order: every range that
-ends where another starts has been visited before. Equal routes are told apart by their node ids, so all
-nodes agree.
+The search goes once over the boundaries in order, and to each node only the best path of all can lead, or
+that node's own. Equal routes are told apart by their node ids, so all nodes agree.
 """
 
 from __future__ import annotations
@@ -19,8 +17,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 from swarmllm.models.layers import LayerRange
+from swarmllm.scheduling.pieces import pieces_of, runnable
 from swarmllm_proto.identifiers import NodeId
 
 MAX_STAGES = 256
@@ -29,7 +30,7 @@ MAX_STAGES = 256
 
 @dataclass(frozen=True, slots=True)
 class RouteStage:
-    """One node's part of a route: a range that is one or several of the ranges it holds, end to end."""
+    """One node's part of a route: layers that it holds, or part of them."""
 
     node_id: NodeId
     layers: LayerRange
@@ -55,57 +56,49 @@ def choose_route(
 ) -> tuple[RouteStage, ...] | None:
     """The best route that covers [0, n_layers) exactly once, or None.
 
-    `holders`: by node id, the ranges that it can run, each as one loaded segment. `cut_alignment`: cuts are
-    allowed at multiples of it, 0 forbids any. Nodes that must not be used are left out by the caller.
+    `holders`: by node id, the ranges that it holds. `cut_alignment`: cuts are allowed at multiples of it, 0
+    forbids any. Nodes that must not be used are left out by the caller.
     """
-    by_start: dict[int, set[tuple[NodeId, int]]] = defaultdict(set)
-    for node_id, ranges in holders.items():
-        for layers in usable(ranges, n_layers, cut_alignment):
-            by_start[layers.start].add((node_id, layers.end))
-    best: dict[tuple[int, NodeId | None], _Path] = {}
-    reached: dict[int, list[NodeId]] = defaultdict(list)
-    for start in sorted(by_start):
-        before: list[tuple[NodeId | None, _Path]] = [(last, best[start, last]) for last in reached[start]]
-        if start == 0:
-            before = [(None, _Path(0, 0, (), ()))]
-        for node_id, end in sorted(by_start[start]):
-            n_remote = 0 if node_id == origin else end - start
-            for last, path in before:
-                longer = _extend(path, node_id, start, n_remote, new_stage=last != node_id)
-                known = best.get((end, node_id))
-                if longer.n_stages > max_stages or (known is not None and known <= longer):
-                    continue
-                if known is None:
-                    reached[end].append(node_id)
-                best[end, node_id] = longer
-    finished = [best[n_layers, node_id] for node_id in reached[n_layers]]
+    held = {node: runnable(ranges, n_layers, cut_alignment) for node, ranges in holders.items()}
+    at: dict[int, dict[NodeId, _Path]] = defaultdict(dict)
+    """By boundary and the node that runs the layer before it."""
+    for start, pieces in groupby(pieces_of(held), key=attrgetter("start")):
+        arrived = at.pop(start, {})
+        best = min(arrived.values(), default=None) if start else _Path(0, 0, (), ())
+        if best is None:
+            continue
+        for piece in pieces:
+            n_remote = 0 if piece.node_id == origin else piece.end - start
+            paths = [_extend(best, piece.node_id, start, n_remote)]
+            if piece.node_id in arrived:
+                paths.append(_extend(arrived[piece.node_id], piece.node_id, start, n_remote))
+            longer = min(paths)
+            if longer.n_stages <= max_stages:
+                at[piece.end][piece.node_id] = longer
+    finished = at[n_layers].values()
     return _stages(min(finished), n_layers) if finished else None
 
 
-def is_complete(
-    n_layers: int, cut_alignment: int, holders: Mapping[NodeId, Iterable[LayerRange]], origin: NodeId
-) -> bool:
+def is_complete(n_layers: int, cut_alignment: int, holders: Mapping[NodeId, Iterable[LayerRange]]) -> bool:
     """Whether `choose_route` finds one, for less."""
-    pairs = {
-        (layers.start, layers.end)
-        for ranges in holders.values()
-        for layers in usable(ranges, n_layers, cut_alignment)
-    }
-    fewest = {0: 0}
-    for start, end in sorted(pairs):
-        if start in fewest:
-            fewest[end] = min(fewest.get(end, MAX_STAGES + 1), fewest[start] + 1)
-    if n_layers not in fewest:
-        return False
-    # Ranges of one node that meet are one stage: who has too many ranges may still have few enough stages.
-    return (
-        fewest[n_layers] <= MAX_STAGES
-        or choose_route(n_layers, cut_alignment, holders, origin, max_stages=MAX_STAGES) is not None
-    )
+    reach: dict[int, int] = {}
+    for ranges in holders.values():
+        for layers in runnable(ranges, n_layers, cut_alignment):
+            reach[layers.start] = max(layers.end, reach.get(layers.start, 0))
+    starts = sorted(reach)
+    n_stages = covered = farthest = i = 0
+    while covered < n_layers:
+        while i < len(starts) and starts[i] <= covered:
+            farthest = max(farthest, reach[starts[i]])
+            i += 1
+        if farthest == covered or n_stages == MAX_STAGES:
+            return False
+        n_stages, covered = n_stages + 1, farthest
+    return True
 
 
 def usable(ranges: Iterable[LayerRange], n_layers: int, cut_alignment: int) -> list[LayerRange]:
-    """Those ranges that a pipeline of this model may contain."""
+    """Those ranges that a pipeline of this model may contain as they are."""
     if cut_alignment == 0:
         return [layers for layers in ranges if (layers.start, layers.end) == (0, n_layers)]
     return [
@@ -115,15 +108,6 @@ def usable(ranges: Iterable[LayerRange], n_layers: int, cut_alignment: int) -> l
         and layers.start % cut_alignment == 0
         and (layers.end == n_layers or layers.end % cut_alignment == 0)
     ]
-
-
-def composes(ranges: Iterable[LayerRange], layers: LayerRange) -> bool:
-    """Whether some of `ranges`, whole and end to end, are exactly `layers`."""
-    boundaries = {layers.start}
-    for held in sorted(ranges):
-        if held.start in boundaries and held.end <= layers.end:
-            boundaries.add(held.end)
-    return layers.end in boundaries
 
 
 def missing_layers(n_layers: int, ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
@@ -141,12 +125,13 @@ def missing_layers(n_layers: int, ranges: Iterable[LayerRange]) -> tuple[LayerRa
     return tuple(missing)
 
 
-def _extend(path: _Path, node_id: NodeId, start: int, n_remote: int, *, new_stage: bool) -> _Path:
+def _extend(path: _Path, node_id: NodeId, start: int, n_remote: int) -> _Path:
+    is_new = path.node_ids[-1:] != (node_id,)
     return _Path(
-        path.n_stages + new_stage,
+        path.n_stages + is_new,
         path.n_remote_layers + n_remote,
-        (*path.node_ids, node_id) if new_stage else path.node_ids,
-        (*path.starts, start) if new_stage else path.starts,
+        (*path.node_ids, node_id) if is_new else path.node_ids,
+        (*path.starts, start) if is_new else path.starts,
     )
 
 

@@ -146,9 +146,14 @@ def test_step_7_a_private_pipeline_begins_and_ends_at_home() -> None:
     )
     assert assemble(question).stages == stages("a 0:2", "b 2:10", "a 10:12")
     assert assemble(replace(question, constraints=Constraints())).stages == stages("c 0:12")
-    with pytest.raises(NoPipeline, match=r"private: the ends stay at home.*holds layers 2:12"):
+    # Of a node that holds everything the middle is used, and home runs all that it holds of the ends.
+    everything = replace(question, holders=held(a="0:2 9:12", c="0:12"))
+    assert assemble(everything).stages == stages("a 0:2", "c 2:9", "a 9:12")
+    overlapping = replace(question, holders=held(a="0:4 8:12", b="2:10"))
+    assert assemble(overlapping).stages == stages("a 0:4", "b 4:8", "a 8:12")
+    with pytest.raises(NoPipeline, match=r"private: the ends stay at home.*holds layers 11:12"):
         assemble(ask(held(a="0:2", b="2:12"), constraints=Constraints(is_private=True)))
-    with pytest.raises(NoPipeline, match=r"private: the ends stay at home.*holds layers 0:10"):
+    with pytest.raises(NoPipeline, match=r"private: the ends stay at home.*holds layers 0:1 of"):
         assemble(ask(held(a="10:12", b="0:10"), constraints=Constraints(is_private=True)))
 
 
@@ -157,6 +162,8 @@ def test_step_7_pinned_layers_run_where_they_are_pinned_and_only_of_that_model()
     assert assemble(ask(HALVES, constraints=Constraints(pins=pins))).stages == LAST_TURN
     other = ask(HALVES, constraints=Constraints(pins=pins), model_name="other")
     assert assemble(other).stages == stages("a 0:6", "b 6:12")
+    around = ask(held(a="0:12", c="4:9"), constraints=Constraints(pins=pins))
+    assert assemble(around).stages == stages("a 0:6", "c 6:8", "a 8:12")
     with pytest.raises(NoPipeline, match="pinned to another node"):
         assemble(ask(held(a="0:12"), constraints=Constraints(pins=pins)))
 
@@ -197,7 +204,6 @@ def test_step_9_every_stage_has_the_best_other_holder_with_room_as_its_standby()
         (1, held(a="0:4", b="6:12"), r"guide cannot run now: no connected node holds layers 4:6 of 0:12"),
         (1, held(), r"no connected node holds layers 0:12 of 0:12"),
         (1, held(a="2:4", b="6:8"), r"layers 0:2, 4:6, 8:12 of 0:12"),
-        (1, held(a="0:8", b="4:12"), r"the held ranges 0:8, 4:12 share no boundaries that lead from 0 to 12"),
         (
             0,
             held(a="0:6", b="6:12"),
@@ -209,6 +215,19 @@ def test_step_9_every_stage_has_the_best_other_holder_with_room_as_its_standby()
 def test_what_is_missing_is_named(alignment: int, holders: dict[str, list[LayerRange]], reason: str) -> None:
     with pytest.raises(NoPipeline, match=reason):
         assemble(ask(holders, alignment))
+
+
+def test_ranges_that_overlap_are_a_complete_model() -> None:
+    holders = held(a="0:8", b="4:12")
+    assert assemble(ask(holders, slow=(A,))).stages == stages("a 0:4", "b 4:12")
+    assert assemble(ask(holders, slow=(B,))).stages == stages("a 0:8", "b 8:12")
+    assert assemble(ask(holders, 4, slow=(A,))).stages == stages("a 0:4", "b 4:12")
+
+
+def test_more_stages_than_a_request_carries_are_no_route() -> None:
+    holders = {node_id_named(f"n{i}"): [LayerRange(i, i + 1)] for i in range(257)}
+    with pytest.raises(NoPipeline, match="make no route of 256 stages or fewer"):
+        assemble(replace(ask(holders), n_layers=257))
 
 
 async def test_step_10_a_conversation_returns_to_its_pipeline_while_it_lives() -> None:

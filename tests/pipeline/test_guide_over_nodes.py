@@ -21,6 +21,7 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.scheduling.constraints import Constraints
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.ipc import Sampling
 
@@ -35,6 +36,7 @@ QUESTIONS = (
     "How do I load layers 0 to 4 of the guide?",
 )
 N_TOKENS = 40
+ANYWHERE = Constraints()
 GREEDY = Sampling(temperature=0.0, max_tokens=N_TOKENS)
 
 
@@ -54,7 +56,12 @@ def uncut() -> Iterator[llama_cpp.Llama]:
 
 @asynccontextmanager
 async def guide_swarm(
-    folder: Path, entry: CatalogueEntry, holdings: dict[str, str], *, n_slots: int = 4
+    folder: Path,
+    entry: CatalogueEntry,
+    holdings: dict[str, str],
+    *,
+    n_slots: int = 4,
+    constraints: Constraints = ANYWHERE,
 ) -> AsyncIterator[Swarm]:
     async with AsyncExitStack() as stack:
         pools: dict[str, WorkerPool] = {}
@@ -64,10 +71,10 @@ async def guide_swarm(
             await stack.enter_async_context(pools[node_id].running())
         async with trio.open_nursery() as nursery:
             for node_id, text in holdings.items():
-                if text:
+                for layers in text.split():
                     model = ModelFile(entry.model_id, entry.path)
-                    nursery.start_soon(pools[node_id].load, model, LayerRange.parse(text))
-        pipelines = PipelineSettings(prefill_chunk_tokens=16, n_ctx=1024)
+                    nursery.start_soon(pools[node_id].load, model, LayerRange.parse(layers))
+        pipelines = PipelineSettings(prefill_chunk_tokens=16, n_ctx=1024, constraints=constraints)
         yield await stack.enter_async_context(open_swarm(pools, settings=pipelines, entry=entry))
 
 
@@ -111,6 +118,44 @@ async def test_greedy_tokens_over_three_nodes_equal_the_uncut_model(
             assert tokens == expected
             shown = [token for token in expected if token != uncut.token_eos()]
             assert text == uncut.detokenize(shown).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("holdings", "is_private"),
+    [
+        ({A: "0:8", B: "4:12"}, False),
+        ({A: "2:10", B: "0:8", C: "4:12"}, False),
+        # The ends stay at home, and the middle is part of what a node holds that has everything.
+        ({A: "0:2 11:12", B: "0:12"}, True),
+    ],
+)
+async def test_parts_of_what_is_held_make_a_pipeline(
+    tmp_path: Path, entry: CatalogueEntry, uncut: llama_cpp.Llama, holdings: dict[str, str], is_private: bool
+) -> None:
+    constraints = Constraints(is_private=is_private)
+    async with guide_swarm(tmp_path, entry, holdings, constraints=constraints) as swarm:
+        prompt = await swarm[A].pool.tokenize(
+            ModelFile(entry.model_id, entry.path), messages=[{"role": "user", "content": QUESTIONS[1]}]
+        )
+        expected = expected_tokens(uncut, prompt.tolist())
+        for _ in range(2):
+            assert (await ask(swarm, A, QUESTIONS[1]))[0] == expected
+        await swarm.quiet()
+        route = swarm[A].pipelines.stages_for(swarm.entry)
+        held = {
+            node_id: [LayerRange.parse(text) for text in texts.split()] for node_id, texts in holdings.items()
+        }
+        assert len({stage.node_id for stage in route}) > 1
+        assert any(LayerRange(stage.start, stage.end) not in held[stage.node_id] for stage in route)
+        if is_private:
+            assert [(stage.node_id, stage.start, stage.end) for stage in route] == [
+                (A, 0, 2),
+                (B, 2, 11),
+                (A, 11, 12),
+            ]
+        # No layer is held, or announced, otherwise than before.
+        for node_id, ranges in held.items():
+            assert swarm[node_id].pool.loaded(entry.model_id) == tuple(ranges)
 
 
 async def test_a_worker_elsewhere_tells_which_stop_string_ended_the_text(

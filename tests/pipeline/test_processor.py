@@ -164,8 +164,9 @@ class TestValidating:
         job = Job(ComputeStep.LAYER, stage=1, tensor=ROWS)
         assert validated(job, view(B, A, B), []) is State.DONE
         assert validated(job, view(B, A, B), held("0:2")) is State.DONE
-        # A part of a loaded segment cannot run.
-        assert validated(job, view(B, A, B), held("0:4")) is State.DONE
+        assert validated(job, view(B, A, B), held("0:3")) is State.DONE
+        # Of what is held any part can run.
+        assert validated(job, view(B, A, B), held("0:4")) is State.PROCESS_LAYERS
 
     def test_to_done_where_the_stage_is_not_in_the_pipeline_or_not_here(self) -> None:
         assert validated(Job(ComputeStep.LAYER, stage=7, tensor=ROWS), view(B, B), held("0:2")) is State.DONE

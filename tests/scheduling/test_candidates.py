@@ -7,9 +7,10 @@ import random
 import pytest
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.scheduling.candidates import PAIRS_MAX, candidates, n_pairs
+from swarmllm.scheduling.candidates import PAIRS_MAX, candidates
 from swarmllm.scheduling.cheapest import SEARCHED_MAX, _Search, cheapest_route, part_cost_s, route_cost_s
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
+from swarmllm.scheduling.pieces import Piece, n_pairs, pieces_of, runnable
 from swarmllm.scheduling.route import RouteStage, choose_route, is_complete
 
 N_LAYERS = 100
@@ -17,8 +18,13 @@ N_LAYERS = 100
 
 def liars(n_nodes: int, n_ranges: int) -> dict[str, list[LayerRange]]:
     rng = random.Random(1)
-    pairs = [LayerRange(a, b) for a in range(N_LAYERS) for b in range(a + 1, N_LAYERS + 1)]
-    return {f"liar{number:03}": rng.sample(pairs, n_ranges) for number in range(n_nodes)}
+    return {f"liar{number:03}": apart(rng, n_ranges) for number in range(n_nodes)}
+
+
+def apart(rng: random.Random, n_ranges: int) -> list[LayerRange]:
+    """Ranges that do not meet."""
+    bounds = sorted(rng.sample(range(N_LAYERS + 1), 2 * n_ranges))
+    return [LayerRange(*pair) for pair in zip(bounds[::2], bounds[1::2], strict=True)]
 
 
 def alike(node_ids: list[str]) -> RouteInputs:
@@ -38,7 +44,10 @@ def test_what_an_honest_swarm_holds_stays() -> None:
 
 
 def test_of_many_ranges_the_widest_of_each_node_stay() -> None:
-    held = liars(256, 16) | {"me": [LayerRange(0, 1), *liars(1, 30)["liar000"]], "honest": [LayerRange(3, 4)]}
+    held = liars(256, 16) | {
+        "me": [LayerRange(2 * i, 2 * i + 1) for i in range(30)],
+        "honest": [LayerRange(3, 4)],
+    }
     assert n_pairs(held.values()) > PAIRS_MAX
     left = candidates(N_LAYERS, 1, held, {"me"})
     assert n_pairs(left.values()) <= PAIRS_MAX
@@ -52,17 +61,17 @@ def test_of_many_ranges_the_widest_of_each_node_stay() -> None:
 
 
 def test_two_ranges_of_each_of_256_nodes_are_never_too_many() -> None:
-    """The worst case: all ranges meet at one boundary."""
-    held = {f"n{i}": [LayerRange(0, 50), LayerRange(50, 100)] for i in range(256)}
-    assert n_pairs(held.values()) == PAIRS_MAX
+    """At most each pair of ranges lets a route change twice from the one to the other, and as often back."""
+    held = {f"n{i}": apart(random.Random(i), 2) for i in range(256)}
+    assert PAIRS_MAX / 4 < n_pairs(held.values()) <= PAIRS_MAX
     assert candidates(N_LAYERS, 1, held, ()) == held
 
 
 def test_a_search_looks_at_a_bounded_number_of_pairs() -> None:
     held = candidates(N_LAYERS, 1, liars(256, 16), ())
     known = alike(sorted(held))
-    segments = sorted({(r.start, r.end, node) for node, ranges in held.items() for r in ranges})
-    search = _Search(N_LAYERS, segments, known)
+    pieces = pieces_of({node: runnable(ranges, N_LAYERS, 1) for node, ranges in held.items()})
+    search = _Search(N_LAYERS, pieces, known)
     found = search.cheapest()
     assert found is not None
     assert 1 <= search.n_searched <= 1 + SEARCHED_MAX // n_pairs(held.values())
@@ -94,12 +103,13 @@ def test_a_search_ends_with_the_best_ring_so_far(monkeypatch: pytest.MonkeyPatch
     near = {(a, b): 0.9 for a in firsts for b in lasts if a[1:] == b[1:]}
     speeds = {name: NodeSpeed(1e-3, 1e-3) for name in ["me", *firsts, *lasts]}
     known = RouteInputs("me", Workload(8, 8), speeds, {}, far | near)
-    segments = sorted([(0, 1, name) for name in firsts] + [(1, 2, name) for name in lasts])
-    search = _Search(2, segments, known)
+    pieces = [Piece(0, 1, name, True, True) for name in firsts]
+    pieces += [Piece(1, 2, name, True, True) for name in lasts]
+    search = _Search(2, pieces, known)
     assert search.cheapest() is not None
     unbounded = search.n_searched
     monkeypatch.setattr("swarmllm.scheduling.cheapest.SEARCHED_MAX", 0)
-    search = _Search(2, segments, known)
+    search = _Search(2, pieces, known)
     assert search.cheapest() is not None
     assert search.n_searched == 1 <= unbounded
 
@@ -113,5 +123,5 @@ def test_a_model_is_complete_only_where_a_route_has_few_enough_stages(
     for start, name in enumerate(names):
         held.setdefault(name, []).append(LayerRange(start, start + 1))
     found = choose_route(3, 1, held, "me", max_stages=2) is not None
-    assert (is_complete(3, 1, held, "me"), found) == (expected, expected)
-    assert not is_complete(4, 1, held, "me")
+    assert (is_complete(3, 1, held), found) == (expected, expected)
+    assert not is_complete(4, 1, held)

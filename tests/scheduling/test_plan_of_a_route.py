@@ -7,15 +7,27 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from swarmllm.models.layers import LayerRange
+from swarmllm.models.layers import LayerRange, covers, subtract
 from swarmllm.scheduling.alternatives import MAX_ALTERNATIVES
 from swarmllm.scheduling.cheapest import cheapest_route
 from swarmllm.scheduling.constraints import Refusal
 from swarmllm.scheduling.cost import RouteInputs
+from swarmllm.scheduling.pieces import runnable
 from swarmllm.scheduling.plan import make_plan
-from swarmllm.scheduling.route import RouteStage, composes, usable
+from swarmllm.scheduling.route import RouteStage
 
-from .test_cheapest import CASES, ORIGIN, QUICK, SLOW, WHOLE, as_segments, felt_s, known, n_on_full_nodes
+from .test_cheapest import (
+    CASES,
+    ORIGIN,
+    QUICK,
+    SLOW,
+    WHOLE,
+    as_segments,
+    changes_at_ends,
+    felt_s,
+    known,
+    n_on_full_nodes,
+)
 from .test_route import N_LAYERS, Holders, every_route
 
 
@@ -34,7 +46,7 @@ def test_a_plan_adds_up_and_no_alternative_in_it_is_better(case: tuple[Holders, 
         for other in stage.alternatives:
             assert other.is_full or other.extra_s >= -1e-7
             assert other.layers.overlaps(stage.layers)
-            assert composes(held[other.node_id], other.layers)
+            assert covers(held[other.node_id], other.layers)
     n_full = n_on_full_nodes(as_segments(route), circumstances)
     for rival in plan.rivals:
         if rival.cost_s is not None and n_on_full_nodes(as_segments(rival.stages), circumstances) <= n_full:
@@ -60,10 +72,10 @@ def test_what_else_there_is_has_the_cost_of_the_best_route_through_it(
     plan = make_plan(N_LAYERS, alignment, held, circumstances)
     if plan is None:
         return
-    allowed = {node_id: usable(ranges, N_LAYERS, alignment) for node_id, ranges in held.items()}
+    allowed = {node_id: runnable(ranges, N_LAYERS, alignment) for node_id, ranges in held.items()}
     routes = [
         (n_on_full_nodes(segments, circumstances), felt_s(segments, circumstances), segments)
-        for segments in every_route(allowed)
+        for segments in every_route(held, alignment)
     ]
     for index, stage in enumerate(plan.stages):
         for other in stage.alternatives:
@@ -73,8 +85,17 @@ def test_what_else_there_is_has_the_cost_of_the_best_route_through_it(
                 cost_s = felt_s(instead, circumstances)
                 assert other.extra_s + plan.cost_s == pytest.approx(cost_s, rel=1e-9, abs=1e-7)
             else:
-                assert not composes(allowed[other.node_id], stage.layers)
-                through = [way[:2] for way in routes if (other.node_id, other.layers) in way[2]]
+                assert not covers(allowed[other.node_id], stage.layers)
+                others = {
+                    node: subtract(ranges, [] if node == other.node_id else [other.layers])
+                    for node, ranges in allowed.items()
+                }
+                through = [
+                    way[:2]
+                    for way in routes
+                    if changes_at_ends(way[2], others, alignment)
+                    and all(covers(others[node], layers) for node, layers in way[2])
+                ]
                 assert other.extra_s + plan.cost_s == pytest.approx(min(through)[1], rel=1e-9, abs=1e-7)
     away = [rival.cost_s for rival in plan.rivals if rival.name == "with other nodes"]
     free = {node_id for node_id, speed in circumstances.speeds.items() if not speed.is_full} - {ORIGIN}
@@ -82,15 +103,18 @@ def test_what_else_there_is_has_the_cost_of_the_best_route_through_it(
         if circumstances.speeds[ORIGIN].is_full:
             return
         others = [
-            cost_s
+            (not changes_at_ends(segments, held, alignment), cost_s)
             for n_full, cost_s, segments in routes
             if not n_full and any(node_id != ORIGIN for node_id, _ in segments)
         ]
-        assert away == (
-            [pytest.approx(min(others), rel=1e-9, abs=1e-7)]
-            if others
-            else [None] * any(allowed[node_id] for node_id in allowed.keys() & free)
-        )
+        if others:
+            (away_s,) = away
+            assert away_s is not None
+            # What is taken from home ends there, and a route may change there, too.
+            assert min(cost_s for _, cost_s in others) <= away_s * (1 + 1e-9) + 1e-7
+            assert away_s <= min(others)[1] * (1 + 1e-9) + 1e-7
+        else:
+            assert away == [None] * any(allowed[node_id] for node_id in allowed.keys() & free)
     else:
         assert not away
 
@@ -113,8 +137,8 @@ def test_a_plan_that_stays_at_home_says_what_the_split_would_cost() -> None:
     full = replace(circumstances, speeds={**circumstances.speeds, "b": replace(QUICK, lacks="no free slot")})
     plan = make_plan(6, 1, {"o": [WHOLE], **halves}, full)
     assert plan is not None
-    assert [other.is_full for other in plan.stages[0].alternatives] == [True, True]
-    assert plan.rivals[-1].cost_s is None
+    assert [other.is_full for other in plan.stages[0].alternatives] == [False, True]
+    assert plan.rivals[-1].stages == (RouteStage("a", LayerRange(0, 3)), RouteStage("o", LayerRange(3, 6)))
     assert plan.refused == (Refusal("b", LayerRange(3, 6), "no free slot"),)
 
 

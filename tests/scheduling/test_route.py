@@ -1,4 +1,4 @@
-"""The route: covers every layer once, uses whole held ranges, and is as good as any."""
+"""The route: covers every layer once with parts of held ranges, and is as good as any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.models.layers import LayerRange, covers
-from swarmllm.scheduling.route import RouteStage, choose_route, composes, missing_layers, usable
+from swarmllm.scheduling.pieces import runnable
+from swarmllm.scheduling.route import RouteStage, choose_route, is_complete, missing_layers
 
 Holders = Mapping[str, Sequence[LayerRange]]
 
@@ -33,14 +34,16 @@ def shown(route: tuple[RouteStage, ...] | None) -> str | None:
         # One stage elsewhere beats two of which one is here.
         (holders(o="0:4", a="4:12", b="0:12"), "0:12@b"),
         # Among equally many stages, more layers here.
-        (holders(o="0:8", a="0:4", b="4:12", c="8:12"), "0:8@o 8:12@c"),
+        (holders(o="0:8", a="0:4", b="4:12", c="8:12"), "0:8@o 8:12@b"),
         (holders(o="4:8", a="0:4", b="8:12"), "0:4@a 4:8@o 8:12@b"),
         (holders(o="0:4 8:12", a="4:8"), "0:4@o 4:8@a 8:12@o"),
         # Ranges of one node that meet are one stage.
         (holders(a="0:4 4:8", b="8:12"), "0:8@a 8:12@b"),
-        # A held range is not cut.
-        (holders(a="0:8", b="4:12"), None),
-        (holders(a="0:8", b="4:12 8:12"), "0:8@a 8:12@b"),
+        # Of a held range a part may be used.
+        (holders(a="0:8", b="4:12"), "0:4@a 4:12@b"),
+        (holders(o="0:8", b="4:12"), "0:8@o 8:12@b"),
+        (holders(o="2:10", a="0:4", b="8:12"), "0:2@a 2:10@o 10:12@b"),
+        (holders(a="0:8", b="4:11"), None),
         (holders(a="0:4"), None),
         (holders(), None),
     ],
@@ -51,9 +54,10 @@ def test_routes_of_small_swarms(held: Holders, expected: str | None) -> None:
 
 def test_cuts_stay_on_the_alignment() -> None:
     held = holders(a="0:3", b="3:12", c="0:4", d="4:12")
-    assert shown(choose_route(12, 4, held, "o")) == "0:4@c 4:12@d"
+    assert shown(choose_route(12, 4, held, "o")) == "0:4@c 4:12@b"
     assert shown(choose_route(12, 3, held, "o")) == "0:3@a 3:12@b"
     assert choose_route(12, 5, held, "o") is None
+    assert choose_route(12, 4, holders(a="0:6", b="6:12"), "o") is None
     # The end of the model is no cut.
     assert shown(choose_route(11, 4, holders(a="0:8", b="8:11"), "o")) == "0:8@a 8:11@b"
 
@@ -76,15 +80,23 @@ SWARMS = st.dictionaries(
 )
 
 
-def every_route(held: Holders, start: int = 0) -> Iterator[list[tuple[str, LayerRange]]]:
-    """By trying everything."""
-    if start == N_LAYERS:
-        yield []
-    for node_id, ranges in held.items():
-        for layers in ranges:
-            if layers.start == start:
-                for rest in every_route(held, layers.end):
-                    yield [(node_id, layers), *rest]
+def every_route(held: Holders, alignment: int) -> Iterator[list[tuple[str, LayerRange]]]:
+    """By trying everything: each node that holds a layer may run it, and nodes change at allowed cuts."""
+    cuts = [0, *range(alignment, N_LAYERS, alignment)] if alignment else [0]
+    units = [LayerRange(a, b) for a, b in itertools.pairwise([*cuts, N_LAYERS])]
+    nodes = [[node for node in sorted(held) if _runs(held[node], unit, alignment)] for unit in units]
+    for way in itertools.product(*nodes):
+        stages: list[tuple[str, LayerRange]] = []
+        for node_id, unit in zip(way, units, strict=True):
+            if stages and stages[-1][0] == node_id:
+                stages[-1] = node_id, LayerRange(stages[-1][1].start, unit.end)
+            else:
+                stages.append((node_id, unit))
+        yield stages
+
+
+def _runs(ranges: Sequence[LayerRange], unit: LayerRange, alignment: int) -> bool:
+    return unit in ranges if alignment == 0 else any(unit in layers for layers in ranges)
 
 
 def cost(route: Sequence[tuple[str, LayerRange]]) -> tuple[int, int]:
@@ -96,8 +108,8 @@ def cost(route: Sequence[tuple[str, LayerRange]]) -> tuple[int, int]:
 @given(SWARMS, st.sampled_from([0, 1, 2, 3]))
 def test_no_route_is_better_and_every_route_keeps_the_rules(held: Holders, alignment: int) -> None:
     route = choose_route(N_LAYERS, alignment, held, "o")
-    allowed = {node_id: usable(ranges, N_LAYERS, alignment) for node_id, ranges in held.items()}
-    best = min((cost(known) for known in every_route(allowed)), default=None)
+    best = min((cost(known) for known in every_route(held, alignment)), default=None)
+    assert is_complete(N_LAYERS, alignment, held) == (route is not None)
     if route is None:
         assert best is None
         return
@@ -109,7 +121,7 @@ def test_no_route_is_better_and_every_route_keeps_the_rules(held: Holders, align
         assert alignment
         assert after.layers.start % alignment == 0
     for stage in route:
-        assert composes(held[stage.node_id], stage.layers)
+        assert covers(runnable(held[stage.node_id], N_LAYERS, alignment), stage.layers)
     assert cost([(stage.node_id, stage.layers) for stage in route]) == best
 
 

@@ -18,6 +18,7 @@ from typing import Protocol
 import trio
 
 from swarmllm.errors import SwarmLLMError
+from swarmllm.models.layers import covers
 from swarmllm.pipeline.check.evidence import Collector, NotThere
 from swarmllm.pipeline.check.recompute import Replies, Task, TokenTask, compute_here, sample_here
 from swarmllm.pipeline.check.sampling import Chance, draw_stage, draw_stretch, draw_tokens, rate
@@ -39,7 +40,6 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.scheduling.route import composes
 from swarmllm.swarm.peers.trust import Deed, Note
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
@@ -191,7 +191,7 @@ class Checker:
         """None: it is this stage or the one that computed it again, and both have been charged; or nobody
         could."""
         loaded = self.compute.loaded(pending.context.model.model_id)
-        if composes(loaded, pending.context.view.layers(pending.stage)):
+        if covers(loaded, pending.context.view.layers(pending.stage)):
             if self.here.room().free_slots < SPARE_SLOTS:
                 self.counts.checks_dropped += 1
                 return None
@@ -248,7 +248,7 @@ class Checker:
         able = [
             node_id
             for node_id in sorted(self.registry.connected() - view.node_ids)
-            if composes(held.get(node_id, ()), layers)
+            if covers(held.get(node_id, ()), layers)
         ]
         return sorted(able, key=self.trust_of, reverse=True)[:HOLDERS_ASKED]
 

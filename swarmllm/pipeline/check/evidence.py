@@ -7,13 +7,12 @@ import trio
 from blake3 import blake3
 
 from swarmllm.errors import SwarmLLMError
-from swarmllm.models.layers import LayerRange
+from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.check.recompute import Task, compute_here
 from swarmllm.pipeline.check.sampling import Stretch
 from swarmllm.pipeline.check.verdict import Evidence, TokenEvidence
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.scheduling.route import composes
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
@@ -130,7 +129,7 @@ class Collector:
         try:
             return await self._rows(node_id, boundary, 0, n_rows)
         except SwarmLLMError:
-            if not here or not composes(loaded, before):
+            if not here or not covers(loaded, before):
                 raise
         task = Task(self._context, before, self._tokens[:n_rows], n_rows, self._chunk_tokens)
         return await compute_here(self._compute, task)

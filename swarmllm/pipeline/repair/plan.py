@@ -16,13 +16,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from swarmllm.models.layers import LayerRange
+from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.route.assembly import AFFINITY, Assembly, Question, alive
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.constraints import permitted
 from swarmllm.scheduling.cost import RouteInputs
+from swarmllm.scheduling.pieces import runnable
 from swarmllm.scheduling.plan import standbys_of
-from swarmllm.scheduling.route import RouteStage, composes, usable
+from swarmllm.scheduling.route import RouteStage
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import Stage
 
@@ -88,9 +89,9 @@ def mend(question: Question, broken: Assembly) -> Assembly | None:
     broken_route = [RouteStage(stage.node_id, LayerRange(stage.start, stage.end)) for stage in broken.stages]
     best = cheapest_route(question.n_layers, question.cut_alignment, allowed, known)
     runners = {
-        node: usable(ranges, question.n_layers, question.cut_alignment) for node, ranges in allowed.items()
+        node: runnable(ranges, question.n_layers, question.cut_alignment) for node, ranges in allowed.items()
     }
-    stays = [composes(runners.get(stage.node_id, ()), stage.layers) for stage in broken_route]
+    stays = [covers(runners.get(stage.node_id, ()), stage.layers) for stage in broken_route]
     if best is None or not any(stays):
         return None
     route: list[RouteStage] = []
@@ -98,7 +99,7 @@ def mend(question: Question, broken: Assembly) -> Assembly | None:
         if stays[index]:
             route.append(stage)
             continue
-        able = {node for node, ranges in runners.items() if composes(ranges, stage.layers)}
+        able = {node for node, ranges in runners.items() if covers(ranges, stage.layers)}
         able = {node for node in able if not known.speeds[node].is_full}
         if not able:
             return None

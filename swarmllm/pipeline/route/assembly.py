@@ -16,13 +16,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmllm.errors import NoPipeline
-from swarmllm.models.layers import LayerRange
+from swarmllm.models.layers import LayerRange, covers
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.constraints import Constraints, Refusal, permitted
 from swarmllm.scheduling.cost import RouteInputs
+from swarmllm.scheduling.pieces import runnable
 from swarmllm.scheduling.plan import Plan, make_plan, standbys_of
-from swarmllm.scheduling.route import RouteStage, composes, missing_layers, usable
 from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm.scheduling.route import MAX_STAGES, RouteStage, missing_layers, usable
 from swarmllm_proto.swarm import Stage
 
 MAX_SESSIONS = 1024
@@ -120,8 +121,8 @@ def assemble(question: Question) -> Assembly:
         n_layers=n_layers,
         origin=question.circumstances.origin,
     )
-    # 5., 6. and 8. Load and latency are in the circumstances; Parallax chooses, and gives the widest range
-    # of each node as one stage.
+    # 5., 6. and 8. Load and latency are in the circumstances; Parallax chooses which part of what each node
+    # holds is a stage.
     route = cheapest_route(n_layers, cut_alignment, allowed, question.circumstances)
     if route is None:
         raise _no_pipeline(question, holders, allowed, refused)
@@ -152,8 +153,8 @@ def may_be_reused(
         return bool(previous)
     known = question.circumstances
     for stage in previous:
-        ranges = usable(allowed.get(stage.node_id, ()), question.n_layers, question.cut_alignment)
-        if not composes(ranges, stage.layers) or known.speeds[stage.node_id].is_full:
+        ranges = runnable(allowed.get(stage.node_id, ()), question.n_layers, question.cut_alignment)
+        if not covers(ranges, stage.layers) or known.speeds[stage.node_id].is_full:
             return False
     return route_cost_s(previous, known) <= AFFINITY * route_cost_s(best, known)
 
@@ -192,7 +193,7 @@ def _why_not(question: Question, holders: Holders) -> str:
     held = [layers for ranges in holders.values() for layers in ranges]
     missing = missing_layers(n_layers, usable(held, n_layers, cut_alignment))
     if not missing:
-        return f"the held ranges {_listed(held)} share no boundaries that lead from 0 to {n_layers}"
+        return f"the held ranges {_listed(held)} make no route of {MAX_STAGES} stages or fewer"
     if cut_alignment == 0:
         reason = f": {question.whole_reason}" if question.whole_reason else ""
         return f"no connected node holds all its layers (0:{n_layers}), and it cannot be cut{reason}"

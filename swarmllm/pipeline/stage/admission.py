@@ -18,6 +18,8 @@ import trio
 from swarmllm.errors import NodeBusy, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.catalogue import Catalogue
+from swarmllm.models.layers import covers
+from swarmllm.models.manifest import Manifest
 from swarmllm.pipeline.origin.prefixes import PATIENCE_S, give_names
 from swarmllm.pipeline.request import OriginSide, RequestContext, request_context
 from swarmllm.pipeline.settings import PipelineSettings
@@ -25,7 +27,7 @@ from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, Held, Place, Shares, h
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.lifecycle import SessionState
 from swarmllm.pipeline.stage.session import NO_ROWS, Session
-from swarmllm.scheduling.route import composes
+from swarmllm.scheduling.route import usable
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import Note, unnoted
 from swarmllm.swarm.router import Router
@@ -237,7 +239,7 @@ class Sessions:
         if assignment.stages[-1].end != entry.manifest.n_layers:
             raise Refused(f"the stages do not cover the model's {entry.manifest.n_layers} layers")
         context = request_context(assignment, entry, self.router.node_id)
-        self._check_layers(context)
+        self._check_layers(context, entry.manifest)
         self._check_neighbours(context)
         self._check_prompt(context)
         settings, origin = self.settings, assignment.origin
@@ -274,15 +276,18 @@ class Sessions:
         if context.n_given_tokens >= n_ctx:
             raise Refused(f"the prompt has {context.n_given_tokens} tokens; there is room for {n_ctx} here")
 
-    def _check_layers(self, context: RequestContext) -> None:
+    def _check_layers(self, context: RequestContext, manifest: Manifest) -> None:
         view = context.view
         mine = [index for index in range(len(view.stages)) if view.is_here(index)]
         if not mine:
             raise Refused("no stage is assigned to this node")
         loaded = self.compute.loaded(context.model.model_id)
         for index in mine:
-            if not composes(loaded, view.layers(index)):
-                raise Refused(f"layers {view.layers(index)} are not loaded here")
+            layers = view.layers(index)
+            if not covers(loaded, layers):
+                raise Refused(f"layers {layers} are not loaded here")
+            if not usable([layers], manifest.n_layers, manifest.cut_alignment):
+                raise Refused(f"layers {layers} do not respect the cuts of the model")
 
     def _check_neighbours(self, context: RequestContext) -> None:
         view = context.view
