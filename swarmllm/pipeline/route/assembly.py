@@ -22,8 +22,8 @@ from swarmllm.scheduling.constraints import Constraints, Refusal, permitted
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.pieces import runnable
 from swarmllm.scheduling.plan import Plan, make_plan, standbys_of
-from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm.scheduling.route import MAX_STAGES, RouteStage, missing_layers, usable
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import Stage
 
 MAX_SESSIONS = 1024
