@@ -86,15 +86,15 @@ def test_what_else_there_is_has_the_cost_of_the_best_route_through_it(
                 assert other.extra_s + plan.cost_s == pytest.approx(cost_s, rel=1e-9, abs=1e-7)
             else:
                 assert not covers(allowed[other.node_id], stage.layers)
-                others = {
+                left = {
                     node: subtract(ranges, [] if node == other.node_id else [other.layers])
                     for node, ranges in allowed.items()
                 }
                 through = [
                     way[:2]
                     for way in routes
-                    if changes_at_ends(way[2], others, alignment)
-                    and all(covers(others[node], layers) for node, layers in way[2])
+                    if changes_at_ends(way[2], left, alignment)
+                    and all(covers(left[node], layers) for node, layers in way[2])
                 ]
                 assert other.extra_s + plan.cost_s == pytest.approx(min(through)[1], rel=1e-9, abs=1e-7)
     away = [rival.cost_s for rival in plan.rivals if rival.name == "with other nodes"]
