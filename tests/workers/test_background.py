@@ -202,11 +202,11 @@ class Room:
         open_ = SegmentMaker.open
         self.refuses = False
 
-        def opened(maker: SegmentMaker, start: int, end: int, progress: Any = None) -> Segment:
+        def opened(maker: SegmentMaker, start: int, end: int, *more: Any, **within: Any) -> Segment:
             gate.wait()
             if self.refuses:
                 raise CallError("out_of_memory", "none left")
-            return open_(maker, start, end, progress)
+            return open_(maker, start, end, *more, **within)
 
         monkeypatch.setattr(SegmentMaker, "open", opened)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -106,7 +107,8 @@ class Engine:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(segment.weights_bytes for segment in (*self._segments, *self._retired))
+        """Pages that several segments have count once."""
+        return sum(segment.weights_bytes for segment in _weighing([*self._segments, *self._retired]))
 
     def template(self, source: str = "") -> ChatTemplate:
         """The model's own chat template, or `source`. Raises CallError bad_template."""
@@ -163,6 +165,19 @@ class Engine:
     ) -> None:
         """Raises CallError out_of_memory. `leaving`: segments that are closed before these are opened."""
         needed = predict(self.source, self.n_layers, pieces, self.settings)
+        self._refuse(needed, pieces, leaving)
+
+    def _refuse_parts_that_do_not_fit(
+        self, pieces: Sequence[Range], cut: Sequence[Segment], leaving: Sequence[Segment]
+    ) -> None:
+        """The same of parts of segments: pages of one that stays are there already."""
+        needed = predict(self.source, self.n_layers, pieces, self.settings)
+        staying = [segment for segment in cut if segment not in leaving and self._maker.shares(segment)]
+        more = [piece for piece in pieces if _around(piece, cut) not in staying]
+        weights_bytes = predict(self.source, self.n_layers, more, self.settings).weights_bytes
+        self._refuse(replace(needed, weights_bytes=weights_bytes), pieces, leaving)
+
+    def _refuse(self, needed: Memory, pieces: Sequence[Range], leaving: Sequence[Segment]) -> None:
         what = f"layers {join(merge(pieces))} of {self.name}"
         refuse_beside(needed, what, self.memory, self._memory_of(leaving), self.settings)
 
@@ -172,6 +187,10 @@ class Engine:
         return self._memory_of([*self._segments, *self._retired])
 
     def _memory_of(self, segments: Sequence[Segment]) -> Memory:
+        weights_bytes = self._predict(_weighing(segments)).weights_bytes
+        return replace(self._predict(segments), weights_bytes=weights_bytes)
+
+    def _predict(self, segments: Sequence[Segment]) -> Memory:
         pieces = [(segment.start, segment.end) for segment in segments]
         return predict(self.source, self.n_layers, pieces, self.settings)
 
@@ -422,18 +441,18 @@ class Engine:
                 if find_path(staying, *piece) is None and piece not in missing:
                     missing.append(piece)
         idle = [segment for segment in cut if not segment.n_rows]
-        self._refuse_pieces_that_do_not_fit(missing, idle)
+        self._refuse_parts_that_do_not_fit(missing, cut, idle)
         self.prefixes.clear()
         self._retired += [segment for segment in cut if segment not in idle]
         self._segments = staying
         yield from self._closing(idle)
         for piece in missing:
-            segment = yield partial(self._maker.open, *piece)
+            segment = yield partial(self._maker.open, *piece, within=_around(piece, cut))
             self._segments.append(segment)
         yield from self._settling()
 
     def _settling(self) -> Operation[None]:
-        running = [*self._segments, *(each for each in self._retired if each.is_whole)]
+        running = [*self._segments, *(each for each in self._retired if self._maker.maps_source(each))]
         yield partial(self._maker.settle, running)
 
     def _retiring(self, segments: list[Segment]) -> Operation[None]:
@@ -448,7 +467,7 @@ class Engine:
         self._set_aside(segments)
         for segment in segments:
             yield segment.close
-        if any(segment.is_whole for segment in segments) and self._segments:
+        if any(self._maker.maps_source(segment) for segment in segments) and self._segments:
             yield from self._settling()
 
     def _set_aside(self, segments: list[Segment]) -> None:
@@ -461,6 +480,20 @@ class Engine:
         complete(self._closing([*self._segments, *self._retired]))
         self.vocabulary.grammars.close()
         self._vocabulary_model.close()
+
+
+def _around(piece: Range, segments: Sequence[Segment]) -> Segment:
+    return next(each for each in segments if each.start <= piece[0] and piece[1] <= each.end)
+
+
+def _weighing(segments: Sequence[Segment]) -> list[Segment]:
+    """Those whose weights are not pages of another one's, too."""
+    found: list[Segment] = []
+    for each in sorted(segments, key=lambda segment: segment.start - segment.end):
+        others = [other for other in found if other.is_shared and other.path == each.path]
+        if not each.is_shared or not any(o.start <= each.start and each.end <= o.end for o in others):
+            found.append(each)
+    return found
 
 
 def _with(span: Span, data: np.ndarray) -> Span:

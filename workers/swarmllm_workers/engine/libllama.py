@@ -30,7 +30,7 @@ from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.errors import without_folders
 from swarmllm_proto.ipc import FlashAttention, KvType
-from swarmllm_workers.engine import huge_pages, repacking, row_attention, small_batches
+from swarmllm_workers.engine import huge_pages, repacking, row_attention, shared_weights, small_batches
 from swarmllm_workers.engine.split_source import files_of
 from swarmllm_workers.errors import CallError, Interrupted, Stopped
 
@@ -71,6 +71,7 @@ _complaints = _Complaints()
 
 
 def _on_log(level: int, text: bytes, _user_data: int | None) -> None:
+    shared_weights.on_log(text)
     line = text.decode("utf-8", "replace").strip()
     if level == 4:
         _complaints.recent.append(line)
@@ -110,21 +111,26 @@ class Model:
         vocab_only: bool = False,
         on_progress: Callable[[float], None] | None = None,
         numbers: Mapping[str, int] | None = None,
+        part: shared_weights.Part | None = None,
     ) -> None:
         """`on_progress` may raise Stopped, and loading ends there. `numbers`: metadata that counts instead of
-        the file's."""
+        the file's. `part`: what of the file is loaded, without a copy; for mmap on the CPU only."""
         params = lib.llama_model_default_params()
         params.load_mode = _LOAD_MODES[use_mmap, use_mlock]
         params.n_gpu_layers = n_gpu_layers
         params.vocab_only = vocab_only
         params.use_extra_bufts = vocab_only or not repacking.keeps_rows(files_of(path))
         params.load_mtp = False
-        if on_progress is not None:
+        self._stub = None if part is None else shared_weights.Stub(part)
+        if on_progress is not None or self._stub is not None:
 
             def progressed(fraction: float, _user_data: int | None) -> bool:
                 try:
-                    on_progress(fraction)
-                except Stopped:
+                    if self._stub is not None:
+                        self._stub.weights_are_next()
+                    if on_progress is not None:
+                        on_progress(fraction)
+                except (Stopped, CallError):
                     return False
                 return True
 
@@ -132,13 +138,14 @@ class Model:
         if numbers:
             params.kv_overrides = _overrides(numbers)
         _complaints.recent.clear()
-        if use_mmap and not vocab_only:
+        if use_mmap and not vocab_only and part is None:
             for file in files_of(path):
                 huge_pages.read_in(file)
-        handle = lib.llama_model_load_from_file(os.fsencode(path), params)
-        if handle is None:
-            raise _complaint(f"{path.name} cannot be loaded")
-        self.handle = handle
+        self.private_bytes: int | None = None
+        """Of the weights those that are not pages of the file; None: nobody knows."""
+        self.handle = handle = self._load(path, params)
+        if part is None and not vocab_only:
+            self.private_bytes = shared_weights.private_bytes(handle)
         self.path = path
         self.vocabulary = lib.llama_model_get_vocab(handle)
         self.n_embd = int(lib.llama_model_n_embd(handle))
@@ -152,6 +159,25 @@ class Model:
         self.is_hybrid = bool(lib.llama_model_is_hybrid(handle))
         self.is_recurrent = self.is_hybrid or bool(lib.llama_model_is_recurrent(handle))
         self.size_bytes = int(lib.llama_model_size(handle))
+
+    def _load(self, path: Path, params: Any) -> Any:
+        if self._stub is None:
+            handle = lib.llama_model_load_from_file(os.fsencode(path), params)
+            if handle is None:
+                raise _complaint(f"{path.name} cannot be loaded")
+            return handle
+        with self._stub:
+            handle = lib.llama_model_load_from_file(os.fsencode(self._stub.path), params)
+        try:
+            if handle is None:
+                raise _complaint(f"a part of {path.name} cannot be loaded")
+            self.private_bytes = self._stub.fill(handle)
+        except CallError:
+            if handle is not None:
+                lib.llama_model_free(handle)
+            self._stub.close()
+            raise
+        return handle
 
     @property
     def n_heads(self) -> int:
@@ -168,6 +194,8 @@ class Model:
         if self.handle is not None:
             lib.llama_model_free(self.handle)
             self.handle = None
+            if self._stub is not None:
+                self._stub.close()
 
 
 def _abort_callback(is_unwanted: Callable[[], bool] | None) -> Any:

@@ -19,6 +19,7 @@ from swarmllm_proto.architectures import Architecture
 from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_workers.cache.prefixes import PrefixSettings
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
+from swarmllm_workers.engine.shared_weights import Part
 from swarmllm_workers.engine.slots import Cells
 from swarmllm_workers.engine.small_batches import ROWS_MAX
 from swarmllm_workers.engine.tap import Rescaling, Tap
@@ -78,9 +79,13 @@ class Segment:
         settings: EngineSettings,
         on_progress: Callable[[float], None] | None = None,
         numbers: Mapping[str, int] | None = None,
+        part: Part | None = None,
+        file_layers: tuple[int, int] | None = None,
     ) -> None:
-        """`numbers`: metadata that counts instead of the file's."""
+        """`numbers`: metadata that counts instead of the file's. `part`: what of the file this is, where it
+        is not all of it; then `file_layers` is what the file has."""
         self.path = path
+        self.file_layers = file_layers or (start, end)
         self.start, self.end = start, end
         self.is_whole = start == 0 and end == n_layers
         self.has_head = end == n_layers
@@ -95,7 +100,10 @@ class Segment:
             n_gpu_layers=settings.n_gpu_layers,
             on_progress=on_progress,
             numbers=numbers,
+            part=part,
         )
+        self.is_shared = settings.use_mmap and self._model.private_bytes == 0
+        """All of its weights are pages of the file: other parts of it have the same."""
         self.weights_bytes = self._model.size_bytes
         self.is_recurrent = self._model.is_recurrent
         n_kept = settings.prefixes.n_cells_entries

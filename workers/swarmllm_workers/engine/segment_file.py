@@ -44,6 +44,7 @@ from swarmllm_workers.engine.gguf_file import (
     scalar_value,
 )
 from swarmllm_workers.engine.huge_pages import PageWriter
+from swarmllm_workers.engine.shared_weights import Part, Place
 from swarmllm_workers.errors import CallError
 
 DUMMY_VOCABULARY: Final = 32
@@ -201,6 +202,53 @@ def plan_tensors(
             yield Planned(tensor.name, tensor.shape, tensor.type, tensor.size_bytes, tensor)
 
 
+def _plan(
+    source: GgufFile, architecture: Architecture, start: int, end: int
+) -> tuple[list[Planned], bytes, list[int], int]:
+    """Tensors, the bytes before them, each tensor's offset in the file, and the file's size."""
+    n_layers = n_layers_of(source)
+    if not 0 <= start < end <= n_layers:
+        raise CallError("cannot_cut", f"layers {start}:{end} of a model of {n_layers} layers", "end")
+    has_head = end == n_layers
+    embedding = source.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CallError("bad_model", f"{source.path.name} has no embedding matrix", "path")
+    n_vocab = embedding.shape[1]
+    tensors = list(plan_tensors(source, start, end, has_head=has_head, n_vocab=n_vocab))
+    values = plan_values(source, architecture, start, end, n_vocab if has_head else DUMMY_VOCABULARY)
+    return tensors, *_encode_header(values, tensors, source.alignment)
+
+
+def plan_part(
+    source: GgufFile, architecture: Architecture, start: int, end: int, file: Path, file_start: int
+) -> Part:
+    """What `cut` would write of [start, end), with the bytes where they lie: in `file`, the source or a
+    segment file of it that begins at layer `file_start` and holds these layers. Raises CallError bad_model
+    where it does not."""
+    tensors, header, _, size = _plan(source, architecture, start, end)
+    inside = None if file == source.path else GgufFile(file)
+    places: dict[str, Place] = {}
+    try:
+        for tensor in tensors:
+            if tensor.source is None:
+                continue
+            held: TensorInfo | None = tensor.source
+            if inside is not None:
+                held = inside.tensors.get(_renumbered(tensor.source.name, file_start))
+            if held is None or held.size_bytes != tensor.size_bytes:
+                raise CallError("bad_model", f"{file.name} has no {tensor.source.name}", "path")
+            places[tensor.name] = Place(held.path, held.offset, held.size_bytes)
+    finally:
+        if inside is not None:
+            inside.close()
+    return Part(header, size, places)
+
+
+def _renumbered(name: str, start: int) -> str:
+    block = _BLOCK.fullmatch(name)
+    return name if block is None else f"blk.{int(block[1]) - start}.{block[2]}"
+
+
 def cut(
     source: GgufFile,
     architecture: Architecture,
@@ -215,17 +263,7 @@ def cut(
 
     Raises CallError bad_model where the source cannot be cut so, out_of_memory where the disk is full.
     """
-    n_layers = n_layers_of(source)
-    if not 0 <= start < end <= n_layers:
-        raise CallError("cannot_cut", f"layers {start}:{end} of a model of {n_layers} layers", "end")
-    has_head = end == n_layers
-    embedding = source.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise CallError("bad_model", f"{source.path.name} has no embedding matrix", "path")
-    n_vocab = embedding.shape[1]
-    tensors = list(plan_tensors(source, start, end, has_head=has_head, n_vocab=n_vocab))
-    values = plan_values(source, architecture, start, end, n_vocab if has_head else DUMMY_VOCABULARY)
-    header, offsets, size = _encode_header(values, tensors, source.alignment)
+    tensors, header, offsets, size = _plan(source, architecture, start, end)
     temporary = target.with_name(f"{UNFINISHED}{target.name}.{os.getpid()}")
     try:
         with ExitStack() as stack, temporary.open("wb") as writer:

@@ -9,6 +9,7 @@ its pages stay until they are unmapped. Those of a container of the store: `segm
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,7 +21,7 @@ from swarmllm_proto.architectures import Architecture
 from swarmllm_proto.segment_names import copy_name, copy_prefix
 from swarmllm_proto.split_files import joint_mtime_ns
 from swarmllm_workers.decode.bounded_call import mapping
-from swarmllm_workers.engine import segment_file
+from swarmllm_workers.engine import segment_file, shared_weights
 from swarmllm_workers.engine.cutting import Cuts
 from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.memory import predict
@@ -29,6 +30,8 @@ from swarmllm_workers.engine.segment import EngineSettings, Segment
 from swarmllm_workers.engine.segment_home import SegmentHome
 from swarmllm_workers.engine.split_source import files_of
 from swarmllm_workers.errors import CallError
+
+log = logging.getLogger(__name__)
 
 QUOTA_BYTES: Final = 64 * 2**30
 YOUNG_S: Final = 120.0
@@ -128,8 +131,44 @@ class SegmentMaker:
             undo.pop_all()
         return opened
 
-    def open(self, start: int, end: int, progress: LoadProgress | None = None) -> Segment:
-        """Raises CallError. `progress`: bytes loaded, and of how many."""
+    def shares(self, within: Segment) -> bool:
+        """Whether parts of this segment, closed or not, have the same pages of its file."""
+        return within.is_shared and self._shares_pages
+
+    @property
+    def _shares_pages(self) -> bool:
+        settings = self._settings
+        is_mapped = settings.use_mmap and not settings.use_mlock and not settings.n_gpu_layers
+        return is_mapped and shared_weights.is_supported()
+
+    def _open_over(self, within: Segment, start: int, end: int) -> Segment:
+        architecture = self._cuts.architecture
+        assert architecture is not None  # cut_rule lets no other model be cut
+        file_start, _ = within.file_layers
+        part = segment_file.plan_part(self._source, architecture, start, end, within.path, file_start)
+        needed = predict(self._source, self._n_layers, [(start, end)], self._settings)
+        with mapping(needed.total_bytes + part.mapped_bytes):
+            return Segment(
+                within.path,
+                start,
+                end,
+                n_layers=self._n_layers,
+                architecture=architecture,
+                settings=self._settings,
+                part=part,
+                file_layers=within.file_layers,
+            )
+
+    def open(
+        self, start: int, end: int, progress: LoadProgress | None = None, within: Segment | None = None
+    ) -> Segment:
+        """Raises CallError. `progress`: bytes loaded, and of how many. `within`: a segment, closed or not,
+        that has these layers and more; where that can be, the new one has the same pages of its file."""
+        if within is not None and self._shares_pages:
+            try:
+                return self._open_over(within, start, end)
+            except CallError as error:
+                log.info("layers %d:%d get a file of their own: %s", start, end, error.message)
         is_whole, architecture = (start, end) == (0, self._n_layers), self._cuts.architecture
         if is_whole:
             path = self._files.whole()
@@ -156,5 +195,9 @@ class SegmentMaker:
 
     def settle(self, running: Sequence[Segment]) -> None:
         """Put the files in order, unless the original is mapped and must not change."""
-        if not any(segment.is_whole for segment in running):
-            self._files.settle({(segment.start, segment.end) for segment in running})
+        if not any(self.maps_source(segment) for segment in running):
+            self._files.settle({segment.file_layers for segment in running})
+
+    def maps_source(self, segment: Segment) -> bool:
+        """Whether the original must not change as long as this segment is there."""
+        return segment.path == self._source.path

@@ -1,0 +1,221 @@
+"""Parts of a loaded segment run over its own pages, with the bits of the uncut model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swarmllm_workers.engine import shared_weights
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.memory import predict
+from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.segment_file import plan_part
+from swarmllm_workers.engine.shared_weights import Part, Place, Stub
+from swarmllm_workers.errors import CallError
+
+from .blueprint import write
+from .conftest import MakeModel
+from .families import FAMILIES
+
+GUIDE = Path(__file__).parents[2] / "swarmllm" / "guide" / "guide.gguf"
+TOKENS = np.arange(65, 75, dtype=np.int32)
+NEXT = TOKENS[:1]
+OpenEngine = Callable[..., Engine]
+
+pytestmark = pytest.mark.skipif(not shared_weights.is_supported(), reason="libllama does not tell")
+
+
+@pytest.fixture
+def open_engine(tmp_path: Path) -> Iterator[OpenEngine]:
+    engines: list[Engine] = []
+
+    def open_(path: Path, *, owns_path: bool = False, **settings: int) -> Engine:
+        chosen = replace(EngineSettings(n_ctx=64, n_slots=2, n_threads=1), **settings)  # type: ignore[arg-type]
+        engines.append(Engine(path, tmp_path / "segments", chosen, owns_path=owns_path))
+        return engines[-1]
+
+    yield open_
+    for engine in engines:
+        engine.close()
+
+
+def run(engine: Engine, request: str, start: int, end: int, position: int, data: np.ndarray) -> np.ndarray:
+    route = engine.route(request, start, end)
+    return engine.run(route, [Span(engine.take_slot(request), position, data, "logits")])[0].copy()
+
+
+def through(engine: Engine, request: str, bounds: list[int], position: int, data: np.ndarray) -> np.ndarray:
+    for start, end in pairwise(bounds):
+        data = run(engine, request, start, end, position, data)
+    return data
+
+
+def n_mappings(path: Path) -> int:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(line.endswith(str(path.resolve())) for line in lines)
+
+
+def layers_of(engine: Engine) -> list[tuple[int, int]]:
+    return sorted((segment.start, segment.end) for segment in engine.segments)
+
+
+@pytest.mark.parametrize("cuts", [[4], [1, 11], [3, 6, 9]])
+def test_parts_of_the_guide_have_the_bits_of_the_whole(
+    open_engine: OpenEngine, tmp_path: Path, cuts: list[int]
+) -> None:
+    engine = open_engine(GUIDE)
+    engine.load(0, 12)
+    first, second = run(engine, "whole", 0, 12, 0, TOKENS), run(engine, "whole", 0, 12, len(TOKENS), NEXT)
+    engine.release("whole")
+    bounds = [0, *cuts, 12]
+    np.testing.assert_array_equal(through(engine, "parts", bounds, 0, TOKENS), first)
+    np.testing.assert_array_equal(through(engine, "parts", bounds, len(TOKENS), NEXT), second)
+    assert len(engine.segments) == len(bounds) - 1
+    assert {segment.path for segment in engine.segments} == {GUIDE}
+    assert list((tmp_path / "segments").iterdir()) == []
+    # Where all is asked for again, it runs through the parts.
+    engine.release("parts")
+    np.testing.assert_array_equal(run(engine, "again", 0, 12, 0, TOKENS), first)
+
+
+SOME = ["llama-3.2, tied", "gemma-2", "qwen3-moe", "baichuan 7b", "deepseek-v2", "mamba-2", "command-r7b"]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_parts_of_other_architectures_have_the_bits_of_the_whole(
+    open_engine: OpenEngine, tmp_path: Path, name: str
+) -> None:
+    engine = open_engine(write(tmp_path / "model.gguf", FAMILIES[name]))
+    unit = engine.rule.cut_alignment
+    engine.load(0, engine.n_layers)
+    expected = run(engine, "whole", 0, engine.n_layers, 0, TOKENS)
+    engine.release("whole")
+    bounds = [*range(0, engine.n_layers, unit), engine.n_layers]
+    np.testing.assert_array_equal(through(engine, "parts", bounds, 0, TOKENS), expected)
+    assert len(engine.segments) > 1
+    assert {segment.path for segment in engine.segments} == {engine.source.path}
+
+
+def test_a_part_of_a_part_of_a_segment_file_is_over_that_file(
+    open_engine: OpenEngine, make_model: MakeModel, tmp_path: Path
+) -> None:
+    engine = open_engine(make_model("llama"))
+    engine.load(1, 4)
+    rows = np.random.default_rng(0).standard_normal((4, engine.n_embd)).astype(np.float32)
+    expected = run(engine, "all", 1, 4, 0, rows)
+    engine.release("all")
+    (file,) = (tmp_path / "segments").iterdir()
+    hidden = run(engine, "parts", 1, 2, 0, rows)
+    assert layers_of(engine) == [(1, 2), (2, 4)]
+    hidden = run(engine, "parts", 2, 3, 0, hidden)
+    np.testing.assert_array_equal(run(engine, "parts", 3, 4, 0, hidden), expected)
+    assert layers_of(engine) == [(1, 2), (2, 3), (3, 4)]
+    assert {segment.path for segment in engine.segments} == {file}
+    assert n_mappings(file) == 1
+
+
+def test_weights_that_parts_share_are_in_memory_and_count_once(open_engine: OpenEngine) -> None:
+    engine = open_engine(GUIDE)
+    engine.load(0, 12)
+    run(engine, "old", 0, 12, 0, TOKENS)
+    weights_bytes, before = engine.weights_bytes, engine.memory
+    rows = np.ones((4, engine.n_embd), np.float32)
+    run(engine, "new", 4, 8, 0, rows)
+    # The old segment stays for its request, with its KV.
+    parts = predict(engine.source, 12, [(0, 4), (4, 8), (8, 12)], engine.settings)
+    assert engine.weights_bytes == weights_bytes
+    assert engine.memory.weights_bytes == before.weights_bytes
+    assert engine.memory.kv_bytes == before.kv_bytes + parts.kv_bytes == 2 * before.kv_bytes
+    assert n_mappings(GUIDE) <= 1 + 1 + 1, "the old segment's, the parts', and that of the header"
+    engine.release("old")
+    assert engine.memory.kv_bytes == before.kv_bytes
+    assert engine.memory.weights_bytes <= before.weights_bytes * 1.01
+    assert all(segment.is_shared for segment in engine.segments)
+
+
+def test_parts_fit_beside_a_segment_where_only_their_kv_and_work_space_is_allowed(
+    open_engine: OpenEngine,
+) -> None:
+    probe = open_engine(GUIDE)
+    whole, parts = (
+        predict(probe.source, 12, pieces, probe.settings) for pieces in ([(0, 12)], [(0, 6), (6, 12)])
+    )
+    needed = whole.total_bytes + parts.kv_bytes + parts.work_bytes
+    rows = np.ones((4, probe.n_embd), np.float32)
+    for max_bytes, fits in ((needed, True), (needed - 1, False)):
+        engine = open_engine(GUIDE, max_bytes=max_bytes)
+        engine.load(0, 12)
+        run(engine, "old", 0, 12, 0, TOKENS)
+        if fits:
+            run(engine, "new", 6, 12, 0, rows)
+        else:
+            with pytest.raises(CallError, match="are allowed"):
+                run(engine, "new", 6, 12, 0, rows)
+            assert layers_of(engine) == [(0, 12)]
+
+
+def test_a_container_stays_as_it_is_while_parts_are_mapped_from_it(
+    open_engine: OpenEngine, make_model: MakeModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "container.gguf"
+    path.write_bytes(make_model("llama").read_bytes())
+    engine = open_engine(path, owns_path=True)
+    engine.load(0, 4)
+    expected = run(engine, "whole", 0, 4, 0, TOKENS)
+    engine.release("whole")
+    n_blocks = path.stat().st_blocks
+    np.testing.assert_array_equal(through(engine, "parts", [0, 1, 4], 0, TOKENS), expected)
+    engine.unload(0, 1)
+    assert path.stat().st_blocks == n_blocks
+    engine.load(0, 1)
+    engine.release("parts")
+    np.testing.assert_array_equal(through(engine, "again", [0, 1, 4], 0, TOKENS), expected)
+
+
+def test_a_libllama_that_does_not_tell_gets_segment_files(
+    open_engine: OpenEngine, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarmllm_workers.engine.shared_weights.is_supported", lambda: False)
+    engine = open_engine(make_model("llama"))
+    engine.load(0, 4)
+    expected = run(engine, "whole", 0, 4, 0, TOKENS)
+    engine.release("whole")
+    np.testing.assert_array_equal(through(engine, "parts", [0, 1, 4], 0, TOKENS), expected)
+    assert len(list((tmp_path / "segments").iterdir())) == 2
+
+
+def test_a_file_that_has_gone_is_cut_from_the_original_again(
+    open_engine: OpenEngine, make_model: MakeModel, tmp_path: Path
+) -> None:
+    engine = open_engine(make_model("llama"))
+    engine.load(1, 4)
+    rows = np.ones((4, engine.n_embd), np.float32)
+    expected = run(engine, "all", 1, 4, 0, rows)
+    engine.release("all")
+    (file,) = (tmp_path / "segments").iterdir()
+    file.unlink()
+    np.testing.assert_array_equal(through(engine, "parts", [1, 2, 4], 0, rows), expected)
+    assert len(list((tmp_path / "segments").iterdir())) == 2
+
+
+def test_bytes_that_a_file_does_not_have_are_refused_before_they_are_mapped(
+    make_model: MakeModel, tmp_path: Path, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(make_model("llama"))
+    assert engine.architecture is not None
+    part = plan_part(engine.source, engine.architecture, 1, 2, engine.source.path, 0)
+    short = tmp_path / "short.gguf"
+    short.write_bytes(engine.source.path.read_bytes()[:-4096])
+    places = {name: Place(short, *place[1:]) for name, place in part.places.items()}
+    last = max(places, key=lambda name: places[name].offset)
+    places[last] = places[last]._replace(offset=short.stat().st_size - places[last].size_bytes + 1)
+    with pytest.raises(CallError, match="is shorter than its tensors"):
+        Stub(Part(part.header, part.size_bytes, places))
+    with pytest.raises(CallError, match="cannot map the layers' files"):
+        Stub(Part(part.header, part.size_bytes, {"x": Place(tmp_path / "none", 0, 1)}))
+    assert n_mappings(short) == 0

@@ -1,0 +1,315 @@
+"""Load layers of a file that is already there as a model of their own, without a copy of their weights.
+
+libllama loads whole files only, but what it needs of a file until the weights are read is the header. So a
+part of a file is loaded from a file in memory that has a header and nothing behind it (a `Stub`), and then
+each tensor is told where its bytes lie in a mapping of the file that holds them. All parts of one file, and
+the file itself where it is loaded, too, have the same pages of the page cache.
+
+1. The stub has its full size when libllama asks for it, and is cut to its header before libllama maps it (it
+   says in between what it has read): mapping would fill all pages. Where libllama says nothing of the kind,
+   it takes a second longer.
+2. Before libllama reads weights, the pages behind the header become pages of zeros.
+3. After that, tensors in the stub get the address of their bytes. Those that libllama keeps in buffers of
+   its own, in another order, are given their bytes and arranged once more: these are copies.
+
+This rests on an internal function of libllama. Where it is missing, `is_supported` is False.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from swarmllm_workers.engine.huge_pages import HUGE_PAGE
+from swarmllm_workers.engine.interposing import mapped_libraries
+from swarmllm_workers.errors import CallError
+
+_TENSOR_MAP: Final = "_Z29llama_internal_get_tensor_mapB5cxx11PK11llama_model"
+_ELEMENT_SIZE: Final = 40
+"""Of a `std::pair<std::string, ggml_tensor *>`, the pointer last."""
+_BUFFER_AT: Final = 8
+"""Of the pointer to its buffer in a `ggml_tensor`, behind an enum."""
+_IS_HEADER_READ: Final = b"loaded meta data"
+_PAGE: Final = mmap.PAGESIZE
+_FIXED: Final = 0x10
+_NO_RESERVE: Final = 0x4000
+_POPULATE_READ: Final = 22
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+
+class Place(NamedTuple):
+    """Bytes of a file."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+
+
+class _Functions(NamedTuple):
+    tensor_map: Callable[[int], int]
+    """Of a model, the address of a vector of names and tensors."""
+    ggml: ctypes.CDLL
+    data_at: int
+    """Of the address of its bytes in a `ggml_tensor`."""
+
+
+@cache
+def _functions() -> _Functions | None:
+    for libllama in mapped_libraries("libllama"):
+        for ggml in mapped_libraries("libggml-base"):
+            tensor_map = getattr(libllama, _TENSOR_MAP, None)
+            if tensor_map is None:
+                continue
+            tensor_map.restype, tensor_map.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+            ggml.ggml_get_name.restype, ggml.ggml_get_name.argtypes = ctypes.c_char_p, (ctypes.c_void_p,)
+            ggml.ggml_get_data.restype, ggml.ggml_get_data.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+            ggml.ggml_nbytes.restype, ggml.ggml_nbytes.argtypes = ctypes.c_size_t, (ctypes.c_void_p,)
+            ggml.ggml_backend_buffer_name.restype = ctypes.c_char_p
+            ggml.ggml_backend_buffer_name.argtypes = (ctypes.c_void_p,)
+            ggml.ggml_backend_tensor_set.restype = None
+            ggml.ggml_backend_tensor_set.argtypes = (
+                ctypes.c_void_p,
+                ctypes.c_void_p,
+                ctypes.c_size_t,
+                ctypes.c_size_t,
+            )
+            # A structure in which each word is its own offset: what is read of it is where it was read.
+            words = (ctypes.c_uint64 * 40)(*range(8, 8 * 41, 8))
+            return _Functions(tensor_map, ggml, ggml.ggml_get_data(ctypes.addressof(words)) - 8)
+    return None
+
+
+def is_supported() -> bool:
+    """With this libllama, on this system."""
+    return hasattr(os, "memfd_create") and _functions() is not None
+
+
+def _tensors(functions: _Functions, handle: int) -> Iterator[int]:
+    """Addresses of all tensors of a loaded model; two may have one name."""
+    vector = (ctypes.c_void_p * 2).from_address(functions.tensor_map(handle))
+    for element in range(vector[0] or 0, vector[1] or 0, _ELEMENT_SIZE):
+        tensor = ctypes.c_void_p.from_address(element + _ELEMENT_SIZE - 8).value
+        if tensor:
+            yield tensor
+
+
+def private_bytes(handle: int) -> int | None:
+    """Of a loaded model's weights those that do not lie in the mapped file. None: nobody knows."""
+    functions = _functions()
+    if functions is None:
+        return None
+    total = 0
+    for tensor in _tensors(functions, handle):
+        buffer = ctypes.c_void_p.from_address(tensor + _BUFFER_AT).value
+        if not buffer or functions.ggml.ggml_backend_buffer_name(buffer) != b"CPU_Mapped":
+            total += functions.ggml.ggml_nbytes(tensor)
+    return total
+
+
+class _MappedFile:
+    """A file in memory, read-only and at a boundary of huge pages."""
+
+    def __init__(self, path: Path) -> None:
+        self.n_users = 0
+        with path.open("rb") as file:
+            self._size = os.fstat(file.fileno()).st_size
+            self._reserved = self._size + HUGE_PAGE
+            kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+            self._base = _mapped(None, self._reserved, 0, kind, -1)
+            self.address = -(-self._base // HUGE_PAGE) * HUGE_PAGE
+            _mapped(self.address, self._size, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, file.fileno())
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            _libc.madvise(self.address, self._size, mmap.MADV_HUGEPAGE)
+
+    def read_in(self, offset: int, size: int) -> None:
+        """Have these pages in the page table. Where the kernel cannot, their first use has them read."""
+        start = offset // _PAGE * _PAGE
+        _libc.madvise(self.address + start, offset + size - start, _POPULATE_READ)
+
+    def check(self, place: Place) -> None:
+        if not 0 <= place.offset <= place.offset + place.size_bytes <= self._size:
+            raise CallError("bad_model", f"{place.path.name} is shorter than its tensors", "path")
+
+    def close(self) -> None:
+        _libc.munmap(self._base, self._reserved)
+
+
+class _MappedFiles:
+    """One mapping of each file, for as long as somebody uses it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[tuple[int, int], _MappedFile] = {}
+
+    def take(self, path: Path) -> tuple[tuple[int, int], _MappedFile]:
+        status = path.stat()
+        key = status.st_dev, status.st_ino
+        with self._lock:
+            if key not in self._files:
+                self._files[key] = _MappedFile(path)
+            self._files[key].n_users += 1
+            return key, self._files[key]
+
+    def give_back(self, key: tuple[int, int]) -> None:
+        with self._lock:
+            file = self._files[key]
+            file.n_users -= 1
+            if not file.n_users:
+                del self._files[key]
+                file.close()
+
+
+_files: Final = _MappedFiles()
+
+
+class _Loading(threading.local):
+    """The stub that this thread is loading."""
+
+    stub: Stub | None = None
+
+
+_loading: Final = _Loading()
+
+
+def on_log(text: bytes) -> None:
+    """What libllama says while a model is loaded, in the thread that loads it."""
+    if _loading.stub is not None and _IS_HEADER_READ in text:
+        _loading.stub.header_is_read()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is needed to load some layers of a file: a header, and where the bytes of its tensors lie."""
+
+    header: bytes
+    size_bytes: int
+    """Of the file that would begin with this header."""
+    places: Mapping[str, Place]
+    """By the names in the header; a tensor that is not here has zeros, which nobody reads."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Address space that loading takes, at most."""
+        files = {place.path for place in self.places.values()}
+        return self.size_bytes + sum(path.stat().st_size + HUGE_PAGE for path in files)
+
+
+class Stub:
+    """One loading of a part, and what has to stay as long as its model. Raises CallError bad_model or
+    out_of_memory, also where the files of the part are gone."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._address = 0
+        self._files: dict[Path, tuple[tuple[int, int], _MappedFile]] = {}
+        self._file = os.memfd_create("layers", os.MFD_CLOEXEC)
+        try:
+            for place in part.places.values():
+                if place.path not in self._files:
+                    self._files[place.path] = _files.take(place.path)
+                self._files[place.path][1].check(place)
+            os.pwrite(self._file, part.header, 0)
+            os.ftruncate(self._file, part.size_bytes)
+        except OSError as error:
+            self.close()
+            raise CallError("bad_model", f"cannot map the layers' files: {error.strerror}", "path") from None
+        except CallError:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> Path:
+        return Path(f"/proc/self/fd/{self._file}")
+
+    def __enter__(self) -> Stub:
+        """This thread loads it now."""
+        _loading.stub = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _loading.stub = None
+
+    def header_is_read(self) -> None:
+        if not self._address:
+            os.ftruncate(self._file, len(self._part.header))
+
+    def weights_are_next(self) -> None:
+        """Called with each progress; counts the first time. Raises CallError."""
+        if self._address:
+            return
+        self._address = self._mapped_at()
+        behind = -(-len(self._part.header) // _PAGE) * _PAGE
+        size = -(-self._part.size_bytes // _PAGE) * _PAGE - behind
+        if size > 0:
+            kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | _NO_RESERVE
+            _mapped(self._address + behind, size, mmap.PROT_READ, kind, -1)
+
+    def _mapped_at(self) -> int:
+        inode = os.fstat(self._file).st_ino
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and int(fields[4]) == inode and fields[5].startswith("/memfd:layers"):
+                return int(fields[0].partition("-")[0], 16)
+        raise CallError("bad_model", "libllama does not map the layers", "path")
+
+    def fill(self, handle: int) -> int:
+        """Give the model that was loaded its weights; bytes of it that are copies."""
+        functions = _functions()
+        assert functions is not None  # is_supported
+        n_copied = 0
+        end = self._address + self._part.size_bytes
+        for tensor in _tensors(functions, handle):
+            place = self._part.places.get(functions.ggml.ggml_get_name(tensor).decode())
+            if place is None:
+                continue
+            if functions.ggml.ggml_nbytes(tensor) != place.size_bytes:
+                raise CallError("bad_model", "libllama reads a tensor otherwise than its file says", "path")
+            file = self._files[place.path][1]
+            address = file.address + place.offset
+            data = ctypes.c_void_p.from_address(tensor + functions.data_at)
+            file.read_in(place.offset, place.size_bytes)
+            if self._address <= (data.value or 0) < end:
+                data.value = address
+            else:
+                functions.ggml.ggml_backend_tensor_set(tensor, address, 0, place.size_bytes)
+                n_copied += place.size_bytes
+        os.close(self._file)
+        self._file = -1
+        return n_copied
+
+    def close(self) -> None:
+        """After the model, if there was one."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        while self._files:
+            _, (key, _file) = self._files.popitem()
+            _files.give_back(key)
+
+
+def _mapped(address: int | None, size: int, protection: int, kind: int, file: int) -> int:
+    found = _libc.mmap(address, size, protection, kind, file, 0)
+    if found in (None, _MAP_FAILED):
+        raise CallError("out_of_memory", f"cannot map {size} bytes: {os.strerror(ctypes.get_errno())}")
+    return int(found)
+
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
