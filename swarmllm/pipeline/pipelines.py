@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 import trio
 
 from swarmllm.errors import ContextFull, InvalidRequest, NoPipeline, SwarmLLMError
@@ -28,6 +27,7 @@ from swarmllm.pipeline.check.evidence import answer
 from swarmllm.pipeline.origin.attempts import Attempts, is_local
 from swarmllm.pipeline.origin.embedding_rows import Rows, RowsChain, local_rows, with_one_retry
 from swarmllm.pipeline.origin.generation import Generation, Prompt, Source, token_ids
+from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
 from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.retry_policy import Pace, RetryPolicy
 from swarmllm.pipeline.request import further_id, new_request_id, request_context
@@ -38,7 +38,7 @@ from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, Reque
 from swarmllm.pipeline.route.suspects import Suspects, sparing
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
-from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS, Room, held_here
+from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS, Room
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.inbox import Inbox
 from swarmllm.pipeline.stage.links import LinkNotices, NoStageLinks, StageLinks
@@ -118,7 +118,8 @@ class Pipelines:
         self._sessions = Sessions(
             pool, router, catalogue, settings, self._start_session, note, budget or ByteBudget()
         )
-        self._here = LocalLoad(pool, self._sessions, settings)
+        self._requests = OriginRequests()
+        self._here = LocalLoad(pool, self._requests, self._sessions, settings)
         self._checker = Checker(
             router,
             registry,
@@ -134,6 +135,7 @@ class Pipelines:
             router,
             registry,
             pool,
+            self._requests,
             self._sessions,
             settings,
             self._counts,
@@ -143,14 +145,14 @@ class Pipelines:
         )
         self._links = links or NoStageLinks()
         self._inbox = Inbox(
-            self._sessions, self._attempts.chains, self._suspects, self._counts, note, self._checker.replies
+            self._sessions, self._requests, self._suspects, self._counts, note, self._checker.replies
         )
         self.on_notice = LinkNotices(self._links, self._sessions, observations, self._inbox.take)
         """For what workers say unasked."""
 
     def statistics(self) -> PipelineStatistics:
         counts = PipelineStatistics(**{name: getattr(self._counts, name) for name in self._counts.__slots__})
-        counts.active_generations = len(self._here.own)
+        counts.active_generations = len(self._requests)
         counts.active_stage_requests = self._sessions.n_for_others()
         counts.jobs_by_link = self._links.n_jobs
         counts.segments_served += sum(
@@ -218,9 +220,16 @@ class Pipelines:
         tokenize_s = trio.current_time() - started_s
         sampling = self._fit(len(tokens), sampling, entry, prompt.field)
         self._counts.generations += 1
-        self._here.own[request_id] = None
-        try:
-            async with self._open(tokens, entry, sampling, request_id, prompt.session) as source:
+        request = OriginRequest(
+            request_id,
+            entry,
+            tokens,
+            sampling,
+            RetryPolicy(self._settings.failover_timeout_s),
+            prompt.session,
+        )
+        with self._requests.under_way(request):
+            async with self._open(request) as source:
                 yield Generation(
                     source,
                     await source.next(),
@@ -230,8 +239,6 @@ class Pipelines:
                     queue_s=queue_s,
                     tokenize_s=tokenize_s,
                 )
-        finally:
-            del self._here.own[request_id]
 
     async def rows(self, tokens: Tensor, entry: CatalogueEntry, *, request_id: str | None = None) -> Rows:
         """The model's states after the final norm, of every token of i32 [n].
@@ -250,22 +257,20 @@ class Pipelines:
                 sampling=sampling,
                 wants="normed",
             )
-            context = request_context(assignment, entry, self._node_id)
-            self._here.own[context.request_id] = held_here(context)
-            try:
+            request = OriginRequest(
+                assignment.request_id, entry, tokens, sampling, RetryPolicy(0.0, avoid=avoid)
+            )
+            request.context = context = request_context(assignment, entry, self._node_id)
+            with self._requests.under_way(request):
                 if is_local(context):
                     n_chunk = self._settings.prefill_chunk_tokens
                     values = await local_rows(self._pool, context, tokens, n_chunk)
                 else:
-                    async with self._attempts.open_chain(
-                        context, assignment, tokens, avoid, RowsChain
-                    ) as chain:
+                    async with self._attempts.open_chain(request, assignment, RowsChain) as chain:
                         values = await chain.all_rows()
                 return Rows(values, assignment.stages)
-            finally:
-                del self._here.own[context.request_id]
 
-        return await with_one_retry(attempt)
+        return await with_one_retry(name, attempt)
 
     def stages_for(
         self, entry: CatalogueEntry, avoid: Collection[NodeId] = (), request: RequestSize = DEFAULT_SIZE
@@ -323,92 +328,67 @@ class Pipelines:
         return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)
 
     @asynccontextmanager
-    async def _open(
-        self, tokens: Tensor, entry: CatalogueEntry, sampling: Sampling, request_id: str, session: str
-    ) -> AsyncIterator[Failover]:
+    async def _open(self, request: OriginRequest) -> AsyncIterator[Failover]:
         """Nothing has been asked of anybody before the first `next`."""
-        size = RequestSize(len(tokens), min(sampling.max_tokens, EXPECTED_OUTPUT_TOKENS))
-
-        tried: list[tuple[str, Assembly]] = []
-        """Pipelines, by the request id that each had."""
-        n_changes = 0
-        """That the latest attempt knew of: what has changed since is not to be waited for again."""
-
-        async def pause(until_s: float) -> None:
-            if self._n_changes == n_changes:
-                await self._pause(until_s)
-
-        def attempt(generated: tuple[int, ...], avoid: set[NodeId]) -> AbstractAsyncContextManager[Source]:
-            nonlocal n_changes
-            n_changes = self._n_changes
-            # A retry prefers nothing: what it would prefer has just failed.
-            is_first = source.n_attempts == 1
-            self._here.own[request_id] = None
-            previous = self._affinity.previous(entry.model_id, session) if is_first else ()
-            broken = tried[-1][1] if generated and tried else None
-            assembly = self._assemble(entry, size, avoid, previous, broken)
-            if recovery.is_late and assembly.node_ids == tried[-1][1].node_ids:
-                raise NoPipeline("no other nodes hold these layers")
-            self._affinity.remember(entry.model_id, session, assembly.stages)
-            may_resume = broken is not None and len(assembly.stages) > 1
-            assignment = PipelineAssignment(
-                request_id=request_id if is_first else further_id(request_id),
-                model_id=entry.model_id,
-                origin=self._node_id,
-                stages=assembly.stages,
-                n_prompt_tokens=len(tokens),
-                sampling=sampling,
-                generated=generated,
-                resumes=tuple(request_id for request_id, _ in tried[:-17:-1]) if may_resume else (),
-            )
-            tried.append((assignment.request_id, assembly))
-            rows = np.concatenate((tokens, np.array(generated, np.int32))) if generated else tokens
-            if not generated and not is_first:
-                self._counts.retries += 1
-            context = replace(request_context(assignment, entry, self._node_id), session=session)
-            self._here.own[request_id] = held_here(context)
-
-            def elsewhere_s(suspected: Collection[NodeId]) -> float | None:
-                try:
-                    other = self._assemble(entry, size, avoid, (), suspected=suspected)
-                except NoPipeline:
-                    return None
-                return None if other.node_ids.issuperset(suspected) else other.cost_s
-
-            pace = Pace(assembly.first_s, assembly.token_s, elsewhere_s)
-            opening = self._attempts.open(context, assignment, rows, avoid, pace)
-            return self._in_place_of(tried, opening, entry.model_id, has_generated=bool(generated))
-
-        recovery = RetryPolicy(self._settings.failover_timeout_s)
-        source = Failover(request_id, attempt, recovery, pause)
+        source = Failover(request, self)
         try:
             yield source
         finally:
-            self._counts.recoveries += recovery.n_recoveries
+            self._counts.recoveries += request.recovery.n_recoveries
             self._counts.rebuilt += source.n_rebuilt
             await source.aclose()
-            if recovery.is_under_way:
-                self._let_go(tried)
+            if request.recovery.is_under_way:
+                self._let_go(request.tried)
+
+    def open_pipeline(self, request: OriginRequest) -> AbstractAsyncContextManager[Source]:
+        """Raises SwarmLLMError (see `failover.Opener`)."""
+        request.n_changes, request.context = self._n_changes, None
+        # A retry prefers nothing: what it would prefer has just failed.
+        is_first = request.n_attempts == 1
+        model_id, conversation = request.entry.model_id, request.conversation
+        previous = self._affinity.previous(model_id, conversation) if is_first else ()
+        assembly = self._assemble(request, previous, request.broken)
+        if request.recovery.is_late and assembly.node_ids == request.tried[-1].assembly.node_ids:
+            raise NoPipeline("no other nodes hold these layers")
+        self._affinity.remember(model_id, conversation, assembly.stages)
+        assignment = request.assignment(assembly, self._node_id)
+        request.tried.append(Attempt(assignment.request_id, assembly))
+        if not request.generated and not is_first:
+            self._counts.retries += 1
+        context = request_context(assignment, request.entry, self._node_id)
+        self._requests.attempts(request, replace(context, session=conversation))
+        pace = Pace(assembly.first_s, assembly.token_s, partial(self._elsewhere_s, request))
+        return self._in_place_of(request, self._attempts.open(request, assignment, pace))
+
+    async def wait_for_change(self, request: OriginRequest, until_s: float) -> None:
+        if self._n_changes == request.n_changes:
+            with trio.CancelScope(deadline=until_s):
+                await self._swarm_changed.park()
+
+    def _elsewhere_s(self, request: OriginRequest, suspected: Collection[NodeId]) -> float | None:
+        """What a request would cost without nodes that keep it waiting; None: it needs all of them."""
+        try:
+            other = self._assemble(request, suspected=suspected)
+        except NoPipeline:
+            return None
+        return None if other.node_ids.issuperset(suspected) else other.cost_s
 
     @asynccontextmanager
     async def _in_place_of(
-        self,
-        tried: list[tuple[str, Assembly]],
-        opening: AbstractAsyncContextManager[Source],
-        model_id: ModelId,
-        *,
-        has_generated: bool,
+        self, request: OriginRequest, opening: AbstractAsyncContextManager[Source]
     ) -> AsyncIterator[Source]:
-        """The last of `tried`: what the others have left, and this one has not taken over, is let go of."""
+        """The latest of the request's attempts: what the others have left, and this one has not taken over,
+        is let go of."""
+        is_first = not request.generated
         async with opening as source:
-            self._let_go(tried[:-1])
-            del tried[:-1]
-            assembly = tried[-1][1]
+            self._let_go(request.tried[:-1])
+            del request.tried[:-1]
+            assembly = request.tried[-1].assembly
             try:
                 yield source
             finally:
-                if not has_generated:
-                    self._measure(source, assembly, model_id)
+                if is_first:
+                    self._measure(source, assembly, request.entry.model_id)
             learn(self._observations, source, assembly.ways_s)
 
     def _measure(self, source: Source, assembly: Assembly, model_id: ModelId) -> None:
@@ -416,28 +396,24 @@ class Pipelines:
         now_s = trio.current_time()
         measure(self._speeds, source, assembly, model_id, self._node_id, announced_s, self._note, now_s)
 
-    def _let_go(self, broken: Sequence[tuple[str, Assembly]]) -> None:
+    def _let_go(self, broken: Sequence[Attempt]) -> None:
         for request_id, assembly in broken:
             self._attempts.let_go(request_id, assembly.stages)
 
     def _assemble(
         self,
-        entry: CatalogueEntry,
-        size: RequestSize,
-        avoid: set[NodeId],
-        previous: Sequence[Stage],
+        request: OriginRequest,
+        previous: Sequence[Stage] = (),
         broken: Assembly | None = None,
         suspected: Collection[NodeId] = (),
     ) -> Assembly:
         """Without those who may fail, as far as there are others. Raises NoPipeline."""
+        n_output = min(request.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
+        entry, size = request.entry, RequestSize(len(request.tokens), n_output)
         load = self._load(entry, size, n_asking=1)
         choose = partial(self._routes.choose, entry, size, load, previous=previous, broken=broken)
         suspects = dict.fromkeys((*sorted(suspected), *self._suspects.ordered(trio.current_time())))
-        return sparing(choose, avoid, list(suspects))
-
-    async def _pause(self, until_s: float) -> None:
-        with trio.CancelScope(deadline=until_s):
-            await self._swarm_changed.park()
+        return sparing(choose, request.recovery.avoid, list(suspects))
 
     def _load(self, entry: CatalogueEntry, size: RequestSize, *, n_asking: int) -> Load:
         n_tokens = size.n_prompt_tokens + size.n_output_tokens
@@ -456,7 +432,7 @@ class Pipelines:
 
     def _lost(self, node_id: NodeId) -> None:
         self._links.lost(node_id)
-        for chain in list(self._attempts.chains.values()):
+        for chain in self._requests.chains():
             chain.lost(node_id)
         self._sessions.lost(node_id)
 

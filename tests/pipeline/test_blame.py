@@ -156,8 +156,8 @@ async def test_a_token_for_a_request_of_others_costs_its_sender_only(part: bool)
     async with open_swarm(pools) as swarm:
 
         async def intrude(position: int, layers: object) -> None:
-            for request_id in list(swarm[A].pipelines._attempts.chains):
-                token = StreamingToken(request_id=request_id, index=0, token=1)
+            for chain in swarm[A].pipelines._requests.chains():
+                token = StreamingToken(request_id=chain.context.request_id, index=0, token=1)
                 await swarm[LIAR].router.send(A, *encode_job(token, b"no "))
 
         pools[H].before_forward = intrude

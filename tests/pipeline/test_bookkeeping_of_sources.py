@@ -8,16 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import trio
 from msgspec.structs import replace
 from node_ids import A, B
 from trio.testing import MockClock
 
+from bench.arithmetic import fake_entry
 from swarmllm.errors import NodeBusy, NodeRefused, NodeUnreachable, RemoteError, SwarmLLMError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.assignment import assign
+from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.origin.single_stage import LocalSource
 from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.retry_policy import FIRST_PAUSE_S, RetryPolicy
@@ -110,8 +113,8 @@ class Pipelines:
         self.paused_s: list[float] = []
 
     @asynccontextmanager
-    async def open(self, generated: tuple[int, ...], avoid: set[Any]) -> AsyncIterator[Any]:
-        self.told.append(generated)
+    async def open_pipeline(self, request: OriginRequest) -> AsyncIterator[Any]:
+        self.told.append(tuple(request.generated))
         left = [self.n_tokens.pop(0)]
 
         async def following() -> tuple[Token, bytes]:
@@ -131,7 +134,7 @@ class Pipelines:
         else:
             self.failures.append(None)
 
-    async def pause(self, until_s: float) -> None:
+    async def wait_for_change(self, request: OriginRequest, until_s: float) -> None:
         self.paused_s.append(until_s - trio.current_time())
         await trio.sleep_until(until_s)
 
@@ -140,14 +143,15 @@ async def test_after_a_failure_the_next_pipeline_goes_on_at_once_and_later_ones_
     autojump_clock: MockClock,
 ) -> None:
     pipelines = Pipelines(2, 0, 1)
-    stream = Failover("r", pipelines.open, RetryPolicy(60.0), pipelines.pause)
+    request = OriginRequest("r", fake_entry(), np.ones(4, np.int32), Sampling(), RetryPolicy(60.0))
+    stream = Failover(request, pipelines)
     tokens = [(await stream.next())[0].token for _ in range(3)]
     assert tokens == [1, 1, 3]
     assert pipelines.told == [(), (1, 1), (1, 1)]
     assert pipelines.paused_s == [pytest.approx(2 * FIRST_PAUSE_S)], "none before the second pipeline"
     await stream.aclose()
     assert [type(each) for each in pipelines.failures] == [NodeUnreachable, NodeUnreachable, type(None)]
-    assert (stream.n_attempts, stream.n_recoveries, stream.n_rebuilt) == (3, 1, 0)
+    assert (request.n_attempts, stream.n_recoveries, stream.n_rebuilt) == (3, 1, 0)
     # Of the second pipeline its vain second, the pause, and the second of the third's token.
     assert stream.recovery_s == pytest.approx(2 * FIRST_PAUSE_S + 2.0)
     assert stream.prefill_s == 0.5, "that of the first pipeline"

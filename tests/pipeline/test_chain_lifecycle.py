@@ -14,8 +14,16 @@ from trio.testing import MockClock
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.pipeline.job import RequestView
-from swarmllm.pipeline.origin.chain import Chain
-from swarmllm.pipeline.origin.lifecycle import LIFECYCLE, OF_STAGES, OVER, ChainEvent, ChainState, diagram
+from swarmllm.pipeline.origin.chain import Chain, Watch
+from swarmllm.pipeline.origin.lifecycle import (
+    LIFECYCLE,
+    OF_STAGES,
+    OVER,
+    ChainEvent,
+    ChainState,
+    diagram,
+    request_diagram,
+)
 from swarmllm.pipeline.request import OriginMessage, RequestContext
 from swarmllm.pipeline.stage.failure_reports import damage_report
 from swarmllm.state_table import UnknownTransition
@@ -45,11 +53,15 @@ class Session:
         self.n_offers += 1
 
 
-async def never(chain: Chain) -> None:
-    raise AssertionError("nobody waits for this chain")
+class NobodyWaits:
+    async def look(self, chain: Chain) -> None:
+        raise AssertionError("nobody waits for this chain")
+
+    def count_repeat(self) -> None:
+        pass
 
 
-def a_chain() -> Chain:
+def a_chain(watch: Watch | None = None) -> Chain:
     stages = (Stage(node_id=A, start=0, end=6), Stage(node_id=B, start=6, end=12))
     context = RequestContext(
         "r", ModelFile("m", Path("/nowhere")), 4, 997, 8, Sampling(), RequestView(A, A, stages, True)
@@ -60,7 +72,7 @@ def a_chain() -> Chain:
         chunk_tokens=4,
         silence_timeout_s=1,
         look_after_s=5,
-        look=never,
+        watch=watch or NobodyWaits(),
         nicknames={A: "", B: ""},
     )
 
@@ -71,6 +83,27 @@ async def test_a_silence_that_lasts_too_long_fails_the_request(autojump_clock: M
     await chain._silent()
     assert isinstance(chain.failure, DeadlineExceeded)
     assert "was silent for 1 s" in chain.failure.message
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "is_looked_for"), [(0.0, True), (0.75, True), (1.0, False), (1.5, False)]
+)
+async def test_a_silence_is_looked_into_until_it_has_lasted_too_long(
+    silent_s: float, is_looked_for: bool, autojump_clock: MockClock
+) -> None:
+    looked_for: list[Chain] = []
+
+    class Looking(NobodyWaits):
+        async def look(self, chain: Chain) -> None:
+            looked_for.append(chain)
+
+    chain = a_chain(Looking())
+    chain.start(Session())  # type: ignore[arg-type]
+    await trio.sleep(silent_s)
+    await chain._silent()
+    assert looked_for == [chain] * is_looked_for
+    assert (chain.failure is None) is is_looked_for
+    chain.close()
 
 
 @pytest.mark.parametrize("kind", ["worker_died", "bad_rows"])
@@ -90,7 +123,7 @@ async def test_a_stage_that_answers_before_it_is_asked_breaks_the_protocol(says:
     chain.receive(B, SAYS[says], b"")
     assert isinstance(chain.failure, RemoteError)
     assert "while stages are asked to take part" in chain.failure.message
-    assert chain.culprit == B
+    assert chain.blamed.culprit == B
     assert not chain.may_be_resumed
 
 
@@ -168,7 +201,8 @@ def test_every_state_is_reached_and_leads_to_the_end() -> None:
         assert LIFECYCLE.rows[state][ChainEvent.FAILURE] is state
 
 
-def test_the_documented_diagram_is_the_table() -> None:
-    assert f"```mermaid\n{diagram()}\n```" in DOCUMENT.read_text(), (
+@pytest.mark.parametrize("drawn", [diagram(), request_diagram()], ids=["attempt", "request"])
+def test_the_documented_diagram_is_the_table(drawn: str) -> None:
+    assert f"```mermaid\n{drawn}\n```" in DOCUMENT.read_text(), (
         "docs/job-processor.md: paste what `python -m swarmllm.pipeline.origin.lifecycle` prints"
     )

@@ -457,7 +457,7 @@ async def test_only_the_origin_gets_rows_and_only_at_boundaries_of_the_stage() -
         swarm[LIAR].pool.before_forward = wait
 
         async def rows(asker: str, boundary: int, position: int = 0, n: int = 8) -> RowsPiece:
-            (request_id,) = swarm[A].pipelines._attempts.chains
+            (request_id,) = (chain.context.request_id for chain in swarm[A].pipelines._requests.chains())
             request = FetchRows(request_id=request_id, boundary=boundary, position=position, n_tokens=n)
             piece = decode_response(
                 await swarm[asker].router.request(LIAR, encode_request(request), timeout_s=5)

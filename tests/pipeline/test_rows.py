@@ -134,8 +134,12 @@ async def test_a_lost_node_is_gone_round_once(tmp_path: Path, entry: CatalogueEn
         np.testing.assert_allclose(again.values, first.values, rtol=0, atol=2e-2)
 
 
-async def never(chain: Chain) -> None:
-    raise AssertionError("nobody waits for this chain")
+class NobodyWaits:
+    async def look(self, chain: Chain) -> None:
+        raise AssertionError("nobody waits for this chain")
+
+    def count_repeat(self) -> None:
+        pass
 
 
 def a_chain() -> RowsChain:
@@ -148,7 +152,7 @@ def a_chain() -> RowsChain:
         chunk_tokens=4,
         silence_timeout_s=1,
         look_after_s=5,
-        look=never,
+        watch=NobodyWaits(),
         nicknames={A: "", B: ""},
     )
 
@@ -178,7 +182,7 @@ async def test_rows_that_cannot_be_meant_end_the_request(position: int, payload:
     chain = started()
     chain.receive(B, PrefillProgress(request_id="r", position=position), payload)
     assert isinstance(chain.failure, RemoteError)
-    assert chain.culprit == B
+    assert chain.blamed.culprit == B
 
 
 async def test_rows_that_can_be_meant_are_taken() -> None:

@@ -30,6 +30,7 @@ from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import Source
 from swarmllm.pipeline.origin.prefixes import agree, prefix_names
+from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests
 from swarmllm.pipeline.origin.single_stage import RemoteChain, open_local
 from swarmllm.pipeline.repair.probing import probe
 from swarmllm.pipeline.repair.rebuild import what_is_left
@@ -48,7 +49,6 @@ from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import CancelInference, PipelineAssignment, PipelineError, Stage
-from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class Attempts:
         router: Router,
         registry: Registry,
         pool: Compute,
+        requests: OriginRequests,
         sessions: Sessions,
         settings: PipelineSettings,
         counts: PipelineStatistics,
@@ -72,8 +73,7 @@ class Attempts:
         suspects: Suspects,
         checker: Checker,
     ) -> None:
-        self.chains: dict[str, Chain] = {}
-        """By request id."""
+        self._requests = requests
         self._router = router
         self._registry = registry
         self._pool = pool
@@ -91,47 +91,44 @@ class Attempts:
         self._start_soon = partial(spawn, nursery, "request")
 
     def open(
-        self,
-        context: RequestContext,
-        assignment: PipelineAssignment,
-        tokens: Tensor,
-        failed: set[NodeId],
-        pace: Pace,
+        self, request: OriginRequest, assignment: PipelineAssignment, pace: Pace
     ) -> AbstractAsyncContextManager[Source]:
-        """Adds to `failed` the node because of which it fails."""
+        """The latest attempt at a request. Adds to what the request avoids the node because of which it
+        fails."""
+        context = request.context
+        assert context is not None, "an attempt has a route"
         if is_local(context):
-            return open_local(self._pool, context, tokens, self._nickname(self._router.node_id))
+            return open_local(self._pool, context, request.rows, self._nickname(self._router.node_id))
         may_send_tokens = not self._settings.local_embedding_privacy
         kind = RemoteChain if len(assignment.stages) == 1 and may_send_tokens else Chain
-        return self.open_chain(context, assignment, tokens, failed, kind, pace)
+        return self.open_chain(request, assignment, kind, pace)
 
     @asynccontextmanager
     async def open_chain(
         self,
-        context: RequestContext,
+        request: OriginRequest,
         assignment: PipelineAssignment,
-        tokens: Tensor,
-        failed: set[NodeId],
         kind: type[AnyChain],
         pace: Pace | None = None,
     ) -> AsyncIterator[AnyChain]:
-        """Adds to `failed` the node because of which it fails."""
+        """The same, where stages on other nodes take part in it."""
+        context = request.context
+        assert context is not None, "an attempt has a route"
         names = {stage.node_id: self._nickname(stage.node_id) for stage in context.view.stages}
         chain = kind(
             context,
-            tokens,
+            request.rows,
             chunk_tokens=self._settings.prefill_chunk_tokens,
             silence_timeout_s=self._settings.silence_timeout_s,
             look_after_s=self._settings.ack_timeout_s / 2,
-            look=self._look,
+            watch=self,
             nicknames=names,
-            on_repeat=self._count_repeat,
             names=prefix_names(self._secret, assignment),
             pace=pace,
             checked_stage=self._checker.draws(context) if kind is Chain else None,
         )
         session = self._sessions.open(context, chain)
-        self.chains[context.request_id] = chain
+        request.chain = chain
         try:
             start = await self._agree(chain, session, assignment)
             if chain.failure is not None:
@@ -140,18 +137,20 @@ class Attempts:
             yield chain
         except SwarmLLMError as error:
             chain.give_up()
-            if chain.culprit is not None and chain.culprit != self._router.node_id:
-                failed.add(chain.culprit)
-                if chain.has_stalled:
-                    self._suspects.doubt([chain.culprit], trio.current_time())
+            if chain.blamed.culprit is not None and chain.blamed.culprit != self._router.node_id:
+                request.recovery.avoid.add(chain.blamed.culprit)
+                if chain.blamed.has_stalled:
+                    self._suspects.doubt([chain.blamed.culprit], trio.current_time())
                 if not isinstance(error, NodeBusy):
-                    self._tell_everybody(context.request_id, chain.culprit, error)
+                    self._tell_everybody(context.request_id, chain.blamed.culprit, error)
             elif isinstance(error, RemoteError | DeadlineExceeded) and not isinstance(error, NodeBusy):
                 here = {self._router.node_id}
-                self._suspects.doubt(sorted(chain.doubted or chain.node_ids - here), trio.current_time())
+                self._suspects.doubt(
+                    sorted(chain.blamed.doubted or chain.node_ids - here), trio.current_time()
+                )
             raise
         finally:
-            del self.chains[context.request_id]
+            request.chain = None
             judge(chain, self._note, self._suspects)
             session.stop()
             checked_stage = chain.checked_stage if chain.is_to_be_checked else None
@@ -189,7 +188,7 @@ class Attempts:
         """By node id: requests of this node that others have had for so short a time that their records need
         not say so."""
         since_s = trio.current_time() - UNSEEN_S
-        chains = [chain for chain in self.chains.values() if chain.began_s > since_s]
+        chains = [chain for chain in self._requests.chains() if chain.began_s > since_s]
         return Counter(stage.node_id for chain in chains for stage in chain.context.view.stages)
 
     def let_go(self, request_id: str, stages: Iterable[Stage]) -> None:
@@ -202,7 +201,12 @@ class Attempts:
             elif self._start_soon is not None:
                 self._start_soon(partial(self._tell, node_id, header, payload))
 
-    async def _look(self, chain: Chain) -> None:
+    # Of the chains.
+
+    def count_repeat(self) -> None:
+        self._counts.repeats += 1
+
+    async def look(self, chain: Chain) -> None:
         """It has been silent, or is too slow: who is at work, and is that worth waiting for?"""
         context, timeout_s = chain.context, self._settings.ack_timeout_s / 2
         session = self._sessions.running(context.request_id)
@@ -220,15 +224,15 @@ class Attempts:
             return  # Something has come meanwhile.
         if found.error is not None and chain.silent_s >= timeout_s:
             if found.waits_for and found.culprit is not None:
-                chain.stalled(found.culprit)
+                chain.blamed.stalled(found.culprit)
             elif found.culprit is not None:
                 chain.blame(found.culprit)
-            chain.doubted = found.waits_for
+            chain.blamed.doubted = found.waits_for
             chain.fail(found.error)
         elif chain.pace is not None:
             suspected = found.waits_for or chain.node_ids - {self._router.node_id}
             if chain.pace.is_worth_changing(chain.waited_s, suspected):
-                chain.doubted = suspected
+                chain.blamed.doubted = suspected
                 chain.fail(DeadlineExceeded("the pipeline is far slower than planned"))
 
     def _tell_everybody(self, request_id: str, culprit: NodeId, error: SwarmLLMError) -> None:
@@ -248,9 +252,6 @@ class Attempts:
             except SwarmLLMError as error:
                 log.debug("%s not told of a failure: %s", node_id, error)
 
-    def _count_repeat(self) -> None:
-        self._counts.repeats += 1
-
     def _nickname(self, node_id: NodeId) -> str:
         record = self._registry.node(node_id)
         return record.nickname if record is not None else ""
@@ -269,6 +270,6 @@ def judge(chain: Chain, note: Note, suspects: Suspects) -> None:
             for node_id in chain.node_ids - {here}:
                 note(node_id, Deed.SERVED)
                 suspects.served(node_id)
-    elif chain.culprit not in (None, here) and not isinstance(failure, NodeBusy | ContextFull):
+    elif chain.blamed.culprit not in (None, here) and not isinstance(failure, NodeBusy | ContextFull):
         deed = Deed.LOST if isinstance(failure, NodeUnreachable) else Deed.FAILED
-        note(chain.culprit, Deed.STALLED if chain.has_stalled else deed, type(failure).__name__)
+        note(chain.blamed.culprit, Deed.STALLED if chain.blamed.has_stalled else deed, type(failure).__name__)

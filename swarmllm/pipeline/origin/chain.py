@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ from swarmllm.pipeline.job import ComputeStep, Job
 from swarmllm.pipeline.origin.generation import Guesses, Shape, StageAccount, StageReport
 from swarmllm.pipeline.origin.lifecycle import LIFECYCLE, OVER, ChainEvent, ChainState
 from swarmllm.pipeline.origin.output import (
+    Blamed,
     BrokenPromise,
     Chunk,
     EarlyTokens,
@@ -60,6 +62,16 @@ MAX_REPEATS = 3
 """Damaged jobs that one request survives; more means that something is broken, not unlucky."""
 
 
+class Watch(Protocol):
+    async def look(self, chain: Chain) -> None:
+        """Nothing has come of it for a while: who is at work, and is that worth waiting for?"""
+        ...
+
+    def count_repeat(self) -> None:
+        """A job is repeated after damage."""
+        ...
+
+
 class Chain:
     """One attempt at one request. `failure`, once set, is final."""
 
@@ -75,10 +87,9 @@ class Chain:
         chunk_tokens: int,
         silence_timeout_s: float,
         look_after_s: float,
-        look: Callable[[Chain], Awaitable[None]],
+        watch: Watch,
         nicknames: Mapping[NodeId, str],
         names: PrefixNames | None = None,
-        on_repeat: Callable[[], None] = lambda: None,
         pace: Pace | None = None,
         checked_stage: int | None = None,
     ) -> None:
@@ -96,22 +107,16 @@ class Chain:
         self.window = PromptWindow(len(prompt), chunk_tokens, len(stages) + 1)
         self.account = StageAccount(stages)
         self.failure: Exception | None = None
-        self.culprit: NodeId | None = None
-        """The node that failed, where that is known."""
-        self.doubted: frozenset[NodeId] = frozenset()
-        """Nodes of which one failed, where it cannot be known which."""
-        self.has_stalled = False
-        """The culprit had work and did none."""
+        self.blamed = Blamed()
         self.pace = pace
         self.checked_stage = checked_stage
         self._look_after_s = look_after_s
-        self._look = look
+        self._watch = watch
         self._heard_s = 0.0
         self._n_resumed = len(context.generated)
         self._tokens = TokenLog(context.n_prompt_tokens, context.sampling.max_tokens, self._n_resumed)
         self._silence_timeout_s = silence_timeout_s
         self._names = nicknames
-        self._on_repeat = on_repeat
         self._session: Session | None = None
         self._feeding: Feeding | None = None
         """While stages are built again."""
@@ -285,15 +290,9 @@ class Chain:
             return self.decode_s + self.silent_s
         return self.silent_s if self.pace.is_late(self.silent_s, self.has_begun) else 0.0
 
-    def stalled(self, node_id: NodeId) -> None:
-        """It has had work and does none."""
-        self.has_stalled = self.culprit is None
-        self.doubted = frozenset({node_id})
-        self.blame(node_id)
-
     async def _silent(self) -> None:
         if self.silent_s < self._silence_timeout_s:
-            await self._look(self)
+            await self._watch.look(self)
             return
         self.fail(
             DeadlineExceeded(f"the pipeline {self._described()} was silent for {self._silence_timeout_s:g} s")
@@ -331,7 +330,7 @@ class Chain:
         except BrokenPromise as error:
             others = self.node_ids - {sender, self.context.view.node_id}
             if isinstance(error, RowsNotSent) and others:
-                self.doubted = others | {sender}
+                self.blamed.doubted = others | {sender}
             else:
                 self.blame(sender)
             self.fail(RemoteError(f"node {self._name(sender)} broke the protocol: {error}"))
@@ -360,7 +359,7 @@ class Chain:
 
     def blame(self, node_id: NodeId) -> None:
         """The first node that is named is the culprit: what else fails is usually its consequence."""
-        self.culprit = self.culprit or node_id
+        self.blamed.blame(node_id)
 
     def lost(self, node_id: NodeId) -> None:
         """A node disconnected."""
@@ -437,18 +436,18 @@ class Chain:
             raise BrokenPromise(f"it gets no rows from {self._name(message.node_id)}")
         if message.kind == BAD_ROWS and message.node_id != here:
             # One of the two lies, and which cannot be seen from here.
-            self.doubted = frozenset({sender, message.node_id})
+            self.blamed.doubted = frozenset({sender, message.node_id})
         elif is_the_reporters_fault(message, self.context.sampling):
             self.blame(sender)
         self.fail(reported_error(message, self._name(sender), self.context.sampling))
 
     def _repeat(self, sender: NodeId, position: int) -> None:
         self._n_repeats += 1
-        self._on_repeat()
+        self._watch.count_repeat()
         if self._n_repeats > MAX_REPEATS:
             # One of them damages what it sends, or the other one says so.
             before = {node_id for node_id in self.node_ids if self.context.view.hands_to(node_id, sender)}
-            self.doubted = frozenset({sender, *before} - {self.context.view.node_id})
+            self.blamed.doubted = frozenset({sender, *before} - {self.context.view.node_id})
             self.fail(RemoteError(f"{self._n_repeats} jobs arrived damaged at {self._name(sender)}"))
             return
         log.info(

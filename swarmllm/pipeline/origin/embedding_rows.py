@@ -99,11 +99,12 @@ async def local_rows(compute: Compute, context: RequestContext, tokens: Tensor, 
     return np.concatenate(rows)
 
 
-async def with_one_retry(attempt: Callable[[set[NodeId]], Awaitable[Rows]]) -> Rows:
-    """`attempt` adds to what it is given the node because of which it failed."""
+async def with_one_retry(request_id: str, attempt: Callable[[set[NodeId]], Awaitable[Rows]]) -> Rows:
+    """Of the client's request with this id. `attempt` adds to what it is given the node because of which it
+    failed."""
     avoid: set[NodeId] = set()
     try:
         return await attempt(avoid)
     except RemoteError as error:
-        log.info("rows are asked for once more: %s", error.message)
+        log.info("rows of request %s are asked for once more: %s", request_id, error.message)
     return await attempt(avoid)

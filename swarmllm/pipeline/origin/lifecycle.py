@@ -1,8 +1,9 @@
-"""The lifecycle of one attempt at a request, on its origin: one table of states and events.
+"""The lifecycle of a request of this node's clients, and that of one attempt at it: two tables of states and
+events.
 
-A chain (see chain) passes every event through this table before it acts. What a stage sends and the table
+A chain (see chain) passes every event through its table before it acts. What a stage sends and the table
 does not have in that state breaks the protocol: the stage is blamed, and the attempt fails. Of this node's
-own events it is a defect. `python -m swarmllm.pipeline.origin.lifecycle` prints the diagram in
+own events it is a defect. `python -m swarmllm.pipeline.origin.lifecycle` prints the diagrams in
 docs/job-processor.md.
 """
 
@@ -71,9 +72,50 @@ OVER: Final = frozenset({_S.FINISHED, _S.FAILED, _S.GIVEN_UP, _S.CLOSED})
 """What stages still send is of no interest."""
 
 
+class RequestState(StrEnum):
+    """Of a request; the states above are those of one attempt at it."""
+
+    ROUTING = "no token has come, and no pipeline is there"
+    PREFILL = "a pipeline is there; no token has come"
+    DECODE = "tokens come"
+    BROKEN = "a pipeline broke after a token"
+    RESUMING = "another pipeline is there; it has given no token"
+    ENDED = "over"
+
+
+class RequestEvent(StrEnum):
+    """The text is the edge's label in the diagram."""
+
+    OPENED = "a pipeline is opened"
+    TOKEN = "a token"
+    BROKE = "there is no pipeline, or it broke"
+    END = "its reader leaves"
+
+
+_R, _Q = RequestState, RequestEvent
+
+REQUEST_LIFECYCLE: Final = StateTable(
+    _R.ROUTING,
+    {
+        _R.ROUTING: {_Q.OPENED: _R.PREFILL, _Q.END: _R.ENDED},
+        _R.PREFILL: {_Q.TOKEN: _R.DECODE, _Q.BROKE: _R.ROUTING, _Q.END: _R.ENDED},
+        _R.DECODE: {_Q.BROKE: _R.BROKEN, _Q.END: _R.ENDED},
+        _R.BROKEN: {_Q.OPENED: _R.RESUMING, _Q.END: _R.ENDED},
+        _R.RESUMING: {_Q.TOKEN: _R.DECODE, _Q.BROKE: _R.BROKEN, _Q.END: _R.ENDED},
+        _R.ENDED: {},
+    },
+    {_R.ROUTING: {_Q.BROKE}, _R.DECODE: {_Q.TOKEN}, _R.BROKEN: {_Q.BROKE}, _R.ENDED: {_Q.END}},
+)
+WITHOUT_PIPELINE: Final = frozenset({_R.ROUTING, _R.BROKEN})
+
+
 def diagram() -> str:
     return LIFECYCLE.diagram()
 
 
+def request_diagram() -> str:
+    return REQUEST_LIFECYCLE.diagram()
+
+
 if __name__ == "__main__":
-    print(diagram())
+    print(request_diagram(), diagram(), sep="\n\n")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from swarmllm.pipeline.stage.compute import SampledToken
+from swarmllm_proto.identifiers import NodeId
 
 EARLY_TOKENS_MAX: Final = 256
 """Tokens that may wait for one before them. A ring that turns by links gives tokens faster than a busy daemon
@@ -123,6 +124,28 @@ class EarlyTokens(Generic[Item]):
         item, n_bytes = self._waiting.pop(index, (None, 0))
         self._n_bytes -= n_bytes
         return item
+
+
+@dataclass(slots=True)
+class Blamed:
+    """Because of whom an attempt failed, as far as it is known."""
+
+    culprit: NodeId | None = None
+    """The node that failed."""
+    doubted: frozenset[NodeId] = frozenset()
+    """Nodes of which one failed, where it cannot be known which."""
+    has_stalled: bool = False
+    """The culprit had work and did none."""
+
+    def blame(self, node_id: NodeId) -> None:
+        """The first node that is named is the culprit: what else fails is usually its consequence."""
+        self.culprit = self.culprit or node_id
+
+    def stalled(self, node_id: NodeId) -> None:
+        """It has had work and does none."""
+        self.has_stalled = self.culprit is None
+        self.doubted = frozenset({node_id})
+        self.blame(node_id)
 
 
 @dataclass(slots=True)

@@ -17,35 +17,38 @@ take the old tokens into account; mirostat's running limit begins anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Protocol
 
 import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.origin.generation import Guesses, Shape, Source, StageReport
-from swarmllm.pipeline.repair.retry_policy import RetryPolicy
+from swarmllm.pipeline.origin.lifecycle import WITHOUT_PIPELINE, RequestEvent, RequestState
+from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.stage.compute import SampledToken
-from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
-Opener = Callable[[tuple[int, ...], set[NodeId]], AbstractAsyncContextManager[Source]]
-"""(tokens generated so far, node ids to avoid, to which the next one that fails is added) -> a pipeline that
-goes on after them. Raises SwarmLLMError."""
-Pause = Callable[[float], Awaitable[None]]
-"""Waits until then, by trio's clock, or until the swarm has changed."""
+
+class Opener(Protocol):
+    def open_pipeline(self, request: OriginRequest) -> AbstractAsyncContextManager[Source]:
+        """One that goes on after the tokens that the request has, without the nodes that it avoids. The next
+        node that fails is added to these. Raises SwarmLLMError."""
+        ...
+
+    async def wait_for_change(self, request: OriginRequest, until_s: float) -> None:
+        """Until then, by trio's clock, or until the swarm is another one than the latest attempt knew."""
+        ...
 
 
 class Failover:
     """A Source; `aclose` it."""
 
-    def __init__(self, request_id: str, opener: Opener, recovery: RetryPolicy, pause: Pause) -> None:
-        self._request_id = request_id
+    def __init__(self, request: OriginRequest, opener: Opener) -> None:
+        self._request = request
         self._opener = opener
-        self._recovery = recovery
-        self._pause = pause
-        self._generated: list[int] = []
+        self._recovery = request.recovery
         self._source: Source | None = None
         """The pipeline at work, or the one that broke last."""
         self._closing: AsyncExitStack | None = None
@@ -54,43 +57,50 @@ class Failover:
         self._first_s = 0.0
         self._latest_s = 0.0
         self._has_changed = False
-        self.n_attempts = 0
         self.recovery_s = 0.0
         """From knowing that a pipeline had broken to the next token, all in all."""
-        self._broken_s: float | None = None
+        self._broken_s = 0.0
+        """Since when there is no token, where it is BROKEN or RESUMING."""
         self.n_rebuilt = 0
         """Of the recoveries, those after which only the lost stages were computed again."""
 
     async def next(self) -> tuple[SampledToken, bytes]:
         while True:
             try:
-                if self._closing is None:
+                if self._request.state in WITHOUT_PIPELINE:
                     await self._open()
                 assert self._source is not None
                 token, piece = await self._source.next()
             except SwarmLLMError as error:
-                self._broken_s = trio.current_time() if self._broken_s is None else self._broken_s
+                if self._request.state is RequestState.DECODE:
+                    self._broken_s = trio.current_time()
+                self._request.passes(RequestEvent.BROKE)
                 await self._leave(error)
                 again_s = self._recovery.failed(error, trio.current_time())
                 log.info(
-                    "request %s, after %d tokens: %s", self._request_id, len(self._generated), error.message
+                    "request %s, after %d tokens: %s",
+                    self._request.id,
+                    len(self._request.generated),
+                    error.message,
                 )
                 if again_s > trio.current_time():
-                    await self._pause(again_s)
+                    await self._opener.wait_for_change(self._request, again_s)
                 continue
             self._count(token)
             return token, piece
 
     async def aclose(self) -> None:
+        self._request.passes(RequestEvent.END)
         await self._leave(None)
 
     async def _open(self) -> None:
-        self.n_attempts += 1
+        self._request.n_attempts += 1
         async with AsyncExitStack() as stack:
-            opening = self._opener(tuple(self._generated), self._recovery.avoid)
+            opening = self._opener.open_pipeline(self._request)
             self._source = await stack.enter_async_context(opening)
             self._closing = stack.pop_all()
-        self._has_changed = bool(self._generated)
+        self._request.passes(RequestEvent.OPENED)
+        self._has_changed = bool(self._request.generated)
 
     async def _leave(self, error: SwarmLLMError | None) -> None:
         closing, self._closing = self._closing, None
@@ -103,17 +113,15 @@ class Failover:
             await closing.__aexit__(type(error), error, error.__traceback__)
 
     def _count(self, token: SampledToken) -> None:
-        if self._recovery.is_under_way and self._generated and self._opened.is_rebuilt:
-            self.n_rebuilt += 1
+        before, self._latest_s = self._request.state, trio.current_time()
+        self._request.passes(RequestEvent.TOKEN)
         self._recovery.token()
-        self._latest_s = trio.current_time()
-        if self._broken_s is not None and self._generated:
+        if before is RequestState.PREFILL:
+            self._first_s, self._prefill_s = self._latest_s, self._opened.prefill_s
+        elif before is RequestState.RESUMING:
+            self.n_rebuilt += self._opened.is_rebuilt
             self.recovery_s += self._latest_s - self._broken_s
-        self._broken_s = None
-        if not self._generated:
-            assert self._source is not None
-            self._first_s, self._prefill_s = self._latest_s, self._source.prefill_s
-        self._generated.append(token.token)
+        self._request.generated.append(token.token)
 
     @property
     def n_recoveries(self) -> int:
@@ -124,7 +132,7 @@ class Failover:
         source = self._source
         if source is not None and self._closing is not None:
             return source.n_generated
-        return len(self._generated)
+        return len(self._request.generated)
 
     @property
     def is_rebuilt(self) -> bool:

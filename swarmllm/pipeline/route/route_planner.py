@@ -14,6 +14,7 @@ import trio
 
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange, covers
+from swarmllm.pipeline.origin.requests import OriginRequests
 from swarmllm.pipeline.repair.plan import mend
 from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route
 from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
@@ -37,16 +38,17 @@ from swarmllm_proto.swarm import Stage
 
 
 class LocalLoad:
-    def __init__(self, pool: Compute, sessions: Sessions, settings: PipelineSettings) -> None:
-        self.own: dict[str, Held | None] = {}
-        """By id, the requests of this node's clients; None: no route yet, or others run all of it."""
+    def __init__(
+        self, pool: Compute, requests: OriginRequests, sessions: Sessions, settings: PipelineSettings
+    ) -> None:
+        self._requests = requests
         self._pool = pool
         self._sessions = sessions
         self._settings = settings
 
     def is_busy(self) -> bool:
         """Whether requests run here, of anybody."""
-        return bool(self.own) or self._sessions.n_for_others() > 0
+        return len(self._requests) > 0 or self._sessions.n_for_others() > 0
 
     def room(self) -> Room:
         """For one more request, of the model with least of it."""
@@ -55,7 +57,7 @@ class LocalLoad:
     def now(self, entry: CatalogueEntry, n_tokens: int, sent: Mapping[NodeId, int], *, n_asking: int) -> Load:
         """As a request for `n_tokens` meets it, answer included; it is one of `n_asking` that count here
         already, and have no route."""
-        n_active = max(0, len(self.own) - n_asking) + self._sessions.n_for_others()
+        n_active = max(0, len(self._requests) - n_asking) + self._sessions.n_for_others()
         # What runs here as a whole waits for its turn; a stage would be refused.
         waits = covers(self._pool.loaded(entry.model_id), LayerRange(0, entry.manifest.n_layers))
         return Load(n_active, "" if waits else self._room_of(entry.model_id).lack(n_tokens), sent)
@@ -66,7 +68,10 @@ class LocalLoad:
         return room_left(held, self._settings, {model_id: n_ctx})
 
     def _held(self) -> list[Held]:
-        return [*filter(None, self.own.values()), *self._sessions.held_for_others()]
+        return [
+            *filter(None, (request.held for request in self._requests)),
+            *self._sessions.held_for_others(),
+        ]
 
 
 @dataclass(frozen=True, slots=True)

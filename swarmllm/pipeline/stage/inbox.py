@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import trio
@@ -11,7 +10,7 @@ import trio
 from swarmllm.errors import InvalidRequest
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.check.recompute import Replies
-from swarmllm.pipeline.origin.chain import Chain
+from swarmllm.pipeline.origin.requests import OriginRequests
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.statistics import PipelineStatistics
@@ -36,8 +35,8 @@ class Inbox:
     """Counts what it throws away."""
 
     sessions: Sessions
-    chains: Mapping[str, Chain]
-    """This node's own requests."""
+    requests: OriginRequests
+    """Of this node's clients."""
     suspects: Suspects
     counts: PipelineStatistics
     note: Note
@@ -82,7 +81,7 @@ class Inbox:
         elif isinstance(message, CancelInference):
             accepted = self.sessions.cancel(sender, message.request_id, message.prefixes, hold=message.hold)
         else:
-            chain, own = self.chains.get(message.request_id), self.sessions.router.node_id
+            chain, own = self.requests.chain(message.request_id), self.sessions.router.node_id
             accepted = chain is not None
             if chain is not None and not chain.may_say(sender, message):
                 self.counts.messages_bad += 1

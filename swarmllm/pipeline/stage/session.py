@@ -450,7 +450,9 @@ class Session:
             try:
                 await self._walker.tell_origin(message)
             except SwarmLLMError as unreachable:
-                self._log.info("its origin cannot be told: %s", unreachable)
+                self._log.info(
+                    "request %s: its origin cannot be told: %s", self.context.request_id, unreachable
+                )
 
     async def _clean_up(self) -> None:
         hold = self._state is not SessionState.FREEING
