@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,6 +136,39 @@ async def test_an_outcome_passes_the_table_before_anybody_is_told(monkeypatch: p
     with pytest.raises(UnknownTransition, match="HEAD cannot end with TOKEN_ELSEWHERE"):
         await walker.walk(Job(ComputeStep.LAYER, stage=1, position=5, n_tokens=1, tensor=ROWS))
     assert sent == []
+
+
+async def test_a_worker_is_told_how_to_sample_with_the_first_sample_and_never_again() -> None:
+    """Of prompt, tokens, and rows that come once more behind a token."""
+    told: list[tuple[str, Sampling | None, tuple[int, ...]]] = []
+
+    class Pool(FakePool):
+        async def forward(self, *args: object, **call: Any) -> ForwardResult:  # type: ignore[override]
+            told.append((call["want"], call["sampling"], call["generated"]))
+            token = Token(request_id="r", index=0, token=7, finish_reason="stop")
+            return ForwardResult(None, token if call["want"] == "token" else None, b"x", 0.0)
+
+    class Deaf:
+        async def send(self, node_id: str, header: bytes, payload: bytes = b"") -> None:
+            pass
+
+    sampling, before = Sampling(seed=5), (1, 2)
+    seen = view(B, A, B)
+    context = RequestContext(
+        "r", ModelFile("m", Path("/nowhere")), 4, 997, 4, sampling, seen, generated=before
+    )
+    walker = Walker(context, Pool("2:4"), Deaf(), None)  # type: ignore[arg-type]
+    for left in (1, 0, 0, 1, 0):
+        job = Job(ComputeStep.LAYER, stage=1, position=5, n_tokens=1, prefill_left=left, tensor=ROWS)
+        await walker.walk(job)
+    nothing = (None, ())
+    assert told == [
+        ("none", *nothing),
+        ("token", sampling, before),
+        ("token", *nothing),
+        ("none", *nothing),
+        ("token", *nothing),
+    ]
 
 
 def test_every_state_is_reached_and_leads_to_the_end() -> None:

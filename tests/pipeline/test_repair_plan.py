@@ -9,13 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from node_ids import A, C, D, E
 
+from bench.arithmetic import FakePool
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.origin.output import BrokenPromise
 from swarmllm.pipeline.repair.plan import Left, Rebuild, is_anew, mend, rebuilds
 from swarmllm.pipeline.repair.rebuild import Feeding
 from swarmllm.pipeline.route.assembly import Assembly
+from swarmllm.pipeline.route.inputs import Load
+from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.scheduling.constraints import Constraints, Pin
 
+from .fakes import open_swarm
 from .test_assembly import ask, held, stages
 
 N_DUE = 10
@@ -164,3 +168,18 @@ def test_what_cannot_be_mended_or_is_not_worth_it_is_left(change: dict[str, obje
 def test_a_route_of_another_cut_mends_nothing() -> None:
     holders = held(a="0:4", c="8:12", d="4:6", e="6:8")
     assert mend(ask(holders), BROKEN) is None
+
+
+async def test_a_broken_pipeline_is_mended_and_only_where_that_cannot_be_another_one_is_chosen() -> None:
+    pools = {A: FakePool("0:4"), C: FakePool("8:12"), D: FakePool("4:8"), E: FakePool("4:8")}
+    async with open_swarm(pools) as swarm:
+        routes, entry = swarm[A].pipelines._routes, swarm.entry
+
+        def choose(broken: Assembly | None) -> list[str]:
+            chosen = routes.choose(entry, RequestSize(), Load(), (), broken=broken)
+            return [stage.node_id for stage in chosen.stages]
+
+        assert choose(None) == [A, D, C]
+        assert choose(replace(BROKEN, standbys=(None, E, None))) == [A, E, C]
+        nobody_stays = Assembly(stages("b 0:6", "f 6:12"), (None, None))
+        assert choose(nobody_stays) == [A, D, C]

@@ -1,0 +1,95 @@
+"""What a stage is told when it is asked to take part, and what its answer means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import trio
+from node_ids import A, B, C
+from trio.testing import MockClock
+
+from swarmllm.errors import NodeBusy, NodeRefused, NodeUnreachable, RemoteError
+from swarmllm.pipeline.origin.assignment import assign
+from swarmllm_proto.codec import decode_request, encode_response
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, Stage, StageState
+
+TIMEOUT_S = 3.0
+ASSIGNMENT = PipelineAssignment(
+    request_id="r1",
+    model_id="a" * 64,
+    origin=A,
+    stages=tuple(Stage(node_id=node, start=4 * i, end=4 * i + 4) for i, node in enumerate((A, B, C))),
+    n_prompt_tokens=10,
+    sampling=Sampling(max_tokens=7, seed=3, stop=("secret",)),
+    generated=(4, 5),
+)
+ACCEPTS = encode_response(PipelineAck(request_id="r1", accepted=True))
+
+
+@dataclass
+class Answering:
+    """A router whose peers say what is given, by node id; the others accept."""
+
+    answers: dict[str, bytes] = field(default_factory=dict)
+    silent: str = ""
+    node_id: str = A
+    asked: dict[str, PipelineAssignment] = field(default_factory=dict)
+
+    async def request(self, node_id: str, body: bytes, *, timeout_s: float) -> bytes:
+        assert timeout_s == TIMEOUT_S
+        await trio.lowlevel.checkpoint()
+        assignment = decode_request(body)
+        assert isinstance(assignment, PipelineAssignment)
+        self.asked[node_id] = assignment
+        if node_id == self.silent:
+            await trio.sleep_forever()
+        return self.answers.get(node_id, ACCEPTS)
+
+
+async def asked(router: Answering, failed: list[str] | None = None) -> dict[str, PipelineAck]:
+    on_failure = [].append if failed is None else failed.append
+    return await assign(router, ASSIGNMENT, timeout_s=TIMEOUT_S, on_failure=on_failure)  # type: ignore[arg-type]
+
+
+async def test_only_who_samples_is_told_how_and_what_came_before() -> None:
+    router = Answering()
+    assert set(await asked(router)) == {B, C} == set(router.asked)
+    last, other = router.asked[C], router.asked[B]
+    assert (last.sampling, last.n_prompt_tokens, last.generated) == (ASSIGNMENT.sampling, 10, (4, 5))
+    assert (other.sampling, other.n_prompt_tokens, other.generated) == (Sampling(), 12, ())
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "text"),
+    [
+        (
+            encode_response(PipelineAck(request_id="r1", accepted=False, reason="no")),
+            NodeRefused,
+            "refused: no",
+        ),
+        (encode_response(PipelineAck(request_id="r1", accepted=False)), NodeRefused, "no reason given"),
+        (encode_response(PipelineAck(request_id="r1", accepted=False, busy=True)), NodeBusy, "refused"),
+        (encode_response(PipelineAck(request_id="r2", accepted=True)), NodeRefused, "no reason given"),
+        (encode_response(StageState(request_id="r1", known=True, busy=False)), RemoteError, "something else"),
+        (b"\xc1", RemoteError, "nonsense"),
+    ],
+)
+async def test_an_answer_that_does_not_accept_fails_the_attempt_and_names_its_node(
+    answer: bytes, kind: type[RemoteError], text: str
+) -> None:
+    failed: list[str] = []
+    with pytest.raises(RemoteError, match=text) as raised:
+        await asked(Answering({B: answer}), failed)
+    assert type(raised.value) is kind
+    assert f"node {B}" in raised.value.message
+    assert failed == [B]
+
+
+async def test_a_stage_that_does_not_answer_in_time_cannot_be_reached(autojump_clock: MockClock) -> None:
+    failed: list[str] = []
+    with pytest.raises(NodeUnreachable, match="within 3 s"):
+        await asked(Answering(silent=C), failed)
+    assert failed == [C]
+    assert trio.current_time() == pytest.approx(TIMEOUT_S)
