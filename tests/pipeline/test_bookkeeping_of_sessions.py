@@ -17,7 +17,7 @@ from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward, PrefillProgress, Stage
 from swarmllm_proto.tensors import tensor_bytes
 
-from .test_chain_lifecycle import Session, never
+from .test_chain_lifecycle import NobodyWaits, Session
 from .test_links import MODEL
 
 N_EMBD = 4
@@ -69,7 +69,7 @@ async def test_rows_that_never_left_are_the_doing_of_any_stage_on_the_way(nodes:
         chunk_tokens=4,
         silence_timeout_s=1,
         look_after_s=5,
-        look=never,
+        watch=NobodyWaits(),
         nicknames=dict.fromkeys(nodes, ""),
     )
     chain.start(Session())  # type: ignore[arg-type]
@@ -77,5 +77,5 @@ async def test_rows_that_never_left_are_the_doing_of_any_stage_on_the_way(nodes:
     chain.receive(C, PrefillProgress(request_id="r", position=N_PROMPT), b"")
     assert isinstance(chain.failure, RemoteError)
     assert "broke the protocol" in chain.failure.message
-    assert chain.doubted == (frozenset({B, C}) if B in nodes else frozenset())
-    assert chain.culprit == (None if B in nodes else C)
+    assert chain.blamed.doubted == (frozenset({B, C}) if B in nodes else frozenset())
+    assert chain.blamed.culprit == (None if B in nodes else C)
