@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
 
 import trio
 
 from swarmllm.models.entry import CatalogueEntry
-from swarmllm.models.layers import LayerRange, covers
+from swarmllm.models.layers import LayerRange, covers, merge
 from swarmllm.pipeline.origin.requests import OriginRequests
 from swarmllm.pipeline.repair.plan import mend
 from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route
@@ -81,6 +83,7 @@ class RequestSize:
 
 
 DEFAULT_SIZE = RequestSize()
+MERGED_MAX: Final = 4096
 
 
 class RoutePlanner:
@@ -139,7 +142,9 @@ class RoutePlanner:
         )
 
     def _holders(self, entry: CatalogueEntry) -> dict[NodeId, tuple[LayerRange, ...]]:
-        holders = dict(self._registry.held(entry.model_id))
+        holders = {
+            node_id: _merged(ranges) for node_id, ranges in self._registry.held(entry.model_id).items()
+        }
         # This node knows what it has loaded better than its own last announcement does.
         holders[self._node_id] = self._pool.loaded(entry.model_id)
         return holders
@@ -178,6 +183,12 @@ class RoutePlanner:
             {peer.node_id: peer.bytes_per_s for peer in peers if peer.bytes_per_s},
             self._observations.coordinate,
         )
+
+
+@lru_cache(maxsize=MERGED_MAX)
+def _merged(ranges: tuple[LayerRange, ...]) -> tuple[LayerRange, ...]:
+    """A node says the same ranges for many requests."""
+    return merge(ranges)
 
 
 def _timed(assembly: Assembly, known: RouteInputs) -> Assembly:
