@@ -114,6 +114,11 @@ class ApiTable:
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**30)] = _setting(
         8 * 2**20, "Largest request body; anything bigger is refused with 413."
     )
+    strict: bool = _setting(
+        False,
+        "Refuse fields of requests that are not known here; otherwise they are ignored and named in the "
+        "header x-swarm-ignored.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from quart import Blueprint, Response, request
 
 from swarmllm import __version__
 from swarmllm.api.http.context import current_config, current_node, model_or_only_one
-from swarmllm.api.http.errors import read_body
+from swarmllm.api.http.fields import read_request
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.chat_request import chat_call
 from swarmllm.api.openai.schema import Body, ChatRequest, Message, ModelName, Text, Tool
@@ -53,7 +53,7 @@ text_tools = Blueprint("text_tools", __name__)
 
 @text_tools.post("/tokenize")
 async def tokenize() -> Response:
-    body = await read_body(TokenizeRequest)
+    body = await read_request(TokenizeRequest)
     if not body.parse_special:
         raise InvalidRequest("Special tokens are always recognised here.", field="parse_special")
     if body.with_pieces:
@@ -65,14 +65,14 @@ async def tokenize() -> Response:
 
 @text_tools.post("/detokenize")
 async def detokenize() -> Response:
-    body = await read_body(DetokenizeRequest)
+    body = await read_request(DetokenizeRequest)
     model = await model_or_only_one(body.model)
     return _json({"content": await current_node().texts.detokenize(model, body.tokens)})
 
 
 @text_tools.post("/apply-template")
 async def apply_template() -> Response:
-    body = await read_body(TemplateRequest)
+    body = await read_request(TemplateRequest)
     model = await model_or_only_one(body.model)
     call = chat_call(ChatRequest(model=model, messages=body.messages, tools=body.tools))
     call = await call_with_preset(call)

@@ -287,13 +287,15 @@ async def open_node(
     config: Config | None = None,
     pool_failure: SwarmLLMError | None = None,
     refused_models: Container[str] = (),
+    strict: bool = False,
     **inference: Any,
 ) -> AsyncIterator[Stand]:
     """A started node with the guide in its catalogue; `inference`: keys of that table. The pool
     fails with `pool_failure`, of `refused_models` only where there are any."""
     config = config or Config(
-        api=ApiTable(port=0, max_body_bytes=65536), inference=InferenceTable(**inference)
+        api=ApiTable(port=0, max_body_bytes=65536, strict=strict), inference=InferenceTable(**inference)
     )
+    await trio.Path(folder).mkdir(exist_ok=True)
     catalogue = Catalogue(folder / "catalogue.sqlite")
     await trio.to_thread.run_sync(catalogue.ensure, GUIDE_PATH, "guide")
     pipelines, pool = FakePipelines(), FakePool()

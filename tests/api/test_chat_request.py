@@ -43,7 +43,6 @@ def named(tool: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"messages": HELLO["messages"]}, "model"),
         ({"model": "guide"}, "messages"),
         (HELLO | {"messages": []}, "messages"),
         (HELLO | {"messages": "hello"}, "messages"),
@@ -87,7 +86,6 @@ def named(tool: str) -> dict[str, Any]:
         (HELLO | {"mirostat": 3}, "mirostat"),
         (HELLO | {"modalities": ["audio"]}, "modalities"),
         (HELLO | {"store": True}, "store"),
-        (HELLO | {"service_tier": "flex"}, "service_tier"),
         (HELLO | {"functions": [{}]}, "functions"),
         (HELLO | {"reasoning_effort": "loud"}, "reasoning_effort"),
     ],

@@ -118,7 +118,6 @@ async def test_what_is_not_offered_is_refused_by_name(tmp_path: Path) -> None:
         ({"prompt": ["a"] * 17, "n": 2}, "prompt"),
         ({"mirostat": 3}, "mirostat"),
         ({"stream_options": {}}, "stream_options"),
-        ({"temprature": 1}, "temprature"),
         ({"max_tokens": 0}, "max_tokens"),
     ]
     async with serve_node(tmp_path) as stand:

@@ -124,6 +124,7 @@ async def test_a_wrong_field_is_named(tmp_path: Path) -> None:
                 body[field] = value
             answer = await stand.http.post("/v1/chat/completions", json=body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    async with serve_node(tmp_path / "strict", strict=True) as stand:
         unknown = msgspec.json.encode(
             {"model": "guide", "messages": [{"role": "user", "content": "a"}], "no such field": 1}
         )

@@ -52,8 +52,8 @@ def test_every_reference_leads_somewhere() -> None:
 @pytest.mark.slow
 async def test_handlers_take_the_bodies_it_describes(tmp_path: Path) -> None:
     """An empty object is refused with the first field that the described type requires; a field that the
-    type does not have, by its name."""
-    async with serve_node(tmp_path) as stand:
+    type does not have, by its name where `api.strict` is set."""
+    async with serve_node(tmp_path, strict=True) as stand:
         served = (await stand.http.get("/openapi.json")).json()
         assert served["openapi"] == "3.1.0"
         for operation in OPERATIONS:

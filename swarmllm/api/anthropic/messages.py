@@ -19,7 +19,8 @@ from werkzeug.exceptions import HTTPException
 
 from swarmllm.api.anthropic.reply import AnthropicReply, error_body
 from swarmllm.api.http.context import current_node
-from swarmllm.api.http.errors import as_swarmllm_error, failure_response, read_body
+from swarmllm.api.http.errors import as_swarmllm_error, failure_response
+from swarmllm.api.http.fields import note_ignored, read_request
 from swarmllm.api.openai import schema
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.chat_request import ChatCall, chat_call, no_eyes
@@ -36,7 +37,7 @@ from swarmllm.api.openai.schema import (
     StopText,
     Text,
 )
-from swarmllm.api.output.output_parser import prepare
+from swarmllm.api.output.output_parser import effort_told, prepare
 from swarmllm.api.output.response import answer
 from swarmllm.errors import InvalidRequest
 from swarmllm.pipeline.origin.generation import Prompt
@@ -54,6 +55,8 @@ class Enabled(Body, frozen=True, tag_field="type", tag="enabled"):
 
 class Adaptive(Body, frozen=True, tag_field="type", tag="adaptive"):
     """As the model itself sees fit."""
+
+    refused = frozenset({"budget_tokens"})
 
     display: Display | None = None
 
@@ -154,17 +157,28 @@ Block = (
 
 
 class MessageParam(Body, frozen=True):
+    ignored = frozenset({"id"})
+
     role: Literal["user", "assistant"]
     content: Text | Annotated[list[Block], Meta(max_length=4096)]
 
 
-class ToolParam(Body, frozen=True):
+class ToolParam(Body, frozen=True, kw_only=True):
+    """One of the `tools`. Those of another `type` than `custom` run at Anthropic or are known to their models
+    only; here they are permissions that the model never uses, told as ignored."""
+
+    ignored = frozenset(
+        {
+            *("cache_control", "strict", "eager_input_streaming", "defer_loading", "allowed_callers"),
+            *("input_examples", "max_uses", "allowed_domains", "blocked_domains", "user_location"),
+            *("max_content_tokens", "citations", "max_characters", "display_width_px", "display_height_px"),
+        }
+    )
+
     name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
-    input_schema: Json
+    input_schema: Json | None = None
     description: Text | None = None
-    type: Literal["custom"] | None = None
-    cache_control: Json | None = None
-    strict: bool | None = None
+    type: Name | None = None
 
 
 class ToolChoice(Body, frozen=True):
@@ -175,6 +189,14 @@ class ToolChoice(Body, frozen=True):
 
 class CountRequest(Body, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens."""
+
+    ignored = frozenset(
+        {
+            *("context_management", "thread", "cache_control", "metadata", "service_tier", "inference_geo"),
+            *("speed", "container", "betas", "diagnostics", "client_metadata", "user_profile_id"),
+        }
+    )
+    refused = frozenset({"mcp_servers", "output_format", "stop"})
 
     model: ModelName
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=4096)]
@@ -204,7 +226,7 @@ anthropic = Blueprint("anthropic", __name__, url_prefix="/v1")
 
 @anthropic.post("/messages")
 async def messages() -> Response:
-    body = await read_body(MessagesRequest)
+    body = await read_request(MessagesRequest)
     call = _call(
         body,
         max_tokens=body.max_tokens,
@@ -213,14 +235,14 @@ async def messages() -> Response:
         top_p=body.top_p,
         top_k=body.top_k,
     )
-    ask, (spoken,) = await prepare(call)
+    ask, (spoken,) = await prepare(call, effort_field="thinking")
     reply = AnthropicReply(body.model, spoken, shows_thoughts=shows_thoughts(body.thinking))
     return await answer(ask, reply, stream=bool(body.stream))
 
 
 @anthropic.post("/messages/count_tokens")
 async def count_tokens() -> Response:
-    call = _call(await read_body(CountRequest))
+    call = await effort_told(_call(await read_request(CountRequest)), "thinking")
     prompt = Prompt(messages=call.messages, tools=call.tools, effort=call.effort)
     n_tokens = await current_node().texts.count_tokens(call.model, prompt)
     return Response(encode({"input_tokens": n_tokens}), content_type="application/json")
@@ -249,14 +271,10 @@ def _call(body: CountRequest, max_tokens: int | None = None, **sampling: object)
         turns.append(schema.SystemMessage(content=_joined(body.system, "system")))
     for i, message in enumerate(body.messages):
         turns += _turns(message, f"messages[{i}]")
-    tools = [
-        schema.Tool(function=schema.FunctionTool(tool.name, tool.description, tool.input_schema))
-        for tool in body.tools or ()
-    ]
     request = schema.ChatRequest(
         model=body.model,
         messages=turns,
-        tools=tools or None,
+        tools=_tools(body.tools or []) or None,
         tool_choice=_tool_choice(choice) if choice is not None else None,
         reasoning_effort=effort_of(body.thinking, body.output_config, max_tokens),
         response_format=format_of(body.output_config),
@@ -265,6 +283,22 @@ def _call(body: CountRequest, max_tokens: int | None = None, **sampling: object)
         **sampling,  # type: ignore[arg-type]
     )
     return chat_call(request)
+
+
+def _tools(entries: list[ToolParam]) -> list[schema.Tool]:
+    """Those that the client runs. Raises InvalidRequest for one without a schema."""
+    tools: list[schema.Tool] = []
+    for i, tool in enumerate(entries):
+        if tool.type not in (None, "custom"):
+            note_ignored(f"tools[].{tool.type}")
+            continue
+        if tool.input_schema is None:
+            raise InvalidRequest(
+                f"Missing field `tools[{i}].input_schema`.", field=f"tools[{i}].input_schema"
+            )
+        function = schema.FunctionTool(tool.name, tool.description, tool.input_schema)
+        tools.append(schema.Tool(function=function))
+    return tools
 
 
 def _tool_choice(choice: ToolChoice) -> schema.ToolChoice:

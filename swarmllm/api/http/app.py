@@ -15,6 +15,8 @@ from swarmllm.api.anthropic.messages import anthropic
 from swarmllm.api.http.auth import Authenticator, Origins, check_admin_type, check_host, check_upgrade
 from swarmllm.api.http.context import NODE, WORKS, current_node
 from swarmllm.api.http.errors import as_swarmllm_error, error_response, http_error_response, log_unexpected
+from swarmllm.api.http.fields import HEADER as IGNORED_HEADER
+from swarmllm.api.http.fields import ignored_header
 from swarmllm.api.http.openapi import openapi
 from swarmllm.api.http.request_tasks import RequestTasks
 from swarmllm.api.llamacpp import text_tools
@@ -101,6 +103,8 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     async def stamp(response: Response) -> Response:
         response.headers["x-request-id"] = response.headers["request-id"] = g.get("request_id", "")
         response.headers["X-Content-Type-Options"] = "nosniff"
+        if ignored := ignored_header():
+            response.headers[IGNORED_HEADER] = ignored
         origins.stamp(request, response)
         return response
 

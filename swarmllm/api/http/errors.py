@@ -56,12 +56,18 @@ async def read_body(kind: type[T], *, optional: bool = False, any_type: bool = F
     `application/json` is required because a web page may send every other type to us without asking us first;
     `any_type` is for APIs whose own examples send another, and leaves pages to the check of the Origin.
     """
+    return decode_body(await body_bytes(optional=optional, any_type=any_type), kind)
+
+
+async def body_bytes(*, optional: bool = False, any_type: bool = False) -> bytes:
+    """The request's body, unparsed. Raises UnsupportedMedia."""
     data = await request.get_data(cache=False)
     if optional and not data:
-        data = b"{}"
-    elif not any_type and request.mimetype != "application/json":
+        return b"{}"
+    if not any_type and request.mimetype != "application/json":
         raise UnsupportedMedia("Send the body as Content-Type: application/json.", field="Content-Type")
-    return decode_body(data, kind)
+    assert isinstance(data, bytes)
+    return data
 
 
 def decode_body(data: bytes | str, kind: type[T]) -> T:

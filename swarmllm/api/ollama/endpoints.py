@@ -20,7 +20,8 @@ from quart import Blueprint, Response
 from werkzeug.exceptions import HTTPException
 
 from swarmllm.api.http.context import current_caller, current_config, current_node, current_request_id
-from swarmllm.api.http.errors import as_swarmllm_error, failure_response, read_body
+from swarmllm.api.http.errors import as_swarmllm_error, failure_response
+from swarmllm.api.http.fields import read_request
 from swarmllm.api.ollama import managing
 from swarmllm.api.ollama.managing import TAG, catalogue_name, details, modified
 from swarmllm.api.ollama.reply import ChatWords, GenerateWords, OllamaReply, timestamp
@@ -65,6 +66,8 @@ ollama = Blueprint("ollama", __name__, url_prefix="/api")
 class OllamaEmbed(Body, frozen=True, kw_only=True):
     """POST /api/embed."""
 
+    ignored = frozenset({"truncate", "options", "keep_alive"})
+
     model: ModelName
     input: Text | Annotated[list[Text], Meta(max_length=2048)]
     dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
@@ -77,6 +80,8 @@ class OllamaEmbed(Body, frozen=True, kw_only=True):
 class OllamaEmbeddings(Body, frozen=True, kw_only=True):
     """POST /api/embeddings."""
 
+    ignored = frozenset({"truncate", "options", "keep_alive"})
+
     model: ModelName
     prompt: Text
     options: Json | None = None
@@ -85,7 +90,7 @@ class OllamaEmbeddings(Body, frozen=True, kw_only=True):
 
 @ollama.post("/embed")
 async def embed() -> Response:
-    body = await read_body(OllamaEmbed, any_type=True)
+    body = await read_request(OllamaEmbed, any_type=True)
     texts = [body.input] if isinstance(body.input, str) else body.input
     embedded = await _embedded(body.model, texts, body.dimensions)
     times_s = (embedded.queue_s, embedded.tokenize_s, embedded.prefill_s)
@@ -101,7 +106,7 @@ async def embed() -> Response:
 
 @ollama.post("/embeddings")
 async def embeddings() -> Response:
-    body = await read_body(OllamaEmbeddings, any_type=True)
+    body = await read_request(OllamaEmbeddings, any_type=True)
     embedded = await _embedded(body.model, [body.prompt], None)
     return _embedding({"embedding": embedded.vectors[0].tolist()}, embedded)
 
@@ -129,6 +134,14 @@ API_VERSION = "0.6.4"
 
 
 class Options(SamplingFields, frozen=True, kw_only=True):
+    ignored = frozenset(
+        {
+            *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "low_vram"),
+            *("f16_kv", "use_mmap", "use_mlock", "vocab_only", "repeat_last_n", "penalize_newline"),
+        }
+    )
+    refused = frozenset({"samplers", "top_n_sigma", "draft_num_predict"})
+
     num_predict: Annotated[int, Meta(ge=-2, le=2**20)] | None = None
     # how to compute: decided by this node's configuration
     num_ctx: int | None = None
@@ -176,6 +189,8 @@ class OllamaMessage(Body, frozen=True):
 class OllamaRequest(Body, frozen=True, kw_only=True):
     """What chat and generate have in common."""
 
+    ignored = frozenset({"truncate", "shift"})
+
     model: ModelName
     stream: bool | None = None
     options: Options | None = None
@@ -193,6 +208,11 @@ class OllamaChat(OllamaRequest, frozen=True, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
 
 
+EMPTY_IN_GENERATE = ("suffix", "template", "context")
+NEVER_TRUE = ("logprobs",)
+"""Not offered: of a request that has them at another value than null, false or nothing, they are refused."""
+
+
 class OllamaGenerate(OllamaRequest, frozen=True, kw_only=True):
     """POST /api/generate."""
 
@@ -207,7 +227,7 @@ class OllamaGenerate(OllamaRequest, frozen=True, kw_only=True):
 
 @ollama.post("/chat")
 async def chat() -> Response:
-    body = await read_body(OllamaChat, any_type=True)
+    body = await read_request(OllamaChat, any_type=True)
     name = await catalogue_name(body.model)
     _refuse_unsupported(body)
     keep_alive_s = parse_keep_alive(body.keep_alive)
@@ -217,19 +237,19 @@ async def chat() -> Response:
     settings = _settings(name, body)
     limit = _max_tokens(body.options)
     call = chat_call(msgspec.structs.replace(settings, messages=messages, tools=body.tools, max_tokens=limit))
-    ask, (spoken,) = await prepare(call)
+    ask, (spoken,) = await prepare(call, effort_field="think")
     ask = replace(ask, keep_alive_s=keep_alive_s)
     return await answer(ask, OllamaReply(ChatWords(body.model), spoken), stream=body.stream is not False)
 
 
 @ollama.post("/generate")
 async def generate() -> Response:
-    body = await read_body(OllamaGenerate, any_type=True)
+    body = await read_request(OllamaGenerate, any_type=True)
     name = await catalogue_name(body.model)
     _refuse_unsupported(body)
     if body.images:
         raise no_eyes("images")
-    for field in ("suffix", "template", "context"):
+    for field in EMPTY_IN_GENERATE:
         if getattr(body, field):
             raise InvalidRequest(f"{field} is not supported here.", field=field)
     keep_alive_s = parse_keep_alive(body.keep_alive)
@@ -340,8 +360,9 @@ def _max_tokens(options: Options | None) -> int | None:
 
 
 def _refuse_unsupported(body: OllamaRequest) -> None:
-    if body.logprobs:
-        raise InvalidRequest("is not supported here; leave it out.", field="logprobs")
+    for field in NEVER_TRUE:
+        if getattr(body, field):
+            raise InvalidRequest("is not supported here; leave it out.", field=field)
 
 
 async def _nothing_asked(words: ChatWords | GenerateWords, name: str, keep_alive_s: float | None) -> Response:

@@ -16,6 +16,7 @@ from quart import Response
 
 from swarmllm.api.http.context import current_node
 from swarmllm.api.http.errors import read_body
+from swarmllm.api.http.fields import read_request
 from swarmllm.api.ollama.reply import timestamp
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.schema import Json, ModelName
@@ -90,7 +91,7 @@ async def catalogue_name(asked: str) -> str:
 
 
 async def show() -> Response:
-    body = await read_body(OllamaShow, any_type=True)
+    body = await read_request(OllamaShow, any_type=True)
     name = await catalogue_name(_named(body.model, body.name))
     view = await current_node().models.get(name)
     if view.entry is None:

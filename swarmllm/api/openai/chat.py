@@ -5,7 +5,7 @@ from __future__ import annotations
 from quart import Blueprint, Response
 
 from swarmllm.api.http.context import current_node
-from swarmllm.api.http.errors import read_body
+from swarmllm.api.http.fields import read_request
 from swarmllm.api.openai.chat_reply import ChatReply, encode
 from swarmllm.api.openai.chat_request import chat_call
 from swarmllm.api.openai.schema import ChatRequest
@@ -22,7 +22,7 @@ chat = Blueprint("chat", __name__, url_prefix="/v1")
 
 @chat.post("/chat/completions")
 async def completions() -> Response:
-    call = chat_call(await read_body(ChatRequest))
+    call = chat_call(await read_request(ChatRequest))
     ask, listeners = await prepare(call)
     replies: list[ChatReply] = []
     for index, spoken in enumerate(listeners):

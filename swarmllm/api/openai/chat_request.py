@@ -20,11 +20,9 @@ PRESET_NAMES = tuple(field.name for field in msgspec.structs.fields(SamplingDefa
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "store": (False,),
-    "service_tier": ("auto", "default"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
     "functions": ([],),
@@ -83,17 +81,52 @@ def chat_call(body: schema.ChatRequest) -> ChatCall:
             top_logprobs=body.top_logprobs or 0,
             json_schema=json_schema(body.response_format),
         ),
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=limit_of(body.max_completion_tokens or body.max_tokens),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         max_tool_calls=max_calls,
-        effort=body.reasoning_effort,
+        effort=_effort(body),
         must_call=must_call,
         n=body.n or 1,
         session_id=body.session_id,
         prompt_cache_key=body.prompt_cache_key,
-        said=frozenset(name for name in PRESET_NAMES if getattr(body, name) is not None),
+        said=said_names(body),
     )
+
+
+def limit_of(max_tokens: int | None) -> int | None:
+    """None: until the context is full, which is also what -1 says."""
+    return None if max_tokens == -1 else max_tokens
+
+
+def said_names(body: schema.SamplingFields) -> frozenset[str]:
+    """The sampling fields that the request has, of those that presets may have."""
+    said = {name for name in PRESET_NAMES if getattr(body, name) is not None}
+    return frozenset(said | ({"repeat_penalty"} if body.repetition_penalty is not None else set()))
+
+
+def _effort(body: schema.ChatRequest) -> Effort | None:
+    """How much to think, whatever the client calls that. Raises InvalidRequest where it says two things."""
+    settings, arguments = body.reasoning, body.chat_template_kwargs
+    asked: dict[str, Effort | None] = {"reasoning_effort": body.reasoning_effort}
+    if settings is not None:
+        asked["reasoning.effort"] = settings.effort
+        if settings.enabled is not None and not (settings.enabled and settings.effort):
+            asked["reasoning.enabled"] = "medium" if settings.enabled else "none"
+    if arguments is not None:
+        asked["chat_template_kwargs.reasoning_effort"] = arguments.reasoning_effort
+        for name, thinks in (
+            ("enable_thinking", arguments.enable_thinking),
+            ("thinking", arguments.thinking),
+        ):
+            if thinks is not None:
+                asked[f"chat_template_kwargs.{name}"] = "medium" if thinks else "none"
+    said = {name: effort for name, effort in asked.items() if effort is not None}
+    first = next(iter(said.values()), None)
+    other = next((name for name, effort in said.items() if (effort == "none") != (first == "none")), None)
+    if other is not None:
+        raise InvalidRequest(f"{other} and {next(iter(said))} disagree; send one.", field=other)
+    return first
 
 
 def _is_forced(choice: schema.ToolChoice | None) -> bool:
@@ -144,6 +177,9 @@ def _refuse_unsupported(body: schema.ChatRequest) -> None:
         raise InvalidRequest("grammar and response_format exclude each other; send one.", field="grammar")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true.", field="top_logprobs")
+    for field in ("max_tokens", "max_completion_tokens"):
+        if getattr(body, field) == 0:
+            raise InvalidRequest("has to be 1 or more, or -1 for no limit.", field=field)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
     if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
@@ -153,10 +189,12 @@ def _refuse_unsupported(body: schema.ChatRequest) -> None:
 def json_schema(wanted: schema.ResponseFormat | None) -> str:
     """What the output has to follow, as JSON text; empty where it may be any text."""
     if isinstance(wanted, schema.JsonObjectFormat):
-        return '{"type":"object"}'
-    if not isinstance(wanted, schema.JsonSchemaFormat):
+        asked = wanted.schema or {"type": "object"}
+    elif isinstance(wanted, schema.JsonSchemaFormat):
+        asked = wanted.json_schema.schema or {}
+    else:
         return ""
-    text = msgspec.json.encode(wanted.json_schema.schema or {}).decode()
+    text = msgspec.json.encode(asked).decode()
     if len(text) > SCHEMA_MAX:
         raise InvalidRequest(
             f"the schema is longer than {SCHEMA_MAX} characters.", field="response_format.json_schema.schema"
@@ -187,9 +225,9 @@ def _assistant(message: schema.AssistantMessage, path: str) -> Json:
     }
     if message.content is None and message.refusal is None and not message.tool_calls:
         raise InvalidRequest(f"{path} has neither content nor tool_calls.", field=f"{path}.content")
-    if message.reasoning_content:
+    if thought := message.reasoning_content or message.reasoning:
         # Templates that show earlier thoughts look for it under this name.
-        said["reasoning_content"] = message.reasoning_content
+        said["reasoning_content"] = thought
     if message.tool_calls:
         said["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return said

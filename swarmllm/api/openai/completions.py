@@ -11,7 +11,8 @@ from msgspec import Meta
 from quart import Blueprint, Response
 
 from swarmllm.api.http.context import current_node, session_of
-from swarmllm.api.http.errors import error_object, read_body
+from swarmllm.api.http.errors import error_object
+from swarmllm.api.http.fields import read_request
 from swarmllm.api.openai.chat_reply import DONE, WAITING, encode
 from swarmllm.api.openai.chat_request import refuse_unless_neutral
 from swarmllm.api.openai.embeddings import texts_of
@@ -49,7 +50,10 @@ PROMPTS_MAX = 32
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/completions. None everywhere means what absence means."""
 
-    model: ModelName
+    ignored = SamplingFields.ignored | {"user"}
+
+    model: ModelName = ""
+    """"": the only one that can answer."""
     prompt: Text | Annotated[list[Any], Meta(min_length=1, max_length=2**20)]
     """A text, token ids, or a list of texts or of lists of token ids."""
     stream: bool | None = None
@@ -73,7 +77,7 @@ completions = Blueprint("completions", __name__, url_prefix="/v1")
 
 @completions.post("/completions")
 async def complete() -> Response:
-    body = await read_body(CompletionRequest)
+    body = await read_request(CompletionRequest)
     refuse_unless_neutral(body, NEUTRAL)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true.", field="stream_options")

@@ -10,7 +10,7 @@ from msgspec import Meta
 from quart import Blueprint, Response
 
 from swarmllm.api.http.context import current_caller, current_node, current_request_id
-from swarmllm.api.http.errors import read_body
+from swarmllm.api.http.fields import read_request
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.schema import Body, Json, ModelName, Text
 from swarmllm.api.output.swarm_report import embedding_headers
@@ -42,7 +42,11 @@ def _is_tokens(value: list[Any]) -> bool:
 class EmbeddingRequest(Body, frozen=True, kw_only=True):
     """POST /v1/embeddings. `input`: a text, texts, token ids, or lists of token ids."""
 
-    model: ModelName
+    ignored = frozenset({"user", "truncate", "truncation", "keep_alive", "client_metadata"})
+    refused = frozenset({"truncate_prompt_tokens", "input_type", "instruction", "embd_normalize"})
+
+    model: ModelName = ""
+    """"": the only one that can answer."""
     input: Text | Annotated[list[Any], Meta(min_length=1, max_length=2**20)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
@@ -57,7 +61,7 @@ embeddings = Blueprint("embeddings", __name__, url_prefix="/v1")
 
 @embeddings.post("/embeddings")
 async def embed() -> Response:
-    body = await read_body(EmbeddingRequest)
+    body = await read_request(EmbeddingRequest)
     node = current_node()
     embedded = await node.embeddings.embed(
         body.model,

@@ -14,7 +14,8 @@ import msgspec
 from quart import Blueprint, Response, current_app
 
 from swarmllm.api.http.context import current_caller
-from swarmllm.api.http.errors import error_response, read_body
+from swarmllm.api.http.errors import error_response
+from swarmllm.api.http.fields import read_request
 from swarmllm.api.openai import schema
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.responses_reply import ResponsesReply
@@ -90,13 +91,13 @@ responses = Blueprint("responses", __name__, url_prefix="/v1")
 
 @responses.post("/responses")
 async def respond() -> Response:
-    body = await read_body(ResponsesRequest)
+    body = await read_request(ResponsesRequest)
     store, owner = _store(), current_caller().key_id
     earlier: list[schema.Message] = []
     if body.previous_response_id is not None:
         earlier = store.find(body.previous_response_id, owner, field="previous_response_id").messages
     call, added = responses_call(body, earlier)
-    ask, (spoken,) = await prepare(call, field="input")
+    ask, (spoken,) = await prepare(call, field="input", effort_field="reasoning.effort")
 
     def keep(response: Json) -> None:
         if body.store is not False:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from swarmllm.api.openai.chat_reply import WAITING, encode
-from swarmllm.api.openai.responses_request import ResponsesRequest
+from swarmllm.api.openai.responses_request import ResponsesRequest, ToolEntry
 from swarmllm.api.openai.schema import Json
 from swarmllm.api.output.feed import Passage
 from swarmllm.api.output.output_parser import Item, OutputParser, Thought
@@ -198,11 +198,15 @@ def _asked(body: ResponsesRequest) -> Json:
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": {"type": "text"}} if not body.text or not body.text.format else told["text"],
         "tool_choice": told["tool_choice"] or "auto",
-        "tools": told["tools"] or [],
+        "tools": [_told(tool) for tool in body.tools or ()],
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "user": body.user,
     }
+
+
+def _told(tool: ToolEntry) -> Json:
+    return {name: value for name, value in msgspec.structs.asdict(tool).items() if value is not None}
 
 
 def _status(generation: Generation) -> str:

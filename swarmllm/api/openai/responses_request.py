@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from swarmllm.api.http.fields import note_ignored
 from swarmllm.api.openai import schema
 from swarmllm.api.openai.chat_request import ChatCall, chat_call, no_eyes, refuse_unless_neutral
 from swarmllm.api.openai.schema import (
@@ -34,14 +35,12 @@ T = TypeVar("T")
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "background": (False,),
     "background_options": (),
-    "service_tier": ("auto", "default"),
     "truncation": ("disabled",),
     "include": ([], ["reasoning.encrypted_content"]),
     "top_logprobs": (0,),
     "conversation": (),
     "prompt": (),
     "moderation": (),
-    "context_management": ([],),
     "image": (),
     "access_programs": (),
 }
@@ -70,12 +69,16 @@ class Item(msgspec.Struct, frozen=True):
     output: Text | Annotated[list[TextItem], Meta(max_length=4096)] | None = None
 
 
-class FunctionTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
-    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+class ToolEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of `tools`. Which fields it needs depends on its `type`; only functions are offered to the
+    model. Others (`custom`, `local_shell`, `web_search` ...) are permissions that it never uses, told as
+    ignored."""
+
+    type: Name
+    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")] | None = None
     parameters: Json | None = None
     description: Text | None = None
     strict: bool | None = None
-    defer_loading: Literal[False] | None = None
 
 
 class NamedFunction(Body, frozen=True, tag_field="type", tag="function"):
@@ -100,12 +103,16 @@ class SchemaFormat(Body, frozen=True, kw_only=True, tag_field="type", tag="json_
 
 class TextSettings(Body, frozen=True):
     format: schema.TextFormat | schema.JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+    ignored = frozenset({"verbosity"})
 
 
 class Reasoning(Body, frozen=True):
+    ignored = frozenset({"summary"})
+
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: None = None
     context: Literal["auto"] | None = None
 
@@ -113,7 +120,23 @@ class Reasoning(Body, frozen=True):
 class ResponsesRequest(Body, frozen=True, kw_only=True):
     """POST /v1/responses. None everywhere means what absence means."""
 
-    model: ModelName
+    ignored = frozenset(
+        {
+            *("metadata", "user", "safety_identifier", "prompt_cache_retention", "prompt_cache_options"),
+            *(
+                "max_tool_calls",
+                "client_metadata",
+                "context_management",
+                "service_tier",
+                "thread",
+                "cache_control",
+            ),
+        }
+    )
+    refused = frozenset({"top_k", "min_p", "stop", "response_format", "messages", "max_tokens"})
+
+    model: ModelName = ""
+    """"": the only one that can answer."""
     input: Text | Annotated[list[Item], Meta(min_length=1, max_length=4096)]
     instructions: Text | None = None
     previous_response_id: Name | None = None
@@ -123,7 +146,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     max_output_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
+    tools: Annotated[list[ToolEntry], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
@@ -140,17 +163,17 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     prompt_cache_options: Json | None = None
     max_tool_calls: int | None = None
     """Of tools that OpenAI hosts."""
+    context_management: list[Json] | None = None
+    service_tier: str | None = None
     # accepted at their neutral value only
     background: bool | None = None
     background_options: str | Json | None = None
-    service_tier: str | None = None
     truncation: str | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
     conversation: str | Json | None = None
     prompt: Json | None = None
     moderation: Json | None = None
-    context_management: list[Json] | None = None
     image: Json | None = None
     access_programs: Json | None = None
 
@@ -181,7 +204,7 @@ def responses_call(
         temperature=body.temperature,
         top_p=body.top_p,
         seed=body.seed,
-        tools=[_tool(tool) for tool in body.tools or ()] or None,
+        tools=_tools(body.tools or []) or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=response_format,
@@ -192,10 +215,17 @@ def responses_call(
     return chat_call(request), added
 
 
-def _tool(tool: FunctionTool) -> schema.Tool:
-    return schema.Tool(
-        function=schema.FunctionTool(tool.name, tool.description, tool.parameters, tool.strict)
-    )
+def _tools(entries: list[ToolEntry]) -> list[schema.Tool]:
+    """The functions. Raises InvalidRequest for one without a name."""
+    tools: list[schema.Tool] = []
+    for i, entry in enumerate(entries):
+        if entry.type == "function":
+            name = _due(entry.name, f"tools[{i}].name")
+            function = schema.FunctionTool(name, entry.description, entry.parameters, entry.strict)
+            tools.append(schema.Tool(function=function))
+        else:
+            note_ignored(f"tools[].{entry.type}")
+    return tools
 
 
 def _tool_choice(choice: str | NamedFunction | AllowedTools | None) -> schema.ToolChoice | None:

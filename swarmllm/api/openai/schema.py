@@ -1,13 +1,14 @@
-"""Bodies of requests, as msgspec Structs: what is not in here is not accepted.
+"""Bodies of requests, as msgspec Structs.
 
-Unknown fields are refused, as OpenAI does and llama.cpp does not: a misspelt `temprature` that is silently
-ignored costs an afternoon. Fields that OpenAI documents and this node does not offer are listed all the same,
-loosely typed, so that their neutral value is accepted and any other is refused by name (see `chat_request`).
+Fields that a Struct does not have are told in a header and ignored, or refused (`http.fields`): a misspelt
+`temprature` that is silently ignored costs an afternoon. Fields that OpenAI documents and this node does not
+offer are listed all the same, loosely typed, so that their neutral value is accepted and any other is refused
+by name (see `chat_request`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,10 +21,20 @@ Json = dict[str, object]
 
 
 class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of every body: an unknown field is an error."""
+    """Base of every body: an unknown field is an error, except where a request is read leniently
+    (`http.fields`)."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Fields that clients send and that change nothing in an answer."""
+    refused: ClassVar[frozenset[str]] = frozenset()
+    """Fields that would change an answer and are not offered."""
+    refuses_unknown: ClassVar[bool] = False
+    """Whether that holds for whatever is not known."""
 
 
 class TextPart(Body, frozen=True, tag_field="type", tag="text"):
+    ignored = frozenset({"cache_control"})
+
     text: Text
 
 
@@ -65,17 +76,26 @@ class ToolCall(Body, frozen=True):
     """Clients that echo a stream's deltas send it along."""
 
 
+MESSAGE_IGNORED = frozenset({"id", "cache_control", "created_at", "metadata"})
+
+
 class SystemMessage(Body, frozen=True, tag_field="role", tag="system"):
+    ignored = MESSAGE_IGNORED
+
     content: Content
     name: Name | None = None
 
 
 class DeveloperMessage(Body, frozen=True, tag_field="role", tag="developer"):
+    ignored = MESSAGE_IGNORED
+
     content: Content
     name: Name | None = None
 
 
 class UserMessage(Body, frozen=True, tag_field="role", tag="user"):
+    ignored = MESSAGE_IGNORED
+
     content: Content
     name: Name | None = None
 
@@ -87,8 +107,13 @@ class RefusalPart(Body, frozen=True, tag_field="type", tag="refusal"):
 
 
 class AssistantMessage(Body, frozen=True, tag_field="role", tag="assistant"):
+    ignored = MESSAGE_IGNORED | {"reasoning_details"}
+    refused = frozenset({"prefix", "prefill"})
+
     content: Text | Annotated[list[Part | RefusalPart], Meta(max_length=4096)] | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    """OpenRouter's and vLLM's name for `reasoning_content`."""
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
     refusal: Text | None = None
@@ -98,6 +123,8 @@ class AssistantMessage(Body, frozen=True, tag_field="role", tag="assistant"):
 
 
 class ToolMessage(Body, frozen=True, tag_field="role", tag="tool"):
+    ignored = MESSAGE_IGNORED
+
     content: Content
     tool_call_id: Name
     name: Name | None = None
@@ -114,6 +141,8 @@ class FunctionTool(Body, frozen=True):
 
 
 class Tool(Body, frozen=True):
+    ignored = frozenset({"cache_control", "eager_input_streaming", "defer_loading"})
+
     function: FunctionTool
     type: Literal["function"] = "function"
 
@@ -156,6 +185,8 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**20)]
+MaxTokensOrAll = Annotated[int, Meta(ge=-1, le=2**20)]
+"""-1: until the context is full."""
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 SessionName = Annotated[str, Meta(max_length=256)]
@@ -170,11 +201,12 @@ class TextFormat(Body, frozen=True, tag_field="type", tag="text"):
 
 
 class JsonObjectFormat(Body, frozen=True, tag_field="type", tag="json_object"):
-    pass
+    schema: Json | None = None
+    """llama.cpp's: what the object has to follow."""
 
 
 class NamedSchema(Body, frozen=True, kw_only=True):
-    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")] = "schema"
     schema: Json | None = None
     description: Text | None = None
     strict: bool | None = None
@@ -184,12 +216,51 @@ class JsonSchemaFormat(Body, frozen=True, tag_field="type", tag="json_schema"):
     json_schema: NamedSchema
 
 
+class TemplateArguments(Body, frozen=True, kw_only=True):
+    """vLLM's and llama.cpp's `chat_template_kwargs`: those that say how much to think."""
+
+    refuses_unknown = True
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+
+
+class ReasoningSettings(Body, frozen=True, kw_only=True):
+    """OpenRouter's `reasoning`."""
+
+    ignored = frozenset({"exclude", "summary"})
+    refused = frozenset({"max_tokens"})
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+
+
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class SamplingFields(Body, frozen=True, kw_only=True):
     """How tokens are chosen; the same words wherever text is generated. None everywhere means what absence
     means."""
+
+    ignored = frozenset(
+        {
+            *("cache_prompt", "id_slot", "timings_per_token", "return_progress", "return_tokens"),
+            *("client_metadata", "provider", "usage", "transforms", "route", "plugins", "trace"),
+            *("request_id", "cache_control", "keep_alive"),
+        }
+    )
+    refused = frozenset(
+        {
+            *("samplers", "top_n_sigma", "dynatemp_range", "dynatemp_exponent", "repeat_last_n", "lora"),
+            *("dry_penalty_last_n", "dry_sequence_breakers", "min_tokens", "min_keep"),
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+            *("stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors"),
+            *("use_beam_search", "length_penalty", "include_stop_str_in_output", "prompt_logprobs"),
+            *("chat_template", "documents", "continue_final_message", "images", "models", "n_predict"),
+            *("truncate_prompt_tokens", "t_max_predict_ms", "json_schema"),
+        }
+    )
 
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -199,12 +270,15 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     stop: Stop | None = None
     logit_bias: LogitBias | None = None
     # llama.cpp's extras
-    top_k: Annotated[int, Meta(ge=0, le=2**20)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    """0 and -1: all tokens."""
     min_p: Share | None = None
     typical_p: Share | None = None
     xtc_probability: Share | None = None
     xtc_threshold: Share | None = None
     repeat_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
+    """vLLM's name for `repeat_penalty`."""
     dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
     dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
     dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
@@ -218,12 +292,18 @@ class SamplingFields(Body, frozen=True, kw_only=True):
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions. None everywhere means what absence means."""
 
-    model: ModelName
+    ignored = SamplingFields.ignored | {
+        *("user", "safety_identifier", "prompt_cache_retention", "prompt_cache_options", "metadata"),
+        *("verbosity", "service_tier", "return_token_ids"),
+    }
+
+    model: ModelName = ""
+    """"": the only one that can answer."""
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None
+    max_tokens: MaxTokensOrAll | None = None
+    max_completion_tokens: MaxTokensOrAll | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -239,14 +319,16 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: Json | None = None
     metadata: Json | None = None
+    verbosity: str | None = None
+    service_tier: str | None = None
     reasoning_effort: Effort | None = None
+    reasoning: ReasoningSettings | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     # accepted at their neutral value only
     store: bool | None = None
-    service_tier: str | None = None
     modalities: list[str] | None = None
     audio: Json | None = None
     prediction: Json | None = None
-    verbosity: str | None = None
     web_search_options: Json | None = None
     moderation: Json | None = None
     functions: list[Json] | None = None

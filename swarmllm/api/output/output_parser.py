@@ -6,9 +6,10 @@ of some models open the tag themselves, then the answer begins inside (see `open
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from swarmllm.api.http.context import current_node, session_of
+from swarmllm.api.http.context import current_config, current_node, session_of
+from swarmllm.api.http.fields import note_ignored
 from swarmllm.api.openai.chat_request import ChatCall
 from swarmllm.api.openai.forced_call import forced
 from swarmllm.api.output.presets import call_with_preset
@@ -148,10 +149,27 @@ class OutputParser:
         return parsed
 
 
-async def prepare(call: ChatCall, *, field: str = "messages") -> tuple[Ask, list[OutputParser]]:
+async def effort_told(call: ChatCall, effort_field: str) -> ChatCall:
+    """The call without an effort that the model's template cannot say: told as ignored under `effort_field`,
+    or with `api.strict` left to be refused."""
+    if call.effort is None or current_config().api.strict:
+        return call
+    texts = current_node().texts
+    # A template that refuses ends with nothing.
+    can_say = await texts.prompt_ending(call.model, call.effort, call.template)
+    if can_say or not await texts.prompt_ending(call.model, None, call.template):
+        return call
+    note_ignored(effort_field)
+    return replace(call, effort=None)
+
+
+async def prepare(
+    call: ChatCall, *, field: str = "messages", effort_field: str = "reasoning_effort"
+) -> tuple[Ask, list[OutputParser]]:
     """What to ask the node, and who listens to each of its answers. Raises what finding the model raises, and
-    InvalidRequest for tools whose call cannot be forced. `field`: what the API calls the conversation."""
-    call = await call_with_preset(call)
+    InvalidRequest for tools whose call cannot be forced. `field`: what the API calls the conversation,
+    `effort_field` how much to think."""
+    call = await effort_told(await call_with_preset(call), effort_field)
     texts, sampling = current_node().texts, call.sampling
     names = [str(tool["function"]["name"]) for tool in call.tools or ()]  # type: ignore[index]
     if call.must_call and call.tools:

@@ -22,6 +22,8 @@ async def preset_of(model: str) -> Preset:
 def sampling_with(preset: Preset, body: S) -> S:
     said = msgspec.to_builtins(preset.sampling)
     missing = {name: value for name, value in said.items() if getattr(body, name) is None}
+    if body.repetition_penalty is not None:
+        missing.pop("repeat_penalty", None)
     return msgspec.structs.replace(body, **missing) if missing else body
 
 

@@ -14,8 +14,12 @@ SAMPLING_NAMES = tuple(field.name for field in msgspec.structs.fields(SamplingFi
 def sampling_of(
     body: SamplingFields, *, logprobs: bool = False, top_logprobs: int = 0, json_schema: str = ""
 ) -> Sampling:
-    """Raises InvalidRequest for a bias of what is no token."""
+    """Raises InvalidRequest for a bias of what is no token, and for one setting said twice."""
     chosen = {name: value for name in SAMPLING_NAMES if (value := getattr(body, name)) is not None}
+    other_name = chosen.pop("repetition_penalty", None)
+    if other_name is not None and chosen.setdefault("repeat_penalty", other_name) != other_name:
+        raise InvalidRequest("repeat_penalty and repetition_penalty disagree.", field="repetition_penalty")
+    chosen["top_k"] = max(0, body.top_k) if body.top_k is not None else Sampling().top_k
     chosen["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     chosen["logit_bias"] = _biases(body.logit_bias or {})
     if body.seed is not None:
