@@ -35,8 +35,8 @@ class TestRun:
 
 
 class LineRecorder:
-    """Writes what it has recorded of the tests that passed to `output`, also when it stops them after
-    `seconds`. `paths` are those of the files in `tree`."""
+    """Appends a line of JSON to `output` for each test that has passed, and stops them after `seconds`.
+    `paths` are those of the files in `tree`."""
 
     def __init__(self, tree: Path, paths: Collection[str], output: Path, seconds: float) -> None:
         self._names = {str(tree / path): path for path in paths}
@@ -45,7 +45,6 @@ class LineRecorder:
         self._began_s = time.monotonic()
         self._lines = set[tuple[str, int]]()
         self._failed = set[str]()
-        self._runs: list[dict[str, object]] = []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -63,18 +62,14 @@ class LineRecorder:
                 lines: dict[str, list[int]] = {}
                 for path, line in sorted(self._lines):
                     lines.setdefault(self._names[path], []).append(line)
-                self._runs.append({"test": item.nodeid, "took_s": took_s, "lines": lines})
+                with self._output.open("a") as output:
+                    print(json.dumps({"test": item.nodeid, "took_s": took_s, "lines": lines}), file=output)
             if time.monotonic() - self._began_s > self._seconds:
                 item.session.shouldstop = "enough tests were run"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not report.passed:
             self._failed.add(report.nodeid)
-
-    def pytest_sessionfinish(self) -> None:
-        unfinished = self._output.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(self._runs))
-        unfinished.replace(self._output)
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
         return self._line if frame.f_code.co_filename in self._names else None
@@ -86,10 +81,10 @@ class LineRecorder:
 
 
 def recorded(output: Path) -> list[TestRun]:
-    """What a LineRecorder wrote; nothing if the run ended before it could."""
+    """What a LineRecorder wrote; nothing where no test has passed."""
     if not output.exists():
         return []
     return [
         TestRun(x["test"], x["took_s"], {path: frozenset(lines) for path, lines in x["lines"].items()})
-        for x in json.loads(output.read_text())
+        for x in map(json.loads, output.read_text().splitlines())
     ]

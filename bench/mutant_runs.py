@@ -136,11 +136,15 @@ class MutantRuns:
         """What the tests of a file that pass over the unchanged tree run."""
         if test not in self._measured:
             content = hashlib.blake2b(self._digest + (copy / test).read_bytes(), digest_size=16)
-            output = self._known / f"{content.hexdigest()}.json"
+            output = self._known / f"{content.hexdigest()}.jsonl"
             if not output.exists():
-                recorder = LineRecorder(copy, self._paths, output, MEASURE_S)
-                run = _run(copy, [test], 3 * MEASURE_S, self._work, recorder)
+                unfinished = self._work / f"{copy.name}.lines"
+                unfinished.unlink(missing_ok=True)
+                unfinished.touch()
+                recorder = LineRecorder(copy, self._paths, unfinished, MEASURE_S)
+                run = _run(copy, [test], 1.5 * MEASURE_S, self._work, recorder)
                 print(f"{test}: {run.status} in {run.took_s:.0f} s", flush=True)
+                shutil.move(unfinished, output)
             self._measured[test] = recorded(output)
         return self._measured[test]
 

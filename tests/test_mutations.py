@@ -121,13 +121,13 @@ def test_the_recorder_tells_which_lines_each_test_that_passes_runs(tmp_path: Pat
     program = (
         "import sys, pytest; from pathlib import Path; from bench.mutant_coverage import LineRecorder\n"
         "tree = Path(sys.argv[1])\n"
-        "recorder = LineRecorder(tree, ['limits.py'], tree / 'lines.json', 60)\n"
+        "recorder = LineRecorder(tree, ['limits.py'], tree / 'lines', 60)\n"
         "pytest.main(['-q', '-p', 'no:cacheprovider', str(tree)], plugins=[recorder])\n"
     )
     subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True, capture_output=True, timeout=60
     )
-    below, above = recorded(tmp_path / "lines.json")
+    below, above = recorded(tmp_path / "lines")
     assert (below.test.rpartition("::")[2], above.test.rpartition("::")[2]) == ("test_below", "test_above")
     assert (below.lines, above.lines) == (
         {"limits.py": frozenset({2, 4})},

@@ -92,7 +92,7 @@ class TurnQueue:
         self._has_asked(caller.key_id, now_s)
         self._waiting[caller.tier].setdefault(caller.key_id, deque()).append(ticket)
         started = self._start()
-        if ticket in started or self.n_waiting() <= self.max_waiting:
+        if self.n_waiting() <= self.max_waiting:
             return Moves(started)
         greedy = self._greediest(caller)
         if greedy is None:

@@ -95,7 +95,7 @@ async def test_a_generation_of_this_nodes_worker_is_observed(
     also has the tokens of an earlier pipeline as rows."""
     observations = Observations()
     compute = ObservedCompute(cast(Any, Worker(100.0, 2.0, 2.0, first_index=n_before)), observations)
-    call: Any = {"request_id": "r", "n_generated": n_before}
+    call: Any = {"request_id": "r"} | ({"n_generated": n_before} if n_before else {})
     async with compute.generate(MODEL, **call) as generation:
         assert [piece async for _, piece in generation] == [b"x"] * 3
     seen = observations.latency(MODEL.model_id)

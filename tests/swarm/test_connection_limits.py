@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmllm.swarm.in_memory.network import node_id_named
+from swarmllm.swarm.membership.peer_lists import PeerLists
 from swarmllm.swarm.peers.connection_limits import (
     EVERYBODY,
     Candidate,
@@ -82,6 +84,12 @@ def test_without_a_network_who_has_most_gives_way_and_the_modest_stay() -> None:
     assert who_makes_room(n_of_each, "new", 8, lambda n: passing.get(n, Standing.STRANGER)) == "modest"
     known = {"greedy": Standing.NAMED, "modest": Standing.REMEMBERED}
     assert who_makes_room(n_of_each, "new", 8, lambda n: known.get(n, Standing.STRANGER)) == "new"
+
+
+def test_who_is_denied_is_not_let_in_whatever_it_has_earned() -> None:
+    denied, other = node_id_named("denied"), node_id_named("other")
+    standings = Standings(lists=PeerLists(deny=frozenset({denied})))
+    assert [standings.lets_in(each) for each in (denied, other)] == [False, True]
 
 
 def test_what_is_known_of_a_node() -> None:

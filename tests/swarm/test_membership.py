@@ -119,6 +119,20 @@ def test_a_file_of_keys_is_read_again_only_when_it_has_changed(
     assert caplog.messages == ["the network's keys were read again"]
 
 
+def test_a_gater_forgets_what_those_proved_who_have_left() -> None:
+    """Else it would keep a key of everybody who was ever connected."""
+    part = PeerDirectory().membership_keys
+    secret = new_secret()
+    gater = ConnectionGater(private_network(secret), peers=part)
+    here, gone = node_id_named("here"), node_id_named("gone")
+    for each in (here, gone):
+        part.put(each, secret)
+    assert gater.outdated([here]) == []
+    assert list(part) == [here]
+    part.put(here, new_secret())
+    assert gater.outdated([here]) == [here], "the key that it proved to know is accepted no more"
+
+
 def test_connected_nodes_that_are_no_longer_let_in_are_outdated() -> None:
     bad, good = node_id_named("bad"), node_id_named("good")
 

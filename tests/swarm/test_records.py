@@ -375,6 +375,20 @@ def test_records_of_strangers_stay_within_their_bytes() -> None:
     assert kept.n_bytes == 0
 
 
+def test_a_book_counts_the_bytes_that_it_holds() -> None:
+    kept = book()
+    assert kept.n_bytes == 0
+    kept.write_own(unseal(envelope(ME), Envelope, verify), envelope(ME), now=0.0)
+    assert kept.n_bytes == 0, "its own does not count"
+    kept.take(envelope(OTHER, record=bytes(10)), now=0.0)
+    kept.take(envelope(THIRD, record=bytes(10)), now=0.0)
+    alone = kept.n_bytes // 2
+    kept.take(envelope(THIRD, sequence=1, record=bytes(110)), now=0.0)
+    assert kept.n_bytes == pytest.approx(2 * alone + 100, abs=4)
+    kept.expire(EXPIRY_S, connected=())
+    assert kept.n_bytes == 0
+
+
 def test_large_records_give_way_to_small_ones_and_connected_nodes_keep_theirs() -> None:
     kept = book(bytes_max=20_000)
     kept.take(envelope(OTHER, record=bytes(5000)), 0)

@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from node_ids import A, B
 
 from swarmllm_proto import ipc
-from swarmllm_proto.codec import encode_job
+from swarmllm_proto.codec import decode_job, encode_job
 from swarmllm_proto.frames import Frame
-from swarmllm_proto.swarm import LayerForward
+from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.swarm import LayerForward, StreamingToken
 from swarmllm_proto.tensors import tensor_bytes
+from swarmllm_workers.decode.decoding import Decoded
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.ring.link import LinkClosed
+from swarmllm_workers.ring.link import LinkClosed, ReceivingLink
 from swarmllm_workers.ring.seats import SEAT_BYTES_MAX, SEAT_JOBS_MAX, Ring, Seat
 
 
@@ -106,3 +109,26 @@ def test_a_link_that_ends_while_rows_leave_is_reported_and_not_used_again() -> N
         (B, "sending")
     ]
     assert not ring.pass_rows(seat, 5, 1, rows, (), may_relay=False), "there is no link any more"
+
+
+@pytest.mark.parametrize("may_relay", [True, False])
+@pytest.mark.parametrize("origin", [A, B], ids=["origin elsewhere", "origin next"])
+def test_a_token_goes_on_by_the_link_and_its_origin_hears_of_it(origin: NodeId, may_relay: bool) -> None:
+    """By the link too where the origin is the next stage, unless a core is spare for its daemon."""
+    for has_spare_core in (False, True):
+        sent: list[Any] = []
+        ours, theirs = socket.socketpair()
+        secret = memoryview(bytes(range(32)) + bytes(8))
+        ring = Ring(lambda message, *_, to=sent: to.append(message), lambda *_: None, lambda *_: None)
+        ring.take_link(ipc.TakeLink(id=1, peer=B, direction="sending"), secret, ours)
+        ring.has_spare_core = has_spare_core
+        seat = seated()[1]
+        seat.message = replace(seat.message, origin=origin)
+        assert ring.pass_token(seat, 5, Decoded(1, 7, b"x", None), (), may_relay=may_relay)
+        came = [decode_job(each.header, each.payload) for each in ReceivingLink(theirs, secret).receive()]
+        by_link = origin == B and not (may_relay and has_spare_core)
+        assert [type(each) for each in came] == [*([StreamingToken] if by_link else []), LayerForward]
+        told = [ipc.Relay(request_id="r", receiver=origin)] if may_relay and not by_link else []
+        assert sent == told
+        ring.close()
+        theirs.close()
