@@ -63,6 +63,19 @@ def test_a_message_may_come_byte_by_byte(pair: tuple[socket.socket, socket.socke
     assert received == [b"one", b"two"]
 
 
+@pytest.mark.parametrize("n_late", [1, 10, 40])
+def test_what_came_of_a_message_behind_a_whole_one_is_kept_for_later(
+    pair: tuple[socket.socket, socket.socket], n_late: int
+) -> None:
+    receiving = ReceivingLink(pair[1], SECRET)
+    content = noise_message(7, frame(b"one", b"first")) + noise_message(8, frame(b"two", bytes(range(100))))
+    pair[0].send(content[:-n_late])
+    assert [each.header for each in receiving.receive()] == [b"one"]
+    pair[0].send(content[-n_late:])
+    (second,) = receiving.receive()
+    assert (second.header, bytes(second.payload)) == (b"two", bytes(range(100)))
+
+
 @pytest.mark.parametrize(
     "bytes_",
     [
