@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from swarmllm.swarm.discovery.relay.relaying import (
     Relaying,
     RelayUse,
 )
+from swarmllm.swarm.discovery.wide_area import _Node
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm_proto.identifiers import NodeId
 
@@ -211,3 +213,20 @@ async def test_so_many_connections_through_relays_are_taken_at_a_time_also_after
                 nursery.start_soon(host.handler, OTHERS[0], stream)
         took_s = sorted((each.reset_at_s or 0.0) - began_s for each in streams)
         assert took_s == pytest.approx([0.0] * 3 + [ANSWER_S] * ACCEPTING_MAX)
+
+
+@pytest.mark.parametrize(
+    ("control", "hides", "serves"),
+    [(None, False, True), ([("a", False)], True, False), ([("a", False), ("b", True)], False, True)],
+    ids=["nobody has tried", "in vain", "one address answers"],
+)
+def test_a_node_is_hidden_once_others_have_tried_all_its_addresses_in_vain(
+    control: list[tuple[str, bool]] | None, hides: bool, serves: bool
+) -> None:
+    found = None if control is None else SimpleNamespace(control=control)
+    for uses_relays in (True, False):
+        user: Any = SimpleNamespace(reachability=found)
+        parts: Any = None
+        node = _Node(parts, parts, parts, user, uses_relays=uses_relays)
+        assert node.is_hidden() is (hides and uses_relays)
+        assert node.serves() is serves
