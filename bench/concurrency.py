@@ -8,7 +8,7 @@ Rounds interleave servers and numbers of streams, so that the machine's drift hi
 asked twice. What of the processor a token takes, its share of a prompt of eight tokens included, counts
 daemon and worker; with one thread (`--threads 1`) other programs on the machine hardly change it.
 llama.cpp's server has as many slots as there are streams. `--without-batching` adds a daemon that computes
-the same streams in turn.
+the same streams in turn, `--ggml-kernels` one whose matrix products are all ggml's.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ def start(arguments: argparse.Namespace, stack: ExitStack) -> Servers:
         servers[NAME] = rivals.__getitem__
     if arguments.without_batching:
         servers[f"{OURS}, in turn"] = daemon(f"{OURS}, in turn", continuous_batching=False)
+    if arguments.ggml_kernels:
+        servers[f"{OURS}, ggml's kernels"] = daemon(f"{OURS}, ggml's kernels", kernels="ggml")
     return servers | {OURS: daemon(OURS)}
 
 
@@ -135,6 +137,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--without-batching", action="store_true")
+    parser.add_argument("--ggml-kernels", action="store_true")
     add_option(parser)
     arguments = parser.parse_args()
     rows = run(arguments)
@@ -142,6 +145,8 @@ def main() -> None:
         f"python -m bench.concurrency --model {arguments.model} --rounds {arguments.rounds} "
         f"--streams {' '.join(map(str, arguments.streams))} "
         f"--tokens {arguments.tokens} --threads {arguments.threads}"
+        + " --ggml-kernels"
+        * arguments.ggml_kernels
     )
     publish(f"concurrency-{arguments.model}{threads_suffix(arguments.threads)}", command, rows)
 
