@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarmllm_proto.ipc import FlashAttention
 from swarmllm_workers.engine import interposing, repacking, small_batches
 from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.kernel_choice import ROWS_MAX, Kind, Way
@@ -148,10 +149,13 @@ def path(make_model: MakeModel) -> Path:
     return make_model(Spec("llama", n_layers=3, n_embd=256, n_ff=512, head_size=64, types=types))
 
 
-def logits(path: Path, n_rows: int) -> np.ndarray:
+def logits(path: Path, n_rows: int, flash_attention: FlashAttention = "auto") -> np.ndarray:
     """f32 [21, n_vocab]: the rows after a prompt of 7, `n_rows` at a time."""
     model = Model(path)
-    context = Context(model, ContextSettings(n_ctx=256, n_slots=1, n_threads=2, n_outputs_max=32))
+    settings = ContextSettings(
+        n_ctx=256, n_slots=1, n_threads=2, n_outputs_max=32, flash_attention=flash_attention
+    )
+    context = Context(model, settings)
     tokens = np.random.default_rng(5).integers(0, model.n_vocab, 28).astype(np.int32)
     context.decode(tokens[:7], np.arange(7), 0, np.zeros(7, np.int8))
     found = step_logits(context, tokens, 7, n_rows)
@@ -160,14 +164,17 @@ def logits(path: Path, n_rows: int) -> np.ndarray:
     return found
 
 
-def test_rows_have_the_bits_that_they_have_alone_in_batches_of_any_size(path: Path) -> None:
+@pytest.mark.parametrize("flash_attention", ["auto", "off"])
+def test_rows_have_the_bits_that_they_have_alone_in_batches_of_any_size(
+    path: Path, flash_attention: FlashAttention
+) -> None:
     small_batches.force(Way.DOTS)
-    alone = logits(path, 1)
+    alone = logits(path, 1, flash_attention)
     assert np.isfinite(alone).all()
     for n_rows in (1, 2, 3, 5, 7, 8, 9, 16, 21):
         for way in (Way.DOTS, *KERNELS):
             small_batches.force(way)
-            assert np.array_equal(logits(path, n_rows), alone), (n_rows, way)
+            assert np.array_equal(logits(path, n_rows, flash_attention), alone), (n_rows, way)
 
 
 def test_ggmls_tiles_are_taken_where_the_table_says_so(path: Path) -> None:

@@ -51,18 +51,29 @@ def test_what_is_chosen_has_the_right_bits_and_is_not_slower_than_ggml(
     allowed = {way: time_ns for way, time_ns in times.items() if way not in unequal}
     theirs = [time_ns for way, time_ns in allowed.items() if way.is_ggmls]
     assert choice.ggml_ns == min(theirs)
-    if choice.way.is_ggmls:
+    if may_differ(kind, choice.way, rows.first):
+        assert all(allowed[choice.way] < GAIN_MIN * allowed[way] for way in allowed if not way.is_ggmls)
+    elif choice.way.is_ggmls:
         assert times[choice.way] * GAIN_MIN <= min(theirs)
         assert all(allowed[way] >= GAIN_MIN * allowed[choice.way] for way in allowed)
     else:
         assert times[choice.way] == choice.ours_ns
-        assert times[choice.way] < min(theirs)
+        assert times[choice.way] * GAIN_MIN <= min(theirs)
+        assert times[choice.way] < min(theirs) or allowed.get(Way.TILES) == min(theirs)
 
 
 @given(st.sampled_from(Kind), st.sampled_from(ROW_CLASSES), st.integers(1, 10**9))
 def test_ties_go_to_what_ggml_does_by_itself(kind: Kind, rows: RowClass, time_ns: int) -> None:
     chosen = choose(kind, rows, measured(kind, rows, dict.fromkeys(Way, time_ns))).way
-    assert chosen == ggmls_own(kind, rows.first)
+    own = ggmls_own(kind, rows.first)
+    assert chosen == (Way.AVX2 if may_differ(kind, own, rows.first) else own)
+
+
+def test_tiles_with_other_bits_than_single_rows_have_to_be_faster_than_a_tie() -> None:
+    times = {Way.DOTS: 2000, Way.TILES: 1000, Way.AVX512: 1050}
+    assert choose(Kind.Q4_K, MANY, times).way == Way.AVX512
+    assert choose(Kind.Q4_K, MANY, times | {Way.TILES: 990}).way == Way.TILES
+    assert choose(Kind.Q4_K, MANY, {Way.DOTS: 2000, Way.TILES: 1000}).way == Way.TILES
 
 
 def test_ggml_has_tiles_of_k_quants_only_for_eight_rows_and_more() -> None:

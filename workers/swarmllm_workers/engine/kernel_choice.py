@@ -117,12 +117,16 @@ def ways_of(kind: Kind, n_rows: int, ways: Collection[Way]) -> list[Way]:
 
 def choose(kind: Kind, rows: RowClass, times: Times, unequal: Collection[Way] = ()) -> RowChoice:
     """`times`: of every way that was measured, the reference among them. `unequal`: ways whose bits differ
-    from the reference's: never chosen. Ties go to ggml, and among its ways to what it does by itself."""
+    from the reference's: never chosen. Ties go to ggml, and among its ways to what it does by itself; but to
+    ours where ggml's bits are not those of single rows."""
     allowed = {way: time_ns for way, time_ns in times.items() if way not in unequal}
     own = ggmls_own(kind, rows.first)
     own = own if own in allowed else reference(kind, rows.first)
     theirs = _faster(allowed, own, [way for way in allowed if way.is_ggmls])
-    best = _faster(allowed, theirs, [way for way in allowed if not way.is_ggmls])
+    ours = [way for way in allowed if not way.is_ggmls]
+    best = _faster(allowed, theirs, ours)
+    if ours and may_differ(kind, theirs, rows.first):
+        best = _faster(allowed, min(ours, key=lambda way: (allowed[way], way)), [theirs])
     ggml_ns = min(time_ns for way, time_ns in allowed.items() if way.is_ggmls)
     ours_ns = min((time_ns for way, time_ns in allowed.items() if not way.is_ggmls), default=None)
     return RowChoice(rows, best, ggml_ns, ours_ns)
