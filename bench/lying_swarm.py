@@ -389,8 +389,7 @@ async def _start_node(
         give_piece=travel.answer,
         tell_digests=gathering.answer,
         observations=observations,
-        note=trust.note,
-        trust_of=trust.score,
+        trust=trust,
     )
     await nursery.start(pipelines.run)
     node = Node(

@@ -207,8 +207,7 @@ async def _open_rooms(
             links=links,
             budget=router.budget,
             observations=observations,
-            note=trust.note,
-            trust_of=trust.score,
+            trust=trust,
         )
         pool.on_notice = pipelines.on_notice
         await supervise_started(nursery, "pipelines", pipelines.run)

@@ -49,7 +49,7 @@ from swarmllm.scheduling.peer_speeds import PeerSpeeds
 from swarmllm.scheduling.plan import Plan
 from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.byte_budget import ByteBudget
-from swarmllm.swarm.peers.trust import NEUTRAL, Note, unnoted
+from swarmllm.swarm.peers.trust import NodeTrust, NoOpinion
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.settings import ModelFile
@@ -88,8 +88,7 @@ class Pipelines:
         give_piece: Callable[[FetchPiece], Awaitable[Piece]] | None = None,
         tell_digests: Callable[[NodeId, FetchDigests], Awaitable[Digests]] | None = None,
         observations: Observations | None = None,
-        note: Note = unnoted,
-        trust_of: Callable[[NodeId], float] = lambda node_id: NEUTRAL,
+        trust: NodeTrust | None = None,
         links: StageLinks | None = None,
         budget: ByteBudget | None = None,
     ) -> None:
@@ -106,7 +105,7 @@ class Pipelines:
         self._routes = RoutePlanner(
             node_id, router, registry, pool, observations, settings.constraints, self._speeds
         )
-        self._note = note
+        self._trust = trust = trust or NoOpinion()
         self._affinity = Affinity()
         self._node_id = node_id
         self._settings = settings
@@ -116,7 +115,7 @@ class Pipelines:
         self._n_changes = 0
         self._suspects = Suspects()
         self._sessions = Sessions(
-            pool, router, catalogue, settings, self._start_session, note, budget or ByteBudget()
+            pool, router, catalogue, settings, self._start_session, trust, budget or ByteBudget()
         )
         self._requests = OriginRequests()
         self._here = LocalLoad(pool, self._requests, self._sessions, settings)
@@ -127,8 +126,7 @@ class Pipelines:
             settings,
             self._counts,
             self._suspects,
-            note,
-            trust_of,
+            trust,
             self._here,
         )
         self._attempts = Attempts(
@@ -139,13 +137,13 @@ class Pipelines:
             self._sessions,
             settings,
             self._counts,
-            note,
+            trust,
             self._suspects,
             self._checker,
         )
         self._links = links or NoStageLinks()
         self._inbox = Inbox(
-            self._sessions, self._requests, self._suspects, self._counts, note, self._checker.replies
+            self._sessions, self._requests, self._suspects, self._counts, trust, self._checker.replies
         )
         self.on_notice = LinkNotices(self._links, self._sessions, observations, self._inbox.take)
         """For what workers say unasked."""
@@ -394,7 +392,7 @@ class Pipelines:
     def _measure(self, source: Source, assembly: Assembly, model_id: ModelId) -> None:
         announced_s = partial(self._routes.announced_s, model_id)
         now_s = trio.current_time()
-        measure(self._speeds, source, assembly, model_id, self._node_id, announced_s, self._note, now_s)
+        measure(self._speeds, source, assembly, model_id, self._node_id, announced_s, self._trust.note, now_s)
 
     def _let_go(self, broken: Sequence[Attempt]) -> None:
         for request_id, assembly in broken:

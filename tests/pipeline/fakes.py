@@ -160,9 +160,7 @@ async def _start_node(
     trust = Trust()
     registry = Registry(router.node_id, trust.may_work)
     catalogue = cast(Catalogue, FakeCatalogue(entry))
-    pipelines = Pipelines(
-        router, registry, pool, catalogue, router.node_id, settings, note=trust.note, trust_of=trust.score
-    )
+    pipelines = Pipelines(router, registry, pool, catalogue, router.node_id, settings, trust=trust)
     scope = trio.CancelScope()
 
     async def run(*, task_status: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import llama_cpp
@@ -20,7 +21,9 @@ from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL, Deed
+from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 
 from .fakes import Swarm, computes, open_swarm
@@ -55,9 +58,23 @@ async def guide_swarm(folder: Path, entry: CatalogueEntry, weights_of_b: Path) -
         yield swarm
 
 
+@dataclass
+class Trusting:
+    """Notes deeds in a book, and has every node but one checked as seldom as can be."""
+
+    book: Trust
+    checked: str
+
+    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None:
+        self.book.note(node_id, deed, detail)
+
+    def score(self, node_id: NodeId) -> float:
+        return -1e9 if node_id == self.checked else 1e9
+
+
 async def ask(swarm: Swarm, question: str, checked: str, temperature: float = 0.0) -> None:
     """And wait for the check of that node."""
-    swarm[A].pipelines._checker.trust_of = lambda node_id: -1e9 if node_id == checked else 1e9
+    swarm[A].pipelines._checker.trust = Trusting(swarm[A].trust, checked)
     before = swarm[A].pipelines.statistics()
     prompt = Prompt(messages=[{"role": "user", "content": question}])
     with trio.fail_after(PATIENCE_S):

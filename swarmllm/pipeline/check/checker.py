@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -40,7 +39,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.swarm.peers.trust import Deed, Note
+from swarmllm.swarm.peers.trust import Deed, NodeTrust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import NodeId
@@ -110,8 +109,7 @@ class Checker:
     settings: PipelineSettings
     counts: PipelineStatistics
     suspects: Suspects
-    note: Note
-    trust_of: Callable[[NodeId], float]
+    trust: NodeTrust
     here: NodeLoad
     chance: Chance = field(default_factory=lambda: random.SystemRandom().random)
     replies: Replies = field(default_factory=Replies)
@@ -125,7 +123,7 @@ class Checker:
             return None
         view = context.view
         return draw_stage(
-            view.stages, view.node_id, lambda node_id: rate(self.trust_of(node_id), base), self.chance
+            view.stages, view.node_id, lambda node_id: rate(self.trust.score(node_id), base), self.chance
         )
 
     async def collect(self, chain: Chain, stage: int) -> None:
@@ -250,7 +248,7 @@ class Checker:
             for node_id in sorted(self.registry.connected() - view.node_ids)
             if covers(held.get(node_id, ()), layers)
         ]
-        return sorted(able, key=self.trust_of, reverse=True)[:HOLDERS_ASKED]
+        return sorted(able, key=self.trust.score, reverse=True)[:HOLDERS_ASKED]
 
     def _charge(self, pending: _Pending, verdict: Verdict, match: Match) -> None:
         if verdict is Verdict.UNKNOWN:
@@ -258,7 +256,7 @@ class Checker:
             return
         if verdict is Verdict.RIGHT:
             self.counts.checked += 1
-            self.note(pending.node_id, Deed.CHECKED, match)
+            self.trust.note(pending.node_id, Deed.CHECKED, match)
         elif verdict is Verdict.WRONG:
             self._wrong(pending.node_id, f"layers {pending.context.view.layers(pending.stage)}")
         else:
@@ -268,7 +266,7 @@ class Checker:
     def _wrong(self, node_id: NodeId, detail: str) -> None:
         self.counts.checked += 1
         self.counts.checks_wrong += 1
-        self.note(node_id, Deed.WRONG_RESULT, detail)
+        self.trust.note(node_id, Deed.WRONG_RESULT, detail)
         self.suspects.doubt([node_id], trio.current_time())
 
     def _dispute(self, node_id: NodeId, other: NodeId) -> None:
@@ -277,7 +275,7 @@ class Checker:
         self.counts.checks_disputed += 1
         pair = {node_id, other} - {self.router.node_id}
         for each in sorted(pair):
-            self.note(each, Deed.DISPUTED, f"with {max(pair - {each}, default=other)}")
+            self.trust.note(each, Deed.DISPUTED, f"with {max(pair - {each}, default=other)}")
         self.suspects.doubt(sorted(pair), trio.current_time())
 
 

@@ -43,7 +43,7 @@ from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.supervision import spawn
-from swarmllm.swarm.peers.trust import Deed, Note
+from swarmllm.swarm.peers.trust import Deed, NodeTrust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
@@ -69,7 +69,7 @@ class Attempts:
         sessions: Sessions,
         settings: PipelineSettings,
         counts: PipelineStatistics,
-        note: Note,
+        trust: NodeTrust,
         suspects: Suspects,
         checker: Checker,
     ) -> None:
@@ -80,7 +80,7 @@ class Attempts:
         self._sessions = sessions
         self._settings = settings
         self._counts = counts
-        self._note = note
+        self._trust = trust
         self._suspects = suspects
         self._checker = checker
         self._start_soon: Callable[..., None] | None = None
@@ -151,7 +151,7 @@ class Attempts:
             raise
         finally:
             request.chain = None
-            judge(chain, self._note, self._suspects)
+            judge(chain, self._trust, self._suspects)
             session.stop()
             checked_stage = chain.checked_stage if chain.is_to_be_checked else None
             chain.close()
@@ -261,15 +261,16 @@ def is_local(context: RequestContext) -> bool:
     return len(context.view.stages) == 1 and context.view.is_here(0)
 
 
-def judge(chain: Chain, note: Note, suspects: Suspects) -> None:
+def judge(chain: Chain, trust: NodeTrust, suspects: Suspects) -> None:
     """Note the deeds of a chain's nodes, after its end."""
     here = chain.context.view.node_id
     failure = chain.failure
     if failure is None:
         if chain.is_complete:
             for node_id in chain.node_ids - {here}:
-                note(node_id, Deed.SERVED)
+                trust.note(node_id, Deed.SERVED)
                 suspects.served(node_id)
     elif chain.blamed.culprit not in (None, here) and not isinstance(failure, NodeBusy | ContextFull):
         deed = Deed.LOST if isinstance(failure, NodeUnreachable) else Deed.FAILED
-        note(chain.blamed.culprit, Deed.STALLED if chain.blamed.has_stalled else deed, type(failure).__name__)
+        deed = Deed.STALLED if chain.blamed.has_stalled else deed
+        trust.note(chain.blamed.culprit, deed, type(failure).__name__)

@@ -29,7 +29,7 @@ from swarmllm.pipeline.stage.lifecycle import SessionState
 from swarmllm.pipeline.stage.session import NO_ROWS, Session
 from swarmllm.scheduling.route import usable
 from swarmllm.swarm.byte_budget import ByteBudget
-from swarmllm.swarm.peers.trust import Note, unnoted
+from swarmllm.swarm.peers.trust import NodeTrust, NoOpinion
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import KeptRows
@@ -63,7 +63,7 @@ class Sessions:
     settings: PipelineSettings
     start_soon: Callable[[Session], None]
     """Also has the workers' links take part in its request."""
-    note: Note = unnoted
+    trust: NodeTrust = field(default_factory=NoOpinion)
     budget: ByteBudget = field(default_factory=ByteBudget)
     by_request: dict[str, Session] = field(default_factory=dict)
     """Those that run, and those that are held because their pipeline broke and another one may go on. The
@@ -158,7 +158,7 @@ class Sessions:
             origin_side=origin_side,
             hold_s=self.settings.failover_timeout_s,
             owner=self,
-            note=self.note,
+            trust=self.trust,
             budget=self.budget,
         )
         self.start_soon(session)

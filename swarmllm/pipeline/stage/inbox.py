@@ -14,7 +14,7 @@ from swarmllm.pipeline.origin.requests import OriginRequests
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.swarm.peers.trust import Deed, Note
+from swarmllm.swarm.peers.trust import Deed, NodeTrust
 from swarmllm_proto.codec import decode_job, decode_request
 from swarmllm_proto.errors import DamagedJob, ProtocolError
 from swarmllm_proto.file_digests import AnyRequest
@@ -39,7 +39,7 @@ class Inbox:
     """Of this node's clients."""
     suspects: Suspects
     counts: PipelineStatistics
-    note: Note
+    trust: NodeTrust
     replies: Replies = field(default_factory=Replies)
     """To checks."""
 
@@ -49,7 +49,7 @@ class Inbox:
             return decode_request(body)
         except ProtocolError as error:
             self.counts.messages_bad += 1
-            self.note(sender, Deed.BROKE_PROTOCOL, str(error))
+            self.trust.note(sender, Deed.BROKE_PROTOCOL, str(error))
             raise InvalidRequest(f"the request cannot be read: {error}") from None
 
     def take(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
@@ -59,13 +59,13 @@ class Inbox:
         except DamagedJob as damaged:
             session = self.sessions.running(damaged.request_id)
             self.counts.messages_bad += 1
-            self.note(sender, Deed.DAMAGED)
+            self.trust.note(sender, Deed.DAMAGED)
             if session is None or not session.arrived_damaged(sender, damaged.position):
                 self.counts.messages_ignored += 1
             return
         except ProtocolError as error:
             self.counts.messages_bad += 1
-            self.note(sender, Deed.BROKE_PROTOCOL, str(error))
+            self.trust.note(sender, Deed.BROKE_PROTOCOL, str(error))
             provoked_by(log, sender).warning("message from %s refused: %s", sender, error)
             return
         if isinstance(message, LayerForward):
@@ -85,7 +85,7 @@ class Inbox:
             accepted = chain is not None
             if chain is not None and not chain.may_say(sender, message):
                 self.counts.messages_bad += 1
-                self.note(sender, Deed.BROKE_PROTOCOL, "a token of a request that it has no token of")
+                self.trust.note(sender, Deed.BROKE_PROTOCOL, "a token of a request that it has no token of")
             elif chain is not None:
                 chain.receive(sender, message, payload)
             elif isinstance(message, PipelineError) and message.node_id not in (own, sender):

@@ -57,7 +57,7 @@ from swarmllm.pipeline.stage.session_queue import (
 from swarmllm.pipeline.stage.walker import FAULTS_OF_ROWS, Walker, is_unchecked
 from swarmllm.state_table import UnknownTransition
 from swarmllm.swarm.byte_budget import ByteBudget
-from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm.swarm.peers.trust import Deed, NodeTrust, NoOpinion
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.errors import BadTensor, ProtocolError
@@ -103,7 +103,7 @@ class Session:
         origin_side: OriginSide | None = None,
         hold_s: float = 0.0,
         owner: SessionOwner | None = None,
-        note: Note = unnoted,
+        trust: NodeTrust | None = None,
         budget: ByteBudget | None = None,
     ) -> None:
         """`hold_s`: how long the slot of a broken request is kept for another pipeline."""
@@ -123,7 +123,7 @@ class Session:
         self._hold_s = hold_s
         self._left_hold = trio.Event()
         self._owner = owner
-        self._note = note
+        self._trust = trust or NoOpinion()
         self._scope = trio.CancelScope()
         self._received = ReceivedRows(len(self.view.stages))
         self._refused: tuple[SwarmLLMError, NodeId | None] | None = None
@@ -230,7 +230,7 @@ class Session:
             job = read_job(self.context, sender, message, payload, trio.current_time())
         except BadTensor as error:
             deed = Deed.BAD_NUMBERS if isinstance(error, NotFinite) else Deed.BROKE_PROTOCOL
-            self._note(sender, deed, str(error))
+            self._trust.note(sender, deed, str(error))
             self._refuse_rows(sender, BAD_ROWS, str(error))
             return True
         self._received.add(stage, message.position, message.n_tokens)
@@ -246,7 +246,7 @@ class Session:
         try:
             self._enqueue(GivenPrompt(read_prompt(self.context, message, payload)), sender, len(payload))
         except BadTensor as error:
-            self._note(sender, Deed.BROKE_PROTOCOL, str(error))
+            self._trust.note(sender, Deed.BROKE_PROTOCOL, str(error))
             self.report(WorkerError(f"prompt refused: {error}", kind="bad_tensor"))
         return True
 
@@ -442,7 +442,7 @@ class Session:
             self._origin_side.fail(error)
             return
         if is_unchecked(error):
-            self._note(self.view.origin, Deed.BAD_REQUEST, error.message)
+            self._trust.note(self.view.origin, Deed.BAD_REQUEST, error.message)
         message = report_of(self.context.request_id, self.view.node_id, error.code, error.message)
         if sender not in (None, self.view.node_id):
             message = report_of(self.context.request_id, sender, UNUSABLE_ROWS, error.message)

@@ -62,6 +62,24 @@ class Note(Protocol):
     def __call__(self, node_id: NodeId, deed: Deed, detail: str = "") -> None: ...
 
 
+class NodeTrust(Protocol):
+    """What pipelines ask of the book of deeds (see trust_keeper)."""
+
+    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None: ...
+
+    def score(self, node_id: NodeId) -> float: ...
+
+
+class NoOpinion:
+    """Everybody is a stranger, whatever they do."""
+
+    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None:
+        pass
+
+    def score(self, node_id: NodeId) -> float:
+        return NEUTRAL
+
+
 def unnoted(node_id: NodeId, deed: Deed, detail: str = "") -> None:
     """For whoever keeps no book."""
 
