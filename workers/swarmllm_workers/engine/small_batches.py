@@ -76,8 +76,8 @@ def install() -> None:
 
 
 def has_ways() -> bool:
-    """False where nothing was built, or before there was a choice of ways."""
-    return hasattr(_library, "swarmllm_last_way")
+    """False where nothing was built, or an earlier state of the C files."""
+    return hasattr(_library, "swarmllm_k_product")
 
 
 def last_way() -> Way:
