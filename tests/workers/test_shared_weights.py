@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from swarmllm_workers.engine import shared_weights
-from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine import PARTS_MAX, Engine
 from swarmllm_workers.engine.memory import predict
 from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.engine.segment_file import plan_part
@@ -95,7 +95,7 @@ def test_parts_of_other_architectures_have_the_bits_of_the_whole(
     engine.load(0, engine.n_layers)
     expected = run(engine, "whole", 0, engine.n_layers, 0, TOKENS)
     engine.release("whole")
-    bounds = [*range(0, engine.n_layers, unit), engine.n_layers]
+    bounds = [*range(0, engine.n_layers, unit)[:PARTS_MAX], engine.n_layers]
     np.testing.assert_array_equal(through(engine, "parts", bounds, 0, TOKENS), expected)
     assert len(engine.segments) > 1
     assert {segment.path for segment in engine.segments} == {engine.source.path}
@@ -119,8 +119,13 @@ def test_a_part_of_a_part_of_a_segment_file_is_over_that_file(
     assert n_mappings(file) == 1
 
 
-def test_weights_that_parts_share_are_in_memory_and_count_once(open_engine: OpenEngine) -> None:
-    engine = open_engine(GUIDE)
+def test_weights_that_parts_share_are_in_memory_and_count_once(
+    open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    path = tmp_path / "guide.gguf"
+    path.write_bytes(GUIDE.read_bytes())
+    engine = open_engine(path)
+    n_before = n_mappings(path)
     engine.load(0, 12)
     run(engine, "old", 0, 12, 0, TOKENS)
     weights_bytes, before = engine.weights_bytes, engine.memory
@@ -131,11 +136,14 @@ def test_weights_that_parts_share_are_in_memory_and_count_once(open_engine: Open
     assert engine.weights_bytes == weights_bytes
     assert engine.memory.weights_bytes == before.weights_bytes
     assert engine.memory.kv_bytes == before.kv_bytes + parts.kv_bytes == 2 * before.kv_bytes
-    assert n_mappings(GUIDE) <= 1 + 1 + 1, "the old segment's, the parts', and that of the header"
     engine.release("old")
     assert engine.memory.kv_bytes == before.kv_bytes
     assert engine.memory.weights_bytes <= before.weights_bytes * 1.01
     assert all(segment.is_shared for segment in engine.segments)
+    assert n_mappings(path) == n_before + 1
+    engine.release("new")
+    engine.unload(0, 12)
+    assert n_mappings(path) == n_before
 
 
 def test_parts_fit_beside_a_segment_where_only_their_kv_and_work_space_is_allowed(
@@ -157,6 +165,44 @@ def test_parts_fit_beside_a_segment_where_only_their_kv_and_work_space_is_allowe
             with pytest.raises(CallError, match="are allowed"):
                 run(engine, "new", 6, 12, 0, rows)
             assert layers_of(engine) == [(0, 12)]
+
+
+def test_parts_of_many_requests_are_few(open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(GUIDE)
+    engine.load(0, 12)
+    expected = run(engine, "whole", 0, 12, 0, TOKENS)
+    engine.release("whole")
+    hidden, most = TOKENS, 0
+    for layer in range(12):
+        hidden = run(engine, f"part {layer}", layer, layer + 1, 0, hidden)
+        engine.release(f"part {layer}")
+        most = max(most, len(engine.segments))
+    np.testing.assert_array_equal(hidden, expected)
+    assert most == 1 + PARTS_MAX
+    # The first layers, which were asked for first, are one part again.
+    assert layers_of(engine)[0] == (0, 4)
+    assert list((tmp_path / "segments").iterdir()) == []
+    np.testing.assert_array_equal(run(engine, "whole", 0, 12, 0, TOKENS), expected)
+
+
+def test_parts_in_which_requests_run_stay(open_engine: OpenEngine) -> None:
+    engine = open_engine(GUIDE, n_slots=12)
+    engine.load(0, 12)
+    rows = np.ones((1, engine.n_embd), np.float32)
+    for layer in range(PARTS_MAX):
+        run(engine, f"r{layer}", layer, layer + 1, 0, rows)
+    kept = layers_of(engine)
+    with pytest.raises(CallError, match="there may be 9") as caught:
+        run(engine, "more", 10, 11, 0, rows)
+    assert caught.value.kind == "no_room"
+    assert layers_of(engine) == kept
+    for layer in range(PARTS_MAX):
+        run(engine, f"r{layer}", layer, layer + 1, 1, rows)
+    engine.release("r0")
+    engine.release("r1")
+    engine.release("r2")
+    run(engine, "more", 10, 11, 0, rows)
+    assert len(engine.segments) == 1 + PARTS_MAX
 
 
 def test_a_container_stays_as_it_is_while_parts_are_mapped_from_it(

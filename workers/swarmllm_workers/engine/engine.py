@@ -2,8 +2,10 @@
 
 What is *held* is a set of ranges, what runs is a set of segments that covers them. Usually they are the
 same; they differ after a request asks for a part of a held range: libllama cannot run part of a loaded
-model, so the segment is cut at the request's boundaries. While other requests have rows in it the old one
-stays until the last of them has left ("retired"), so nobody's KV is lost.
+model, so the segment is cut at the request's boundaries, into parts over the same pages of its file
+(`shared_weights.py`). While other requests have rows in it the old one stays until the last of them has left
+("retired"), so nobody's KV is lost. Only so many parts are made (`PARTS_MAX`): for another one, two that
+nobody uses become one again.
 
 What changes the segments takes long, and is an operation (`operation.py`): opening, cutting and closing are
 its parts, which may run beside decode steps; the lists of segments change between two steps. Operations come
@@ -50,6 +52,9 @@ log = logging.getLogger(__name__)
 TEMPLATES_MAX: Final = 8
 """Compiled chat templates that are kept: the model's own, and those of presets."""
 
+PARTS_MAX: Final = 8
+"""Segments beyond those that held ranges need, made because requests asked for parts of them. Each has a work
+space of its own, and a row that runs through several takes longer."""
 RECEIVED_PART: Final = 4
 """What came in may take this part of what may be kept of what was sent."""
 
@@ -92,6 +97,7 @@ class Engine:
         self._held: list[Range] = []
         self._segments: list[Segment] = []
         self._retired: list[Segment] = []
+        self._n_routes = 0
         self._routes: dict[str, dict[Range, Route]] = {}
         """Where each request's rows are: a request keeps to its segments, retired or not."""
         self.begin: Callable[[Operation[None]], None] = complete
@@ -247,6 +253,9 @@ class Engine:
         path = self.find_segments(start, end)
         if path is None:
             return None
+        self._n_routes += 1
+        for segment in path:
+            segment.n_route = self._n_routes
         route = Route(start, end, path)
         self._routes.setdefault(request_id, {})[start, end] = route
         return route
@@ -432,6 +441,7 @@ class Engine:
     def _cutting_at(self, start: int, end: int) -> Operation[None]:
         """Replace segments that reach over `start` or `end` by their parts. Raises CallError out_of_memory,
         having changed nothing, where the parts do not fit beside what stays."""
+        yield from self._joining(start, end)
         cut = [s for s in self._segments if s.start < start < s.end or s.start < end < s.end]
         staying = [segment for segment in self._segments if segment not in cut]
         missing: list[Range] = []
@@ -450,6 +460,40 @@ class Engine:
             segment = yield partial(self._maker.open, *piece, within=_around(piece, cut))
             self._segments.append(segment)
         yield from self._settling()
+
+    def _joining(self, start: int, end: int) -> Operation[None]:
+        """Join neighbours that nobody uses, those first that were asked for longest ago, until cuts at
+        `start` and `end` make no more parts than there may be. Raises CallError no_room where requests run
+        in all."""
+        n_max = len(self.cuts.pieces(self._held)) + PARTS_MAX
+        while True:
+            n_more = sum(s.start < at < s.end for s in self._segments for at in {start, end})
+            if len(self._segments) + n_more <= n_max:
+                return
+            self.prefixes.clear()
+            pair = self._unused_neighbours(start, end)
+            if pair is None:
+                raise CallError(
+                    "no_room",
+                    f"requests run in {len(self._segments)} parts of {self.name}; there may be {n_max}",
+                )
+            first, second = pair
+            within = first if (first.start, second.end) != first.file_layers else None
+            yield from self._closing([first, second])
+            joined = yield partial(self._maker.open, first.start, second.end, within=within)
+            self._segments.append(joined)
+
+    def _unused_neighbours(self, start: int, end: int) -> tuple[Segment, Segment] | None:
+        """Parts of one file that need not be two for the cuts at `start` and `end`."""
+        idle = sorted((s for s in self._segments if not s.n_rows), key=lambda s: s.start)
+        pairs = [
+            (first, second)
+            for first, second in pairwise(idle)
+            if first.end == second.start not in (start, end)
+            and (first.path, first.file_layers) == (second.path, second.file_layers)
+            and self.cuts.pieces([(first.start, second.end)]) == [(first.start, second.end)]
+        ]
+        return min(pairs, key=lambda pair: max(segment.n_route for segment in pair), default=None)
 
     def _settling(self) -> Operation[None]:
         running = [*self._segments, *(each for each in self._retired if self._maker.maps_source(each))]

@@ -90,6 +90,8 @@ class Segment:
         self.is_whole = start == 0 and end == n_layers
         self.has_head = end == n_layers
         self.is_closed = False
+        self.n_route = 0
+        """The number of the latest request's route through it, as the engine counts them."""
         self._n_layers = n_layers
         self._settings = settings
         self._feeds_tokens = architecture is not None and architecture.feeds_tokens
