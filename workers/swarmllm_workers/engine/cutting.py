@@ -4,11 +4,12 @@ out."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from swarmllm_proto.architectures import ARCHITECTURES, cut_rule, generic
 from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.ranges import Range
-from swarmllm_workers.engine.segment import EngineSettings
+from swarmllm_workers.engine.segment import EngineSettings, Segment
 from swarmllm_workers.errors import CallError
 
 
@@ -67,6 +68,21 @@ class Cuts:
                 else self.architecture.pieces(start, end, self.rule.cut_alignment)
             )
         ]
+
+    def unused_neighbours(
+        self, segments: Sequence[Segment], boundaries: Sequence[int]
+    ) -> tuple[Segment, Segment] | None:
+        """Two parts of one file that have no rows and may be one segment, because they do not meet at one of
+        these boundaries: those that were asked for longest ago. None: there are none."""
+        idle = sorted((each for each in segments if not each.n_rows), key=lambda each: each.start)
+        pairs = [
+            (first, second)
+            for first, second in pairwise(idle)
+            if first.end == second.start not in boundaries
+            and (first.path, first.file_layers) == (second.path, second.file_layers)
+            and self.pieces([(first.start, second.end)]) == [(first.start, second.end)]
+        ]
+        return min(pairs, key=lambda pair: max(segment.n_route for segment in pair), default=None)
 
     def _whole_pieces(self) -> Sequence[Range]:
         alignment = self.rule.cut_alignment

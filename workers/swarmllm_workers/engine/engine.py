@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,8 +34,9 @@ from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.engine.cutting import Cuts
 from swarmllm_workers.engine.embedding import Embedding
+from swarmllm_workers.engine.footprint import Footprint, around, weighing
 from swarmllm_workers.engine.libllama import Model
-from swarmllm_workers.engine.memory import Memory, predict, refuse_beside
+from swarmllm_workers.engine.memory import Memory
 from swarmllm_workers.engine.operation import Operation, complete
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.engine.ranges import Range, Route, find_path, join, merge, subtract
@@ -86,6 +86,7 @@ class Engine:
         self._maker = SegmentMaker(
             self.source, self.n_layers, self.cuts, settings, cache_dir, owns_path=owns_path
         )
+        self._footprint = Footprint(self.source, self.name, self.n_layers, settings)
         self.slots = Slots(settings.n_slots)
         self.prefixes = PrefixCache(settings, self.slots)
         self.journals = Journals(settings.journal_max_bytes)
@@ -114,7 +115,7 @@ class Engine:
     @property
     def weights_bytes(self) -> int:
         """Pages that several segments have count once."""
-        return sum(segment.weights_bytes for segment in _weighing([*self._segments, *self._retired]))
+        return sum(segment.weights_bytes for segment in weighing(self._open))
 
     def template(self, source: str = "") -> ChatTemplate:
         """The model's own chat template, or `source`. Raises CallError bad_template."""
@@ -164,41 +165,16 @@ class Engine:
         yield from self._settling()
 
     def _refuse_what_does_not_fit(self, missing: list[Range]) -> None:
-        self._refuse_pieces_that_do_not_fit(self.cuts.pieces(missing))
-
-    def _refuse_pieces_that_do_not_fit(
-        self, pieces: Sequence[Range], leaving: Sequence[Segment] = ()
-    ) -> None:
-        """Raises CallError out_of_memory. `leaving`: segments that are closed before these are opened."""
-        needed = predict(self.source, self.n_layers, pieces, self.settings)
-        self._refuse(needed, pieces, leaving)
-
-    def _refuse_parts_that_do_not_fit(
-        self, pieces: Sequence[Range], cut: Sequence[Segment], leaving: Sequence[Segment]
-    ) -> None:
-        """The same of parts of segments: pages of one that stays are there already."""
-        needed = predict(self.source, self.n_layers, pieces, self.settings)
-        staying = [segment for segment in cut if segment not in leaving and self._maker.shares(segment)]
-        more = [piece for piece in pieces if _around(piece, cut) not in staying]
-        weights_bytes = predict(self.source, self.n_layers, more, self.settings).weights_bytes
-        self._refuse(replace(needed, weights_bytes=weights_bytes), pieces, leaving)
-
-    def _refuse(self, needed: Memory, pieces: Sequence[Range], leaving: Sequence[Segment]) -> None:
-        what = f"layers {join(merge(pieces))} of {self.name}"
-        refuse_beside(needed, what, self.memory, self._memory_of(leaving), self.settings)
+        self._footprint.refuse(self.cuts.pieces(missing), self._open)
 
     @property
     def memory(self) -> Memory:
         """What the segments take, as predicted."""
-        return self._memory_of([*self._segments, *self._retired])
+        return self._footprint.of(self._open)
 
-    def _memory_of(self, segments: Sequence[Segment]) -> Memory:
-        weights_bytes = self._predict(_weighing(segments)).weights_bytes
-        return replace(self._predict(segments), weights_bytes=weights_bytes)
-
-    def _predict(self, segments: Sequence[Segment]) -> Memory:
-        pieces = [(segment.start, segment.end) for segment in segments]
-        return predict(self.source, self.n_layers, pieces, self.settings)
+    @property
+    def _open(self) -> list[Segment]:
+        return [*self._segments, *self._retired]
 
     def unload(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
         """`unloading`, at once."""
@@ -214,11 +190,11 @@ class Engine:
         remaining = subtract(self._held, [(start, end)])
         for piece in remaining:
             self.cuts.check(*piece)
-        affected = [s for s in (*self._segments, *self._retired) if s.start < end and start < s.end]
+        affected = [s for s in self._open if s.start < end and start < s.end]
         pieces = subtract([(s.start, s.end) for s in affected if s in self._segments], [(start, end)])
         done_bytes = sum(segment.weights_bytes for segment in affected)
         again = self.cuts.pieces(pieces)
-        total_bytes = done_bytes + predict(self.source, self.n_layers, again, self.settings).weights_bytes
+        total_bytes = done_bytes + self._footprint.predicted(again).weights_bytes
         tell = progress or (lambda done, total: None)
         self._held = remaining
         yield from self._closing(affected)
@@ -368,13 +344,13 @@ class Engine:
         """Free the request's rows from `length` on in every segment; it keeps its slot and its segments."""
         slot = self.slots.get(request_id)
         if slot is not None:
-            for segment in (*self._segments, *self._retired):
+            for segment in self._open:
                 segment.truncate(slot, length)
 
     def release_if_empty(self, request_id: str) -> None:
         """Free the slot of a request that has no rows anywhere: one whose first forward was refused."""
         slot = self.slots.get(request_id)
-        if slot is None or not any(segment.lengths[slot] for segment in (*self._segments, *self._retired)):
+        if slot is None or not any(segment.lengths[slot] for segment in self._open):
             self.release(request_id)
 
     def check(self, route: Route, spans: Sequence[Span]) -> None:
@@ -451,13 +427,14 @@ class Engine:
                 if find_path(staying, *piece) is None and piece not in missing:
                     missing.append(piece)
         idle = [segment for segment in cut if not segment.n_rows]
-        self._refuse_parts_that_do_not_fit(missing, cut, idle)
+        sharing = [segment for segment in cut if segment not in idle and self._maker.shares(segment)]
+        self._footprint.refuse(missing, self._open, idle, sharing)
         self.prefixes.clear()
         self._retired += [segment for segment in cut if segment not in idle]
         self._segments = staying
         yield from self._closing(idle)
         for piece in missing:
-            segment = yield partial(self._maker.open, *piece, within=_around(piece, cut))
+            segment = yield partial(self._maker.open, *piece, within=around(piece, cut))
             self._segments.append(segment)
         yield from self._settling()
 
@@ -471,7 +448,7 @@ class Engine:
             if len(self._segments) + n_more <= n_max:
                 return
             self.prefixes.clear()
-            pair = self._unused_neighbours(start, end)
+            pair = self.cuts.unused_neighbours(self._segments, (start, end))
             if pair is None:
                 raise CallError(
                     "no_room",
@@ -482,18 +459,6 @@ class Engine:
             yield from self._closing([first, second])
             joined = yield partial(self._maker.open, first.start, second.end, within=within)
             self._segments.append(joined)
-
-    def _unused_neighbours(self, start: int, end: int) -> tuple[Segment, Segment] | None:
-        """Parts of one file that need not be two for the cuts at `start` and `end`."""
-        idle = sorted((s for s in self._segments if not s.n_rows), key=lambda s: s.start)
-        pairs = [
-            (first, second)
-            for first, second in pairwise(idle)
-            if first.end == second.start not in (start, end)
-            and (first.path, first.file_layers) == (second.path, second.file_layers)
-            and self.cuts.pieces([(first.start, second.end)]) == [(first.start, second.end)]
-        ]
-        return min(pairs, key=lambda pair: max(segment.n_route for segment in pair), default=None)
 
     def _settling(self) -> Operation[None]:
         running = [*self._segments, *(each for each in self._retired if self._maker.maps_source(each))]
@@ -521,23 +486,9 @@ class Engine:
         self._retired = [segment for segment in self._retired if not segment.is_closed]
 
     def close(self) -> None:
-        complete(self._closing([*self._segments, *self._retired]))
+        complete(self._closing(self._open))
         self.vocabulary.grammars.close()
         self._vocabulary_model.close()
-
-
-def _around(piece: Range, segments: Sequence[Segment]) -> Segment:
-    return next(each for each in segments if each.start <= piece[0] and piece[1] <= each.end)
-
-
-def _weighing(segments: Sequence[Segment]) -> list[Segment]:
-    """Those whose weights are not pages of another one's, too."""
-    found: list[Segment] = []
-    for each in sorted(segments, key=lambda segment: segment.start - segment.end):
-        others = [other for other in found if other.is_shared and other.path == each.path]
-        if not each.is_shared or not any(o.start <= each.start and each.end <= o.end for o in others):
-            found.append(each)
-    return found
 
 
 def _with(span: Span, data: np.ndarray) -> Span:
