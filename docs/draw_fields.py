@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 from swarmllm.api.anthropic.messages import MessagesRequest  # noqa: E402
 from swarmllm.api.http.fields import members  # noqa: E402
+from swarmllm.api.llamacpp import NativeCompletion  # noqa: E402
 from swarmllm.api.ollama.endpoints import (  # noqa: E402
     EMPTY_IN_GENERATE,
     NEVER_TRUE,
@@ -33,6 +34,7 @@ BODIES: tuple[tuple[str, type, Collection[str]], ...] = (
     ("`/v1/completions`", CompletionRequest, completions.NEUTRAL),
     ("`/v1/responses`", ResponsesRequest, responses_request.NEUTRAL),
     ("`/v1/embeddings`", EmbeddingRequest, ()),
+    ("`/completion`", NativeCompletion, ()),
     ("`/v1/messages`", MessagesRequest, ()),
     ("`/api/chat`", OllamaChat, NEVER_TRUE),
     ("`/api/generate`", OllamaGenerate, (*NEVER_TRUE, *EMPTY_IN_GENERATE)),
@@ -73,8 +75,7 @@ def table() -> str:
         shown = "all" if len(endpoints) == len(BODIES) else ", ".join(endpoints)
         rows.setdefault((shown, what), []).append(f"`{place}`")
     lines = ["| field | endpoint | what happens |", "|---|---|---|"]
-    order = {shown: i for i, shown in enumerate(dict.fromkeys(shown for shown, _ in rows))}
-    for (shown, what), places in sorted(rows.items(), key=lambda row: (row[0][1], order[row[0][0]])):
+    for (shown, what), places in sorted(rows.items(), key=lambda row: (row[0][1], row[0][0])):
         lines.append(f"| {', '.join(sorted(places))} | {shown} | {what} |")
     return "\n".join(lines)
 

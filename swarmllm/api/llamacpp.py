@@ -1,23 +1,47 @@
-"""What llama.cpp's server offers around text: /tokenize, /detokenize, /apply-template, /props.
+"""What llama.cpp's server offers: /completion, /tokenize, /detokenize, /apply-template, /props, /slots.
 
 That server has one model; here each takes a `model`, which may be left out while only one can answer.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import replace
+from typing import Annotated, Any
 
 from msgspec import Meta
 from quart import Blueprint, Response, request
 
 from swarmllm import __version__
-from swarmllm.api.http.context import current_config, current_node, model_or_only_one
+from swarmllm.api.http.context import current_config, current_node, model_or_only_one, session_of
+from swarmllm.api.http.errors import error_object
 from swarmllm.api.http.fields import read_request
-from swarmllm.api.openai.chat_reply import encode
-from swarmllm.api.openai.chat_request import chat_call
-from swarmllm.api.openai.schema import Body, ChatRequest, Message, ModelName, Text, Tool
-from swarmllm.api.output.presets import call_with_preset
-from swarmllm.errors import InvalidRequest, ModelNotFound
+from swarmllm.api.openai.chat import completions as chat_completions
+from swarmllm.api.openai.chat import models
+from swarmllm.api.openai.chat_reply import WAITING, encode
+from swarmllm.api.openai.chat_request import chat_call, json_schema, limit_of
+from swarmllm.api.openai.completions import prompts_of
+from swarmllm.api.openai.embeddings import embed
+from swarmllm.api.openai.responses import respond
+from swarmllm.api.openai.schema import (
+    Body,
+    ChatRequest,
+    Json,
+    JsonSchemaFormat,
+    Message,
+    ModelName,
+    NamedSchema,
+    SamplingFields,
+    SessionName,
+    Text,
+    Tool,
+)
+from swarmllm.api.output.feed import Passage
+from swarmllm.api.output.presets import call_with_preset, preset_of, sampling_with
+from swarmllm.api.output.response import EVENT_STREAM, Ask, answer
+from swarmllm.api.output.sampling import sampling_of
+from swarmllm.api.output.swarm_report import llamacpp_timings, swarm_object
+from swarmllm.errors import InvalidRequest, ModelNotFound, SwarmLLMError
+from swarmllm.pipeline.origin.generation import Generation
 from swarmllm_proto.ipc import Sampling
 
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=2**20)]
@@ -48,7 +72,109 @@ class TemplateRequest(Body, frozen=True):
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
 
 
+class NativeCompletion(SamplingFields, frozen=True, kw_only=True):
+    """POST /completion. None everywhere means what absence means."""
+
+    ignored = SamplingFields.ignored | {"user"}
+    refused = (SamplingFields.refused - {"n_predict", "json_schema"}) | {
+        *("n_probs", "n_indent", "image_data", "post_sampling_probs", "n_keep", "response_fields"),
+    }
+
+    model: ModelName = ""
+    """"": the only one that can answer."""
+    prompt: Text | Annotated[list[Any], Meta(min_length=1, max_length=2**20)]
+    """A text, or token ids."""
+    n_predict: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    """-1: until the context is full."""
+    max_tokens: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    """The same."""
+    stream: bool | None = None
+    json_schema: Json | None = None
+    session_id: SessionName | None = None
+
+
+class NativeReply:
+    """An answer in llama.cpp's own words."""
+
+    stream_type = EVENT_STREAM
+
+    def __init__(self, model: str, prompt: str) -> None:
+        self._head: Json = {"index": 0, "model": model}
+        self._prompt = prompt
+
+    def full(self, passage: Passage, generation: Generation) -> bytes:
+        return encode(self._end(passage.text, generation))
+
+    def first(self, generation: Generation | None) -> bytes:
+        return b""
+
+    def text(self, passage: Passage) -> bytes:
+        return self._event(self._head | {"content": passage.text, "tokens": [], "stop": False})
+
+    def waiting(self) -> bytes:
+        return WAITING
+
+    def last(self, generation: Generation) -> bytes:
+        return self._event(self._end("", generation))
+
+    def error(self, error: SwarmLLMError) -> bytes:
+        return self._event({"error": error_object(error)})
+
+    def _end(self, text: str, generation: Generation) -> Json:
+        by_word = generation.stop_sequence is not None
+        by_limit = generation.finish_reason == "length"
+        return self._head | {
+            "content": text,
+            "tokens": [],
+            "stop": True,
+            "prompt": self._prompt,
+            "stop_type": "word" if by_word else "limit" if by_limit else "eos",
+            "stopping_word": generation.stop_sequence or "",
+            "tokens_predicted": generation.n_generated,
+            "tokens_evaluated": generation.n_prompt_tokens,
+            "tokens_cached": generation.n_prompt_tokens + generation.n_generated,
+            "truncated": False,
+            "timings": llamacpp_timings(generation),
+            "swarm": swarm_object(generation),
+        }
+
+    @staticmethod
+    def _event(fields: Json) -> bytes:
+        return b"data: " + encode(fields) + b"\n\n"
+
+
 text_tools = Blueprint("text_tools", __name__)
+
+# The same without /v1, as that server has them.
+text_tools.post("/chat/completions")(chat_completions)
+text_tools.get("/models")(models)
+text_tools.post("/embeddings")(embed)
+text_tools.post("/responses")(respond)
+
+
+@text_tools.post("/completion")
+@text_tools.post("/completions")
+async def completion() -> Response:
+    body = await read_request(NativeCompletion)
+    prompt, *others = prompts_of(body.prompt)
+    if others:
+        raise InvalidRequest("one prompt at a time here; /v1/completions takes several.", field="prompt")
+    if body.n_predict is not None and body.max_tokens is not None and body.n_predict != body.max_tokens:
+        raise InvalidRequest("n_predict and max_tokens disagree; send one.", field="n_predict")
+    limit = body.max_tokens if body.n_predict is None else body.n_predict
+    if limit == 0:
+        raise InvalidRequest("has to be 1 or more, or -1 for no limit.", field="n_predict")
+    if body.json_schema and body.grammar:
+        raise InvalidRequest("grammar and json_schema exclude each other; send one.", field="grammar")
+    preset = await preset_of(body.model)
+    wanted = NamedSchema(schema=body.json_schema) if body.json_schema else None
+    schema_text = json_schema(JsonSchemaFormat(json_schema=wanted)) if wanted else ""
+    sampling = sampling_of(sampling_with(preset, body), json_schema=schema_text)
+    if session := session_of(body.session_id):
+        prompt = replace(prompt, session=session)
+    ask = Ask(body.model, prompt, sampling, limit_of(limit) if limit is not None else preset.max_tokens)
+    reply = NativeReply(body.model, prompt.text or "")
+    return await answer(ask, reply, stream=bool(body.stream))
 
 
 @text_tools.post("/tokenize")

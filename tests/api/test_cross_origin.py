@@ -322,3 +322,26 @@ async def test_reading_changes_nothing(tmp_path: Path) -> None:
             for method in ("GET", "HEAD"):
                 assert (await stand.http.request(method, path)).status_code in (404, 405)
         assert list(stand.pool.models().values()) == [(LayerRange(0, 12),)]
+
+
+async def test_a_page_of_this_machine_is_let_in_by_name(tmp_path: Path) -> None:
+    page = "http://localhost:3000"
+    preflight = {
+        "Origin": page,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type, authorization",
+    }
+    async with serve_node(tmp_path / "a") as stand:
+        refused = await stand.http.options(CHAT, headers=preflight)
+        assert refused.status_code == 403
+        assert "add the origin to api.allowed_origins" in refused.json()["error"]["message"]
+    config = Config(api=ApiTable(port=0, allowed_origins=(page,)))
+    async with serve_node(tmp_path / "b", config=config) as stand:
+        answer = await stand.http.options(CHAT, headers=preflight)
+        assert answer.status_code == 204
+        assert answer.headers["Access-Control-Allow-Origin"] == page
+        assert answer.headers["Access-Control-Allow-Headers"] == "content-type, authorization"
+        asked = {"model": "guide", "messages": [{"role": "user", "content": "hi"}], "unknown": 1}
+        told = await stand.http.post(CHAT, json=asked, headers={"Origin": page})
+        assert (told.status_code, told.headers["x-swarm-ignored"]) == (200, "unknown")
+        assert "x-swarm-ignored" in told.headers["Access-Control-Expose-Headers"]

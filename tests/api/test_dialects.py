@@ -143,3 +143,29 @@ async def test_a_stop_string_is_a_stop_to_the_other_dialects(tmp_path: Path) -> 
         assert (await ollama_lines(stand))[-1]["done_reason"] == "stop"
         answer = await stand.http.post("/v1/chat/completions", json=CHAT)
         assert answer.json()["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_errors_below_ollamas_paths_are_strings(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        for method, path, headers in (
+            ("GET", "/api/chat", {}),
+            ("POST", "/api/push", {}),
+            ("POST", "/api/chat", {"Host": "evil.example"}),
+            ("POST", "/api/blobs", {"Origin": "http://evil.example"}),
+        ):
+            answer = await stand.http.request(method, path, json={}, headers=headers)
+            assert answer.status_code in (403, 404, 405)
+            assert isinstance(answer.json()["error"], str)
+        assert (await stand.http.get("/api/admin/nothing")).json()["error"]["code"] == "not_found"
+
+
+async def test_anthropics_usage_tells_what_was_kept(tmp_path: Path) -> None:
+    body = {"model": "guide", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    async with serve_node(tmp_path) as stand:
+        usage = (await stand.http.post("/v1/messages", json=body)).json()["usage"]
+    assert usage == {
+        "input_tokens": 3,
+        "cache_read_input_tokens": 4,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": 3,
+    }

@@ -188,7 +188,7 @@ async def test_refusals_name_the_field(tmp_path: Path, body: dict[str, Any], sta
 
 def test_the_oldest_make_room_and_nobody_sees_what_another_asked() -> None:
     store = ResponseStore(responses_max=3, bytes_max=4000)
-    small = len(msgspec.json.encode([{"id": "r0"}, [UserMessage(content="x" * 10)]]))
+    small = len(msgspec.json.encode([{"id": "r0"}, [UserMessage(content="x" * 10)], None]))
     for i in range(5):
         store.keep({"id": f"r{i}"}, [UserMessage(content="x" * 10)], "mine")
     assert (len(store), store.n_bytes) == (3, 3 * small)
@@ -201,3 +201,20 @@ def test_the_oldest_make_room_and_nobody_sees_what_another_asked() -> None:
     assert store.find("large", "mine", field="x")
     store.delete("large", "mine", field="x")
     assert (len(store), store.n_bytes) == (0, 0)
+
+
+async def test_the_items_of_a_request_are_kept_with_its_answer(tmp_path: Path) -> None:
+    said = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+    ]
+    async with serve_node(tmp_path) as stand:
+        for asked, texts in (("hello", ["hello"]), (said, ["three", "two", "one"])):
+            kept = (await stand.http.post(PATH, json={"model": "guide", "input": asked})).json()["id"]
+            listed = (await stand.http.get(f"{PATH}/{kept}/input_items")).json()
+            assert [item["content"][0]["text"] for item in listed["data"]] == texts
+            assert listed["first_id"] == listed["data"][0]["id"] != listed["has_more"]
+            assert len({item["id"] for item in listed["data"]}) == len(texts)
+        gone = await stand.http.get(f"{PATH}/resp_none/input_items")
+        assert (gone.status_code, gone.json()["error"]["param"]) == (404, "response_id")

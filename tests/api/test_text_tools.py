@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import trio
@@ -77,3 +78,69 @@ async def test_slots_tell_who_is_served_and_never_what_was_said(tmp_path: Path) 
     assert (first["is_processing"], first["model"], first["state"]) == (True, "guide", "decode")
     assert [slot["is_processing"] for slot in others] == [False, False]
     assert "secret" not in answer.text
+
+
+async def test_completion_answers_in_llama_cpps_words(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        for path in ("/completion", "/completions"):
+            answer = (await stand.http.post(path, json={"prompt": "Once", "n_predict": -1})).json()
+            assert (answer["content"], answer["stop"], answer["stop_type"]) == ("Hello there.", True, "eos")
+            assert (answer["tokens_predicted"], answer["tokens_evaluated"]) == (3, 7)
+            assert {"prompt_n": 3, "cache_n": 4, "predicted_n": 3, "predicted_ms": 500.0}.items() <= (
+                answer["timings"].items()
+            )
+        (call, _) = stand.pipelines.calls
+        assert call.prompt.text == "Once"
+        stand.pipelines.script = Script(finish_reason="length")
+        streamed = (await stand.http.post("/completion", json={"prompt": [1, 72], "stream": True})).text
+        events = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n") if line]
+        assert "".join(event["content"] for event in events) == "Hello there."
+        assert [event["stop"] for event in events].count(True) == 1
+        assert events[-1]["stop_type"] == "limit"
+        stand.pipelines.script = Script(stop_sequence="x")
+        stopped = (await stand.http.post("/completion", json={"prompt": "Once"})).json()
+        assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", "x")
+
+
+async def test_completion_refuses_by_name(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        for fields, name in (
+            ({"prompt": ["a", "b"]}, "prompt"),
+            ({"n_predict": 0}, "n_predict"),
+            ({"n_predict": 1, "max_tokens": 2}, "n_predict"),
+            ({"n_probs": 3}, "n_probs"),
+            ({"grammar": "root ::= x", "json_schema": {"type": "object"}}, "grammar"),
+        ):
+            assert await refusal(stand, "/completion", {"prompt": "a", **fields}) == (400, name)
+
+
+async def test_paths_without_v1_and_requests_without_a_model(tmp_path: Path) -> None:
+    asked: dict[str, dict[str, object]] = {
+        "/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+        "/responses": {"input": "hi"},
+        "/embeddings": {"input": "hi"},
+    }
+    async with serve_node(tmp_path) as stand:
+        assert await refusal(stand, "/v1/chat/completions", asked["/chat/completions"]) == (400, "model")
+        await stand.load_guide()
+        for path, body in asked.items():
+            for prefix in ("", "/v1"):
+                answer = await stand.http.post(prefix + path, json=body)
+                assert (answer.status_code, answer.json()["model"]) == (200, "guide")
+        assert (await stand.http.get("/models")).json() == (await stand.http.get("/v1/models")).json()
+
+
+async def test_answers_have_timings_and_a_fingerprint(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        for path, body in {
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+            "/v1/completions": {"prompt": "hi"},
+        }.items():
+            whole = (await stand.http.post(path, json={"model": "guide"} | body)).json()
+            assert whole["system_fingerprint"].startswith("swarmllm-")
+            assert whole["timings"]["predicted_per_second"] == 6.0
+            streamed = await stand.http.post(path, json={"model": "guide", "stream": True} | body)
+            last = json.loads(streamed.text.split("\n\n")[-3].removeprefix("data: "))
+            assert last["timings"] == whole["timings"]

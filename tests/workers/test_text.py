@@ -181,6 +181,39 @@ def test_what_templates_mark_as_generated_is_rendered_as_it_is() -> None:
         render("{% generation %}never ended", messages)
 
 
+def tool(**fields: object) -> dict[str, object]:
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}}}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters, **fields}}
+
+
+def test_tools_without_a_description_are_rendered() -> None:
+    source = "{% for t in tools %}{{ t.function.name + ':' + t.function.description }}{% endfor %}"
+    assert render(source, tools=[tool()]) == "f:"
+    assert render(source, tools=[tool(description="d")]) == "f:d"
+    described = (
+        "{% for name, p in tools[0].function.parameters.properties.items() %}"
+        "{{ name + p.description }}{% endfor %}"
+    )
+    assert render(described, tools=[tool()]) == "a"
+    # A template that needs none sees none.
+    assert "description" not in render("{{ tools | tojson }}", tools=[tool()])
+    assert render("{% for t in tools %}x{% endfor %}.") == "."
+
+
+def test_the_date_is_there_for_templates_that_need_it() -> None:
+    default = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+    assert render(default + "{{ '' + date_string }}") == "26 Jul 2024"
+    assert len(render("{{ '' + date_string }}")) == len("26 Jul 2024")
+
+
+def test_firefunctions_names_are_there() -> None:
+    source = "{{ '' + functions }}|{{ 'Today is ' + datetime }}"
+    functions, _, date = render(source, tools=[tool(description="d")]).partition("|")
+    assert '"name": "f"' in functions
+    assert date.startswith("Today is ")
+    assert render(source).startswith("|Today is ")
+
+
 def test_model_without_template_speaks_chatml() -> None:
     messages: list[dict[str, object]] = [{"role": "system", "content": "S"}, *USER]
     assert render("", messages) == (

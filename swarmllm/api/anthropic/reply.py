@@ -68,7 +68,7 @@ class AnthropicReply:
         return encode(self._message(blocks) | end | {"swarm": swarm_object(generation)})
 
     def first(self, generation: Generation | None) -> bytes:
-        usage = {"input_tokens": generation.n_prompt_tokens if generation else 0, "output_tokens": 0}
+        usage = _usage(generation) if generation else {"input_tokens": 0, "output_tokens": 0}
         return _event("message_start", {"message": self._message([]) | {"usage": usage}})
 
     def text(self, passage: Passage) -> bytes:
@@ -152,7 +152,13 @@ def _tool_use(call: FoundCall) -> Json:
 
 
 def _usage(generation: Generation) -> Json:
-    return {"input_tokens": generation.n_prompt_tokens, "output_tokens": generation.n_generated}
+    """What was kept of earlier prompts is not among the `input_tokens`."""
+    return {
+        "input_tokens": generation.n_prompt_tokens - generation.n_cached_tokens,
+        "cache_read_input_tokens": generation.n_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": generation.n_generated,
+    }
 
 
 def _event(kind: str, fields: Json) -> bytes:

@@ -14,7 +14,13 @@ from swarmllm.api.admin.progress import Works
 from swarmllm.api.anthropic.messages import anthropic
 from swarmllm.api.http.auth import Authenticator, Origins, check_admin_type, check_host, check_upgrade
 from swarmllm.api.http.context import NODE, WORKS, current_node
-from swarmllm.api.http.errors import as_swarmllm_error, error_response, http_error_response, log_unexpected
+from swarmllm.api.http.errors import (
+    as_swarmllm_error,
+    error_response,
+    failure_response,
+    http_error_response,
+    log_unexpected,
+)
 from swarmllm.api.http.fields import HEADER as IGNORED_HEADER
 from swarmllm.api.http.fields import ignored_header
 from swarmllm.api.http.openapi import openapi
@@ -66,6 +72,11 @@ class App(QuartTrio):
         log_unexpected(exception_info[1])
 
 
+def is_ollamas(path: str) -> bool:
+    """Whether a path belongs to Ollama's API, also one that is not there: errors are strings in that."""
+    return path.startswith("/api/") and not path.startswith(("/api/admin", "/api/events"))
+
+
 def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     """`keys` None: nobody is asked for a key."""
     app = App("swarmllm", static_folder=None)
@@ -110,10 +121,16 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
 
     @app.errorhandler(HTTPException)
     async def framework_error(error: HTTPException) -> Response:
-        return http_error_response(error)
+        response = http_error_response(error)
+        if is_ollamas(request.path):
+            response.set_data(encode({"error": f"{request.method} {request.path}: {error.name}."}))
+        return response
 
     @app.errorhandler(Exception)
     async def any_error(error: Exception) -> Response:
-        return error_response(as_swarmllm_error(error))
+        failure = as_swarmllm_error(error)
+        if is_ollamas(request.path):
+            return failure_response(failure, encode({"error": failure.message}))
+        return error_response(failure)
 
     return app

@@ -133,8 +133,8 @@ class Origins:
         if origin is None or origin.lower() in own or self.lets_in(origin, path):
             return
         raise Forbidden(
-            f"Pages of {origin[:100]!r} are not let in; api.allowed_origins names sites whose pages may use "
-            "the models.",
+            f"Pages of {origin[:100]!r} are not let in; add the origin to api.allowed_origins in the "
+            "configuration to let them use the models.",
             field="Origin",
         )
 

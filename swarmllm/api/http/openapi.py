@@ -17,7 +17,7 @@ from quart import Blueprint, Response
 
 from swarmllm import __version__
 from swarmllm.api.anthropic.messages import CountRequest, MessagesRequest
-from swarmllm.api.llamacpp import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from swarmllm.api.llamacpp import DetokenizeRequest, NativeCompletion, TemplateRequest, TokenizeRequest
 from swarmllm.api.ollama.endpoints import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate
 from swarmllm.api.ollama.managing import OllamaCopy, OllamaCreate, OllamaDelete, OllamaShow
 from swarmllm.api.openai.chat_reply import encode
@@ -62,6 +62,7 @@ OPERATIONS = (
     Operation("post", "/v1/completions", "Continue a text", CompletionRequest, (JSON, EVENTS)),
     Operation("post", "/v1/responses", "Answer a list of items", ResponsesRequest, (JSON, EVENTS)),
     Operation("get", "/v1/responses/{response_id}", "An answer that is still kept"),
+    Operation("get", "/v1/responses/{response_id}/input_items", "What it was asked"),
     Operation("delete", "/v1/responses/{response_id}", "Forget it"),
     Operation("post", "/v1/embeddings", "Turn texts into vectors", EmbeddingRequest),
     Operation("get", "/v1/models", "The models this node has a file of"),
@@ -79,6 +80,12 @@ OPERATIONS = (
     Operation("post", "/api/create", "A further name with a preset (Ollama)", OllamaCreate, (LINES, JSON)),
     Operation("delete", "/api/delete", "Forget a model, or one of its names (Ollama)", OllamaDelete),
     Operation("get", "/api/version", "The version of Ollama whose API this is"),
+    Operation("post", "/completion", "Continue a text (llama.cpp)", NativeCompletion, (JSON, EVENTS)),
+    Operation("post", "/completions", "The same", NativeCompletion, (JSON, EVENTS)),
+    Operation("post", "/chat/completions", "As with /v1", ChatRequest, (JSON, EVENTS)),
+    Operation("get", "/models", "As with /v1"),
+    Operation("post", "/embeddings", "As with /v1", EmbeddingRequest),
+    Operation("post", "/responses", "As with /v1", ResponsesRequest, (JSON, EVENTS)),
     Operation("post", "/tokenize", "Text to token ids", TokenizeRequest),
     Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest),
     Operation("post", "/apply-template", "A conversation as the model reads it", TemplateRequest),

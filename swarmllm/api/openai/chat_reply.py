@@ -16,7 +16,7 @@ from swarmllm.api.output.choices import usage
 from swarmllm.api.output.feed import Passage
 from swarmllm.api.output.output_parser import Item, OutputParser, Thought
 from swarmllm.api.output.response import EVENT_STREAM
-from swarmllm.api.output.swarm_report import swarm_object
+from swarmllm.api.output.swarm_report import FINGERPRINT, llamacpp_timings, swarm_object
 from swarmllm.api.output.tool_calls import FoundCall
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.origin.generation import Generation
@@ -46,6 +46,7 @@ class ChatReply:
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": FINGERPRINT,
         }
         self._index = index
         self._untold: list[Json] = []
@@ -76,7 +77,7 @@ class ChatReply:
 
     def body(self, choices: list[Json], usage: Json, generation: Generation) -> bytes:
         body = self.head | {"object": "chat.completion", "choices": choices, "usage": usage}
-        return encode(body | {"swarm": swarm_object(generation)})
+        return encode(body | {"timings": llamacpp_timings(generation), "swarm": swarm_object(generation)})
 
     @property
     def stream_type(self) -> str:
@@ -99,7 +100,8 @@ class ChatReply:
     def finish(self, generation: Generation) -> bytes:
         """What was held back, the finish chunk."""
         chunks = [self._found(item) for item in self._spoken.finish()]
-        chunks.append(self._chunk({}, self._finish_reason(generation), {"swarm": swarm_object(generation)}))
+        told: Json = {"timings": llamacpp_timings(generation), "swarm": swarm_object(generation)}
+        chunks.append(self._chunk({}, self._finish_reason(generation), told))
         return b"".join(chunks)
 
     def end(self, usage: Json) -> bytes:

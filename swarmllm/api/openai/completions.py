@@ -32,7 +32,7 @@ from swarmllm.api.output.feed import Passage
 from swarmllm.api.output.presets import preset_of, sampling_with
 from swarmllm.api.output.response import EVENT_STREAM, Ask
 from swarmllm.api.output.sampling import sampling_of
-from swarmllm.api.output.swarm_report import swarm_object
+from swarmllm.api.output.swarm_report import FINGERPRINT, llamacpp_timings, swarm_object
 from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.pipeline.origin.generation import Generation, Prompt
 from swarmllm_proto.ipc import TokenLogprob
@@ -135,6 +135,7 @@ class CompletionReply:
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": FINGERPRINT,
         }
         self._index = index
         self._echo = echo
@@ -155,7 +156,7 @@ class CompletionReply:
 
     def body(self, choices: list[Json], usage: Json, generation: Generation) -> bytes:
         body = self.head | {"choices": choices, "usage": usage}
-        return encode(body | {"swarm": swarm_object(generation)})
+        return encode(body | {"timings": llamacpp_timings(generation), "swarm": swarm_object(generation)})
 
     def first(self, generation: Generation | None) -> bytes:
         return self.text(Passage(self._echo)) if self._echo else b""
@@ -171,7 +172,8 @@ class CompletionReply:
 
     def finish(self, generation: Generation) -> bytes:
         choice = self._choice(Passage(""), _finish_reason(generation))
-        return self._event({"choices": [choice], "swarm": swarm_object(generation)})
+        told: Json = {"timings": llamacpp_timings(generation), "swarm": swarm_object(generation)}
+        return self._event({"choices": [choice]} | told)
 
     def end(self, usage: Json) -> bytes:
         return (self._event({"choices": [], "usage": usage}) if self._include_usage else b"") + DONE

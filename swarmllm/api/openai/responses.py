@@ -19,7 +19,13 @@ from swarmllm.api.http.fields import read_request
 from swarmllm.api.openai import schema
 from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.responses_reply import ResponsesReply
-from swarmllm.api.openai.responses_request import Item, ResponsesRequest, messages_of, responses_call
+from swarmllm.api.openai.responses_request import (
+    Item,
+    ResponsesRequest,
+    TextItem,
+    messages_of,
+    responses_call,
+)
 from swarmllm.api.openai.schema import Json, Message
 from swarmllm.api.output.output_parser import prepare
 from swarmllm.api.output.response import answer
@@ -43,6 +49,8 @@ class Stored:
     owner: str
     """Id of the key that asked, "" where none is needed."""
     n_bytes: int
+    items: list[Json]
+    """What the request said, as OpenAI's items."""
 
 
 class ResponseStore:
@@ -55,11 +63,13 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._stored)
 
-    def keep(self, response: Json, messages: list[Message], owner: str) -> None:
-        n_bytes = len(msgspec.json.encode([response, messages]))
+    def keep(
+        self, response: Json, messages: list[Message], owner: str, items: list[Json] | None = None
+    ) -> None:
+        n_bytes = len(msgspec.json.encode([response, messages, items]))
         if n_bytes > self._bytes_max:
             return
-        self._stored[str(response["id"])] = Stored(response, messages, owner, n_bytes)
+        self._stored[str(response["id"])] = Stored(response, messages, owner, n_bytes, items or [])
         self.n_bytes += n_bytes
         while self.n_bytes > self._bytes_max or len(self._stored) > self._responses_max:
             _, oldest = self._stored.popitem(last=False)
@@ -101,7 +111,8 @@ async def respond() -> Response:
 
     def keep(response: Json) -> None:
         if body.store is not False:
-            store.keep(response, [*earlier, *added, *_answered(response)], owner)
+            conversation = [*earlier, *added, *_answered(response)]
+            store.keep(response, conversation, owner, _input_items(str(response["id"]), body.input))
 
     return await answer(ask, ResponsesReply(body, spoken, keep), stream=bool(body.stream))
 
@@ -109,6 +120,14 @@ async def respond() -> Response:
 @responses.get("/responses/<response_id>")
 async def retrieve(response_id: str) -> Response:
     return _json(_store().find(response_id, current_caller().key_id, field="response_id").response)
+
+
+@responses.get("/responses/<response_id>/input_items")
+async def input_items(response_id: str) -> Response:
+    """All of them, the latest first, as OpenAI orders them; there are no pages."""
+    items = _store().find(response_id, current_caller().key_id, field="response_id").items[::-1]
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
+    return _json({"object": "list", "data": items, "has_more": False} | ends)
 
 
 @responses.delete("/responses/<response_id>")
@@ -127,6 +146,20 @@ async def refused(error: InvalidRequest) -> Response:
 def _answered(response: Json) -> list[schema.Message]:
     """The answer as the next turn tells it."""
     return messages_of(msgspec.convert(response["output"], list[Item]))
+
+
+def _input_items(response_id: str, asked: str | list[Item]) -> list[Json]:
+    """`input` as items with ids of their own."""
+    if isinstance(asked, str):
+        asked = [Item(role="user", content=[TextItem("input_text", asked)])]
+    items: list[Json] = []
+    for i, item in enumerate(asked):
+        told: Json = {name: value for name, value in msgspec.to_builtins(item).items() if value is not None}
+        if isinstance(item.content, str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            told["content"] = [{"type": kind, "text": item.content}]
+        items.append({"id": f"item_{response_id.removeprefix('resp_')}_{i}", "status": "completed"} | told)
+    return items
 
 
 def _store() -> ResponseStore:

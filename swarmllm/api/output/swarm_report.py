@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from swarmllm import __version__
 from swarmllm.node.embeddings import Embedded
 from swarmllm.pipeline.origin.generation import Generation, StageReport
 from swarmllm_proto.identifiers import NodeId
@@ -26,6 +27,29 @@ def swarm_object(generation: Generation) -> Json:
         "recovery_ms": milliseconds(generation.recovery_s),
         "decode_tokens_per_s": None if tokens_per_s is None else round(tokens_per_s, 1),
     }
+
+
+FINGERPRINT = f"swarmllm-{__version__}"
+"""OpenAI's `system_fingerprint`."""
+
+
+def llamacpp_timings(generation: Generation) -> Json:
+    """llama.cpp's `timings`."""
+    timings = generation.timings
+    n_prompt = generation.n_prompt_tokens - generation.n_cached_tokens
+    timed = {
+        "prompt": (n_prompt, timings.prefill_s),
+        "predicted": (generation.n_generated, timings.decode_s),
+    }
+    told: Json = {"cache_n": generation.n_cached_tokens}
+    for name, (n_tokens, seconds) in timed.items():
+        told |= {
+            f"{name}_n": n_tokens,
+            f"{name}_ms": milliseconds(seconds),
+            f"{name}_per_token_ms": milliseconds(seconds / n_tokens) if n_tokens else 0.0,
+            f"{name}_per_second": round(n_tokens / seconds, 3) if seconds > 0 else 0.0,
+        }
+    return told
 
 
 def swarm_headers(generation: Generation) -> dict[str, str]:

@@ -116,28 +116,35 @@ class ChatTemplate:
     ) -> str:
         """The prompt, up to where the assistant is to speak. Raises CallError bad_template, also for an
         `effort` that the template has no word for."""
-        thinking = self._thinking(effort)
-        parts: list[str] = []
-        n_characters = 0
+        context: dict[str, object] = {
+            "messages": [_with_parsed_arguments(message) for message in messages],
+            "tools": tools or None,
+            "add_generation_prompt": True,
+            **self._thinking(effort),
+            **self._tokens,
+        }
         try:
             with bounded(RENDER_S):
-                for part in self._template.generate(
-                    messages=[_with_parsed_arguments(message) for message in messages],
-                    tools=tools or None,
-                    add_generation_prompt=True,
-                    **thinking,
-                    **self._tokens,
-                ):
-                    n_characters += len(part)
-                    if n_characters > OUTPUT_MAX:
-                        raise _Refused(f"the result is longer than {OUTPUT_MAX} characters")
-                    parts.append(part)
+                try:
+                    return self._rendered(context)
+                except (jinja2.UndefinedError, TypeError):
+                    # What renders without these names is left as transformers renders it.
+                    return self._rendered(context | _further_names(tools or []))
         except CallError:
             raise
         except Exception as error:  # a template can raise whatever Python can
             raise CallError(
                 "bad_template", f"the chat template failed: {_reason(error)}", "messages"
             ) from error
+
+    def _rendered(self, context: dict[str, object]) -> str:
+        parts: list[str] = []
+        n_characters = 0
+        for part in self._template.generate(context):
+            n_characters += len(part)
+            if n_characters > OUTPUT_MAX:
+                raise _Refused(f"the result is longer than {OUTPUT_MAX} characters")
+            parts.append(part)
         return "".join(parts)
 
     def _thinking(self, effort: Effort | None) -> dict[str, object]:
@@ -158,6 +165,33 @@ class ChatTemplate:
                 "reasoning_effort",
             )
         return read
+
+
+def _further_names(tools: list[dict[str, object]]) -> dict[str, object]:
+    """What some templates need and transformers does not pass: descriptions of all tools and parameters, a
+    list of tools where there are none, the date, and FireFunction's names of tools and date."""
+    described = [_described(tool) for tool in tools]
+    return {
+        "tools": described,
+        "functions": _tojson(described, indent=2) if described else "",
+        "datetime": _strftime_now("%b %d %Y %H:%M:%S %Z"),
+        "date_string": _strftime_now("%d %b %Y"),
+    }
+
+
+def _described(tool: dict[str, object]) -> dict[str, object]:
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return {"description": "", **tool}
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    if isinstance(parameters, dict) and isinstance(properties, dict):
+        known = {
+            name: {"description": "", **each} if isinstance(each, dict) else each
+            for name, each in properties.items()
+        }
+        parameters = {**parameters, "properties": known}
+    return {**tool, "function": {"description": "", **function, "parameters": parameters or {}}}
 
 
 def _with_parsed_arguments(message: dict[str, object]) -> dict[str, object]:
