@@ -17,6 +17,7 @@ from bench.arithmetic import FakePool, _Slot, uncut
 from swarmllm.errors import WorkerError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stage.lifecycle import SessionState
 from swarmllm_proto.codec import decode_job, decode_request, encode_response
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
@@ -318,6 +319,42 @@ async def test_no_more_is_held_than_could_run() -> None:
         assert {each.context.request_id for each in sessions.held()} == set(pool.slots) == {"r3", "r4"}
         for request_id in ("r3", "r4"):
             sessions.cancel(A, request_id)
+        await swarm.quiet()
+
+
+async def test_an_id_is_of_one_request_whether_it_runs_or_is_held() -> None:
+    async with open_swarm(pools_of(a="0:4", b="4:12"), settings=SETTINGS) as swarm:
+        sessions = swarm[B].pipelines._sessions
+        assignment = PipelineAssignment(
+            request_id="r",
+            model_id=swarm.entry.model_id,
+            origin=A,
+            stages=swarm[A].pipelines.stages_for(swarm.entry),
+            n_prompt_tokens=len(PROMPT),
+            sampling=Sampling(),
+        )
+        assert (await sessions.acknowledge(A, assignment)).accepted
+        first = sessions.by_request["r"]
+        # As one that gives its place up before a neighbour is lost.
+        sessions.close(first)
+        assert (await sessions.acknowledge(A, assignment)).accepted
+        second = sessions.by_request["r"]
+        assert second is not first
+        first.stop(hold=True)
+        await first.done.wait()
+        assert first.state is not SessionState.HELD, "nobody could find it"
+        assert sessions.running("r") is second
+        assert not sessions.held()
+        with trio.fail_after(PATIENCE_S):
+            while first.state is not SessionState.ENDED:
+                await trio.lowlevel.checkpoint()
+        second.stop(hold=True)
+        await second.done.wait()
+        assert sessions.running("r") is None
+        assert sessions.held() == [second]
+        refused = await sessions.acknowledge(A, assignment)
+        assert refused.reason == "the request id is in use"
+        assert sessions.cancel(A, "r")
         await swarm.quiet()
 
 
