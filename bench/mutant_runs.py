@@ -43,7 +43,7 @@ FILE_S = 5.0
 """Of these, of one file."""
 FILES_MAX = 6
 """So many files are run for a change."""
-FILES_LOOKED_AT_MAX = 12
+FILES_LOOKED_AT_MAX = 8
 """In so many of the nearest files tests are looked for that run the changed line."""
 PROCESSOR_MAX_S = int(3 * RUN_S)
 """Of a run: an endless loop need not wait for the deadline, which leaves room for other programs."""

@@ -76,6 +76,9 @@ def test_a_client_has_its_requests_and_a_connection_without_one_gives_way() -> N
     assert [places.begin(first, "192.0.2.1") for _ in range(3)] == [True, True, False]
     assert places.enter("192.0.2.2", 2).place is None
     places.end(first, "192.0.2.1")
+    assert [places.begin(first, "192.0.2.1") for _ in range(2)] == [True, False], "only what ended makes room"
+    for _ in range(2):
+        places.end(first, "192.0.2.1")
     assert places.enter("192.0.2.2", 2).evicted is first
 
 
