@@ -288,6 +288,13 @@ class AutoManageTable:
         0, "Complete pipelines after which no new one is begun; 0 means no limit."
     )
     interval_s: Seconds = _setting(5.0, "Between two looks; layers move when three agree.")
+    share: Annotated[tuple[str, ...], Meta(max_length=8)] = _setting(
+        (), "Names of models that this node asks the others to hold parts of; it takes part itself."
+    )
+    accept: tuple[str, ...] = _setting(
+        (),
+        "Node ids whose shared models may be placed here in max_memory_gib; `members`: every trusted node.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,3 +72,18 @@ def test_nodes_share_a_model_out_and_mend_it_when_one_dies(tmp_path: Path) -> No
         shared_out(rest)
         again = rest[0].http.post("/v1/chat/completions", json=body).json()
         assert again["choices"][0]["message"] == answers[0]["choices"][0]["message"]
+
+
+def test_a_shared_model_is_held_by_those_that_accept_it(tmp_path: Path) -> None:
+    manifest = build_manifest(GUIDE_PATH)
+    room = {"max_memory_gib": manifest.size_bytes / manifest.n_layers * 8.5 / 2**30, "interval_s": 0.3}
+    shares: dict[str, Any] = {"inference": {"n_threads": 1}, "auto_manage": {**room, "share": ["guide"]}}
+    accepts: dict[str, Any] = {"inference": {"n_threads": 1}, "auto_manage": {**room, "accept": ["members"]}}
+    with (
+        running_daemon(tmp_path, "a", load=[], **shares) as a,
+        running_daemon(tmp_path, "b", load=[], bootstrap=a.addresses, **accepts) as b,
+    ):
+        seen = wait_for(lambda: settled([a, b]), SETTLE_TIMEOUT_S, "a placement of which both are content")
+        assert all(held(stats) for stats in seen)
+        body = {"model": "guide", "messages": QUESTION, "temperature": 0, "max_tokens": 8}
+        assert b.http.post("/v1/chat/completions", json=body).status_code == 200

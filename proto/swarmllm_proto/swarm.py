@@ -89,6 +89,13 @@ class FileAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False
                 raise ValueError(f"field `layers`: {start}:{end} is no range of {self.n_layers} layers")
 
 
+class SharedModel(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
+    """A model that a node asks the others to hold parts of. Those that accept place it together."""
+
+    model_id: ModelId
+    name: ShortText
+
+
 class ObservedLatency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What layers of one model took on a node: averages per layer and row; 0: never observed."""
 
@@ -162,6 +169,8 @@ class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     files: Annotated[tuple[FileAnnounce, ...], Meta(max_length=256)] = ()
     prefix_caches: Annotated[tuple[PrefixCacheAnnounce, ...], Meta(max_length=PREFIX_MODELS_MAX)] = ()
     """Only where its user wants others to know."""
+    shares: Annotated[tuple[SharedModel, ...], Meta(max_length=8)] | UnsetType = UNSET
+    """Withdrawn when a newer record does not have it; unset: none."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):

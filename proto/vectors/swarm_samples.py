@@ -162,6 +162,12 @@ RECORD = swarm.NodeRecord(
     ),
 )
 
+SHARING_RECORD = swarm.NodeRecord(
+    node_id=NODE_A,
+    sequence=8,
+    shares=(swarm.SharedModel(model_id=MODEL_ID, name="guide"),),
+)
+
 REQUESTS: list[tuple[str, AnyRequest]] = [
     (
         "pipeline-assignment",

@@ -28,6 +28,7 @@ from swarm_samples import (
     RECORD,
     REQUESTS,
     RESPONSES,
+    SHARING_RECORD,
     STATEMENTS,
     demo_signature,
 )
@@ -72,6 +73,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     for name, kind, content in CONTROL_FRAMES:
         yield f"data-plane/{name}.bin", control_frame(kind, content)
     yield "record/node-record.bin", encode_record(RECORD)
+    yield "record/sharing-node-record.bin", encode_record(SHARING_RECORD)
     for name, request in REQUESTS:
         yield f"request/{name}.bin", encode_request(request)
     for name, response in RESPONSES:

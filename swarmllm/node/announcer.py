@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
+from msgspec import UNSET
 
 from swarmllm import __version__
 from swarmllm.errors import StoreLocked
@@ -36,6 +37,7 @@ from swarmllm_proto.swarm import (
     NodeRecord,
     PrefixCacheAnnounce,
     ShardAnnounce,
+    SharedModel,
 )
 from swarmllm_proto.swarm_base import PREFIX_MODELS_MAX
 
@@ -68,8 +70,13 @@ could; from one second ago, half as long again."""
 FLOAT_S = 5.0
 """How often this node looks, and says, where it is among the others, and what it holds, without being told
 to."""
-Holdings = tuple[tuple[ShardAnnounce, ...], tuple[FileAnnounce, ...], tuple[PrefixCacheAnnounce, ...]]
-"""(layers ready to run, files to give, prompts' beginnings whose KV is kept)"""
+Holdings = tuple[
+    tuple[ShardAnnounce, ...],
+    tuple[FileAnnounce, ...],
+    tuple[PrefixCacheAnnounce, ...],
+    tuple[SharedModel, ...],
+]
+"""(layers ready to run, files to give, prompts' beginnings whose KV is kept, models that are shared)"""
 
 
 class Announcer:
@@ -149,7 +156,7 @@ class Announcer:
             if holdings != self._published or is_news(self._capability, capability):
                 self._sequence += 1
                 await self._router.publish(encode_record(self._record(holdings, capability)))
-                ready, files, _ = holdings
+                ready, files, *_ = holdings
                 names = {each.model_id: each.name for each in ready} | {f.model_id: f.name for f in files}
                 self._travel.announce_far(names.items())
                 self._published, self._capability = holdings, capability
@@ -171,7 +178,7 @@ class Announcer:
         )
         # No call of `look` follows a request: what is kept changes with each, and is told every FLOAT_S.
         kept = prefix_announcements(self._pool.kept_prefixes(), ready)
-        return ready, self._travel.announcements(entries.values()), kept
+        return ready, self._travel.announcements(entries.values()), kept, self._placing.shares
 
     def _record(self, holdings: Holdings, capability: NodeCapability) -> NodeRecord:
         return NodeRecord(
@@ -184,6 +191,7 @@ class Announcer:
             capability=capability,
             files=holdings[1],
             prefix_caches=holdings[2],
+            shares=holdings[3] or UNSET,
         )
 
 

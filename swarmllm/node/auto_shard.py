@@ -25,6 +25,7 @@ from swarmllm.config import AutoManageTable
 from swarmllm.errors import SwarmLLMError
 from swarmllm.memory_info import memory_bytes
 from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge, subtract
+from swarmllm.node.shares import AcceptedShares
 from swarmllm.pipeline.route.inputs import Links, Load, circumstances
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import Workload
@@ -34,7 +35,7 @@ from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode, 
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
+from swarmllm_proto.swarm import NodeRecord, ShardAnnounce, SharedModel
 
 log = logging.getLogger("swarmllm.node")
 
@@ -54,6 +55,8 @@ class PlacedModel:
     managed: tuple[LayerRange, ...] = ()
     """What this manager loaded, and may drop."""
     retry_at_s: float = 0.0
+    shared: bool = False
+    """A node shares it; it is dropped when nobody does any more."""
     patience: Hysteresis = field(default_factory=Hysteresis)
 
 
@@ -76,6 +79,10 @@ class AutoShardManager:
     ) -> None:
         """`on_change` is called when the swarm should hear of what is being loaded."""
         self.models = [PlacedModel(name) for name in settings.models]
+        self.shares: tuple[SharedModel, ...] = ()
+        """What this node shares."""
+        self._to_share = settings.share
+        self._accepted = AcceptedShares(settings.accept)
         self._budget_bytes = int(settings.max_memory_gib * 2**30) or memory_bytes()[0] // 2
         self._max_pipes = settings.max_pipes or None
         self._interval_s = settings.interval_s
@@ -90,11 +97,12 @@ class AutoShardManager:
 
     async def run(self) -> None:
         """Until cancelled; at once over where there is nothing to place."""
-        while self.models:
+        while self.models or self._to_share or self._accepted.accept:
             await self.tick(trio.current_time())
             await trio.sleep(self._interval_s)
 
     async def tick(self, now_s: float) -> None:
+        await self._follow_shares(now_s)
         for model in self.models:
             if now_s < model.retry_at_s:
                 continue
@@ -102,8 +110,50 @@ class AutoShardManager:
                 await self._look_after(model)
             except SwarmLLMError as error:
                 model.state = error.message
-                model.retry_at_s = now_s + (RETRY_S if model.model_id else 0.0)
+                model.retry_at_s = now_s + (RETRY_S if model.model_id or model.shared else 0.0)
                 log.info("placing %s: %s", model.name, error.message)
+
+    async def _follow_shares(self, now_s: float) -> None:
+        if len(self.shares) < len(self._to_share):
+            await self._share_what_is_here()
+        shared = self._accepted.follow(self._node_id, self._registry.working_nodes(), now_s)
+        configured = {model.model_id for model in self.models if not model.shared}
+        for model in [model for model in self.models if model.shared]:
+            if model.name in shared and model.name not in configured:
+                continue
+            if model.name not in shared and not await self._forget(model, now_s):
+                continue
+            self.models.remove(model)
+            self._on_change()
+        known = {model.name for model in self.models} | configured
+        self.models += [PlacedModel(name, shared=True) for name in shared if name not in known]
+
+    async def _share_what_is_here(self) -> None:
+        shares: dict[str, SharedModel] = {}
+        for name in self._to_share:
+            try:
+                entry = await self._find(name)
+            except SwarmLLMError as error:
+                log.info("sharing %s: %s", name, error.message)
+            else:
+                shares[entry.model_id] = SharedModel(model_id=entry.model_id, name=entry.name)
+        if tuple(shares.values()) != self.shares:
+            self.shares = tuple(shares.values())
+            self._on_change()
+
+    async def _forget(self, model: PlacedModel, now_s: float) -> bool:
+        """Drop what was loaded for a share that was withdrawn; False: not all of it could be dropped."""
+        if now_s < model.retry_at_s:
+            return False
+        try:
+            for layers in model.managed:
+                await self._drop(await self._find(model.name), layers)
+                model.managed = subtract(model.managed, [layers])
+        except SwarmLLMError as error:
+            model.state, model.retry_at_s = error.message, now_s + RETRY_S
+            log.info("dropping %s, which is not shared any more: %s", model.name, error.message)
+            return False
+        return True
 
     # What the swarm is told.
 

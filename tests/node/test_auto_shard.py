@@ -17,13 +17,14 @@ from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge,
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
 from swarmllm.models.model_files import FileState
 from swarmllm.node.auto_shard import HELD_MAX, RETRY_S, AutoShardManager, Step, next_step, plan_of, shape_of
+from swarmllm.node.shares import ACCEPTED_MAX, GONE_S
 from swarmllm.scheduling.hysteresis import CONSISTENT_TICKS, Hysteresis
 from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
-from swarmllm_proto.codec import encode_record
+from swarmllm_proto.codec import decode_record, encode_record
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
+from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce, SharedModel
 
 LAYER_BYTES = 2**20
 SHAPE = ModelShape(12, 1, 100)
@@ -356,3 +357,92 @@ def test_of_what_others_say_they_hold_a_plan_counts_a_bounded_part() -> None:
     assert by_id["honest"].held == (LayerRange(0, 12),)
     assert all(len(node.held) == len(node.pinned) == 4 for node in seen if node.node_id != "honest")
     assert LayerRange(2, 5) in by_id["n000"].held
+
+
+class SharingMember(Member):
+    """Nothing is configured to be placed on it but what others share."""
+
+    def __init__(self, node_id: str, n_layers: int, *accept: str, share: tuple[str, ...] = ()) -> None:
+        super().__init__(node_id, n_layers)
+        self.manager = AutoShardManager(
+            AutoManageTable((), n_layers * LAYER_BYTES / 2**30, share=share, accept=accept),
+            node_id=NodeId(node_id),
+            registry=self.registry,
+            pool=cast(WorkerPool, self.pool),
+            find=self._find,
+            load=self._load,
+            drop=self._drop,
+            on_change=lambda: None,
+        )
+
+    async def _find(self, name: str) -> CatalogueEntry:
+        if name not in (ENTRY.model_id, "m"):
+            raise NodeUnreachable("nobody has it")
+        return ENTRY
+
+    def record(self) -> bytes:
+        record = decode_record(super().record())
+        return encode_record(msgspec.structs.replace(record, shares=self.manager.shares))
+
+
+SHARE = SharedModel(model_id=ENTRY.model_id, name="m")
+
+
+async def test_those_that_accept_a_share_hold_it_within_their_budget_until_it_is_withdrawn() -> None:
+    members = [SharingMember(A, 5), SharingMember(B, 4, "members"), SharingMember(C, 4, A)]
+    refuses = SharingMember(D, 12, B)
+    everybody: list[Member] = [*members, refuses]
+    members[0].manager.shares = (SHARE,)
+    await live(everybody, 12)
+    assert merge(layers_of(everybody)) == (WHOLE,)
+    assert [sum(map(len, member.pool.held)) <= n for member, n in zip(members, (5, 4, 4), strict=True)] == [
+        True
+    ] * 3
+    assert refuses.acts == []
+    members[0].manager.shares = ()
+    await live(everybody, 2, 60.0)
+    assert layers_of(everybody) == []
+    assert all(not member.manager.models for member in everybody)
+
+
+async def test_what_a_person_loaded_stays_when_a_share_is_withdrawn() -> None:
+    members = [SharingMember(A, 12), SharingMember(B, 12, "members")]
+    members[1].pool.held = ranges("0:6")
+    members[0].manager.shares = (SHARE,)
+    await live([*members], 12)
+    members[0].manager.shares = ()
+    await live([*members], 2, 60.0)
+    assert members[1].pool.held == ranges("0:6")
+    assert members[0].pool.held == ()
+
+
+async def test_shares_that_nobody_can_fetch_take_a_bounded_number_of_places_and_no_memory() -> None:
+    member = SharingMember(A, 12, "members")
+    names = (B, C, D)
+    for at, name in enumerate(names):
+        shares = tuple(SharedModel(model_id=f"{at}{n}" * 32, name="x") for n in range(8))
+        if name == D:
+            shares = (SHARE, *shares[1:])
+        tell(member, NodeRecord(node_id=name, shares=shares))
+    await live([member], 12, others=names)
+    assert len(member.manager.models) == ACCEPTED_MAX
+    assert member.manager.model_ids == (ENTRY.model_id,)
+    assert member.acts == ["load 0:12"]
+
+
+async def test_a_share_outlasts_its_node_for_a_while() -> None:
+    member = SharingMember(A, 12, "members")
+    tell(member, NodeRecord(node_id=B, shares=(SHARE,)))
+    await live([member], 6, others=[B])
+    await live([member], 2, GONE_S - 60)
+    assert member.pool.held == (WHOLE,)
+    await live([member], 2, GONE_S + 60)
+    assert member.pool.held == ()
+
+
+async def test_what_the_configuration_shares_is_told_once_it_is_known() -> None:
+    member = SharingMember(A, 12, share=("absent", "m"))
+    await live([member], 1)
+    assert member.manager.shares == (SHARE,)
+    await live([member], 6)
+    assert member.pool.held == (WHOLE,)

@@ -84,6 +84,8 @@ def fields_of(message: object) -> dict[str, object]:
 
 def test_the_golden_record_decodes_to_its_message() -> None:
     assert codec.decode_record(read("record/node-record.bin")) == swarm_samples.RECORD
+    sharing = codec.decode_record(read("record/sharing-node-record.bin"))
+    assert sharing == swarm_samples.SHARING_RECORD
 
 
 @pytest.mark.parametrize(("name", "message"), swarm_samples.REQUESTS)
@@ -158,6 +160,8 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
     messages += [each[2] for each in swarm_samples.CONTROL_FRAMES if isinstance(each[2], Hello)]
     record = swarm_samples.RECORD
     messages += [record, record.capability, *record.models, *record.files, *record.prefix_caches]
+    sharing = swarm_samples.SHARING_RECORD
+    messages += [sharing, *(sharing.shares or ())]
     messages += [swarm_samples.OUTLINE, SAMPLING]
     messages += [run for message in messages if isinstance(message, FetchDigests) for run in message.known]
     unseen = {(type(m).__name__, name) for m in messages for name in type(m).__struct_fields__}
