@@ -258,7 +258,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
             *("stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors"),
             *("use_beam_search", "length_penalty", "include_stop_str_in_output", "prompt_logprobs"),
             *("chat_template", "documents", "continue_final_message", "images", "models", "n_predict"),
-            *("truncate_prompt_tokens", "t_max_predict_ms", "json_schema"),
+            *("truncate_prompt_tokens", "t_max_predict_ms", "json_schema", "best_of"),
         }
     )
 
