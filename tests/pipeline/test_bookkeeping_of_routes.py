@@ -9,10 +9,9 @@ from msgspec.structs import replace
 from node_ids import A, B, C
 
 from bench.arithmetic import FakePool, fake_entry
-from swarmllm.errors import NoPipeline
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard
-from swarmllm.pipeline.route.assembly import Assembly, assemble, may_be_reused
+from swarmllm.pipeline.route.assembly import Assembly, _listed, may_be_reused
 from swarmllm.pipeline.route.inputs import Load, _layer_size
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE
 from swarmllm.pipeline.stage.compute import ForwardCall
@@ -52,11 +51,11 @@ def test_a_conversation_does_not_go_back_to_a_node_that_has_no_room_or_has_dropp
 
 
 def test_a_refusal_lists_sixteen_ranges_and_says_how_many_more_there_are() -> None:
-    # Nobody goes on where 0:3 ends.
-    ranges = ["0:3", *(f"1:{end}" for end in range(2, 13)), *(f"2:{end}" for end in range(4, 12))]
-    with pytest.raises(NoPipeline, match="and 4 more share no boundaries") as refused:
-        assemble(ask(held(a=" ".join(ranges))))
-    assert refused.value.message.count(":") == 1 + 16
+    ranges = [LayerRange(i, i + 2) for i in range(20)]
+    assert _listed(ranges[:16]).count(":") == 16
+    assert "more" not in _listed(ranges[:16])
+    for n in (17, 20):
+        assert _listed(ranges[:n]) == f"{_listed(ranges[:16])} and {n - 16} more"
 
 
 DIGEST = "0" * 64
