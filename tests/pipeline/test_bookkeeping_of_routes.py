@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from node_ids import A, B, C
 
 from bench.arithmetic import FakePool, fake_entry
+from swarmllm.errors import NoPipeline
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard
 from swarmllm.pipeline.route.assembly import Assembly, _listed, may_be_reused
@@ -56,6 +57,15 @@ def test_a_refusal_lists_sixteen_ranges_and_says_how_many_more_there_are() -> No
     assert "more" not in _listed(ranges[:16])
     for n in (17, 20):
         assert _listed(ranges[:n]) == f"{_listed(ranges[:16])} and {n - 16} more"
+
+
+async def test_ranges_that_meet_where_no_cut_is_allowed_are_no_range() -> None:
+    """Layers 0:3 and 3:6 of a model that may be cut at 4 and 8 run nowhere as 0:4."""
+    async with open_swarm(
+        {A: FakePool("4:12"), B: FakePool("0:3", "3:6")}, entry=fake_entry(cut_alignment=4)
+    ) as swarm:
+        with pytest.raises(NoPipeline, match="do not respect its cuts"):
+            swarm[A].pipelines.stages_for(swarm.entry)
 
 
 DIGEST = "0" * 64

@@ -15,7 +15,7 @@ from typing import Final
 import trio
 
 from swarmllm.models.entry import CatalogueEntry
-from swarmllm.models.layers import LayerRange, covers, merge
+from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.origin.requests import OriginRequests
 from swarmllm.pipeline.repair.plan import mend
 from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route
@@ -31,6 +31,7 @@ from swarmllm.scheduling.constraints import Constraints
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.peer_speeds import PeerSpeeds
+from swarmllm.scheduling.pieces import runnable
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.route import RouteStage
 from swarmllm.swarm.records.registry import Registry
@@ -83,7 +84,7 @@ class RequestSize:
 
 
 DEFAULT_SIZE = RequestSize()
-MERGED_MAX: Final = 4096
+RUNNABLE_MAX: Final = 4096
 
 
 class RoutePlanner:
@@ -142,9 +143,9 @@ class RoutePlanner:
         )
 
     def _holders(self, entry: CatalogueEntry) -> dict[NodeId, tuple[LayerRange, ...]]:
-        holders = {
-            node_id: _merged(ranges) for node_id, ranges in self._registry.held(entry.model_id).items()
-        }
+        n_layers, cut_alignment = entry.manifest.n_layers, entry.manifest.cut_alignment
+        held = self._registry.held(entry.model_id)
+        holders = {node_id: _runnable(ranges, n_layers, cut_alignment) for node_id, ranges in held.items()}
         # This node knows what it has loaded better than its own last announcement does.
         holders[self._node_id] = self._pool.loaded(entry.model_id)
         return holders
@@ -185,10 +186,11 @@ class RoutePlanner:
         )
 
 
-@lru_cache(maxsize=MERGED_MAX)
-def _merged(ranges: tuple[LayerRange, ...]) -> tuple[LayerRange, ...]:
-    """A node says the same ranges for many requests."""
-    return merge(ranges)
+@lru_cache(maxsize=RUNNABLE_MAX)
+def _runnable(ranges: tuple[LayerRange, ...], n_layers: int, cut_alignment: int) -> tuple[LayerRange, ...]:
+    """Of ranges that no route may use everything stays: the refusal says why. A node says the same ranges for
+    many requests."""
+    return runnable(ranges, n_layers, cut_alignment) or ranges
 
 
 def _timed(assembly: Assembly, known: RouteInputs) -> Assembly:
