@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
-from msgspec import UNSET
+from msgspec import UnsetType
 
 from swarmllm import __version__
 from swarmllm.errors import StoreLocked
@@ -74,7 +74,7 @@ Holdings = tuple[
     tuple[ShardAnnounce, ...],
     tuple[FileAnnounce, ...],
     tuple[PrefixCacheAnnounce, ...],
-    tuple[SharedModel, ...],
+    tuple[SharedModel, ...] | UnsetType,
 ]
 """(layers ready to run, files to give, prompts' beginnings whose KV is kept, models that are shared)"""
 
@@ -191,7 +191,7 @@ class Announcer:
             capability=capability,
             files=holdings[1],
             prefix_caches=holdings[2],
-            shares=holdings[3] or UNSET,
+            shares=holdings[3],
         )
 
 

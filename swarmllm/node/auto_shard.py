@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import trio
+from msgspec import UNSET, UnsetType
 
 from swarmllm.config import AutoManageTable
 from swarmllm.errors import SwarmLLMError
@@ -79,8 +80,8 @@ class AutoShardManager:
     ) -> None:
         """`on_change` is called when the swarm should hear of what is being loaded."""
         self.models = [PlacedModel(name) for name in settings.models]
-        self.shares: tuple[SharedModel, ...] = ()
-        """What this node shares."""
+        self.shares: tuple[SharedModel, ...] | UnsetType = UNSET
+        """What this node shares; unset where it shares nothing, and until it has looked what is here."""
         self._to_share = settings.share
         self._accepted = AcceptedShares(settings.accept)
         self._budget_bytes = int(settings.max_memory_gib * 2**30) or memory_bytes()[0] // 2
@@ -114,7 +115,7 @@ class AutoShardManager:
                 log.info("placing %s: %s", model.name, error.message)
 
     async def _follow_shares(self, now_s: float) -> None:
-        if len(self.shares) < len(self._to_share):
+        if self._to_share and (self.shares is UNSET or len(self.shares) < len(self._to_share)):
             await self._share_what_is_here()
         shared = self._accepted.follow(self._node_id, self._registry.working_nodes(), now_s)
         configured = {model.model_id for model in self.models if not model.shared}
@@ -173,6 +174,12 @@ class AutoShardManager:
         """Of what is loaded, what was not loaded here."""
         managed = [layers for m in self.models if m.model_id == model_id for layers in m.managed]
         return subtract(self._pool.loaded(model_id), managed)
+
+    def loaded_by_hand(self, model_id: ModelId, layers: LayerRange) -> None:
+        """A person wants them here: they are not this manager's to drop any more."""
+        for model in self.models:
+            if model.model_id == model_id:
+                model.managed = subtract(model.managed, [layers])
 
     def _used_bytes(self) -> int:
         held = {model_id: list(ranges) for model_id, ranges in self._pool.models().items()}

@@ -56,8 +56,8 @@ class ModelKeeper:
         self.presets = NamedPresets(catalogue)
         self._cut_checks = CutChecks(pool, catalogue)
         self._coverages = Coverages(node_id, nickname_of)
-        self.by_hand: Callable[[ModelId], None] = lambda model_id: None
-        """Told the id of a model that its user loads, unloads or removes."""
+        self.by_hand: Callable[[ModelId, LayerRange | None], None] = lambda model_id, loaded: None
+        """Told the id of a model that its user loads, unloads or removes, and the layers that were loaded."""
 
     async def list(self) -> tuple[ModelView, ...]:
         """This node's models, all of them, and of those that only others have at most
@@ -151,7 +151,7 @@ class ModelKeeper:
             beside_others=bool(self._pool.loaded(entry.model_id)),
         )
         entry = await self.hold(entry, layers, progress, fetching, options, remember)
-        self.by_hand(entry.model_id)
+        self.by_hand(entry.model_id, layers)
         return self._view(entry)
 
     def is_complete(self, entry: CatalogueEntry) -> bool:
@@ -219,7 +219,7 @@ class ModelKeeper:
             # What did not come back at the start is remembered all the same, and must not be for ever.
             if not await forget():
                 raise
-        self.by_hand(entry.model_id)
+        self.by_hand(entry.model_id, None)
         return self._view(entry)
 
     async def find(self, name_or_id: str, *, far: bool = False) -> CatalogueEntry:

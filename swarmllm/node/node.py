@@ -125,7 +125,7 @@ class Node:
             managed=lambda: self.placing.model_ids,
             may_load=self._may_load_on_demand,
         )
-        self.models.by_hand = self.on_demand.forget
+        self.models.by_hand = self._chosen_by_hand
         self._restoring = LoadRestorer(
             remembered,
             pool,
@@ -306,6 +306,11 @@ class Node:
             return self.nickname
         record = self._registry.node(node_id)
         return record.nickname if record is not None else ""
+
+    def _chosen_by_hand(self, model_id: ModelId, loaded: LayerRange | None) -> None:
+        self.on_demand.forget(model_id)
+        if loaded is not None:
+            self.placing.loaded_by_hand(model_id, loaded)
 
     def holdings_changed(self) -> None:
         """For the pool: layers came or went, perhaps long after whoever asked for it has left."""

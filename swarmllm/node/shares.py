@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import NodeRecord
 
@@ -16,6 +18,8 @@ ACCEPTED_MAX = 16
 """Shared models that are placed here at the same time."""
 GONE_S = 600.0
 """A share of a node that is not connected any more holds for so long."""
+SILENT_S = 60.0
+"""And one of a node that is connected and says nothing of shares: it has just started, or shares no more."""
 MEMBERS = "members"
 
 
@@ -37,8 +41,9 @@ class AcceptedShares:
         }
         for model_id, sharers in list(self.seen_s.items()):
             for node_id, at_s in list(sharers.items()):
-                withdrawn = node_id in records and model_id not in offered.get(node_id, ())
-                if withdrawn or now_s - at_s > GONE_S:
+                said = records[node_id].shares if node_id in records else UNSET
+                withdrawn = said is not UNSET and model_id not in offered.get(node_id, ())
+                if withdrawn or now_s - at_s > (SILENT_S if node_id in records else GONE_S):
                     del sharers[node_id]
             if not sharers:
                 del self.seen_s[model_id]

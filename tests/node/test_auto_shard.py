@@ -17,7 +17,7 @@ from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge,
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
 from swarmllm.models.model_files import FileState
 from swarmllm.node.auto_shard import HELD_MAX, RETRY_S, AutoShardManager, Step, next_step, plan_of, shape_of
-from swarmllm.node.shares import ACCEPTED_MAX, GONE_S
+from swarmllm.node.shares import ACCEPTED_MAX, GONE_S, SILENT_S
 from swarmllm.scheduling.hysteresis import CONSISTENT_TICKS, Hysteresis
 from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode
 from swarmllm.swarm.records.registry import Registry
@@ -446,3 +446,31 @@ async def test_what_the_configuration_shares_is_told_once_it_is_known() -> None:
     assert member.manager.shares == (SHARE,)
     await live([member], 6)
     assert member.pool.held == (WHOLE,)
+
+
+async def test_a_sharer_that_has_just_started_has_not_withdrawn_its_share() -> None:
+    """Its first record says nothing of shares, because it has not looked yet what is here."""
+    member = SharingMember(A, 12, "members")
+    tell(member, NodeRecord(node_id=B, shares=(SHARE,)))
+    await live([member], 6, others=[B])
+    tell(member, NodeRecord(node_id=B, sequence=1))
+    await live([member], 2, SILENT_S - 10, others=[B])
+    assert member.pool.held == (WHOLE,)
+    tell(member, NodeRecord(node_id=B, sequence=2, shares=(SHARE,)))
+    await live([member], 2, SILENT_S + 10, others=[B])
+    assert member.pool.held == (WHOLE,)
+    tell(member, NodeRecord(node_id=B, sequence=3))
+    await live([member], 2, 2 * SILENT_S + 20, others=[B])
+    assert member.pool.held == ()
+
+
+async def test_layers_that_a_person_loads_later_stay_when_a_share_is_withdrawn() -> None:
+    members = [SharingMember(A, 12), SharingMember(B, 12, "members")]
+    members[0].manager.shares = (SHARE,)
+    await live([*members], 12)
+    (held,) = members[1].pool.held
+    by_hand = LayerRange(held.start, held.start + 2)
+    members[1].manager.loaded_by_hand(ENTRY.model_id, by_hand)
+    members[0].manager.shares = ()
+    await live([*members], 2, 60.0)
+    assert members[1].pool.held == (by_hand,)
