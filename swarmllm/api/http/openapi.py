@@ -39,6 +39,10 @@ from swarmllm.models.presets import Preset
 JSON, EVENTS, LINES, TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
 PAGE, STYLE, SCRIPT, PICTURE = "text/html", "text/css", "text/javascript", "image/svg+xml"
 REFERENCE = "#/components/schemas/{name}"
+UNKNOWN_FIELDS = (
+    "A schema lists the fields that count. Requests for answers may have others: they are ignored and named "
+    "in the header x-swarm-ignored, unless the node's configuration says api.strict."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +160,12 @@ def openapi_document() -> Json:
         paths.setdefault(operation.path, {})[operation.method] = described
     return {
         "openapi": "3.1.0",
-        "info": {"title": "SwarmLLM", "version": __version__, "license": {"name": "Apache-2.0"}},
+        "info": {
+            "title": "SwarmLLM",
+            "version": __version__,
+            "license": {"name": "Apache-2.0"},
+            "description": UNKNOWN_FIELDS,
+        },
         "paths": paths,
         "components": {
             "schemas": schemas,
