@@ -69,6 +69,11 @@ BODIES: dict[str, dict[str, Any]] = {
         "sampling": {"top_k": 1, "stop": ["a"]},
     },
 }
+BODIES |= {
+    # The same without /v1.
+    **{path: BODIES[f"/v1{path}"] for path in ("/chat/completions", "/responses", "/embeddings")},
+    **{path: {"prompt": "hi", "n_predict": 2, "stop": ["x"]} for path in ("/completion", "/completions")},
+}
 NUMBERS = (-1, 0, 2**31, 2**63, 2**64, -(2**70), 10**400, 1e308, -0.0, 0.5, float("nan"), float("inf"))
 WORDS = ("", "\0", "\ud800", "a\udfffb", "x" * 5000, "0:4", "-1:4", "..", "[z-a]", "(" * 500, "é", DEEP)
 SHAPES: tuple[Any, ...] = (

@@ -111,7 +111,6 @@ def test_an_answer_takes_the_format_that_is_asked_for(client: ollama.Client) -> 
     ("options", "status", "field"),
     [
         ({"model": "gpt-9"}, 404, "gpt-9"),
-        ({"think": True}, 400, "think"),
         ({"options": {"tfs_z": 0.5}}, 400, "options.tfs_z"),
         ({"options": {"temperature": 9}}, 400, "options.temperature"),
         ({"messages": [{"role": "user", "content": "x", "images": [b"12"]}]}, 503, "messages[0].images"),
