@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from swarmllm_proto.architectures import ARCHITECTURES
+from swarmllm_workers.engine import engine as engine_module
 from swarmllm_workers.engine import repacking
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import EngineSettings, Span
@@ -62,6 +63,12 @@ def uncut_logits(path: Path, tokens: np.ndarray, chunking: Sequence[int]) -> np.
         rows.append(np.ctypeslib.as_array(pointer, (model.n_vocab(),)).copy())
     model.close()
     return np.array(rows)
+
+
+@pytest.fixture(autouse=True)
+def _as_many_parts_as_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a chain's routes are open at once."""
+    monkeypatch.setattr(engine_module, "PARTS_MAX", 1000)
 
 
 def open_engine(path: Path, folder: Path, *, native_tap: bool = True, n_slots: int = 2) -> Engine:

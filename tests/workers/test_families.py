@@ -12,6 +12,7 @@ import pytest
 
 from swarmllm.models.hashing import build_manifest
 from swarmllm_proto.architectures import ARCHITECTURES
+from swarmllm_workers.engine import engine as engine_module
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.errors import CallError
@@ -40,6 +41,12 @@ REQUIRED = (
     "deepseek2 glm4 glm4moe starcoder2 gpt-oss command-r cohere2 olmo2 granite falcon-h1 mamba2 mistral3 "
     "seed_oss smollm3 ernie4_5 ernie4_5-moe hunyuan-dense hunyuan-moe minimax-m2 kimi-linear lfm2"
 )
+
+
+@pytest.fixture(autouse=True)
+def _as_many_parts_as_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a chain's routes are open at once."""
+    monkeypatch.setattr(engine_module, "PARTS_MAX", 1000)
 
 
 @pytest.fixture(scope="module")
