@@ -1,4 +1,4 @@
-"""The ends of the model at home, its middle elsewhere: two daemons, and a plan that says what will happen."""
+"""The ends of the model at home, its middle on a node that holds all of it, and a plan that says so."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ask(node: DaemonProcess) -> tuple[str, str]:
 
 
 def plan(node: DaemonProcess) -> dict[str, list[dict[str, str]]]:
-    """Once it knows what both the others hold."""
+    """Once it knows what the other holds."""
     answer = node.http.get("/api/admin/plan", params={"model": "guide"})
     planned = dict(answer.json()) if answer.status_code == 200 else {}
     return planned if planned.get("refused") else {}
@@ -42,16 +42,16 @@ def test_the_middle_is_lent_and_the_ends_are_not(tmp_path: Path) -> None:
             bootstrap=whole.addresses,
             inference={"encrypted_pipeline": True, "n_threads": 1},
         ) as home,
-        running_daemon(tmp_path, "middle", load=["guide:2:10"], bootstrap=whole.addresses) as middle,
     ):
         planned = wait_for(lambda: plan(home), PATIENCE_S, "holders of all layers")
         assert [(stage["node_id"], stage["layers"]) for stage in planned["stages"]] == [
             (home.node_id, "0:2"),
-            (middle.node_id, "2:10"),
+            (whole.node_id, "2:10"),
             (home.node_id, "10:12"),
         ]
         assert [(refusal["node_id"], refusal["layers"]) for refusal in planned["refused"]] == [
-            (whole.node_id, "0:12")
+            (whole.node_id, "0:2"),
+            (whole.node_id, "10:12"),
         ]
         text, route = ask(home)
         assert text == ask(whole)[0]
