@@ -84,7 +84,8 @@ class RequestSize:
 
 
 DEFAULT_SIZE = RequestSize()
-RUNNABLE_MAX: Final = 4096
+RUNNABLE_MAX: Final = 512
+"""Kept sets of ranges: those of 256 connected nodes, twice. More would be memory that strangers fill."""
 
 
 class RoutePlanner:
