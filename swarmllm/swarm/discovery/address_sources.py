@@ -34,14 +34,6 @@ _RESOLVE_AGAIN_S = 300.0
 _RESOLVE_RETRY_S = 15.0
 
 
-class _Dialling:
-    """A dial that goes on if its caller does not wait for it."""
-
-    def __init__(self) -> None:
-        self.over = trio.Event()
-        self.failure: NodeUnreachable | None = None
-
-
 class AddressSources:
     def __init__(self, host: Host, nursery: trio.Nursery, dialler: Dialler, admission: Admission) -> None:
         self._host = host

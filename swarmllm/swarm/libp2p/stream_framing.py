@@ -70,11 +70,6 @@ def node_id_of(content: bytes) -> NodeId | None:
     return text if is_node_id(text) else None
 
 
-def peer_id_of(node_id: NodeId) -> ID:
-    """The same as libp2p has it."""
-    return ID.from_base58(node_id)
-
-
 def packed(address: Address) -> bytes:
     """As a multiaddr of libp2p: two protocols with their values, nothing else."""
     ip = ipaddress.ip_address(address.ip)
