@@ -324,7 +324,7 @@ class Node:
         """The model, with what reading and embedding a prompt takes."""
         entry = await self.models.find(model)
         if entry.is_stored and entry.absent(needed_tensors(entry.manifest, origin=True)):
-            self._pipelines.stages_for(entry)
+            await self._pipelines.stages_for(entry)
             entry = await self._travel.ensure(entry, None, _unseen, origin=True)
         return entry
 

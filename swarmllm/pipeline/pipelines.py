@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ from swarmllm.pipeline.route.assembly import Affinity, Assembly
 from swarmllm.pipeline.route.inputs import Load
 from swarmllm.pipeline.route.measuring import ObservedCompute, learn, measure
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
-from swarmllm.pipeline.route.suspects import Suspects, sparing
+from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS, Room
@@ -250,7 +250,7 @@ class Pipelines:
                 request_id=further_id(name),
                 model_id=entry.model_id,
                 origin=self._node_id,
-                stages=self.stages_for(entry, avoid, RequestSize(len(tokens), 0)),
+                stages=await self.stages_for(entry, avoid, RequestSize(len(tokens), 0)),
                 n_prompt_tokens=len(tokens),
                 sampling=sampling,
                 wants="normed",
@@ -270,11 +270,12 @@ class Pipelines:
 
         return await with_one_retry(name, attempt)
 
-    def stages_for(
+    async def stages_for(
         self, entry: CatalogueEntry, avoid: Collection[NodeId] = (), request: RequestSize = DEFAULT_SIZE
     ) -> tuple[Stage, ...]:
         """The route such a request of this node would take now. Raises NoPipeline."""
-        return self._routes.choose(entry, request, self._load(entry, request, n_asking=0), avoid).stages
+        load = self._load(entry, request, n_asking=0)
+        return (await self._routes.choose(entry, request, load, avoid)).stages
 
     async def plan(self, entry: CatalogueEntry, request: RequestSize) -> Plan:
         """The same route with its reasons; nothing runs. Raises NoPipeline."""
@@ -338,56 +339,48 @@ class Pipelines:
             if request.recovery.is_under_way:
                 self._let_go(request.tried)
 
-    def open_pipeline(self, request: OriginRequest) -> AbstractAsyncContextManager[Source]:
+    @asynccontextmanager
+    async def open_pipeline(self, request: OriginRequest) -> AsyncIterator[Source]:
         """Raises SwarmLLMError (see `failover.Opener`)."""
         request.n_changes, request.context = self._n_changes, None
         # A retry prefers nothing: what it would prefer has just failed.
-        is_first = request.n_attempts == 1
+        is_first, begins_stream = request.n_attempts == 1, not request.generated
         model_id, conversation = request.entry.model_id, request.conversation
         previous = self._affinity.previous(model_id, conversation) if is_first else ()
-        assembly = self._assemble(request, previous, request.broken)
+        assembly = await self._assemble(request, previous, request.broken)
         if request.recovery.is_late and assembly.node_ids == request.tried[-1].assembly.node_ids:
             raise NoPipeline("no other nodes hold these layers")
         self._affinity.remember(model_id, conversation, assembly.stages)
         assignment = request.assignment(assembly, self._node_id)
         request.tried.append(Attempt(assignment.request_id, assembly))
-        if not request.generated and not is_first:
+        if begins_stream and not is_first:
             self._counts.retries += 1
         context = request_context(assignment, request.entry, self._node_id)
         self._requests.attempts(request, replace(context, session=conversation))
         pace = Pace(assembly.first_s, assembly.token_s, partial(self._elsewhere_s, request))
-        return self._in_place_of(request, self._attempts.open(request, assignment, pace))
+        async with self._attempts.open(request, assignment, pace) as source:
+            # What the others have left, and this one has not taken over, is let go of.
+            self._let_go(request.tried[:-1])
+            del request.tried[:-1]
+            try:
+                yield source
+            finally:
+                if begins_stream:
+                    self._measure(source, assembly, model_id)
+            learn(self._observations, source, assembly.ways_s)
 
     async def wait_for_change(self, request: OriginRequest, until_s: float) -> None:
         if self._n_changes == request.n_changes:
             with trio.CancelScope(deadline=until_s):
                 await self._swarm_changed.park()
 
-    def _elsewhere_s(self, request: OriginRequest, suspected: Collection[NodeId]) -> float | None:
+    async def _elsewhere_s(self, request: OriginRequest, suspected: Collection[NodeId]) -> float | None:
         """What a request would cost without nodes that keep it waiting; None: it needs all of them."""
         try:
-            other = self._assemble(request, suspected=suspected)
+            other = await self._assemble(request, suspected=suspected)
         except NoPipeline:
             return None
         return None if other.node_ids.issuperset(suspected) else other.cost_s
-
-    @asynccontextmanager
-    async def _in_place_of(
-        self, request: OriginRequest, opening: AbstractAsyncContextManager[Source]
-    ) -> AsyncIterator[Source]:
-        """The latest of the request's attempts: what the others have left, and this one has not taken over,
-        is let go of."""
-        is_first = not request.generated
-        async with opening as source:
-            self._let_go(request.tried[:-1])
-            del request.tried[:-1]
-            assembly = request.tried[-1].assembly
-            try:
-                yield source
-            finally:
-                if is_first:
-                    self._measure(source, assembly, request.entry.model_id)
-            learn(self._observations, source, assembly.ways_s)
 
     def _measure(self, source: Source, assembly: Assembly, model_id: ModelId) -> None:
         announced_s = partial(self._routes.announced_s, model_id)
@@ -398,7 +391,7 @@ class Pipelines:
         for request_id, assembly in broken:
             self._attempts.let_go(request_id, assembly.stages)
 
-    def _assemble(
+    async def _assemble(
         self,
         request: OriginRequest,
         previous: Sequence[Stage] = (),
@@ -409,9 +402,11 @@ class Pipelines:
         n_output = min(request.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
         entry, size = request.entry, RequestSize(len(request.tokens), n_output)
         load = self._load(entry, size, n_asking=1)
-        choose = partial(self._routes.choose, entry, size, load, previous=previous, broken=broken)
         suspects = dict.fromkeys((*sorted(suspected), *self._suspects.ordered(trio.current_time())))
-        return sparing(choose, request.recovery.avoid, list(suspects))
+        avoid = frozenset(request.recovery.avoid)
+        return await self._routes.choose(
+            entry, size, load, avoid, suspects=list(suspects), previous=previous, broken=broken
+        )
 
     def _load(self, entry: CatalogueEntry, size: RequestSize, *, n_asking: int) -> Load:
         n_tokens = size.n_prompt_tokens + size.n_output_tokens

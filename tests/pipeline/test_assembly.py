@@ -254,16 +254,16 @@ async def test_step_10_a_conversation_returns_to_its_pipeline_while_it_lives() -
 async def test_only_connected_holders_are_used() -> None:
     async with open_swarm({A: FakePool(), B: FakePool("0:12"), C: FakePool("0:12")}) as swarm:
         pipelines = swarm[A].pipelines
-        first = pipelines.stages_for(swarm.entry)[0].node_id
+        first = (await pipelines.stages_for(swarm.entry))[0].node_id
         swarm.network.cut(A, first)
         assert swarm[A].registry.node(first) is not None
         await _until_forgotten(swarm, first)
-        second = pipelines.stages_for(swarm.entry)[0].node_id
+        second = (await pipelines.stages_for(swarm.entry))[0].node_id
         assert {first, second} == {B, C}
         swarm.network.cut(A, second)
         await _until_forgotten(swarm, second)
         with pytest.raises(NoPipeline):
-            pipelines.stages_for(swarm.entry)
+            await pipelines.stages_for(swarm.entry)
 
 
 async def _until_forgotten(swarm: Swarm, node_id: str) -> None:

@@ -31,7 +31,7 @@ async def test_a_broken_pipeline_is_mended_where_a_stage_of_it_stays_and_else_re
         whole = Assembly(stages("b 0:12"), (None,))
         cut = Assembly(stages("a 0:6", "b 6:12"), (None, C))
         for broken in (cut, whole):
-            chosen = routes.choose(swarm.entry, DEFAULT_SIZE, Load(), {B}, broken=broken)
+            chosen = await routes.choose(swarm.entry, DEFAULT_SIZE, Load(), {B}, broken=broken)
             assert chosen.stages == stages("a 0:6", "c 6:12")
 
 
@@ -65,7 +65,7 @@ async def test_ranges_that_meet_where_no_cut_is_allowed_are_no_range() -> None:
         {A: FakePool("4:12"), B: FakePool("0:3", "3:6")}, entry=fake_entry(cut_alignment=4)
     ) as swarm:
         with pytest.raises(NoPipeline, match="do not respect its cuts"):
-            swarm[A].pipelines.stages_for(swarm.entry)
+            await swarm[A].pipelines.stages_for(swarm.entry)
 
 
 DIGEST = "0" * 64

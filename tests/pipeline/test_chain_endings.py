@@ -114,7 +114,7 @@ async def test_a_lost_origin_frees_the_stages() -> None:
 async def test_a_node_lost_before_the_first_token_is_replaced_by_another_holder() -> None:
     pools = {A: FakePool("0:4"), B: FakePool("4:12"), C: FakePool("4:12")}
     async with open_swarm(pools, settings=SMALL_CHUNKS) as swarm:
-        chosen = swarm[A].pipelines.stages_for(swarm.entry)[1].node_id
+        chosen = (await swarm[A].pipelines.stages_for(swarm.entry))[1].node_id
 
         async def die(position: int, layers: LayerRange) -> None:
             swarm.kill(chosen)

@@ -71,7 +71,7 @@ async def test_a_retry_prefers_no_pipeline(patient_clock: MockClock, monkeypatch
         first = await turn()
         (other,) = {B, C} - {first}
         await swarm.tell(A, {first: computes(model_id, 0.0012), other: computes(model_id, 0.001)})
-        assert pipelines.stages_for(swarm.entry)[1].node_id == other
+        assert (await pipelines.stages_for(swarm.entry))[1].node_id == other
         assert await turn() == first
         drop_one(swarm, A, monkeypatch, at=0)
         assert await turn() == other
@@ -140,8 +140,8 @@ async def test_everybody_learns_of_a_node_that_fails() -> None:
 
     pools[B].before_forward = pools[C].before_forward = dies
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        first = swarm[F].pipelines.stages_for(swarm.entry)[1].node_id
-        assert swarm[A].pipelines.stages_for(swarm.entry)[1].node_id == first
+        first = (await swarm[F].pipelines.stages_for(swarm.entry))[1].node_id
+        assert (await swarm[A].pipelines.stages_for(swarm.entry))[1].node_id == first
         other = C if first == B else B
         pools[other].before_forward = None
         await read(swarm, A, kills(swarm))

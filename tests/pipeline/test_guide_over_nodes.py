@@ -141,7 +141,7 @@ async def test_parts_of_what_is_held_make_a_pipeline(
         for _ in range(2):
             assert (await ask(swarm, A, QUESTIONS[1]))[0] == expected
         await swarm.quiet()
-        route = swarm[A].pipelines.stages_for(swarm.entry)
+        route = await swarm[A].pipelines.stages_for(swarm.entry)
         held = {
             node_id: [LayerRange.parse(text) for text in texts.split()] for node_id, texts in holdings.items()
         }

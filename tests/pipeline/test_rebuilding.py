@@ -54,7 +54,7 @@ async def test_only_the_lost_stages_compute_again(
     async with open_swarm(pools_by_id(holdings), settings=SETTINGS) as swarm:
         pools = {node_id: node.pool for node_id, node in swarm.nodes.items()}
         expected = await uncut(PROMPT, N_TOKENS)
-        route = swarm[A].pipelines.stages_for(swarm.entry)
+        route = await swarm[A].pipelines.stages_for(swarm.entry)
         with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, A, kills(swarm, *victims, at=at))
         assert text == expected
@@ -304,7 +304,7 @@ async def test_no_more_is_held_than_could_run() -> None:
                 request_id=f"r{i}",
                 model_id=swarm.entry.model_id,
                 origin=A,
-                stages=swarm[A].pipelines.stages_for(swarm.entry),
+                stages=await swarm[A].pipelines.stages_for(swarm.entry),
                 n_prompt_tokens=len(PROMPT),
                 sampling=Sampling(),
             )
@@ -329,7 +329,7 @@ async def test_an_id_is_of_one_request_whether_it_runs_or_is_held() -> None:
             request_id="r",
             model_id=swarm.entry.model_id,
             origin=A,
-            stages=swarm[A].pipelines.stages_for(swarm.entry),
+            stages=await swarm[A].pipelines.stages_for(swarm.entry),
             n_prompt_tokens=len(PROMPT),
             sampling=Sampling(),
         )
@@ -419,7 +419,7 @@ async def test_wherever_and_whenever_one_node_dies_no_token_is_lost_or_repeated(
 
             return die
 
-        used = {stage.node_id for stage in swarm[A].pipelines.stages_for(swarm.entry)}
+        used = {stage.node_id for stage in (await swarm[A].pipelines.stages_for(swarm.entry))}
         pools[victim].before_forward = at(when)
         text, generation = await read(swarm, A, kills(swarm))
         assert text == await uncut(PROMPT, N_TOKENS)

@@ -71,7 +71,7 @@ async def test_leaving_early_frees_the_other_node() -> None:
 
 async def test_a_stream_survives_its_only_stage() -> None:
     async with open_swarm(pools_of(a="", b="0:12", c="0:12"), settings=SETTINGS) as swarm:
-        victim = swarm[A].pipelines.stages_for(swarm.entry)[0].node_id
+        victim = (await swarm[A].pipelines.stages_for(swarm.entry))[0].node_id
         with trio.fail_after(PATIENCE_S):
             text, generation = await read(swarm, A, kills(swarm, victim))
         assert text == await uncut(PROMPT, N_TOKENS)

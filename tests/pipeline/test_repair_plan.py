@@ -175,11 +175,11 @@ async def test_a_broken_pipeline_is_mended_and_only_where_that_cannot_be_another
     async with open_swarm(pools) as swarm:
         routes, entry = swarm[A].pipelines._routes, swarm.entry
 
-        def choose(broken: Assembly | None) -> list[str]:
-            chosen = routes.choose(entry, RequestSize(), Load(), (), broken=broken)
+        async def choose(broken: Assembly | None) -> list[str]:
+            chosen = await routes.choose(entry, RequestSize(), Load(), (), broken=broken)
             return [stage.node_id for stage in chosen.stages]
 
-        assert choose(None) == [A, D, C]
-        assert choose(replace(BROKEN, standbys=(None, E, None))) == [A, E, C]
+        assert await choose(None) == [A, D, C]
+        assert await choose(replace(BROKEN, standbys=(None, E, None))) == [A, E, C]
         nobody_stays = Assembly(stages("b 0:6", "f 6:12"), (None, None))
-        assert choose(nobody_stays) == [A, D, C]
+        assert await choose(nobody_stays) == [A, D, C]

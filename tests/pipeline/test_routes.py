@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import trio
 from node_ids import A, B, C, D, O, X, Y, node_id_named
 
 from bench.arithmetic import FakePool, fake_entry
@@ -203,11 +204,11 @@ class SlowResult(msgspec.Struct):
 async def test_a_request_goes_where_the_gossip_says_it_is_quicker() -> None:
     async with open_swarm({A: FakePool(), B: FakePool("0:12"), C: FakePool("0:12")}) as swarm:
         pipelines, entry = swarm[A].pipelines, swarm.entry
-        (before,) = [stage.node_id for stage in pipelines.stages_for(entry)]
+        (before,) = [stage.node_id for stage in (await pipelines.stages_for(entry))]
         (other,) = {B, C} - {before}
         said = {before: computes(entry.model_id, 0.004), other: computes(entry.model_id, 0.001)}
         await swarm.tell(A, said)
-        assert [stage.node_id for stage in pipelines.stages_for(entry)] == [other]
+        assert [stage.node_id for stage in (await pipelines.stages_for(entry))] == [other]
         plan = await pipelines.plan(entry, RequestSize(100, 200))
         assert (plan.stages[0].node_id, plan.stages[0].standby, plan.stages[0].is_measured) == (
             other,
@@ -260,21 +261,21 @@ async def test_a_stage_here_needs_a_slot_as_everywhere_else() -> None:
         await swarm.tell(A, {name: computes(swarm.entry.model_id, speeds[name]) for name in speeds})
         pipelines, prompt = swarm[A].pipelines, Prompt(text="hi")
 
-        def nodes() -> list[str]:
-            return [stage.node_id for stage in pipelines.stages_for(swarm.entry)]
+        async def nodes() -> list[str]:
+            return [stage.node_id for stage in (await pipelines.stages_for(swarm.entry))]
 
         assert pipelines.room().free_slots == 1
-        assert nodes() == [A, C]
+        assert await nodes() == [A, C]
         async with pipelines.generate(prompt, swarm.entry, Sampling(max_tokens=30)):
             assert pipelines.room().free_slots == 0
-            assert nodes() == [B, C]
+            assert await nodes() == [B, C]
             plan = await pipelines.plan(swarm.entry, RequestSize(10, 20))
             assert [(each.node_id, each.reason) for each in plan.refused] == [(A, "no free slot")]
             async with pipelines.generate(prompt, swarm.entry, Sampling(max_tokens=30)) as second:
                 assert [stage.node_id for stage in second.route] == [B, C]
                 assert pipelines.room().free_slots == 0
             swarm[A].pool.ranges = (LayerRange(0, 12),)
-            assert nodes() == [A]
+            assert await nodes() == [A]
         await swarm.quiet()
 
 
@@ -319,3 +320,22 @@ def test_coordinates_and_bandwidth_reach_the_route() -> None:
     assert known.rtt_s(B, D) == 0.03
     assert known.bytes_per_s(B, D) == 2e6
     assert known.bytes_per_s(A, B) == LINK_BYTES_PER_S
+
+
+@pytest.mark.parametrize(("n_others", "goes_on"), [(4, False), (9, True)])
+async def test_the_loop_goes_on_while_a_route_is_chosen_among_many_ranges(
+    n_others: int, goes_on: bool
+) -> None:
+    others = [node_id_named(f"many{number}") for number in range(n_others)]
+    pools = {A: FakePool("0:2"), B: FakePool("2:12")}
+    pools |= {node_id: FakePool("0:1", "2:3", "4:5", "6:7", "8:9", "10:11") for node_id in others}
+    async with open_swarm(pools) as swarm, trio.open_nursery() as nursery:
+        steps: list[float] = []
+
+        async def step() -> None:
+            steps.append(trio.current_time())
+
+        nursery.start_soon(step)
+        chosen = await swarm[A].pipelines.stages_for(swarm.entry)
+        assert bool(steps) == goes_on
+        assert {stage.node_id for stage in chosen} >= {A, B}

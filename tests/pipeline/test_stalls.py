@@ -3,7 +3,7 @@ itself its trust where it was idle; honest stages keep theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import pytest
 import trio
@@ -227,11 +227,14 @@ def test_the_node_that_has_the_row_is_asked_for_it(
     assert judge_states(STAGES, A, states, 5, 5, True, 1.0).error is None
 
 
-def test_a_change_waits_until_the_client_has_waited_as_long_as_it_costs() -> None:
-    pace = Pace(1.0, 0.01, lambda suspected: 30.0)
-    assert not pace.is_worth_changing(29.9, ())
-    assert pace.is_worth_changing(30.0, ())
-    assert not Pace(1.0, 0.01).is_worth_changing(1e9, ())
+async def test_a_change_waits_until_the_client_has_waited_as_long_as_it_costs() -> None:
+    async def elsewhere_s(suspected: Collection[NodeId]) -> float:
+        return 30.0
+
+    pace = Pace(1.0, 0.01, elsewhere_s)
+    assert not await pace.is_worth_changing(29.9, ())
+    assert await pace.is_worth_changing(30.0, ())
+    assert not await Pace(1.0, 0.01).is_worth_changing(1e9, ())
     assert not pace.is_late(10.0, has_begun=False)
     assert pace.is_late(10.1, has_begun=False)
     assert not pace.is_slow(2, 100.0)

@@ -63,7 +63,7 @@ async def test_every_shape_tells_it(holdings: dict[str, str], shape: str) -> Non
 async def test_it_is_told_after_another_node_went_on(holdings: dict[str, str]) -> None:
     word = await last_word(12)
     async with open_swarm(pools_by_id(holdings), settings=SETTINGS) as swarm:
-        victim = swarm[A].pipelines.stages_for(swarm.entry)[-1].node_id
+        victim = (await swarm[A].pipelines.stages_for(swarm.entry))[-1].node_id
         sampling = Sampling(max_tokens=20, stop=("never", word))
         text, generation = await read(swarm, sampling, kills(swarm, victim))
         assert text == await uncut(PROMPT, 11)

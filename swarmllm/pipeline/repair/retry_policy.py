@@ -17,7 +17,7 @@ elsewhere only where others can do it, once the client has waited for as long as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 from swarmllm.errors import (
@@ -150,7 +150,7 @@ class Pace:
     """To the first token."""
     token_s: float
     """From one token to the next."""
-    elsewhere_s: Callable[[Collection[NodeId]], float | None] = lambda suspected: None
+    elsewhere_s: Callable[[Collection[NodeId]], Awaitable[float | None]] | None = None
     """What the request would cost without these nodes, or as many of them as can be spared; None: it cannot
     do without any of them."""
 
@@ -162,8 +162,8 @@ class Pace:
         """Nothing has come for `silent_s`."""
         return silent_s > max(SILENT_S, SLOW * (self.token_s if has_begun else self.first_s))
 
-    def is_worth_changing(self, waited_s: float, suspected: Collection[NodeId]) -> bool:
-        if waited_s <= 0:
+    async def is_worth_changing(self, waited_s: float, suspected: Collection[NodeId]) -> bool:
+        if waited_s <= 0 or self.elsewhere_s is None:
             return False
-        cost_s = self.elsewhere_s(suspected)
+        cost_s = await self.elsewhere_s(suspected)
         return cost_s is not None and cost_s <= waited_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 import trio
@@ -21,6 +21,7 @@ from swarmllm.pipeline.repair.plan import mend
 from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route
 from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
 from swarmllm.pipeline.route.measuring import travel_s, undisturbed_ways_s
+from swarmllm.pipeline.route.suspects import sparing
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.capacity import Held, Room, room_left
@@ -37,7 +38,7 @@ from swarmllm.scheduling.route import RouteStage
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.swarm import Stage
+from swarmllm_proto.swarm import NodeCapability, Stage
 
 
 class LocalLoad:
@@ -86,6 +87,9 @@ class RequestSize:
 DEFAULT_SIZE = RequestSize()
 RUNNABLE_MAX: Final = 512
 """Kept sets of ranges: those of 256 connected nodes, twice. More would be memory that strangers fill."""
+INLINE_RANGES_MAX: Final = 48
+"""Ranges among which a route is chosen at once, in a fraction of a millisecond. Among more it is chosen in a
+thread: how many there are is for others to say, and the event loop must not wait for the search."""
 
 
 class RoutePlanner:
@@ -106,65 +110,54 @@ class RoutePlanner:
         self._observations = observations
         self._constraints = constraints
         self._speeds = speeds
+        # One after the other: side by side they would take turns at the interpreter, and the loop its.
+        self._searches = trio.CapacityLimiter(1)
 
-    def choose(
+    async def choose(
         self,
         entry: CatalogueEntry,
         size: RequestSize,
         load: Load,
         avoid: Collection[NodeId],
+        *,
+        suspects: Sequence[NodeId] = (),
         previous: Sequence[Stage] = (),
         broken: Assembly | None = None,
     ) -> Assembly:
-        """`previous`: the pipeline of the conversation's last turn. `broken`: the request's own, to be mended
-        where that is worth it. Raises NoPipeline."""
-        question = replace(self._question(entry, size, load), avoid=avoid, previous=previous)
-        if broken is not None:
-            return _timed(mend(question, broken) or assemble(question), question.circumstances)
-        chosen = _timed(assemble(question), question.circumstances)
-        return replace(chosen, ways_s=undisturbed_ways_s(chosen.stages, question.circumstances))
+        """Without those to avoid, and without as many suspects as can be spared. `previous`: the pipeline of
+        the conversation's last turn. `broken`: the request's own, to be mended where that is worth it.
+        Raises NoPipeline."""
+        known = self._known(entry, size, load)
+        work = partial(_choose, known, avoid, tuple(suspects), tuple(previous), broken)
+        if known.n_ranges <= INLINE_RANGES_MAX:
+            return work()
+        return await trio.to_thread.run_sync(  # type: ignore[call-arg]
+            work, abandon_on_cancel=True, limiter=self._searches
+        )
 
     async def plan(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Plan:
         """In a thread, because reasons take many times as long as the choice. Raises NoPipeline."""
-        return await trio.to_thread.run_sync(plan_route, self._question(entry, size, load))
+        known = self._known(entry, size, load)
+        return await trio.to_thread.run_sync(lambda: plan_route(_question(known)))
 
-    def _question(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Question:
-        manifest = entry.manifest
-        # Whatever anybody announces, choosing from it takes milliseconds.
-        holders = candidates(manifest.n_layers, manifest.cut_alignment, self._holders(entry), {self._node_id})
-        return Question(
-            entry.manifest.n_layers,
-            entry.manifest.cut_alignment,
-            holders,
-            self._registry.connected(),
-            self._circumstances(entry, holders, size, load),
-            model_name=entry.name,
-            constraints=self._constraints,
-            whole_reason=entry.manifest.whole_reason,
-        )
-
-    def _holders(self, entry: CatalogueEntry) -> dict[NodeId, tuple[LayerRange, ...]]:
-        n_layers, cut_alignment = entry.manifest.n_layers, entry.manifest.cut_alignment
-        held = self._registry.held(entry.model_id)
-        holders = {node_id: _runnable(ranges, n_layers, cut_alignment) for node_id, ranges in held.items()}
+    def _known(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> _Known:
+        # What a node says of a model is kept as it is indexed: here is only a look at each of them.
+        held = dict(self._registry.held(entry.model_id))
         # This node knows what it has loaded better than its own last announcement does.
-        holders[self._node_id] = self._pool.loaded(entry.model_id)
-        return holders
-
-    def _circumstances(
-        self, entry: CatalogueEntry, node_ids: Collection[NodeId], size: RequestSize, load: Load
-    ) -> RouteInputs:
-        records = {node_id: self._registry.node(node_id) for node_id in node_ids if node_id != self._node_id}
-        return circumstances(
+        held[self._node_id] = self._pool.loaded(entry.model_id)
+        records = {node_id: self._registry.node(node_id) for node_id in held if node_id != self._node_id}
+        return _Known(
             self._node_id,
-            entry.manifest,
-            workload(entry.manifest, size.n_prompt_tokens, size.n_output_tokens),
-            node_ids,
+            entry,
+            size,
+            held,
+            self._registry.connected(),
             {node_id: record.capability for node_id, record in records.items() if record is not None},
             self._links(),
             self._observations,
             load,
-            self._measured(entry.model_id, node_ids),
+            self._measured(entry.model_id, held),
+            self._constraints,
         )
 
     def _measured(self, model_id: ModelId, node_ids: Iterable[NodeId]) -> dict[NodeId, float]:
@@ -185,6 +178,82 @@ class RoutePlanner:
             {peer.node_id: peer.bytes_per_s for peer in peers if peer.bytes_per_s},
             self._observations.coordinate,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What this node knows at one moment of all that a route of a model depends on. Threads may read it."""
+
+    node_id: NodeId
+    entry: CatalogueEntry
+    size: RequestSize
+    held: Mapping[NodeId, tuple[LayerRange, ...]]
+    connected: Collection[NodeId]
+    capabilities: Mapping[NodeId, NodeCapability]
+    links: Links
+    observations: Observations
+    """Goes on observing; a search reads few values of it, each whole."""
+    load: Load
+    measured_s: Mapping[NodeId, float]
+    constraints: Constraints
+
+    @property
+    def n_ranges(self) -> int:
+        return sum(map(len, self.held.values()))
+
+
+def _choose(
+    known: _Known,
+    avoid: Collection[NodeId],
+    suspects: Sequence[NodeId],
+    previous: Sequence[Stage],
+    broken: Assembly | None,
+) -> Assembly:
+    """Pure. Raises NoPipeline."""
+    question = replace(_question(known), previous=previous)
+
+    def choose(avoided: set[NodeId]) -> Assembly:
+        asked = replace(question, avoid=avoided)
+        mended = mend(asked, broken) if broken is not None else None
+        return mended or assemble(asked)
+
+    chosen = _timed(sparing(choose, avoid, suspects), question.circumstances)
+    if broken is not None:
+        return chosen
+    return replace(chosen, ways_s=undisturbed_ways_s(chosen.stages, question.circumstances))
+
+
+def _question(known: _Known) -> Question:
+    """Pure."""
+    manifest = known.entry.manifest
+    held = {
+        node_id: _runnable(ranges, manifest.n_layers, manifest.cut_alignment)
+        if node_id != known.node_id
+        else ranges
+        for node_id, ranges in known.held.items()
+    }
+    # Whatever anybody announces, a search has an end.
+    holders = candidates(manifest.n_layers, manifest.cut_alignment, held, {known.node_id})
+    return Question(
+        manifest.n_layers,
+        manifest.cut_alignment,
+        holders,
+        known.connected,
+        circumstances(
+            known.node_id,
+            manifest,
+            workload(manifest, known.size.n_prompt_tokens, known.size.n_output_tokens),
+            holders,
+            known.capabilities,
+            known.links,
+            known.observations,
+            known.load,
+            known.measured_s,
+        ),
+        model_name=known.entry.name,
+        constraints=known.constraints,
+        whole_reason=manifest.whole_reason,
+    )
 
 
 @lru_cache(maxsize=RUNNABLE_MAX)
