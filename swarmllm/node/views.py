@@ -5,12 +5,13 @@ A `ModelView` is one model as this node sees it: from its catalogue, its workers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from swarmllm.downloads import WaitingView
 from swarmllm.models import CatalogueEntry, LayerRange, merge
+from swarmllm.scheduling.pieces import runnable
 from swarmllm.scheduling.route import is_complete, missing_layers
 from swarmllm.swarm.peers.trust import Explanation
 from swarmllm.swarm.records.registry import SwarmModel
@@ -108,13 +109,32 @@ class Coverage:
     complete: bool
 
 
+class _Holding(NamedTuple):
+    """What one node holds of a model, as it says it and as it counts."""
+
+    said: Ranges
+    merged: Ranges
+    runnable: Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A coverage and what it was made of."""
+
+    model: SwarmModel | None
+    facts: tuple[object, ...]
+    holdings: Mapping[NodeId, _Holding]
+    coverage: Coverage
+
+
 class Coverages:
-    """The coverage of each model, worked out again only after something about it has changed."""
+    """The coverage of each model, worked out again only after something about it has changed, and then only
+    for the nodes of which it has changed."""
 
     def __init__(self, node_id: NodeId, nickname_of: Callable[[NodeId], str]) -> None:
         self._node_id = node_id
         self._nickname_of = nickname_of
-        self._known: dict[ModelId | None, tuple[SwarmModel | None, tuple[object, ...], Coverage]] = {}
+        self._known: dict[ModelId | None, _Known] = {}
         self.n_made = 0
 
     def of(
@@ -129,10 +149,9 @@ class Coverages:
         registry."""
         facts = (n_layers, alignment, loaded)
         known = self._known.get(model_id)
-        if known is None or known[0] is not model or known[1] != facts:
-            made = self._make(model, n_layers, alignment, loaded)
-            self._known[model_id] = known = (model, facts, made)
-        return known[2]
+        if known is None or known.model is not model or known.facts != facts:
+            known = self._known[model_id] = self._make(model, n_layers, alignment, loaded, known)
+        return known.coverage
 
     def keep(self, model_ids: Iterable[ModelId]) -> None:
         """Forget all others."""
@@ -143,19 +162,35 @@ class Coverages:
         node_id, ranges = held
         return node_id != self._node_id, ranges[0].start, ranges[0].end, node_id
 
-    def _make(self, model: SwarmModel | None, n_layers: int, alignment: int, loaded: Ranges) -> Coverage:
+    def _make(
+        self,
+        model: SwarmModel | None,
+        n_layers: int,
+        alignment: int,
+        loaded: Ranges,
+        last: _Known | None,
+    ) -> _Known:
         self.n_made += 1
+        facts = (n_layers, alignment, loaded)
+        is_same_model = last is not None and last.facts[:2] == facts[:2]
+        before = last.holdings if last is not None and is_same_model else {}
         held: dict[NodeId, Ranges] = {self._node_id: loaded} if loaded else {}
         held |= {n: ranges for n, ranges in (model.held if model else {}).items() if n != self._node_id}
-        ranges = {layers for node_ranges in held.values() for layers in node_ranges}
-        return Coverage(
+        holdings = {
+            node_id: known
+            if (known := before.get(node_id)) is not None and known.said is said
+            else _Holding(said, merge(said), runnable(said, n_layers, alignment))
+            for node_id, said in sorted(held.items(), key=self._order)
+        }
+        coverage = Coverage(
             tuple(
-                HolderView(holder, self._nickname_of(holder), merge(layers), holder == self._node_id)
-                for holder, layers in sorted(held.items(), key=self._order)
+                HolderView(holder, self._nickname_of(holder), holding.merged, holder == self._node_id)
+                for holder, holding in holdings.items()
             ),
-            tuple(missing_layers(n_layers, ranges)),
-            is_complete(n_layers, alignment, held),
+            missing_layers(n_layers, {layers for each in holdings.values() for layers in each.merged}),
+            is_complete(n_layers, alignment, {node: each.runnable for node, each in holdings.items()}),
         )
+        return _Known(model, facts, holdings, coverage)
 
 
 def view_model(

@@ -12,6 +12,7 @@ from node_ids import node_id_named
 
 from swarmllm.api.admin.node_json import HOLDERS_SHOWN, PEER_MODELS_SHOWN, RANGES_SHOWN
 from swarmllm.api.http.sliced_json import SLICE_BYTES, encoded
+from swarmllm.models import LayerRange
 from swarmllm.swarm.in_memory.router import InMemoryRouter
 from swarmllm.swarm.records.registry import LISTED_MAX
 from swarmllm_proto.codec import encode_record
@@ -118,6 +119,35 @@ async def test_only_models_that_changed_are_worked_out_again(tmp_path: Path) -> 
         # One model came, and one took the place of the one that went.
         assert n_made < keeper._coverages.n_made <= n_made + 2
         assert len(keeper._coverages._known) == LISTED_MAX
+
+
+async def test_only_nodes_whose_ranges_changed_are_merged_again(tmp_path: Path) -> None:
+    async with open_node(tmp_path) as stand:
+        guide = (await stand.node.models.get("guide")).model_id
+
+        def holds(*ranges: tuple[int, int], sequence: int) -> bytes:
+            held = ShardAnnounce(model_id=guide, name="guide", n_layers=12, ranges=ranges)
+            return encode_record(NodeRecord(node_id=node_id_named("x"), sequence=sequence, models=(held,)))
+
+        other = ShardAnnounce(model_id=guide, name="guide", n_layers=12, ranges=((0, 2), (1, 4)))
+        router = stand.network.add(node_id_named("x"))
+        await router.publish(holds((6, 8), (7, 12), sequence=1))
+        await stand.network.add(node_id_named("y")).publish(
+            encode_record(NodeRecord(node_id=node_id_named("y"), models=(other,)))
+        )
+        with trio.fail_after(PATIENCE_S):
+            while stand.registry.held(guide).keys() < {node_id_named("x"), node_id_named("y")}:
+                await trio.lowlevel.checkpoint()
+        before = {view.node_id: view for view in (await stand.node.models.get("guide")).holders}
+        await router.publish(holds((2, 3), sequence=2))
+        with trio.fail_after(PATIENCE_S):
+            while stand.registry.held(guide)[node_id_named("x")] != (LayerRange(2, 3),):
+                await trio.lowlevel.checkpoint()
+        after = {view.node_id: view for view in (await stand.node.models.get("guide")).holders}
+    assert before[node_id_named("x")].layers == (LayerRange(6, 12),)
+    assert after[node_id_named("x")].layers == (LayerRange(2, 3),)
+    assert after[node_id_named("y")].layers == (LayerRange(0, 4),)
+    assert after[node_id_named("y")].layers is before[node_id_named("y")].layers
 
 
 async def test_others_have_their_turn_while_a_long_list_is_encoded() -> None:

@@ -259,7 +259,10 @@ class ModelIndex:
                 said[name, each.n_layers] += 2 * len(model.said) + 1 if writer == self._node_id else 1
         (name, n_layers), _ = min(said.items(), key=lambda vote: (-vote[1], vote[0]))
         fitting = {
-            node_id: tuple(layers for layers in ranges if layers.end <= n_layers)
+            # The same object where nothing is left out: who reads this need look only at what has changed.
+            node_id: ranges
+            if model.said[node_id].n_layers <= n_layers
+            else tuple(layers for layers in ranges if layers.end <= n_layers)
             for node_id, ranges in self.held(model_id).items()
         }
         held = {node_id: ranges for node_id, ranges in fitting.items() if ranges}
