@@ -21,6 +21,7 @@ from swarmllm_workers.engine.interposing import find_library
 from swarmllm_workers.ring import ring_work
 from swarmllm_workers.ring.link import ReceivingLink, SendingLink
 from swarmllm_workers.ring.seats import TURNED_INTERVAL_S
+from swarmllm_workers.schedule import cohorts
 from swarmllm_workers.server.handlers import Handlers
 
 SECRET = bytes(range(32)) + bytes(8)
@@ -253,6 +254,92 @@ def test_jobs_that_come_together_share_a_batch(stages: MakeStage) -> None:
     assert stage.deliver(stage.job("a", 1), stage.job("b", 1)) == 1
     assert stage.deliver(stage.job("a", 2), alone=False) == 1
     assert len(stage.passed_on()) == 3
+
+
+def counted(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each batch that it runs from now on."""
+    batches: list[int] = []
+    engine = stage.handlers._opened()
+    run = engine.run
+
+    def noted(route: Any, spans: Any) -> Any:
+        batches.append(len(spans))
+        return run(route, spans)
+
+    monkeypatch.setattr(engine, "run", noted)
+    return batches
+
+
+def test_the_first_stage_runs_as_many_cohorts_as_there_are_stages(
+    stages: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each row has the bits that it has in one batch with all others."""
+    stage = stages(0, 6)
+    for request_id in "abcdwxyz":
+        stage.seat(request_id)
+    batches = counted(stage, monkeypatch)
+    assert stage.deliver(*(stage.job(request_id, 1, seed=7) for request_id in "abcd")) == 2
+    assert batches == [2, 2]
+    apart = essence(stage.passed_on())
+    assert len(apart) == 4
+    monkeypatch.setattr(stage.handlers._scheduler, "_cohorts", None)
+    assert stage.deliver(*(stage.job(request_id, 1, seed=7) for request_id in "wxyz")) == 1
+    assert batches == [2, 2, 4]
+    assert essence(stage.passed_on()) == apart
+
+
+def test_a_row_that_does_not_come_holds_nobody_up(stages: MakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight members half are away for ever: what is here of a cohort runs at once, without them."""
+    stage = stages(0, 6)
+    for request_id in "abcdwxyz":
+        stage.seat(request_id)
+    stage.deliver(*(stage.job(request_id, 1, seed=3) for request_id in "abcdwxyz"))
+    batches = counted(stage, monkeypatch)
+    for position in range(2, 6):
+        stage.deliver(*(stage.job(request_id, position, seed=3) for request_id in "abcd"))
+    assert sum(batches) == 16
+    assert len(stage.passed_on()) == 8 + 16
+
+
+@pytest.mark.parametrize(("start", "end"), [(4, 8), (8, 12)])
+def test_later_stages_run_all_that_has_come(
+    stages: MakeStage, monkeypatch: pytest.MonkeyPatch, start: int, end: int
+) -> None:
+    stage = stages(start, end)
+    for request_id in "abcd":
+        stage.seat(request_id)
+    batches = counted(stage, monkeypatch)
+    assert stage.deliver(*(stage.job(request_id, 1, seed=3) for request_id in "abcd")) == 1
+    assert batches == [4]
+
+
+def test_requests_that_are_over_are_members_of_no_cohort(stages: MakeStage) -> None:
+    stage = stages(0, 6)
+    for request_id in "abcd":
+        stage.seat(request_id)
+    stage.deliver(*(stage.job(request_id, 1, seed=3) for request_id in "abcd"))
+    kept = stage.handlers._cohorts
+    assert kept is not None
+    for request_id in "ab":
+        stage.handle(ipc.CancelRequest(id=7, request_id=request_id))
+    assert kept._stages[0, 6].members.keys() == {"c", "d"}
+    for request_id in "cd":
+        stage.handle(ipc.CancelRequest(id=7, request_id=request_id))
+    assert not kept._stages
+
+
+def test_lone_steps_beside_other_requests_count_for_their_cohorts(
+    stages: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cohorts, "MEMBER_AWAY_MIN_S", 1000.0)
+    stage = stages(0, 6)
+    for request_id in "abcd":
+        stage.seat(request_id)
+    for request_id in "cd":
+        assert stage.deliver(stage.job(request_id, 1, seed=3)) == 0
+    batches = counted(stage, monkeypatch)
+    assert stage.deliver(*(stage.job(request_id, 1, seed=3) for request_id in "ab")) == 1
+    assert batches == [2], "half of four"
 
 
 def test_a_failure_inside_is_told_and_frees_nothing_that_is_in_use(

@@ -101,6 +101,47 @@ def test_decode_steps_of_a_lane_share_one_batch_with_a_piece_of_a_prompt() -> No
     assert batch.shares == (Share(2, 1), Share(3, 1), Share(1, CHUNK - 2))
 
 
+@given(demand_lists(), st.dictionaries(st.sampled_from("ab"), st.integers(1, 6)))
+def test_cohorts_bound_the_decode_steps_of_a_batch_and_lose_none(
+    demands: list[Demand], cohorts: dict[str, int]
+) -> None:
+    plan = planner()
+    known = {demand.key: demand for demand in demands if demand.is_decode}
+    waiting = dict(known)
+    for _ in demands:
+        for batch in plan.schedule(waiting.values(), cohorts):
+            n_rows = [known[share.key].n_rows for share in batch.shares]
+            assert sum(n_rows) <= cohorts.get(str(batch.lane), CAPACITY) or len(n_rows) == 1
+            plan.postprocess(batch)
+            for share in batch.shares:
+                del waiting[share.key]
+    assert not waiting
+
+
+def test_those_that_came_first_are_the_first_cohort() -> None:
+    plan = planner()
+    (first,) = plan.schedule([decode(key) for key in range(5)], {"a": 3})
+    assert first.shares == (Share(0, 1), Share(1, 1), Share(2, 1))
+    plan.postprocess(first)
+    (second,) = plan.schedule([decode(3), decode(4), decode(5)], {"a": 3})
+    assert second.shares == (Share(3, 1), Share(4, 1), Share(5, 1))
+
+
+def test_where_a_piece_of_a_prompt_runs_all_decode_steps_run() -> None:
+    """They would wait for it otherwise, which takes longer than they all."""
+    (batch,) = planner().schedule([decode(1), decode(2), prompt(3, 100)], {"a": 1})
+    assert batch.shares == (Share(1, 1), Share(2, 1), Share(3, CHUNK - 2))
+
+
+def test_readers_that_are_owed_time_run_as_cohorts_beside_a_prompt_that_waits() -> None:
+    plan = planner()
+    demands = [decode(1), decode(2), prompt(3, 100)]
+    plan.schedule(demands)
+    plan.ran(2, 1, 1.0)
+    (batch,) = plan.schedule(demands, {"a": 1})
+    assert batch.shares == (Share(1, 1),)
+
+
 def test_no_more_works_are_restarted_than_the_missing_rows_need() -> None:
     """A restart computes a whole sequence again: that of 3 frees exactly the rows that 1 lacks."""
     demands = [decode(1, n_rows=10), decode(2), decode(3)]

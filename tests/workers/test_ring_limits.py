@@ -12,7 +12,7 @@ from node_ids import A, B
 
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_job, encode_job
-from swarmllm_proto.frames import Frame
+from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import LayerForward, StreamingToken
 from swarmllm_proto.tensors import tensor_bytes
@@ -109,6 +109,64 @@ def test_a_link_that_ends_while_rows_leave_is_reported_and_not_used_again() -> N
         (B, "sending")
     ]
     assert not ring.pass_rows(seat, 5, 1, rows, (), may_relay=False), "there is no link any more"
+
+
+def test_corked_rows_leave_in_one_piece_and_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    ring, seat = seated()
+    secret = memoryview(bytes(range(32)) + bytes(8))
+    ring.take_link(ipc.TakeLink(id=1, peer=B, direction="sending"), secret, ours)
+    link = ReceivingLink(theirs, secret)
+    rows = tensor_bytes(np.zeros((1, 64), np.float32))
+    ring.cork()
+    for position in range(4, 8):
+        assert ring.pass_rows(seat, position, 1, rows, (), may_relay=True)
+    assert link.receive() == []
+    ring.uncork()
+    n_bytes = int.from_bytes(theirs.recv(2, socket.MSG_PEEK), "big")
+    assert n_bytes + 2 == len(theirs.recv(65536, socket.MSG_PEEK)), "one message, which is read at once"
+    jobs = [decode_job(each.header, each.payload) for each in link.receive()]
+    assert [each.position for each in jobs if isinstance(each, LayerForward)] == [4, 5, 6, 7]
+    assert ring.pass_rows(seat, 8, 1, rows, (), may_relay=True)
+    assert len(link.receive()) == 1, "the next one leaves by itself"
+    ring.close()
+    theirs.close()
+
+
+def test_corked_rows_whose_link_has_ended_go_through_the_daemon() -> None:
+    """Each request's, marked as sent again; those to others are not touched."""
+    said: list[tuple[Any, bytes]] = []
+    ring = Ring(
+        lambda message, payload=b"": said.append((message, bytes(payload))),
+        lambda *_: None,
+        lambda *_: None,
+    )
+    secret = memoryview(bytes(range(32)) + bytes(8))
+    pairs = {peer: socket.socketpair() for peer in (A, B)}
+    seats: dict[str, Seat] = {}
+    for peer, (ours, _) in pairs.items():
+        ring.take_link(ipc.TakeLink(id=1, peer=peer, direction="sending"), secret, ours)
+    for request_id, after in (("r", B), ("s", B), ("t", A)):
+        ring.take_seat(replace(seated()[1].message, request_id=request_id, after=after))
+        seats[request_id] = ring._seats[request_id, 1]
+    assert ring.n_requests == 3
+    pairs[B][1].close()
+    ring.cork()
+    for seat in seats.values():
+        assert ring.pass_rows(seat, 4, 1, tensor_bytes(np.zeros((1, 64), np.float32)), (), may_relay=True)
+    ring.uncork()
+    relayed = {message.request_id: payload for message, payload in said if isinstance(message, ipc.Relay)}
+    assert relayed.keys() == {"r", "s"}
+    for payload in relayed.values():
+        (frame,) = FrameDecoder().feed(payload)
+        job = decode_job(frame.header, frame.payload)
+        assert isinstance(job, LayerForward)
+        assert job.resent
+    assert len(ReceivingLink(pairs[A][1], secret).receive()) == 1
+    ring.leave("s")
+    assert ring.n_requests == 2
+    ring.close()
+    pairs[A][1].close()
 
 
 @pytest.mark.parametrize("may_relay", [True, False])

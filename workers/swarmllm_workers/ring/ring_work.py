@@ -26,6 +26,7 @@ from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.interposing import find_library
 from swarmllm_workers.ring.seats import Ring, Seat
+from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.work import ForwardWork, Send, token_message
 
 _HEAD: Final = Struct("<4I")
@@ -56,9 +57,15 @@ class RingWork(ForwardWork):
         super().__init__(message, position, data, engine, decodings, send)
         self._ring = ring
         self._seat = seat
-        self._since = since
+        self._since = self.arrived_at = since
         self._timings_before = timings
         self._by_link = by_link
+
+    @property
+    def goes_around(self) -> bool:
+        start, end = self.layers
+        is_first_of_several = start == 0 and end < self._engine.n_layers
+        return is_first_of_several and self._position >= self._seat.message.n_prompt_tokens
 
     def _deliver(self, hidden: np.ndarray | None) -> None:
         message = self._message
@@ -105,9 +112,16 @@ class RingWork(ForwardWork):
 
 class LoneSteps:
     def __init__(
-        self, engine: Engine, decodings: dict[str, Decoding], ring: Ring, *, native: bool = True
+        self,
+        engine: Engine,
+        decodings: dict[str, Decoding],
+        ring: Ring,
+        cohorts: Cohorts | None = None,
+        *,
+        native: bool = True,
     ) -> None:
         """`native`: by `lone_row.c`, where it was built."""
+        self._cohorts = cohorts
         self._engine = engine
         self._decodings = decodings
         self._ring = ring
@@ -118,9 +132,12 @@ class LoneSteps:
         self._fed_address = self._fed.ctypes.data
         self._take_row: Any = _taker() if native else None
 
-    def run(self, seat: Seat, job: LayerForward, payload: memoryview, since: float) -> bool:
+    def run(
+        self, seat: Seat, job: LayerForward, payload: memoryview, since: float, *, is_idle: bool = False
+    ) -> bool:
         """False: it is an ordinary piece of work, and nothing has been done. Raises CallError engine,
-        context_full. `since`: when the job came, by `time.perf_counter`."""
+        context_full. `since`: when the job came, by `time.perf_counter`. `is_idle`: nothing ran
+        until then."""
         its, engine, position = seat.message, self._engine, job.position
         slot = engine.slots.get(its.request_id)
         row = self._row(job, payload)
@@ -157,6 +174,10 @@ class LoneSteps:
             came = bytes(payload)
             engine.received.append(its.request_id, its.start, position, came, len(self._head))
         self._ring.turn(seat, compute_s)
+        if its.start == 0 and self._cohorts is not None and self._ring.n_requests > 1:
+            layers, now = (its.start, its.end), time.perf_counter()
+            self._cohorts.arrived(layers, its.request_id, 1, since, is_idle=is_idle)
+            self._cohorts.left(layers, (its.request_id,), now - since, now, is_pure=True)
         return True
 
     def _row(self, job: LayerForward, payload: memoryview) -> np.ndarray | None:

@@ -131,6 +131,10 @@ class Ring:
         self._receiving: dict[NodeId, ReceivingLink] = {}
         self._peers: dict[int, NodeId] = {}
         """Whose link a descriptor is."""
+        self._corked: dict[NodeId, list[bytes]] | None = None
+        """What is to leave, by receiver, while more is to come; None: it leaves at once."""
+        self.n_requests = 0
+        """That have seats here."""
         self.has_spare_core = False
         """Whether the daemons can work while all compute threads do."""
 
@@ -160,6 +164,7 @@ class Ring:
         if len(self._seats) >= SEATS_MAX:
             raise CallError("bad_message", f"{SEATS_MAX} seats are taken already", "request_id")
         self._seats[message.request_id, message.stage] = Seat(message, _forward_of(message))
+        self._count()
 
     def leave(self, request_id: str) -> None:
         """The request is over here."""
@@ -168,6 +173,10 @@ class Ring:
             if seat.n_turned:
                 seat.is_running, seat.told_at = False, 0.0
                 self._tell_turned(seat, time.monotonic())
+        self._count()
+
+    def _count(self) -> None:
+        self.n_requests = len({request_id for request_id, _ in self._seats})
 
     def seat_of(self, message: ipc.Forward) -> Seat | None:
         """The seat for a job that the daemon brings."""
@@ -281,6 +290,18 @@ class Ring:
             self._relay(its.request_id, its.origin, told, decoded.text)
         return is_on
 
+    def cork(self) -> None:
+        """Keep what is to leave by links, until `uncork`."""
+        self._corked = {}
+
+    def uncork(self) -> None:
+        """Send it, in one piece by each link: the receiver reads it at once and runs it in one batch."""
+        corked, self._corked = self._corked, None
+        for after, pieces in (corked or {}).items():
+            link = self._sending.get(after)
+            if link is not None:
+                self._write(after, link, b"".join(pieces))
+
     def on_event(self, descriptor: int, events: int, *, is_last: bool = False) -> None:
         """Something happened on a link's socket. `is_last`: nothing else has happened that is not dealt
         with."""
@@ -356,17 +377,23 @@ class Ring:
         link = self._sending.get(after)
         if link is not None:
             seat.unsure = jobs
-            try:
-                link.send_bytes(_frames(jobs))
-                self._watch_sending(link)
-            except LinkClosed as closed:
-                self._lose_sending(after, str(closed))
+            if self._corked is not None:
+                self._corked.setdefault(after, []).append(_frames(jobs))
+            else:
+                self._write(after, link, _frames(jobs))
             return True
         seat.unsure = ()
         if may_relay:
             for message, payload in jobs:
                 self._relay(seat.message.request_id, after, message, payload)
         return may_relay
+
+    def _write(self, after: NodeId, link: SendingLink, frames: bytes) -> None:
+        try:
+            link.send_bytes(frames)
+            self._watch_sending(link)
+        except LinkClosed as closed:
+            self._lose_sending(after, str(closed))
 
     def _relay(
         self, request_id: str, receiver: NodeId, message: JobMessage, payload: bytes | memoryview

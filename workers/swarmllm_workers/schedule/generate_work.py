@@ -68,6 +68,7 @@ class GenerateWork:
         self.has_tokens = True
         self._session = message.session_id
         self.wants_alone = False
+        self.arrived_at = time.perf_counter()
         self._n_given = len(tokens)
         """The prompt, and what was generated elsewhere."""
         self._n_prompt = len(tokens) - message.n_generated
@@ -117,6 +118,10 @@ class GenerateWork:
     @property
     def is_decode(self) -> bool:
         return self._n_history - self._position == 1 and self._position >= self._n_given
+
+    @property
+    def goes_around(self) -> bool:
+        return False
 
     def look_ahead(self, n_rows_max: int) -> None:
         self._guesses = ()

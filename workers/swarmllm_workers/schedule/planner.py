@@ -22,7 +22,7 @@ end; a work is refused where waiting cannot help or has not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -120,8 +120,12 @@ class Planner:
         self._claimed_s = 0.0
         """What of it a round is meant for that has yet to run."""
 
-    def schedule(self, demands: Collection[Demand]) -> tuple[Batch, ...]:
-        """The batches of one round: at most one per lane, or, without batching, one per work."""
+    def schedule(
+        self, demands: Collection[Demand], cohorts: Mapping[Hashable, int] | None = None
+    ) -> tuple[Batch, ...]:
+        """The batches of one round: at most one per lane, or, without batching, one per work. `cohorts`: per
+        lane, the rows of decode steps that one batch takes at most, because more of them are better run in
+        batches of their own (`cohorts.py`); a batch that has pieces of prompts takes all."""
         queue = sorted(demands, key=lambda demand: (self._turns.get(demand.key, 0), demand.key))
         if not self._batching:
             return tuple(Batch(d.lane, (Share(d.key, self._piece(d)),)) for d in queue)
@@ -135,15 +139,17 @@ class Planner:
         shares: dict[Hashable, list[Share]] = {}
         n_rows: dict[Hashable, int] = {}
         ends: dict[Hashable, int] = {}
-        for demand in decodes:
-            used = n_rows.get(demand.lane, 0)
-            if used + demand.n_rows <= n_decode_rows_max or not used:
-                shares.setdefault(demand.lane, []).append(Share(demand.key, demand.n_rows))
-                n_rows[demand.lane] = used + demand.n_rows
         if decodes and prompts and self._owed_s > 0:
             prompts = []
             # Gone where none of them runs: for want of room, which prompts may be the ones to make.
             self._claimed_s, self._owed_s = self._owed_s, 0.0
+        limits = {} if cohorts is None or prompts else cohorts
+        for demand in decodes:
+            used = n_rows.get(demand.lane, 0)
+            n_max = min(n_decode_rows_max, limits.get(demand.lane, n_decode_rows_max))
+            if used + demand.n_rows <= n_max or not used:
+                shares.setdefault(demand.lane, []).append(Share(demand.key, demand.n_rows))
+                n_rows[demand.lane] = used + demand.n_rows
         for demand in prompts:
             used = n_rows.get(demand.lane, 0)
             end = ends.setdefault(demand.lane, self._end(used) if has_readers else self._capacity)

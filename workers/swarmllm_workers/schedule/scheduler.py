@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.ranges import Range, Route
 from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.errors import CallError, Interrupted
+from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.planner import Batch, Demand, Planner
 from swarmllm_workers.schedule.work import Work
 from swarmllm_workers.server.read_ahead import ReadAhead
@@ -31,6 +32,16 @@ from swarmllm_workers.server.read_ahead import ReadAhead
 OnError = Callable[[Work, Exception], None]
 ROOM_PATIENCE_S: Final = 10.0
 """How long a work waits for cells that other requests hold, of which none is sure to end."""
+
+
+class Outlet(Protocol):
+    """By which results leave."""
+
+    def cork(self) -> None:
+        """Keep what is given from now on."""
+
+    def uncork(self) -> None:
+        """Send it, in one piece to each receiver."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +66,17 @@ class _Batch:
 
 class Scheduler:
     def __init__(
-        self, engine: Engine, planner: Planner, on_error: OnError, read_ahead: ReadAhead | None = None
+        self,
+        engine: Engine,
+        planner: Planner,
+        on_error: OnError,
+        read_ahead: ReadAhead | None = None,
+        cohorts: Cohorts | None = None,
+        outlet: Outlet | None = None,
     ) -> None:
         self._engine = engine
+        self._cohorts = cohorts
+        self._outlet = outlet
         self._read_ahead = read_ahead
         self._planner = planner
         self._on_error = on_error
@@ -83,7 +102,12 @@ class Scheduler:
             work.is_parked or key in self._uncut for key, work in self._works.items()
         )
 
-    def add(self, work: Work) -> None:
+    def add(self, work: Work, *, is_idle: bool = False) -> None:
+        """`is_idle`: nothing ran here when it came."""
+        if self._cohorts is not None and work.goes_around:
+            self._cohorts.arrived(
+                work.layers, work.request_id, work.n_waiting, work.arrived_at, is_idle=is_idle
+            )
         self._n_works += 1
         self._works[self._n_works] = work
 
@@ -128,10 +152,24 @@ class Scheduler:
 
     def _planned(self) -> Iterator[_Batch]:
         ready = self._ready()
-        for planned in self._planner.schedule([each.demand for each in ready.values()]):
+        limits = self._limits(ready.values())
+        for planned in self._planner.schedule([each.demand for each in ready.values()], limits):
             batch = self._make_room(planned, ready)
             if batch is not None:
                 yield batch
+
+    def _limits(self, ready: Iterable[_Ready]) -> dict[Hashable, int]:
+        """Rows that a batch of a lane takes at most, where decode steps are to run as cohorts."""
+        limits: dict[Hashable, int] = {}
+        if self._cohorts is None:
+            return limits
+        now = time.perf_counter()
+        for each in ready:
+            if each.work.goes_around and each.demand.lane not in limits:
+                n_rows_max = self._cohorts.n_rows_max(each.work.layers, now)
+                if n_rows_max is not None:
+                    limits[each.demand.lane] = n_rows_max
+        return limits
 
     def _lone_step(self, work: Work) -> _Batch | None:
         """The decode step of the only work, for which there is room; None: a plan is needed."""
@@ -308,11 +346,37 @@ class Scheduler:
                 for key, since_s in self._starved_since.items()
                 if self._works.get(key) not in works
             }
-        for work, result in zip(works, results, strict=True):
-            try:
-                work.accept(result, compute_s)
-            except Exception as error:
-                self._fail(work, error)
+        self._accept(works, results, compute_s)
+        self._note_left(works, started)
+
+    def _accept(self, works: list[Work], results: list[np.ndarray], compute_s: float) -> None:
+        outlet = self._outlet if len(works) > 1 else None
+        if outlet is not None:
+            # The next stage would begin with the first of these alone.
+            outlet.cork()
+        try:
+            for work, result in zip(works, results, strict=True):
+                try:
+                    work.accept(result, compute_s)
+                except Exception as error:
+                    self._fail(work, error)
+        finally:
+            if outlet is not None:
+                outlet.uncork()
+
+    def _note_left(self, works: list[Work], started: float) -> None:
+        if self._cohorts is None:
+            return
+        steps = [work for work in works if work.goes_around]
+        if steps:
+            now = time.perf_counter()
+            self._cohorts.left(
+                steps[0].layers,
+                [work.request_id for work in steps],
+                now - started,
+                now,
+                is_pure=len(steps) == len(works),
+            )
 
     def _compute(self, batch: _Batch) -> list[np.ndarray]:
         route, spans = batch.route, batch.spans

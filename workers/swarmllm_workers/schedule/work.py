@@ -44,6 +44,8 @@ class Work(Protocol):
     """Token ids, as opposed to hidden states, are what it feeds."""
     wants_alone: bool
     """Its rows share no batch."""
+    arrived_at: float
+    """By `time.perf_counter`."""
 
     layers: tuple[int, int]
     """Which its rows go through: [start, end)."""
@@ -58,6 +60,11 @@ class Work(Protocol):
     @property
     def is_decode(self) -> bool:
         """Whether these rows are a step that runs in one piece."""
+
+    @property
+    def goes_around(self) -> bool:
+        """Whether it is a decode step at the first stage of a pipeline: its rows run elsewhere next, and the
+        request's next step comes from there."""
 
     def look_ahead(self, n_rows_max: int) -> None:
         """Before `n_waiting` is asked for a round: a step may bring guesses along, so many rows in all."""
@@ -107,6 +114,7 @@ class ForwardWork:
         self.wants_alone = message.want == "normed"
         self.layers = message.start, message.end
         self.is_parked = False
+        self.arrived_at = time.perf_counter()
         self._message = message
         self._position = position
         self._data = data
@@ -134,6 +142,10 @@ class ForwardWork:
     @property
     def is_decode(self) -> bool:
         return len(self._data) <= STEP_ROWS_MAX
+
+    @property
+    def goes_around(self) -> bool:
+        return False
 
     def look_ahead(self, n_rows_max: int) -> None:
         pass

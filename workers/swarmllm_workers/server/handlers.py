@@ -25,6 +25,7 @@ from swarmllm_workers.engine.kernel_tuning import KernelTuning
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.ring_work import LoneSteps, RingWork
 from swarmllm_workers.ring.seats import TURNED_INTERVAL_S, Ring, Seat, Watch
+from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.generate_work import GenerateWork
 from swarmllm_workers.schedule.planner import CAPACITY, Planner
 from swarmllm_workers.schedule.scheduler import Scheduler
@@ -44,6 +45,8 @@ PARSING_BYTES_MAX: Final = 32 * 2**20
 message is read; one call may always wait."""
 SLEEP_MAX_MS: Final = 2**30
 STARVED_MS: Final = 5
+SLEPT_S: Final = 0.0005
+"""What takes longer than a look at the sockets: the worker slept until then."""
 PARKED_MS: Final = 100
 """Until it is seen that the grammar process is late; its answers are seen at once."""
 
@@ -72,6 +75,8 @@ class Handlers:
         self._manifest: PrefixManifest | None = None
         self._scheduler: Scheduler | None = None
         self._lone_steps: LoneSteps | None = None
+        self._cohorts: Cohorts | None = None
+        self._polls_at = 0.0
         self._speculation: Speculation | None = None
         self._kernels = KernelTuning()
         self._decodings: dict[str, Decoding] = {}
@@ -133,6 +138,7 @@ class Handlers:
         """How long the worker may sleep: without work until kept KV expires, or the daemon is due some news
         of a ring (what has expired is dropped, what is due is told); not at all with work, and a moment where
         all of that waits for room."""
+        self._polls_at = time.perf_counter()
         if self._scheduler is not None and self._scheduler.has_work:
             self._tell_prefixes()
             self._has_stepped = False
@@ -221,11 +227,15 @@ class Handlers:
         self._speculation = Speculation(engine, speculation_settings(message))
         kept_in = Path(message.kernel_timings) if message.kernel_timings else None
         self._kernels = KernelTuning(message.kernels, kept_in)
-        self._lone_steps = LoneSteps(engine, self._decodings, self.ring)
         planner = Planner(
             chunk=min(message.prefill_chunk_tokens, CAPACITY - 1), batching=message.continuous_batching
         )
-        self._scheduler = Scheduler(engine, planner, self._answer_work, self._read_ahead)
+        if message.continuous_batching:
+            self._cohorts = Cohorts(engine.n_layers)
+        self._lone_steps = LoneSteps(engine, self._decodings, self.ring, self._cohorts)
+        self._scheduler = Scheduler(
+            engine, planner, self._answer_work, self._read_ahead, self._cohorts, self.ring
+        )
         self._send(
             ipc.Opened(
                 id=message.id,
@@ -271,9 +281,10 @@ class Handlers:
     def _forward_by_link(
         self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_alone: bool
     ) -> None:
+        is_idle = came_at - self._polls_at > SLEPT_S
         if is_alone and not self.has_work and self._lone_steps is not None:
             try:
-                if self._lone_steps.run(seat, job, payload, came_at):
+                if self._lone_steps.run(seat, job, payload, came_at, is_idle=is_idle):
                     self._has_stepped = True
                     return
             except Exception as error:
@@ -298,7 +309,8 @@ class Handlers:
                 came_at,
                 job.timings,
                 by_link=True,
-            )
+            ),
+            is_idle=is_idle,
         )
 
     def _check_forward(self, message: ipc.Forward, position: int, data: np.ndarray) -> None:
@@ -382,6 +394,8 @@ class Handlers:
         if (decoding := self._decodings.pop(request_id, None)) is not None:
             decoding.close()
         self.ring.leave(request_id)
+        if self._cohorts is not None:
+            self._cohorts.forget(request_id)
 
     def _shutdown(self, message: ipc.Shutdown, _payload: memoryview) -> None:
         self._finish(message.id)
