@@ -16,6 +16,6 @@ setup(
             extra_compile_args=["-O2"],
             optional=True,
         )
-        for name, *others in (("tap",), ("small_batches", "k_quants"), ("row_attention",), ("lone_row",))
+        for name, *others in (("tap",), ("small_batches", "k_quants"), ("row_attention",), ("lone_row",), ("weights",))
     ]
 )

@@ -1,4 +1,5 @@
-"""Choose the next token from the head's logits, with libllama's samplers.
+"""Choose the next token from the head's logits, with libllama's samplers among the tokens that can be drawn
+(`candidates.py`).
 
 Greedy is `argmax`, first of equals, as libllama's greedy sampler. Sampling is a function of (logits, seed,
 index, tokens generated so far) and, with mirostat, of how surprising those were; the random numbers for token
@@ -24,6 +25,7 @@ A token that was forced by them may so have a very low value.
 from __future__ import annotations
 
 import ctypes
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -32,6 +34,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.ipc import Sampling, TokenLogprob
+from swarmllm_workers.decode import candidates
 from swarmllm_workers.decode.grammar import Grammar
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.grammars.gbnf_matcher import CANDIDATE
@@ -101,9 +104,8 @@ def logprobs(
     n_top = min(n_top, len(logits))
     top: list[int] = []
     if n_top:
-        threshold = np.partition(logits, len(logits) - n_top)[len(logits) - n_top]
-        candidates = np.flatnonzero(logits >= threshold)
-        top = candidates[np.argsort(-logits[candidates], kind="stable")][:n_top].tolist()
+        largest = candidates.largest(logits, n_top)
+        top = candidates.descending(logits, largest)[:n_top].tolist()
     return tuple(
         TokenLogprob(each, _bounded(float(logits[each]) - log_total), piece(each)[:PIECE_MAX])
         for each in (token, *top)
@@ -118,6 +120,9 @@ PENALTY_WINDOW: Final = 1024
 """Generated tokens that penalties and DRY look back over."""
 DRY_BREAKERS: Final = (b"\n", b":", b'"', b"*")
 """libllama's: a repeated sequence does not reach over these."""
+
+_MIN_P_SLACK: Final = 1e-3
+"""Tokens so little below what min_p keeps are left for libllama to decide about."""
 
 _U32: Final = 2**32
 
@@ -136,12 +141,12 @@ class Sampler:
         self._sampling = sampling
         self._vocabulary = vocabulary
         self.seed = secrets.randbelow(_U32) if sampling.seed is None else sampling.seed
-        self._looks_back = (
+        self._penalises = (
             sampling.repeat_penalty != 1.0
             or sampling.presence_penalty != 0.0
             or sampling.frequency_penalty != 0.0
-            or sampling.dry_multiplier != 0.0
         )
+        self._looks_back = self._penalises or sampling.dry_multiplier != 0.0
         self._is_plain = not self._looks_back and not sampling.logit_bias
         self._mirostat = (
             Mirostat(sampling.mirostat, sampling.mirostat_tau, sampling.mirostat_eta)
@@ -149,6 +154,8 @@ class Sampler:
             else None
         )
         self._grammar = grammar
+        self._uniform = candidates.Uniform()
+        self._adjusted: np.ndarray | None = None
 
     def resume(self, generated: Sequence[int]) -> None:
         """Go on after tokens that another process sampled, with the same seed. Mirostat's limit depends on
@@ -179,70 +186,101 @@ class Sampler:
     ) -> int:
         if self._sampling.temperature == 0.0 and self._is_plain:
             return best
+        logits = self._adjust(logits, generated)
+        if self._sampling.temperature == 0.0:
+            return int(logits.argmax())
         # A second draw with the random number that led to a refusal would not be random any more.
-        seed = _mix(self.seed ^ (_U32 - 1 if again else 0), index)
-        chain = self._chain(seed, len(logits))
+        seed = step_seed(self.seed ^ (_U32 - 1 if again else 0), index)
+        if self._mirostat is not None:
+            return self._mirostat.draw(logits / np.float32(self._sampling.temperature), index, seed)
+        return self._draw_adjusted(logits, float(logits[best] if self._is_plain else logits.max()), seed)
+
+    def _draw_adjusted(self, logits: np.ndarray, best: float, seed: int) -> int:
+        """`best`: the largest of them."""
+        sampling = self._sampling
+        if sampling.top_k > 0:
+            return self._choose(logits, candidates.largest(logits, sampling.top_k), seed)
+        if sampling.typical_p < 1.0:  # needs the entropy of all
+            return self._choose(logits, np.arange(len(logits)), seed)
+        if sampling.top_p < 1.0:
+            return self._choose(
+                logits, candidates.nucleus(logits, best, sampling.top_p), seed, is_nucleus=True
+            )
+        if sampling.min_p > 0.0:
+            threshold = best + math.log(sampling.min_p) - _MIN_P_SLACK
+            return self._choose(logits, candidates.above(logits, threshold), seed)
+        token = None
+        if not sampling.xtc_probability:
+            token = candidates.draw(logits, best, sampling.temperature, self._uniform(seed))
+        return self._choose(logits, np.arange(len(logits)), seed) if token is None else token
+
+    def _choose(self, logits: np.ndarray, ids: np.ndarray, seed: int, *, is_nucleus: bool = False) -> int:
+        """Of `ids` the one that libllama's samplers choose. `is_nucleus`: `ids` are what is left after
+        top_p, likeliest first."""
+        chain = self._chain(seed, is_nucleus=is_nucleus)
         try:
-            for token in generated[-PENALTY_WINDOW:] if self._looks_back else ():
-                lib.llama_sampler_accept(chain, token)
-            candidates, chosen = _apply(chain, logits)
+            chosen = _apply(chain, ids, logits[ids], is_sorted=is_nucleus)[1]
         finally:
             lib.llama_sampler_free(chain)
-        if self._mirostat is not None:
-            return self._mirostat.draw(candidates["logit"], index, seed)
         if chosen < 0:
             raise CallError("engine", "the sampler selected nothing")
         return chosen
 
-    def _chain(self, seed: int, n_vocab: int) -> Any:
-        sampling = self._sampling
-        samplers = self._adjusting(n_vocab)
-        if sampling.temperature == 0.0:
-            samplers.append(lib.llama_sampler_init_greedy())
-        elif self._mirostat is not None:
-            samplers.append(lib.llama_sampler_init_temp(sampling.temperature))
-        else:
-            if sampling.top_k > 0:
-                samplers.append(lib.llama_sampler_init_top_k(sampling.top_k))
-            if sampling.typical_p < 1.0:
-                samplers.append(lib.llama_sampler_init_typical(sampling.typical_p, 1))
-            if sampling.top_p < 1.0:
-                samplers.append(lib.llama_sampler_init_top_p(sampling.top_p, 1))
-            if sampling.min_p > 0.0:
-                samplers.append(lib.llama_sampler_init_min_p(sampling.min_p, 1))
-            if sampling.xtc_probability > 0.0:
-                samplers.append(
-                    lib.llama_sampler_init_xtc(
-                        sampling.xtc_probability, sampling.xtc_threshold, 1, _mix(seed, 0)
-                    )
-                )
-            samplers.append(lib.llama_sampler_init_temp(sampling.temperature))
-            samplers.append(lib.llama_sampler_init_dist(seed))
-        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        for sampler in samplers:
-            lib.llama_sampler_chain_add(chain, sampler)
-        return chain
-
-    def _adjusting(self, n_vocab: int) -> list[Any]:
-        """What changes logits before anything is cut off: biases, penalties, DRY."""
+    def _chain(self, seed: int, *, is_nucleus: bool) -> Any:
         sampling = self._sampling
         samplers = []
-        if sampling.logit_bias:
-            biases = (lib.llama_logit_bias * len(sampling.logit_bias))(*sampling.logit_bias)
-            samplers.append(lib.llama_sampler_init_logit_bias(n_vocab, len(biases), biases))
-        if sampling.repeat_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty:
+        if sampling.top_k > 0:
+            samplers.append(lib.llama_sampler_init_top_k(sampling.top_k))
+        if sampling.typical_p < 1.0:
+            samplers.append(lib.llama_sampler_init_typical(sampling.typical_p, 1))
+        if sampling.top_p < 1.0 and not is_nucleus:
+            samplers.append(lib.llama_sampler_init_top_p(sampling.top_p, 1))
+        if sampling.min_p > 0.0:
+            samplers.append(lib.llama_sampler_init_min_p(sampling.min_p, 1))
+        if sampling.xtc_probability > 0.0:
             samplers.append(
-                lib.llama_sampler_init_penalties(
-                    n_vocab,
-                    PENALTY_WINDOW,
-                    sampling.repeat_penalty,
-                    sampling.frequency_penalty,
-                    sampling.presence_penalty,
+                lib.llama_sampler_init_xtc(
+                    sampling.xtc_probability, sampling.xtc_threshold, 1, step_seed(seed, 0)
                 )
             )
-        if sampling.dry_multiplier:
-            breakers = (ctypes.c_char_p * len(DRY_BREAKERS))(*DRY_BREAKERS)
-            samplers.append(
+        samplers.append(lib.llama_sampler_init_temp(sampling.temperature))
+        samplers.append(lib.llama_sampler_init_dist(seed))
+        return _chained(samplers)
+
+    def _adjust(self, logits: np.ndarray, generated: Sequence[int]) -> np.ndarray:
+        """What changes logits before anything is cut off: biases, penalties, DRY. Where anything does,
+        an array that the next call overwrites."""
+        if self._is_plain:
+            return logits
+        if self._adjusted is None or len(self._adjusted) != len(logits):
+            self._adjusted = np.empty(len(logits), np.float32)
+        adjusted = self._adjusted
+        adjusted[:] = logits
+        for token, bias in self._sampling.logit_bias:
+            adjusted[token] += np.float32(bias)
+        if self._looks_back and generated:
+            recent = np.array(generated[-PENALTY_WINDOW:], np.int32)
+            tokens, counts = np.unique(recent, return_counts=True)
+            if self._penalises:
+                adjusted[tokens] = self._penalised(adjusted[tokens], counts)
+            if self._sampling.dry_multiplier:
+                adjusted[tokens] = self._without_repetition(tokens, adjusted[tokens], recent)
+        return adjusted
+
+    def _penalised(self, logits: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """`logits` f32 of tokens that were generated `counts` times."""
+        sampling = self._sampling
+        repeat = np.float32(sampling.repeat_penalty)
+        scaled = np.where(logits <= 0, logits * repeat, logits / repeat)
+        frequency = counts.astype(np.float32) * np.float32(sampling.frequency_penalty)
+        return np.asarray(scaled - (frequency + np.float32(sampling.presence_penalty)))
+
+    def _without_repetition(self, tokens: np.ndarray, logits: np.ndarray, recent: np.ndarray) -> np.ndarray:
+        """`logits` of `tokens` after DRY, which changes those of tokens in `recent` alone."""
+        sampling = self._sampling
+        breakers = (ctypes.c_char_p * len(DRY_BREAKERS))(*DRY_BREAKERS)
+        chain = _chained(
+            [
                 lib.llama_sampler_init_dry(
                     self._vocabulary,
                     sampling.dry_multiplier,
@@ -252,27 +290,42 @@ class Sampler:
                     breakers,
                     len(breakers),
                 )
-            )
-        return samplers
+            ]
+        )
+        try:
+            for token in recent.tolist():
+                lib.llama_sampler_accept(chain, token)
+            return _apply(chain, tokens, logits)[0]
+        finally:
+            lib.llama_sampler_free(chain)
 
 
-def _apply(chain: Any, logits: np.ndarray) -> tuple[np.ndarray, int]:
-    """All candidates as the chain leaves them, and the token that it chose, -1 where it does not choose."""
-    candidates = np.empty(len(logits), CANDIDATE)
-    candidates["id"] = np.arange(len(logits), dtype=np.int32)
-    candidates["logit"] = logits
-    candidates["p"] = 0.0
+def _chained(samplers: Sequence[Any]) -> Any:
+    chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+    for sampler in samplers:
+        lib.llama_sampler_chain_add(chain, sampler)
+    return chain
+
+
+def _apply(
+    chain: Any, ids: np.ndarray, logits: np.ndarray, *, is_sorted: bool = False
+) -> tuple[np.ndarray, int]:
+    """The logits as the chain leaves them, and the token that it chose, -1 where it does not choose.
+    `is_sorted`: the largest comes first."""
+    table = np.empty(len(ids), CANDIDATE)
+    table["id"], table["logit"], table["p"] = ids, logits, 0.0
     array = lib.llama_token_data_array(
-        data=candidates.ctypes.data_as(lib.llama_token_data_p),
-        size=len(candidates),
+        data=table.ctypes.data_as(lib.llama_token_data_p),
+        size=len(table),
         selected=-1,
-        sorted=False,
+        sorted=is_sorted,
     )
     lib.llama_sampler_apply(chain, ctypes.byref(array))
-    return candidates, int(array.data[array.selected].id) if 0 <= array.selected < array.size else -1
+    chosen = int(array.data[array.selected].id) if 0 <= array.selected < array.size else -1
+    return table["logit"], chosen
 
 
-def _mix(seed: int, index: int) -> int:
+def step_seed(seed: int, index: int) -> int:
     """Distinct, well spread 32-bit seeds for the steps of a request (splitmix64)."""
     z = (seed * 0x1_0000_0001 + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
