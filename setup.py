@@ -2,7 +2,7 @@
 
 Not extension modules: they include no Python header and are loaded with ctypes. Where no compiler is at hand
 the build goes on without them: the worker answers the tap's callback and takes rows in Python, more slowly,
-and small batches and fused attention are computed as ggml has it.
+and small batches and fused attention are computed as ggml has it. Sampling uses numpy.
 """
 
 from setuptools import Extension, setup
@@ -16,6 +16,12 @@ setup(
             extra_compile_args=["-O2"],
             optional=True,
         )
-        for name, *others in (("tap",), ("small_batches", "k_quants"), ("row_attention",), ("lone_row",), ("weights",))
+        for name, *others in (
+            ("tap",),
+            ("small_batches", "k_quants"),
+            ("row_attention",),
+            ("lone_row",),
+            ("weights",),
+        )
     ]
 )
