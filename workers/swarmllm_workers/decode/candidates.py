@@ -179,4 +179,4 @@ class Uniform:
     def __call__(self, seed: int) -> float:
         self._twister.seed(seed)
         low, high = np.frombuffer(self._twister.bytes(8), "<u4").tolist()
-        return min((low + high * 2.0**32) / 2.0**64, 1.0 - 2.0**-53)
+        return min(float(low + high * 2.0**32) / 2.0**64, 1.0 - 2.0**-53)
