@@ -100,6 +100,10 @@ class FakePool:
         await trio.lowlevel.checkpoint()
         return np.array([ord(character) % PRIME for character in text or ""], np.int32)
 
+    async def detokenize(self, model: ModelFile, tokens: Tensor) -> str:
+        await trio.lowlevel.checkpoint()
+        return "".join(chr(token) for token in tokens)
+
     async def check_grammar(self, model: ModelFile, sampling: Sampling) -> None:
         await trio.lowlevel.checkpoint()
         self.checked.append(sampling)
@@ -137,6 +141,7 @@ class FakePool:
             token=token,
             piece=piece,
             compute_s=0.001,
+            scores=(),
             onward=False,
         )
 

@@ -20,7 +20,7 @@ from swarmllm_proto.decoding_errors import field_and_reason
 from swarmllm_proto.errors import BadMessage, DamagedJob, FrameTooLarge, UnsupportedVersion
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse
 from swarmllm_proto.frames import Buffer, Frame, Payload, Pieces, as_pieces, encode_frame
-from swarmllm_proto.ipc import AnyDaemonMessage, AnyWorkerMessage
+from swarmllm_proto.ipc import AnyDaemonMessage, AnyWorkerMessage, Scores
 from swarmllm_proto.limits import RECORD_MAX, REQUEST_MAX, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 from swarmllm_proto.swarm import (
     DIGEST_SIZE,
@@ -40,6 +40,8 @@ class _Versioned(msgspec.Struct, frozen=True):
     v: int = WIRE_VERSION
 
 
+_SCORE_BYTES_MAX: Final = 1024 + 64
+"""Of one TokenLogprob."""
 _LENGTH: Final = Struct("<I")
 
 _json: Final = msgspec.json.Encoder()
@@ -51,6 +53,7 @@ _jobs: Final = msgspec.msgpack.Decoder(JobMessage)
 _records: Final = msgspec.msgpack.Decoder(NodeRecord)
 _requests: Final = msgspec.msgpack.Decoder(AnyRequest)
 _responses: Final = msgspec.msgpack.Decoder(AnyResponse)
+_scores: Final = msgspec.msgpack.Decoder(Scores)
 _versions: Final = msgspec.msgpack.Decoder(_Versioned)
 
 _UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
@@ -131,6 +134,24 @@ def decode_job(header: bytes, payload: Buffer = b"") -> JobMessage:
         if message.digest != _digest(memoryview(header)[:-DIGEST_SIZE], payload):
             raise DamagedJob(message.request_id, message.position)
     return message
+
+
+def encode_scores(scores: Scores) -> bytes:
+    return _msgpack.encode(scores)
+
+
+def decode_scores(payload: Buffer, n_rows_max: int, n_top: int) -> Scores:
+    """Of so many rows at most, each with the scored token and the `n_top` likeliest. Raises BadMessage."""
+    n_each = 1 + n_top
+    if len(payload) > _SCORE_BYTES_MAX * (1 + n_rows_max * n_each):
+        raise BadMessage("scores", f"{len(payload)} bytes for {n_rows_max} rows")
+    try:
+        scores = _scores.decode(payload)
+    except _UNREADABLE as error:
+        raise _bad_message(error) from None
+    if len(scores) > n_rows_max or any(len(row) != n_each for row in scores):
+        raise BadMessage("scores", f"must be of {n_rows_max} rows at most, with {n_each} tokens each")
+    return scores
 
 
 def encode_record(record: NodeRecord) -> bytes:

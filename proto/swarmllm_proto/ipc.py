@@ -31,6 +31,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401  # noqa: F401  # noqa: F401
     Position,
     RequestId,
     Sampling,
+    Scores,
     Seconds,
     SizeBytes,
     StageIndex,
@@ -190,8 +191,9 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     The request's KV is truncated to `position` first, so a repeated forward is idempotent; a gap is an error.
     Where layers are recurrent only position 0 can be gone back to, anything else is an error too.
     want: "hidden" -> LayerResult with f32 [n, n_embd]; "normed" -> the same after the final norm (needs the
-    head); "none" -> LayerResult without tensor (prefill at the
-    last stage); "token" -> Token sampled from the last row (needs the head). `sampling` must come with the
+    head); "scores" -> LayerResult with the Scores of the rows (needs the head), of which `sampling` says how
+    many of the likeliest tokens come along; "none" -> LayerResult without tensor (prefill at the last stage);
+    "token" -> Token sampled from the last row (needs the head). `sampling` must come with the
     first "token", and with it `generated`, where the request began elsewhere: the tokens between the prompt
     and the one that is wanted.
     """
@@ -200,10 +202,12 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     start: LayerIndex
     end: LayerIndex
     position: Position
-    want: Literal["hidden", "none", "token", "normed"]
+    want: Literal["hidden", "none", "token", "normed", "scores"]
     sampling: Sampling | None = None
     n_prompt_tokens: TokenCount = 0
     generated: GeneratedTokens = ()
+    scored: GeneratedTokens = ()
+    """For "scores": the tokens of the prompt that follow its rows, one for each."""
     seat: StageIndex | None = None
     """The request's seat that this is: its result may leave by a link, and the answer then says so."""
     timings: Annotated[tuple[StageTiming, ...], Meta(max_length=256)] = ()
@@ -303,7 +307,8 @@ class Text(WorkerMessage, frozen=True, tag=True):
 
 
 class LayerResult(WorkerMessage, frozen=True, tag=True):
-    """Answers Embed, Forward and ReadJournal. Payload: f32 [n, n_embd], or empty where want was "none"."""
+    """Answers Embed, Forward and ReadJournal. Payload: f32 [n, n_embd], MessagePack of Scores where want
+    was "scores", or empty where it was "none"."""
 
     request_id: str = ""
     compute_s: Seconds = 0.0

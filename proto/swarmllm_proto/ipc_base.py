@@ -119,6 +119,10 @@ Logprobs = Annotated[tuple[TokenLogprob, ...], Meta(max_length=21)]
 """The token itself, then the likeliest ones in order; empty where nobody asked."""
 
 
+Scores = Annotated[tuple[Logprobs, ...], Meta(max_length=2**19)]
+"""One for each row: of the token that follows it in the prompt, then of the likeliest ones."""
+
+
 class DaemonMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
     """What every message to a worker carries."""
 

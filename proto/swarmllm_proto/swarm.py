@@ -214,6 +214,9 @@ class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """By a pipeline that broke: this one goes on after them. Told to the last stage only."""
     wants: Literal["tokens", "normed"] = "tokens"
     """"normed": no tokens, but the prompt's rows after the final norm, with every PrefillProgress."""
+    scored: GeneratedTokens | UnsetType = UNSET
+    """With "normed", and then one for each row of the prompt: not the rows are told, but how likely these
+    tokens were after them, and `sampling.top_logprobs` of the likeliest. Told to the last stage only."""
     prefixes: Annotated[tuple[StageBlocks, ...], Meta(max_length=256)] = ()
     """Of the receiver's stages: what the prompt consists of, for rows that are there already to be used."""
     resumes: Annotated[tuple[RequestId, ...], Meta(max_length=16)] = ()
@@ -378,7 +381,8 @@ class RemoteGenerateRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True)
 
 class PrefillProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Job message, last stage -> origin: rows up to `position` have passed every layer. Payload: f32
-    [n, n_embd], the rows after the final norm that end there, where the assignment wants them."""
+    [n, n_embd], the rows after the final norm that end there, where the assignment wants them; MessagePack of
+    Scores of the same rows, where it has `scored` tokens."""
 
     v: int = WIRE_VERSION
     request_id: RequestId

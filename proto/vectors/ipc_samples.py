@@ -16,7 +16,7 @@ from common_samples import (
 )
 
 from swarmllm_proto import ipc, swarm
-from swarmllm_proto.codec import encode_job
+from swarmllm_proto.codec import encode_job, encode_scores
 from swarmllm_proto.frames import encode_frame
 from swarmllm_proto.tensors import tensor_bytes
 
@@ -116,6 +116,21 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             timings=TIMINGS[:1],
             waited_s=0.0005,
             resent=True,
+        ),
+        tensor_bytes(HIDDEN),
+    ),
+    (
+        "forward-scores",
+        ipc.Forward(
+            id=14,
+            request_id=REQUEST_ID,
+            start=4,
+            end=12,
+            position=0,
+            want="scores",
+            sampling=SAMPLING,
+            n_prompt_tokens=4,
+            scored=(15043, 2**31 - 1),
         ),
         tensor_bytes(HIDDEN),
     ),
@@ -245,6 +260,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ("relay", ipc.Relay(request_id=REQUEST_ID, receiver=NODE_B), nested_frame()),
     ("turned", ipc.Turned(request_id=REQUEST_ID, stage=1, n_jobs=60, compute_s=0.5, running=True), b""),
     ("link-lost", ipc.LinkLost(peer=NODE_B, direction="sending", reason="ended by the neighbour"), b""),
+    (
+        "layer-result-scores",
+        ipc.LayerResult(id=14, request_id=REQUEST_ID, compute_s=0.0015),
+        encode_scores((LOGPROBS, LOGPROBS)),
+    ),
     ("layer-result", ipc.LayerResult(id=7, request_id=REQUEST_ID, compute_s=0.0015), tensor_bytes(HIDDEN)),
     (
         "token",

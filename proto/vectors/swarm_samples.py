@@ -16,6 +16,7 @@ from common_samples import (
 )
 
 from swarmllm_proto import swarm
+from swarmllm_proto.codec import encode_scores
 from swarmllm_proto.envelope import Envelope, Heartbeat
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse, DigestRun, Digests, FetchDigests
 from swarmllm_proto.frames import VERSION, Hello, Kind
@@ -94,6 +95,11 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
         b"",
     ),
     ("prefill-progress", swarm.PrefillProgress(request_id=REQUEST_ID, position=128, timings=TIMINGS), b""),
+    (
+        "prefill-progress-scores",
+        swarm.PrefillProgress(request_id=REQUEST_ID, position=2, timings=TIMINGS),
+        encode_scores((LOGPROBS, LOGPROBS)),
+    ),
     (
         "pipeline-error",
         swarm.PipelineError(
@@ -185,6 +191,19 @@ REQUESTS: list[tuple[str, AnyRequest]] = [
             generated=(15043, 2**31 - 1),
             prefixes=PREFIXES,
             resumes=("5b1d4c289f3c0a7e", "r"),
+        ),
+    ),
+    (
+        "pipeline-assignment-scored",
+        swarm.PipelineAssignment(
+            request_id=REQUEST_ID,
+            model_id=MODEL_ID,
+            origin=NODE_A,
+            stages=(swarm.Stage(node_id=NODE_B, start=0, end=12),),
+            n_prompt_tokens=2,
+            sampling=SAMPLING,
+            wants="normed",
+            scored=(15043, 2**31 - 1),
         ),
     ),
     ("probe-stage", swarm.ProbeStage(request_id=REQUEST_ID)),

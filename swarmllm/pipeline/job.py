@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from swarmllm.models.layers import LayerRange
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.ipc import FinishReason, Token
+from swarmllm_proto.ipc import FinishReason, Scores, Token
 from swarmllm_proto.swarm import LayerForward, Stage, StageTiming, StreamingToken
 from swarmllm_proto.tensors import Tensor
 
@@ -57,6 +57,8 @@ class Job:
     """What the head sampled from the last row, and the bytes to show for it; set by the last stage's
     forward."""
     piece: bytes = b""
+    scores: Scores = ()
+    """Of its rows, where the request wants those; set by the last stage's forward."""
     resent: bool = False
     """A link broke behind it: it may have been here before."""
     until: int | None = None

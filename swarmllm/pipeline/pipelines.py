@@ -24,13 +24,13 @@ from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.check.evidence import answer
-from swarmllm.pipeline.origin.attempts import Attempts, is_local
-from swarmllm.pipeline.origin.embedding_rows import Rows, RowsChain, local_rows, with_one_retry
+from swarmllm.pipeline.origin.attempts import Attempts
 from swarmllm.pipeline.origin.generation import Generation, Prompt, Source, token_ids
+from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
 from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.retry_policy import Pace, RetryPolicy
-from swarmllm.pipeline.request import further_id, new_request_id, request_context
+from swarmllm.pipeline.request import new_request_id, request_context
 from swarmllm.pipeline.route.assembly import Affinity, Assembly
 from swarmllm.pipeline.route.inputs import Load
 from swarmllm.pipeline.route.measuring import ObservedCompute, learn, measure
@@ -61,7 +61,6 @@ from swarmllm_proto.swarm import (
     FetchPiece,
     FetchRows,
     Piece,
-    PipelineAssignment,
     ProbeStage,
     Stage,
     VisionEncodeRequest,
@@ -141,6 +140,9 @@ class Pipelines:
             self._suspects,
             self._checker,
         )
+        self._prompt_rows = PromptRows(
+            node_id, pool, settings, self._requests, self._attempts, self.stages_for
+        )
         self._links = links or NoStageLinks()
         self._inbox = Inbox(
             self._sessions, self._requests, self._suspects, self._counts, trust, self._checker.replies
@@ -195,7 +197,8 @@ class Pipelines:
         request_id: str | None = None,
         queue_s: float = 0.0,
     ) -> AsyncIterator[Generation]:
-        """Answer one prompt; entered when the first token is there. Leaving early cancels on every node.
+        """Answer one prompt; entered when the first token is there, and where `prompt.top_logprobs` asks for
+        it, the prompt has been scored. Leaving early cancels on every node.
 
         Raises SwarmLLMError: InvalidRequest and ContextFull for the prompt, NoPipeline, NodeUnreachable,
         RemoteError, WorkerError, DeadlineExceeded.
@@ -218,6 +221,21 @@ class Pipelines:
         tokenize_s = trio.current_time() - started_s
         sampling = self._fit(len(tokens), sampling, entry, prompt.field)
         self._counts.generations += 1
+        scored: ScoredPrompt | None = None
+        if prompt.top_logprobs is not None:
+            scoring = msgspec.structs.replace(sampling, top_logprobs=prompt.top_logprobs)
+            scored = await self._prompt_rows.score(request_id, tokens, entry, scoring, prompt.field)
+            if not prompt.is_answered:
+                yield Generation(
+                    scored,
+                    None,
+                    request_id=request_id,
+                    n_prompt_tokens=len(tokens),
+                    queue_s=queue_s,
+                    tokenize_s=tokenize_s,
+                    prompt=scored.values,
+                )
+                return
         request = OriginRequest(
             request_id,
             entry,
@@ -236,6 +254,7 @@ class Pipelines:
                     stop=sampling.stop,
                     queue_s=queue_s,
                     tokenize_s=tokenize_s,
+                    prompt=None if scored is None else scored.values,
                 )
 
     async def rows(self, tokens: Tensor, entry: CatalogueEntry, *, request_id: str | None = None) -> Rows:
@@ -243,32 +262,7 @@ class Pipelines:
 
         Raises as `generate` does."""
         sampling = self._fit(len(tokens), Sampling(max_tokens=1), entry, "input")
-        name = request_id or new_request_id()
-
-        async def attempt(avoid: set[NodeId]) -> Rows:
-            assignment = PipelineAssignment(
-                request_id=further_id(name),
-                model_id=entry.model_id,
-                origin=self._node_id,
-                stages=await self.stages_for(entry, avoid, RequestSize(len(tokens), 0)),
-                n_prompt_tokens=len(tokens),
-                sampling=sampling,
-                wants="normed",
-            )
-            request = OriginRequest(
-                assignment.request_id, entry, tokens, sampling, RetryPolicy(0.0, avoid=avoid)
-            )
-            request.context = context = request_context(assignment, entry, self._node_id)
-            with self._requests.under_way(request):
-                if is_local(context):
-                    n_chunk = self._settings.prefill_chunk_tokens
-                    values = await local_rows(self._pool, context, tokens, n_chunk)
-                else:
-                    async with self._attempts.open_chain(request, assignment, RowsChain) as chain:
-                        values = await chain.all_rows()
-                return Rows(values, assignment.stages)
-
-        return await with_one_retry(name, attempt)
+        return await self._prompt_rows.rows(request_id or new_request_id(), tokens, entry, sampling)
 
     async def stages_for(
         self, entry: CatalogueEntry, avoid: Collection[NodeId] = (), request: RequestSize = DEFAULT_SIZE

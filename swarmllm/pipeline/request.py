@@ -59,6 +59,9 @@ class RequestContext:
     sampling: Sampling
     view: RequestView
     wants: Literal["tokens", "normed"] = "tokens"
+    scored: tuple[int, ...] = ()
+    """With "normed": tokens of which is told how likely they were after each row; known to the origin and
+    where the last stage is."""
     generated: tuple[int, ...] = ()
     """Tokens of a pipeline that broke, in whose place this one is; known to the origin and where the last
     stage is."""
@@ -82,6 +85,7 @@ def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_
         sampling=assignment.sampling,
         generated=assignment.generated,
         wants=assignment.wants,
+        scored=assignment.scored or (),
         view=RequestView(
             node_id=node_id,
             origin=assignment.origin,

@@ -9,11 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmllm.errors import WorkerError
-from swarmllm_proto.errors import BadTensor
-from swarmllm_proto.ipc import Done, LayerResult, Token, WorkerMessage
+from swarmllm_proto.codec import decode_scores
+from swarmllm_proto.errors import BadMessage, BadTensor
+from swarmllm_proto.ipc import Done, LayerResult, Scores, Token, WorkerMessage
 from swarmllm_proto.tensors import decode_tensor
 
 Hidden = npt.NDArray[np.float32]
+Want = Literal["hidden", "none", "token", "normed", "scores"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class ForwardResult:
     """UTF-8 to show with the token."""
     compute_s: float
     """Inside the worker."""
+    scores: Scores = ()
+    """Of each row, where "scores" were wanted."""
     onward: bool = False
     """It has gone to the next stage already, or had been here before."""
 
@@ -33,10 +37,12 @@ def forward_result(
     answer: WorkerMessage,
     payload: memoryview,
     *,
-    want: Literal["hidden", "none", "token", "normed"],
+    want: Want,
     n_rows: int,
+    n_top: int = 0,
 ) -> ForwardResult:
-    """Of the three answers that a Forward may have. Raises WorkerError."""
+    """Of the three answers that a Forward may have. `n_top`: likeliest tokens with each score. Raises
+    WorkerError."""
     if isinstance(answer, Done):
         return ForwardResult(None, None, b"", 0.0, onward=True)
     if isinstance(answer, Token):
@@ -45,7 +51,15 @@ def forward_result(
     hidden = None
     if want in ("hidden", "normed") and not answer.onward:
         hidden = checked_tensor(payload, "hidden states", np.dtype(np.float32), 2, n_rows=n_rows)
-    return ForwardResult(hidden, None, b"", answer.compute_s, onward=answer.onward)
+    scores: Scores = ()
+    if want == "scores":
+        try:
+            scores = decode_scores(payload, n_rows, n_top)
+        except BadMessage as error:
+            raise WorkerError(f"the worker returned broken scores: {error}") from error
+        if len(scores) != n_rows:
+            raise WorkerError(f"the worker returned scores of {len(scores)} rows instead of {n_rows}")
+    return ForwardResult(hidden, None, b"", answer.compute_s, scores, onward=answer.onward)
 
 
 def checked_tensor(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from swarmllm.errors import SwarmLLMError, WorkerError
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.calls import TokenStream
 from swarmllm.workerpool.cut_check import CutTrials
-from swarmllm.workerpool.forward_result import ForwardResult, Hidden, checked_tensor, forward_result
+from swarmllm.workerpool.forward_result import ForwardResult, Hidden, Want, checked_tensor, forward_result
 from swarmllm.workerpool.hosts import Hosts
 from swarmllm.workerpool.layers import HeldLayers
 from swarmllm.workerpool.prefixes import KeptPrefixes
@@ -178,14 +178,16 @@ class WorkerPool:
         layers: LayerRange,
         position: int,
         tensor: npt.NDArray[Any],
-        want: Literal["hidden", "none", "token", "normed"],
+        want: Want,
         sampling: Sampling | None = None,
         n_prompt_tokens: int = 0,
         generated: tuple[int, ...] = (),
+        scored: tuple[int, ...] = (),
         ring: RingHint = NO_RING,
     ) -> ForwardResult:
         """Run `layers` over f32 [n, n_embd], or over i32 [n] token ids where they begin at 0. `generated`:
-        with the first token that is wanted here, those that came before it elsewhere.
+        with the first token that is wanted here, those that came before it elsewhere. `scored`: with
+        "scores", the token that follows each row.
 
         The tensor must not be changed before this returns. Raises ContextFull, WorkerError, WorkerDied,
         DeadlineExceeded.
@@ -201,6 +203,7 @@ class WorkerPool:
             sampling=sampling,
             n_prompt_tokens=n_prompt_tokens,
             generated=generated,
+            scored=scored,
             seat=ring.seat,
             timings=ring.timings,
             waited_s=ring.waited_s,
@@ -213,7 +216,8 @@ class WorkerPool:
             payload=encode_tensor(tensor),
             timeout_s=self._settings.call_timeout_s,
         )
-        return forward_result(result, payload, want=want, n_rows=len(tensor))
+        n_top = sampling.top_logprobs if sampling is not None else 0
+        return forward_result(result, payload, want=want, n_rows=len(tensor), n_top=n_top)
 
     @asynccontextmanager
     async def generate(

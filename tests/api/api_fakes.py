@@ -27,8 +27,15 @@ from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store, merge, subtract
 from swarmllm.node import Node
 from swarmllm.node.remembered_loads import open_remembered_loads
-from swarmllm.pipeline.origin.embedding_rows import Rows
-from swarmllm.pipeline.origin.generation import GeneratedText, Guesses, Prompt, StageReport, Timings
+from swarmllm.pipeline.origin.generation import (
+    GeneratedText,
+    Guesses,
+    Prompt,
+    PromptScores,
+    StageReport,
+    Timings,
+)
+from swarmllm.pipeline.origin.prompt_rows import Rows
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.statistics import PipelineStatistics
@@ -53,6 +60,7 @@ class Script:
     texts: list[str] = field(default_factory=lambda: ["Hello", " there", "."])
     logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
     """Of the texts."""
+    prompt: PromptScores | None = None
     finish_reason: str = "stop"
     stop_sequence: str | None = None
     fail_before: SwarmLLMError | None = None
@@ -77,6 +85,7 @@ class FakeGeneration:
         self.route = (StageReport(NODE_A, "küche", LayerRange(0, 12), compute_s=0.002, prefill_s=0.01),)
         self.timings = Timings(queue_s, tokenize_s=0.001, prefill_s=0.01, decode_s=0.5)
         self.n_prompt_tokens = 7
+        self.prompt = script.prompt
         self.n_generated = 0
         self.finish_reason: str | None = None
         self.stop_sequence: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,13 @@ import msgspec
 import pytest
 import trio
 from api_fakes import Script, serve_node
+from hypothesis import given
+from hypothesis import strategies as st
 
+from swarmllm.api.openai.completions import offsets_in
 from swarmllm.errors import RemoteError
+from swarmllm.pipeline.origin.generation import PromptScores
+from swarmllm_proto.ipc import TokenLogprob
 
 URL = "/v1/completions"
 ONCE: dict[str, Any] = {"model": "guide", "prompt": "Once"}
@@ -107,7 +113,6 @@ async def test_what_is_not_offered_is_refused_by_name(tmp_path: Path) -> None:
         ({"n": 33}, "n"),
         ({"best_of": 3}, "best_of"),
         ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "echo"),
         ({"suffix": "end"}, "suffix"),
         ({"logit_bias": {"one": 5}}, "logit_bias"),
         ({"prompt": ""}, "prompt"),
@@ -126,3 +131,91 @@ async def test_what_is_not_offered_is_refused_by_name(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
         neutral = {"n": 1, "best_of": 1, "logit_bias": {}, "suffix": "", "prompt": ["Once"]}
         assert (await stand.http.post(URL, json=ONCE | neutral)).status_code == 200
+
+
+def likely(token: int, piece: str | bytes, logprob: float) -> TokenLogprob:
+    return TokenLogprob(token, logprob, piece.encode() if isinstance(piece, str) else piece)
+
+
+SCORES = PromptScores(
+    "<s>",
+    (
+        (likely(5, "On", -1.5), likely(9, "Of", -0.5)),
+        (likely(6, "ce", -0.25), likely(6, "ce", -0.25)),
+    ),
+)
+OF_ANSWER = [(likely(100 + i, text, -0.1 * (i + 1)),) * 2 for i, text in enumerate(("Hello", " there", "."))]
+
+
+async def test_a_prompt_is_scored_with_echo_and_logprobs(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        stand.pipelines.script = Script(prompt=SCORES, logprobs=OF_ANSWER)
+        asked = ONCE | {"echo": True, "logprobs": 1}
+        whole = (await stand.http.post(URL, json=asked)).json()
+        streamed = await stand.http.post(URL, json=asked | {"stream": True})
+    expected = {
+        "tokens": ["<s>", "On", "ce", "Hello", " there", "."],
+        "token_logprobs": [None, -1.5, -0.25, -0.1, -0.2, pytest.approx(-0.3)],
+        "top_logprobs": [
+            None,
+            {"Of": -0.5},
+            {"ce": -0.25},
+            {"Hello": -0.1},
+            {" there": -0.2},
+            {".": pytest.approx(-0.3)},
+        ],
+        "text_offset": [0, 0, 2, 4, 9, 15],
+    }
+    (choice,) = whole["choices"]
+    assert (choice["text"], choice["logprobs"]) == ("OnceHello there.", expected)
+    lines = streamed.text.removesuffix("\n\n").split("\n\n")[:-1]
+    choices = [msgspec.json.decode(line.removeprefix("data: "))["choices"][0] for line in lines]
+    assert "".join(each["text"] for each in choices) == "OnceHello there."
+    assert choices[0]["text"].startswith("Once")
+    told = [each["logprobs"] for each in choices if each["logprobs"] is not None]
+    assert {name: [item for each in told for item in each[name]] for name in expected} == expected
+    prompts = [call.prompt for call in stand.pipelines.calls]
+    assert [(prompt.top_logprobs, prompt.is_answered) for prompt in prompts] == [(1, True)] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_alone_is_scored_with_no_tokens_at_all(tmp_path: Path, stream: bool) -> None:
+    """As lm-eval asks for it: token ids, several prompts at once."""
+    async with serve_node(tmp_path) as stand:
+        stand.pipelines.script = Script(texts=[], prompt=SCORES, finish_reason="length")
+        asked = {"model": "guide", "prompt": [[79, 110], [99, 101]], "max_tokens": 0, "echo": True}
+        answer = await stand.http.post(URL, json=asked | {"logprobs": 1, "stream": stream})
+        plain = (await stand.http.post(URL, json=asked)).json()
+    assert [choice["text"] for choice in plain["choices"]] == ["On", "ce"]
+    assert [choice["logprobs"] for choice in plain["choices"]] == [None, None]
+    assert [call.prompt.is_answered for call in stand.pipelines.calls] == [False] * 4
+    if not stream:
+        body = answer.json()
+        assert body["usage"]["completion_tokens"] == 0
+        choices = body["choices"]
+    else:
+        lines = answer.text.removesuffix("\n\n").split("\n\n")[:-1]
+        events = [msgspec.json.decode(line.removeprefix("data: "))["choices"][0] for line in lines]
+        choices = [each for each in events if each["logprobs"]]
+        assert {each["finish_reason"] for each in events} == {None, "length"}
+    assert [(each["index"], each["text"]) for each in choices] == [(0, "On"), (1, "ce")]
+    for each in choices:
+        assert each["logprobs"]["tokens"] == ["<s>", "On", "ce"]
+        assert each["logprobs"]["token_logprobs"] == [None, -1.5, -0.25]
+
+
+@given(st.lists(st.text(max_size=4), max_size=12), st.data())
+def test_offsets_are_those_of_the_characters_however_bytes_are_cut(
+    words: list[str], data: st.DataObject
+) -> None:
+    text = "".join(words)
+    whole = text.encode()
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1), max_size=8))) if len(whole) > 1 else []
+    bounds = [0, *cuts, len(whole)]
+    pieces = [whole[a:b] for a, b in pairwise(bounds)]
+    expected = [len(whole[:start].decode(errors="ignore")) for start in bounds[:-1]]
+    assert offsets_in(text, pieces) == expected
+
+
+def test_what_a_tokenizer_adds_takes_no_room() -> None:
+    assert offsets_in("Once more", [b"<s>", b" Once", b" more"]) == [0, 0, 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -19,7 +20,6 @@ from swarmllm.api.openai.embeddings import texts_of
 from swarmllm.api.openai.schema import (
     Choices,
     Json,
-    MaxTokens,
     ModelName,
     SamplingFields,
     SessionName,
@@ -37,6 +37,7 @@ from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.pipeline.origin.generation import Generation, Prompt
 from swarmllm_proto.ipc import TokenLogprob
 
+MaxTokensOrNone = Annotated[int, Meta(ge=0, le=2**20)]
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -58,7 +59,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """A text, token ids, or a list of texts or of lists of token ids."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: MaxTokens | None = None
+    max_tokens: MaxTokensOrNone | None = None
+    """0: `echo` is all that is asked for."""
     echo: bool | None = None
     n: Choices | None = None
     logprobs: TopLogprobs | None = None
@@ -81,8 +83,8 @@ async def complete() -> Response:
     refuse_unless_neutral(body, NEUTRAL)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest("logprobs of the prompt are not supported: leave echo out.", field="echo")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("0 tokens answer nothing; only with echo that is something.", field="max_tokens")
     prompts, n = prompts_of(body.prompt), body.n or 1
     if len(prompts) * n > PROMPTS_MAX:
         raise InvalidRequest(
@@ -91,15 +93,19 @@ async def complete() -> Response:
     preset = await preset_of(body.model)
     body = sampling_with(preset, body)
     sampling = sampling_of(body, logprobs=body.logprobs is not None, top_logprobs=body.logprobs or 0)
+    if body.echo and (body.logprobs is not None or body.max_tokens == 0):
+        # The prompt's own tokens are all that can be told without an answer.
+        n_top, is_answered = body.logprobs or 0, body.max_tokens != 0
+        prompts = [replace(prompt, top_logprobs=n_top, is_answered=is_answered) for prompt in prompts]
     session = session_of(body.session_id, body.prompt_cache_key)
     max_tokens = body.max_tokens or preset.max_tokens or DEFAULT_MAX_TOKENS
     asks = [Ask(body.model, replace(prompt, session=session), sampling, max_tokens) for prompt in prompts]
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
     replies: list[CompletionReply] = []
-    for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n)):
-        echo = await _text_of(body.model, prompt) if body.echo else ""
+    for index, ask in enumerate(ask for ask in asks for _ in range(n)):
+        echo = await _text_of(body.model, ask.prompt) if body.echo else ""
         head = replies[0].head if replies else None
-        replies.append(CompletionReply(body.model, echo, include_usage, index=index, head=head))
+        replies.append(CompletionReply(ask, echo, include_usage, index=index, head=head))
     return await answer_choices(asks, replies, stream=bool(body.stream))
 
 
@@ -127,18 +133,27 @@ class CompletionReply:
     """One choice of a text completion on its way out. `echo` is shown before what the model adds."""
 
     def __init__(
-        self, model: str, echo: str, include_usage: bool, *, index: int = 0, head: Json | None = None
+        self,
+        ask: Ask,
+        echo: str,
+        include_usage: bool,
+        *,
+        index: int = 0,
+        head: Json | None = None,
     ) -> None:
         """`head`: of the reply that this one is another choice of."""
         self.head: Json = head or {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": model,
+            "model": ask.model,
             "system_fingerprint": FINGERPRINT,
         }
         self._index = index
         self._echo = echo
+        self._is_scored = ask.prompt.top_logprobs is not None
+        """The prompt comes with its scores, not before them."""
+        self._has_logprobs = ask.sampling.logprobs
         self._include_usage = include_usage
         self._n_characters = len(echo)
         """Of the choice's text so far, token by token."""
@@ -151,7 +166,8 @@ class CompletionReply:
         return self.body([self.choice(passage, generation)], usage(generation), generation)
 
     def choice(self, passage: Passage, generation: Generation) -> Json:
-        passage = Passage(self._echo + passage.text, passage.logprobs)
+        echo = self._echo if passage.prompt is None else ""
+        passage = replace(passage, text=echo + passage.text)
         return self._choice(passage, _finish_reason(generation))
 
     def body(self, choices: list[Json], usage: Json, generation: Generation) -> bytes:
@@ -159,7 +175,7 @@ class CompletionReply:
         return encode(body | {"timings": llamacpp_timings(generation), "swarm": swarm_object(generation)})
 
     def first(self, generation: Generation | None) -> bytes:
-        return self.text(Passage(self._echo)) if self._echo else b""
+        return self.text(Passage(self._echo)) if self._echo and not self._is_scored else b""
 
     def text(self, passage: Passage) -> bytes:
         return self._event({"choices": [self._choice(passage, None)]})
@@ -186,25 +202,56 @@ class CompletionReply:
         return b"data: " + encode(self.head | usage_field | fields) + b"\n\n"
 
     def _choice(self, passage: Passage, finish_reason: str | None) -> Json:
+        text = passage.text if passage.prompt is None else self._echo + passage.text
         return {
             "index": self._index,
-            "text": passage.text,
-            "logprobs": self._logprobs(passage.logprobs) if passage.logprobs else None,
+            "text": text,
+            "logprobs": self._logprobs(passage) if self._has_logprobs else None,
             "finish_reason": finish_reason,
         }
 
-    def _logprobs(self, tokens: tuple[tuple[TokenLogprob, ...], ...]) -> Json:
+    def _logprobs(self, passage: Passage) -> Json | None:
         """OpenAI's old form: one list per property."""
+        tokens, prompt = passage.logprobs, passage.prompt
+        if prompt is None and not tokens:
+            return None
         offsets: list[int] = []
         for chosen, *_ in tokens:
             offsets.append(self._n_characters)
             self._n_characters += len(_shown(chosen))
-        return {
+        told: dict[str, list[object]] = {
             "tokens": [_shown(chosen) for chosen, *_ in tokens],
             "token_logprobs": [chosen.logprob for chosen, *_ in tokens],
             "top_logprobs": [{_shown(each): each.logprob for each in top} for _, *top in tokens],
-            "text_offset": offsets,
+            "text_offset": [*offsets],
         }
+        if prompt is None:
+            return {**told}
+        others = prompt.others
+        pieces = [prompt.first.encode(), *(chosen.piece for chosen, *_ in others)]
+        before: dict[str, list[object]] = {
+            "tokens": [prompt.first, *(_shown(chosen) for chosen, *_ in others)],
+            "token_logprobs": [None, *(chosen.logprob for chosen, *_ in others)],
+            "top_logprobs": [None, *({_shown(each): each.logprob for each in top} for _, *top in others)],
+            "text_offset": [*offsets_in(self._echo, pieces)],
+        }
+        return {name: before[name] + told[name] for name in told}
+
+
+def offsets_in(text: str, pieces: Sequence[bytes]) -> list[int]:
+    """The character at which each piece begins. What a tokenizer puts between pieces of the text takes no
+    room: a token that begins every text, a space before the first word."""
+    data = text.encode()
+    at, n_begun, found = 0, 0, []
+    for piece in pieces:
+        is_inside = at < len(data) and data[at] & 0xC0 == 0x80
+        found.append(n_begun - is_inside)
+        for form in (piece, piece.lstrip(b" ")):
+            if form and data.startswith(form, at):
+                at += len(form)
+                n_begun += sum(byte & 0xC0 != 0x80 for byte in form)
+                break
+    return found
 
 
 def _shown(token: TokenLogprob) -> str:

@@ -93,7 +93,8 @@ async def _whole(asks: Sequence[Ask], replies: Sequence[ChoiceReply], n: int) ->
             await first_token[index // n].wait()
         async with node.generate(*asks[index].terms) as generation:
             first_token[index // n].set()
-            done[index] = (Passage.of([piece async for piece in generation]), generation)
+            pieces = [piece async for piece in generation]
+            done[index] = Passage.of(pieces, generation.prompt), generation
 
     with plain_errors():
         async with trio.open_nursery() as nursery:

@@ -22,7 +22,7 @@ import trio
 
 from swarmllm.api.http.errors import as_swarmllm_error
 from swarmllm.errors import SwarmLLMError
-from swarmllm.pipeline.origin.generation import GeneratedText, Generation
+from swarmllm.pipeline.origin.generation import GeneratedText, Generation, PromptScores
 from swarmllm_proto.ipc import TokenLogprob
 
 MIN_FLUSH_INTERVAL_S = 0.01
@@ -35,17 +35,20 @@ class Passage:
     text: str
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """Per token, where they were asked for."""
+    prompt: PromptScores | None = None
+    """What comes before the first token, where it was asked for."""
 
     @staticmethod
-    def of(pieces: Iterable[GeneratedText]) -> Passage:
+    def of(pieces: Iterable[GeneratedText], prompt: PromptScores | None = None) -> Passage:
         pieces = list(pieces)
         return Passage(
             "".join(piece.text for piece in pieces),
             tuple(piece.logprobs for piece in pieces if piece.logprobs),
+            prompt,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.logprobs)
+        return bool(self.text or self.logprobs or self.prompt)
 
 
 class Feed:
@@ -57,6 +60,7 @@ class Feed:
         """`news`: where readers of several feeds park."""
         self._opening = opening
         self._pieces: list[GeneratedText] = []
+        self._prompt: PromptScores | None = None
         self._news = trio.lowlevel.ParkingLot() if news is None else news
         self.started = trio.Event()
         """The first token is there, or never will be."""
@@ -72,7 +76,7 @@ class Feed:
         try:
             with self._scope:
                 async with self._opening as generation:
-                    self.generation = generation
+                    self.generation, self._prompt = generation, generation.prompt
                     self.started.set()
                     async for piece in generation:
                         if piece.text or piece.logprobs:
@@ -117,7 +121,8 @@ class Feed:
     def collect(self) -> Passage:
         """All that has gathered, at once."""
         pieces, self._pieces = self._pieces, []
-        return Passage.of(pieces)
+        prompt, self._prompt = self._prompt, None
+        return Passage.of(pieces, prompt)
 
     def _finish(self) -> None:
         self.finished = True

@@ -85,7 +85,7 @@ async def _whole(ask: Ask, reply: Reply) -> Response:
     """A client that leaves cancels this task, and with it the generation."""
     with plain_errors():
         async with current_node().generate(*ask.terms) as generation:
-            passage = Passage.of([piece async for piece in generation])
+            passage = Passage.of([piece async for piece in generation], generation.prompt)
     response = Response(reply.full(passage, generation), content_type="application/json")
     response.headers.update(swarm_headers(generation))
     return response

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 import trio
+from msgspec import UNSET
 
 from swarmllm.errors import (
     DeadlineExceeded,
@@ -70,6 +71,7 @@ async def _ask(
             sampling=Sampling(),
             n_prompt_tokens=assignment.n_prompt_tokens + len(assignment.generated),
             generated=(),
+            scored=UNSET,
         )
     try:
         with trio.fail_after(timeout_s):

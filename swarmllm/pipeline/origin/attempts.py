@@ -98,7 +98,7 @@ class Attempts:
         context = request.context
         assert context is not None, "an attempt has a route"
         if is_local(context):
-            return open_local(self._pool, context, request.rows, self._nickname(self._router.node_id))
+            return open_local(self._pool, context, request.rows, self.nickname(self._router.node_id))
         may_send_tokens = not self._settings.local_embedding_privacy
         kind = RemoteChain if len(assignment.stages) == 1 and may_send_tokens else Chain
         return self.open_chain(request, assignment, kind, pace)
@@ -114,7 +114,7 @@ class Attempts:
         """The same, where stages on other nodes take part in it."""
         context = request.context
         assert context is not None, "an attempt has a route"
-        names = {stage.node_id: self._nickname(stage.node_id) for stage in context.view.stages}
+        names = {stage.node_id: self.nickname(stage.node_id) for stage in context.view.stages}
         chain = kind(
             context,
             request.rows,
@@ -253,7 +253,7 @@ class Attempts:
             except SwarmLLMError as error:
                 log.debug("%s not told of a failure: %s", node_id, error)
 
-    def _nickname(self, node_id: NodeId) -> str:
+    def nickname(self, node_id: NodeId) -> str:
         record = self._registry.node(node_id)
         return record.nickname if record is not None else ""
 

@@ -21,7 +21,7 @@ from swarmllm.models import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.ipc import Effort, FinishReason, GuessCount, TokenLogprob
+from swarmllm_proto.ipc import Effort, FinishReason, GuessCount, Scores, TokenLogprob
 from swarmllm_proto.swarm import Stage, StageTiming
 from swarmllm_proto.tensors import Tensor
 
@@ -44,6 +44,10 @@ class Prompt:
     """A chat template (Jinja) in place of the model's."""
     session: str = ""
     """The conversation of which this is a turn, where the client says so."""
+    top_logprobs: int | None = None
+    """Tell how likely its own tokens were, and which were likeliest, so many in place of each."""
+    is_answered: bool = True
+    """False: only its own tokens are asked about, with `top_logprobs`."""
     field: str = "messages"
     """What the client's API calls it, for refusals."""
 
@@ -63,6 +67,15 @@ def token_ids(entry: CatalogueEntry, ids: Sequence[int], field: str) -> Tensor:
     if not all(0 <= token < n_vocab for token in ids):
         raise InvalidRequest(f"Token ids of {entry.name} lie in [0, {n_vocab}).", field=field)
     return np.array(ids, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """How likely the tokens of a prompt were."""
+
+    first: str
+    """The text of the first token, before which there is nothing that could make it likely."""
+    others: Scores
 
 
 Shape = Literal["local", "remote-generate", "chain"]
@@ -232,22 +245,25 @@ class Generation:
     def __init__(
         self,
         source: FailoverSource,
-        first: tuple[SampledToken, bytes],
+        first: tuple[SampledToken, bytes] | None,
         *,
         request_id: str,
         n_prompt_tokens: int,
         stop: Sequence[str] = (),
         queue_s: float = 0.0,
         tokenize_s: float = 0.0,
+        prompt: PromptScores | None = None,
     ) -> None:
+        """`first` None: there is nothing to come. `prompt`: where that was asked for."""
         self.request_id = request_id
         self.n_prompt_tokens = n_prompt_tokens
-        self.finish_reason: FinishReason | None = None
+        self.prompt = prompt
+        self.finish_reason: FinishReason | None = "length" if first is None else None
         self.stop_sequence: str | None = None
         """Which one of the `stop` strings ended it."""
         self._stop = tuple(stop)
         self._source = source
-        self._first: tuple[SampledToken, bytes] | None = first
+        self._first = first
         self._queue_s = queue_s
         self._tokenize_s = tokenize_s
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -48,7 +48,7 @@ class ObservedCompute:
         # Nothing is learnt of a model's speed from these.
         self.loaded, self.context_sizes = compute.loaded, compute.context_sizes
         self.tokenize, self.embed = compute.tokenize, compute.embed
-        self.check_grammar = compute.check_grammar
+        self.check_grammar, self.detokenize = compute.check_grammar, compute.detokenize
         self.name_prefix, self.cancel = compute.name_prefix, compute.cancel
         self.hold, self.resume, self.read_journal = compute.hold, compute.resume, compute.read_journal
 

@@ -242,6 +242,7 @@ class Sessions:
         self._check_layers(context, entry.manifest)
         self._check_neighbours(context)
         self._check_prompt(context)
+        self._check_scored(context)
         settings, origin = self.settings, assignment.origin
         if not self._make_room(origin, None, settings.max_stage_requests):
             raise Busy(f"this node takes part in {settings.max_stage_requests} requests already")
@@ -275,6 +276,13 @@ class Sessions:
         n_ctx = self.compute.context_sizes().get(context.model.model_id, self.settings.n_ctx)
         if context.n_given_tokens >= n_ctx:
             raise Refused(f"the prompt has {context.n_given_tokens} tokens; there is room for {n_ctx} here")
+
+    def _check_scored(self, context: RequestContext) -> None:
+        scored = context.scored
+        if scored and (context.wants != "normed" or len(scored) != context.n_prompt_tokens):
+            raise Refused(f"{len(scored)} scored tokens for a prompt of {context.n_prompt_tokens}")
+        if scored and max(scored) >= context.n_vocab:
+            raise Refused(f"scored token ids lie in [0, {context.n_vocab})")
 
     def _check_layers(self, context: RequestContext, manifest: Manifest) -> None:
         view = context.view

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Literal, NotRequired, Protocol, TypedDict, Unpack
+from typing import Any, NotRequired, Protocol, TypedDict, Unpack
 
 from swarmllm.models.layers import LayerRange
+from swarmllm.workerpool.forward_result import Want
 from swarmllm.workerpool.ring import RingHint
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import ModelId
-from swarmllm_proto.ipc import Effort, FinishReason, GenerateDone, KeptRows, Sampling, Token, TokenLogprob
+from swarmllm_proto.ipc import (
+    Effort,
+    FinishReason,
+    GenerateDone,
+    KeptRows,
+    Sampling,
+    Scores,
+    Token,
+    TokenLogprob,
+)
 from swarmllm_proto.tensors import Tensor
 
 
@@ -43,6 +53,8 @@ class ForwardResult(Protocol):
     @property
     def compute_s(self) -> float: ...
     @property
+    def scores(self) -> Scores: ...
+    @property
     def onward(self) -> bool: ...
 
 
@@ -61,10 +73,11 @@ class ForwardCall(TypedDict):
     layers: LayerRange
     position: int
     tensor: Tensor
-    want: Literal["hidden", "none", "token", "normed"]
+    want: Want
     sampling: NotRequired[Sampling | None]
     n_prompt_tokens: NotRequired[int]
     generated: NotRequired[tuple[int, ...]]
+    scored: NotRequired[tuple[int, ...]]
     ring: NotRequired[RingHint]
 
 
@@ -95,6 +108,8 @@ class Compute(Protocol):
         effort: Effort | None = None,
         template: str = "",
     ) -> Tensor: ...
+
+    async def detokenize(self, model: ModelFile, tokens: Tensor) -> str: ...
 
     async def check_grammar(self, model: ModelFile, sampling: Sampling) -> None: ...
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal
 
 import numpy as np
 import trio
@@ -37,8 +36,9 @@ from swarmllm.pipeline.processor import (
 from swarmllm.pipeline.request import OriginMessage, OriginSide, RequestContext
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.swarm.router import Router
+from swarmllm.workerpool.forward_result import Want
 from swarmllm.workerpool.ring import NO_RING, RingHint
-from swarmllm_proto.codec import decode_job, encode_job
+from swarmllm_proto.codec import decode_job, encode_job, encode_scores
 from swarmllm_proto.frames import Payload
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Token
@@ -81,7 +81,9 @@ class Walker:
         self._has_sampled = False
         self.n_sent = 0
         """Rows below this have left this node."""
-        self._last_want: Literal["none", "normed"] = "normed" if context.wants == "normed" else "none"
+        self._last_want: Want = "none"
+        if context.wants == "normed":
+            self._last_want = "scores" if context.scored else "normed"
         self._actions: dict[State, Callable[[Job], Awaitable[State]]] = {
             State.VALIDATING: self._validate,
             State.EMBED: self._embed,
@@ -222,16 +224,19 @@ class Walker:
             tensor = np.array([job.token], np.int32)
         samples = stage == self._view.last and job.prefill_left == 0
         first_sample = samples and not self._has_sampled
+        want = "token" if samples else self._last_want if stage == self._view.last else "hidden"
+        end = job.position + job.n_tokens
         result = await self._compute.forward(
             self._context.model,
             request_id=self._context.request_id,
             layers=self._view.layers(stage),
             position=job.position,
             tensor=tensor,
-            want="token" if samples else self._last_want if stage == self._view.last else "hidden",
-            sampling=self._context.sampling if first_sample else None,
+            want=want,
+            sampling=self._context.sampling if first_sample or want == "scores" else None,
             n_prompt_tokens=self._context.n_prompt_tokens,
             generated=self._context.generated if first_sample else (),
+            scored=self._context.scored[job.position : end] if want == "scores" else (),
             ring=self._ring_hint(job, samples),
         )
         if result.onward and result.token is None:
@@ -239,6 +244,7 @@ class Walker:
         self._has_sampled |= samples
         job.is_passed_on, job.resent = result.onward, False
         job.tensor, job.sampled, job.piece = result.tensor, result.token, result.piece
+        job.scores = result.scores
         if job.tensor is not None and not np.isfinite(job.tensor).all():
             # Finite rows can be so large that no layer makes numbers of them: not to be passed on.
             raise WorkerError("what the layers make of these rows is no number", kind=NOT_FINITE)
@@ -330,6 +336,8 @@ class Walker:
         )
 
     def _passed_rows(self, job: Job) -> bytes:
+        if self._context.scored:
+            return encode_scores(job.scores)
         return b"" if job.tensor is None else b"".join(encode_tensor(job.tensor))
 
     def _raise_incomplete(self, job: Job) -> None:

@@ -13,15 +13,18 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from swarmllm_proto.codec import encode_scores
 from swarmllm_proto.ipc import (
     FinishReason,
     Forward,
     LayerResult,
     Token,
+    TokenLogprob,
 )
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.decode.grammar import NotYet
+from swarmllm_workers.decode.sampling import logprobs
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.ranges import Route
 from swarmllm_workers.engine.segment import Span, Want
@@ -111,7 +114,7 @@ class ForwardWork:
         self.is_finished = False
         self.can_restart = False
         self.has_tokens = data.ndim == 1
-        self.wants_alone = message.want == "normed"
+        self.wants_alone = message.want in ("normed", "scores")
         self.layers = message.start, message.end
         self.is_parked = False
         self.arrived_at = time.perf_counter()
@@ -125,6 +128,7 @@ class ForwardWork:
         self._n_running = 0
         self._compute_s = 0.0
         self._hidden: list[np.ndarray] = []
+        self._scores: list[tuple[TokenLogprob, ...]] = []
         self._parked: np.ndarray | None = None
         """Logits of the token that is to be sampled."""
 
@@ -134,7 +138,7 @@ class ForwardWork:
     @property
     def n_waiting(self) -> int:
         n_left = len(self._data) - self._n_done
-        if self._message.want != "normed":
+        if not self.wants_alone:
             return n_left
         route = self._engine.known_route(self.request_id, *self.layers)
         return n_left if route is None else min(n_left, route.segments[-1].n_outputs_max)
@@ -156,9 +160,11 @@ class ForwardWork:
         rows = self._data[self._n_done : self._n_done + n_rows]
         self._n_running = len(rows)
         is_last = self._n_done + len(rows) == len(self._data)
-        want: Want = "none" if message.want == "token" else message.want
-        if message.want == "token" and is_last:
-            want = "logits"
+        want: Want
+        if message.want == "token":
+            want = "logits" if is_last else "none"
+        else:
+            want = "rows" if message.want == "scores" else message.want
         return Span(slot, self._position + self._n_done, rows, want)
 
     def decode_step(self, route: Route) -> Span | None:
@@ -170,6 +176,8 @@ class ForwardWork:
         self._compute_s += compute_s
         self._n_done += self._n_running
         is_last = self._n_done == len(self._data)
+        if message.want == "scores":
+            self._score(result)
         if message.want in ("hidden", "normed"):
             self._hidden.append(result if is_last and not self._hidden else result.copy())
         if not is_last:
@@ -190,9 +198,23 @@ class ForwardWork:
     def _deliver(self, hidden: np.ndarray | None) -> None:
         message = self._message
         payload: Any = encode_tensor(hidden) if hidden is not None else b""
+        if message.want == "scores":
+            payload = encode_scores(tuple(self._scores))
         self._send(
             LayerResult(id=message.id, request_id=message.request_id, compute_s=self._compute_s), payload
         )
+
+    def _score(self, logits: np.ndarray) -> None:
+        """Of f32 [n, n_vocab], a view that the next batch overwrites, nothing is kept but what is told."""
+        started = time.perf_counter()
+        sampling, vocabulary = self._message.sampling, self._engine.vocabulary
+        n_top = sampling.top_logprobs if sampling is not None else 0
+        if not np.isfinite(logits.max(axis=-1)).all():
+            raise CallError("engine", "the model gives logits that are no numbers")
+        first = self._n_done - self._n_running
+        for row, token in zip(logits, self._message.scored[first : self._n_done], strict=True):
+            self._scores.append(logprobs(row, token, n_top, vocabulary.full_piece))
+        self._compute_s += time.perf_counter() - started
 
     def _sample(self, logits: np.ndarray) -> None:
         message = self._message

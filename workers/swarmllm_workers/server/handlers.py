@@ -335,12 +335,16 @@ class Handlers:
             )
         if message.want == "hidden" and message.end >= engine.n_layers:
             raise CallError("bad_message", "the last layer leads to the head, which gives tokens", "want")
-        if message.want in ("token", "normed") and message.end != engine.n_layers:
+        if message.want in ("token", "normed", "scores") and message.end != engine.n_layers:
             raise CallError(
                 "bad_message",
-                f"only the range that ends at {engine.n_layers} gives tokens and normed states",
+                f"only the range that ends at {engine.n_layers} gives tokens, scores and normed states",
                 "want",
             )
+        if len(message.scored) != (len(data) if message.want == "scores" else 0):
+            raise CallError("bad_message", f"{len(message.scored)} tokens for {len(data)} rows", "scored")
+        if message.scored and max(message.scored) >= engine.n_vocab:
+            raise CallError("bad_message", f"token ids lie in [0, {engine.n_vocab})", "scored")
         if message.want == "token" and position + len(data) < message.n_prompt_tokens:
             raise CallError(
                 "bad_message", "a token is wanted before the end of the prompt", "n_prompt_tokens"
