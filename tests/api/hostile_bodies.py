@@ -30,12 +30,17 @@ BODIES: dict[str, dict[str, Any]] = {
         "tools": [TOOL],
         "tool_choice": {"type": "function", "function": {"name": "f"}},
     },
-    "/v1/completions": {"model": "guide", "prompt": [[1, 2]], "stop": "x", "logprobs": 1},
+    "/v1/completions": {"model": "guide", "prompt": [[1, 2]], "stop": "x", "logprobs": 1, "echo": True},
     "/v1/responses": {
         "model": "guide",
         "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
         "tools": [{"type": "function", "name": "f", "parameters": OBJECT}],
         "text": {"format": {"type": "json_schema", "name": "n", "schema": OBJECT}},
+    },
+    "/v1/responses/input_tokens": {
+        "model": "guide",
+        "input": [{"role": "user", "content": "hi"}],
+        "previous_response_id": None,
     },
     "/v1/embeddings": {"model": "guide", "input": ["a"]},
     "/v1/messages": {

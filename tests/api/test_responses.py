@@ -218,3 +218,26 @@ async def test_the_items_of_a_request_are_kept_with_its_answer(tmp_path: Path) -
             assert len({item["id"] for item in listed["data"]}) == len(texts)
         gone = await stand.http.get(f"{PATH}/resp_none/input_items")
         assert (gone.status_code, gone.json()["error"]["param"]) == (404, "response_id")
+
+
+async def test_tokens_of_a_body_are_counted_without_an_answer(tmp_path: Path) -> None:
+    """The pool makes a token of each byte of the messages, and one before them."""
+    async with serve_node(tmp_path) as stand:
+
+        async def count(body: dict[str, Any]) -> int:
+            counted = (await stand.http.post(f"{PATH}/input_tokens", json={"model": "guide"} | body)).json()
+            assert counted["object"] == "response.input_tokens"
+            return int(counted["input_tokens"])
+
+        short, long = [await count({"input": text}) for text in ("hello", "hello you")]
+        assert long == short + len(" you")
+        assert await count({"input": "hello", "instructions": "Be brief."}) > long
+        first = (await stand.http.post(PATH, json=HELLO)).json()["id"]
+        assert await count({"input": "hello", "previous_response_id": first}) > long
+        assert len(stand.pipelines.calls) == 1
+        await stand.http.post("/api/admin/models/guide/preset", json={"system": "You are a guide."})
+        assert await count({"input": "hello"}) > short
+        refused = await stand.http.post(f"{PATH}/input_tokens", json={"model": "guide", "input": 3})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+        gone = await stand.http.post(f"{PATH}/input_tokens", json=HELLO | {"previous_response_id": "resp_x"})
+        assert gone.status_code == 404

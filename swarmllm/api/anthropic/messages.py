@@ -37,10 +37,9 @@ from swarmllm.api.openai.schema import (
     StopText,
     Text,
 )
-from swarmllm.api.output.output_parser import effort_told, prepare
+from swarmllm.api.output.output_parser import prepare
 from swarmllm.api.output.response import answer
 from swarmllm.errors import InvalidRequest
-from swarmllm.pipeline.origin.generation import Prompt
 from swarmllm_proto.ipc import Effort
 
 MEDIUM_FROM_TOKENS = 2048
@@ -198,7 +197,8 @@ class CountRequest(Body, frozen=True, kw_only=True):
     )
     refused = frozenset({"mcp_servers", "output_format", "stop"})
 
-    model: ModelName
+    model: ModelName = ""
+    """"": the only one that can answer."""
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=4096)]
     system: Text | Annotated[list[TextBlock], Meta(max_length=4096)] | None = None
     tools: Annotated[list[ToolParam], Meta(max_length=128)] | None = None
@@ -242,9 +242,8 @@ async def messages() -> Response:
 
 @anthropic.post("/messages/count_tokens")
 async def count_tokens() -> Response:
-    call = await effort_told(_call(await read_request(CountRequest)), "thinking")
-    prompt = Prompt(messages=call.messages, tools=call.tools, effort=call.effort)
-    n_tokens = await current_node().texts.count_tokens(call.model, prompt)
+    ask, _ = await prepare(_call(await read_request(CountRequest)), effort_field="thinking")
+    n_tokens = await current_node().texts.count_tokens(ask.model, ask.prompt)
     return Response(encode({"input_tokens": n_tokens}), content_type="application/json")
 
 

@@ -65,6 +65,7 @@ OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, (JSON, EVENTS)),
     Operation("post", "/v1/completions", "Continue a text", CompletionRequest, (JSON, EVENTS)),
     Operation("post", "/v1/responses", "Answer a list of items", ResponsesRequest, (JSON, EVENTS)),
+    Operation("post", "/v1/responses/input_tokens", "Count a prompt's tokens", ResponsesRequest),
     Operation("get", "/v1/responses/{response_id}", "An answer that is still kept"),
     Operation("get", "/v1/responses/{response_id}/input_items", "What it was asked"),
     Operation("delete", "/v1/responses/{response_id}", "Forget it"),

@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 from quart import Blueprint, Response, current_app
 
-from swarmllm.api.http.context import current_caller
+from swarmllm.api.http.context import current_caller, current_node
 from swarmllm.api.http.errors import error_response
 from swarmllm.api.http.fields import read_request
 from swarmllm.api.openai import schema
@@ -115,6 +115,23 @@ async def respond() -> Response:
             store.keep(response, conversation, owner, _input_items(str(response["id"]), body.input))
 
     return await answer(ask, ResponsesReply(body, spoken, keep), stream=bool(body.stream))
+
+
+@responses.post("/responses/input_tokens")
+async def input_tokens() -> Response:
+    """How many tokens of context the same body would take; nothing runs, and nothing is kept."""
+    body = await read_request(ResponsesRequest)
+    earlier: list[schema.Message] = []
+    if body.previous_response_id is not None:
+        earlier = (
+            _store()
+            .find(body.previous_response_id, current_caller().key_id, field="previous_response_id")
+            .messages
+        )
+    call, _ = responses_call(body, earlier)
+    ask, _ = await prepare(call, field="input", effort_field="reasoning.effort")
+    n_tokens = await current_node().texts.count_tokens(ask.model, ask.prompt)
+    return _json({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
 @responses.get("/responses/<response_id>")
