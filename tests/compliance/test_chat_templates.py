@@ -1,6 +1,6 @@
 """llama.cpp's collection of chat templates, rendered here and by transformers: the same text.
 
-The templates are in the source distribution of `llama-cpp-python`, from where `make compliance` takes them."""
+They are in the source distribution of `llama-cpp-python`, from where `make compliance` takes them."""
 
 from __future__ import annotations
 
