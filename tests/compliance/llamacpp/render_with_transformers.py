@@ -1,6 +1,7 @@
 """Renders conversations as transformers does: `python render_with_transformers.py FOLDER < asked.json`.
 
-Prints JSON: for each template (`*.jinja`) of the folder the text of each conversation, null where it fails."""
+Prints JSON: for each template (`*.jinja`) of the folder the text of each conversation, null where that
+fails."""
 
 from __future__ import annotations
 
