@@ -15,6 +15,7 @@ from swarmllm.pipeline.check.recompute import batches
 from swarmllm.pipeline.check.sampling import (
     CHECKED_TOKENS,
     DISTRUSTED,
+    DRAWN_TOKENS,
     EVIDENCE_BYTES_MAX,
     STRANGERS,
     STRETCH_ROWS,
@@ -220,8 +221,8 @@ def test_an_honest_stage_is_never_wrong(
     assert all(verdict() is not Verdict.WRONG for verdict in verdicts)
 
 
-def told(*tokens: int, agreed: bool | None = True) -> TokenEvidence:
-    return TokenEvidence(CAME_IN, 3, (9, 9, 9), tokens, agreed)
+def told(*tokens: int, agreed: bool | None = True, ended: bool = False) -> TokenEvidence:
+    return TokenEvidence(CAME_IN, 3, (9, 9, 9), tokens, agreed, ended)
 
 
 def again(*tokens: int, second: float = -1.0) -> list[Sampled]:
@@ -242,6 +243,12 @@ def again(*tokens: int, second: float = -1.0) -> list[Sampled]:
         (told(7), [Sampled(100)], True, Verdict.RIGHT, Match.CLOSE),
         (told(7, agreed=None), again(100), True, Verdict.DISPUTED_BEFORE, Match.WRONG),
         (told(7), [], True, Verdict.UNKNOWN, Match.WRONG),
+        (told(*[7] * 12, *[100] * 4), again(*[100] * 16), False, Verdict.WRONG, Match.WRONG),
+        (told(*[7] * 11, *[100] * 5), again(*[100] * 16), False, Verdict.RIGHT, Match.CLOSE),
+        (told(100, 5, ended=True), again(100, 5), False, Verdict.WRONG, Match.WRONG),
+        (told(100, 5, ended=True), [*again(100), Sampled(5, is_end=True)], True, Verdict.RIGHT, Match.EQUAL),
+        (told(100, 5, ended=True), again(100), True, Verdict.RIGHT, Match.EQUAL),
+        (told(100, 101, ended=True), again(100, 5), False, Verdict.RIGHT, Match.CLOSE),
     ],
 )
 def test_tokens_are_wrong_where_the_model_would_hardly_give_them(
@@ -261,13 +268,17 @@ def test_a_last_stage_that_denies_what_came_to_it_is_in_dispute() -> None:
     st.integers(1, 600),
     st.sampled_from([16, 2**16]),
     st.floats(0, 0.999),
+    st.sampled_from([CHECKED_TOKENS, DRAWN_TOKENS]),
+    st.booleans(),
 )
 def test_tokens_are_drawn_among_those_of_this_pipeline(
-    first: int, n_tokens: int, n_prompt: int, row_bytes: int, chance: float
+    first: int, n_tokens: int, n_prompt: int, row_bytes: int, chance: float, n_wanted: int, is_ended: bool
 ) -> None:
-    drawn = draw_tokens(first, n_tokens, n_prompt, row_bytes, lambda: chance)
+    drawn = draw_tokens(
+        first, n_tokens, n_prompt, row_bytes, lambda: chance, n_wanted=n_wanted, is_ended=is_ended
+    )
     if drawn is None:
         return
     assert first <= drawn.position < drawn.end <= n_tokens
-    assert drawn.n_rows <= CHECKED_TOKENS
+    assert drawn.n_rows <= n_wanted
     assert (n_prompt + drawn.end - 1) * row_bytes <= EVIDENCE_BYTES_MAX

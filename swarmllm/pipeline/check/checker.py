@@ -20,7 +20,16 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import covers
 from swarmllm.pipeline.check.evidence import Collector, NotThere
 from swarmllm.pipeline.check.recompute import Replies, Task, TokenTask, compute_here, sample_here
-from swarmllm.pipeline.check.sampling import Chance, draw_stage, draw_stretch, draw_tokens, rate
+from swarmllm.pipeline.check.sampling import (
+    CHECKED_TOKENS,
+    DRAWN_TOKENS,
+    Chance,
+    draw_stage,
+    draw_stretch,
+    draw_tokens,
+    rate,
+)
+from swarmllm.pipeline.check.tallies import Tallies
 from swarmllm.pipeline.check.verdict import (
     Evidence,
     Match,
@@ -89,6 +98,7 @@ class _Found:
     verdict: Verdict
     match: Match
     results: Tensor | list[Sampled]
+    by: NodeId
 
 
 class NodeLoad(Protocol):
@@ -113,6 +123,7 @@ class Checker:
     here: NodeLoad
     chance: Chance = field(default_factory=lambda: random.SystemRandom().random)
     replies: Replies = field(default_factory=Replies)
+    _tallies: Tallies = field(default_factory=Tallies)
     _pending: deque[_Pending] = field(default_factory=deque)
     _has_work: trio.Event = field(default_factory=trio.Event)
 
@@ -146,10 +157,19 @@ class Checker:
         collector = Collector(self.router, self.compute, context, tokens, self.settings.prefill_chunk_tokens)
         if stage == context.view.last:
             first = len(context.generated)
-            drawn = draw_tokens(first, len(generated), n_prompt, row_bytes, self.chance)
+            is_drawn = context.sampling.temperature > 0
+            drawn = draw_tokens(
+                first,
+                len(generated),
+                n_prompt,
+                row_bytes,
+                self.chance,
+                n_wanted=DRAWN_TOKENS if is_drawn else CHECKED_TOKENS,
+                is_ended=chain.is_ended_by_model,
+            )
             if drawn is None or context.sampling.mirostat:
                 return None  # Mirostat's running limit is known to the stage only.
-            return await collector.collect_tokens(drawn, generated)
+            return await collector.collect_tokens(drawn, generated, is_ended=chain.is_ended_by_model)
         n_rows = len(tokens)
         if stage == 0 and not context.view.is_here(context.view.last):
             # What the last stage told the first one is known to neither this node nor anybody else.
@@ -184,6 +204,22 @@ class Checker:
             self._charge(pending, verdict, Match.WRONG)
         elif (found := await self._computed(pending)) is not None:
             self._charge(pending, found.verdict, found.match)
+            if found.verdict is Verdict.RIGHT:
+                self._add_up(pending, found)
+
+    def _add_up(self, pending: _Pending, found: _Found) -> None:
+        """Tokens that are possible one by one may be impossible together."""
+        evidence = pending.evidence
+        if not isinstance(evidence, TokenEvidence) or pending.is_greedy or not evidence.is_agreed:
+            return
+        assert isinstance(found.results, list)
+        certain = self._tallies.add(pending.node_id, found.by, evidence, found.results)
+        if certain is None:
+            return
+        if found.by == self.router.node_id or self._tallies.is_confirmed(pending.node_id, found.by):
+            self._wrong(pending.node_id, certain.value)
+        elif len(self._others(pending)) < 2:
+            self._dispute(pending.node_id, found.by)
 
     async def _computed(self, pending: _Pending) -> _Found | None:
         """None: it is this stage or the one that computed it again, and both have been charged; or nobody
@@ -228,7 +264,11 @@ class Checker:
                 if node_id is None
                 else await self.replies.sample_at(node_id, self.router, head)
             )
-            return _Found(*judge_tokens(evidence, sampled, greedy=pending.is_greedy), sampled)
+            return _Found(
+                *judge_tokens(evidence, sampled, greedy=pending.is_greedy),
+                sampled,
+                node_id or self.router.node_id,
+            )
         layers = context.view.layers(pending.stage)
         task = Task(context, layers, evidence.came_in, evidence.n_rows, chunk_tokens)
         rows = (
@@ -236,7 +276,7 @@ class Checker:
             if node_id is None
             else await self.replies.compute_at(node_id, self.router, task)
         )
-        return _Found(*judge(evidence, rows), rows)
+        return _Found(*judge(evidence, rows), rows, node_id or self.router.node_id)
 
     def _others(self, pending: _Pending) -> list[NodeId]:
         """Holders that have no part in it, the most trusted first."""
@@ -248,7 +288,11 @@ class Checker:
             for node_id in sorted(self.registry.connected() - view.node_ids)
             if covers(held.get(node_id, ()), layers)
         ]
-        return sorted(able, key=self.trust.score, reverse=True)[:HOLDERS_ASKED]
+        # Who has spoken against it is to be confirmed by another one.
+        accuser = self._tallies.accuser(pending.node_id)
+        return sorted(able, key=lambda node_id: (node_id == accuser, -self.trust.score(node_id)))[
+            :HOLDERS_ASKED
+        ]
 
     def _charge(self, pending: _Pending, verdict: Verdict, match: Match) -> None:
         if verdict is Verdict.UNKNOWN:
@@ -285,7 +329,7 @@ def _agree(pending: _Pending, one: _Found, other: _Found) -> bool:
     if isinstance(evidence, TokenEvidence):
         assert isinstance(one.results, list)
         assert isinstance(other.results, list)
-        said = replace(evidence, told=tuple(sampled.token for sampled in one.results))
+        said = replace(evidence, told=tuple(sampled.token for sampled in one.results), is_ended=False)
         return judge_tokens(said, other.results, greedy=pending.is_greedy)[1] is not Match.WRONG
     assert not isinstance(one.results, list)
     assert not isinstance(other.results, list)

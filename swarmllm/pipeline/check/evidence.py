@@ -103,8 +103,11 @@ class Collector:
             is_agreed,
         )
 
-    async def collect_tokens(self, drawn: Stretch, generated: tuple[int, ...]) -> TokenEvidence:
-        """`drawn`: by index among those that were `generated`. Raises NotThere, SwarmLLMError."""
+    async def collect_tokens(
+        self, drawn: Stretch, generated: tuple[int, ...], *, is_ended: bool
+    ) -> TokenEvidence:
+        """`drawn`: by index among those that were `generated`, with the last of which the model is said to
+        end its text if it `is_ended`. Raises NotThere, SwarmLLMError."""
         view = self._context.view
         start = view.layers(view.last).start
         n_rows = self._context.n_prompt_tokens + drawn.end - 1
@@ -119,6 +122,7 @@ class Collector:
             generated[: drawn.position],
             generated[drawn.position : drawn.end],
             is_agreed,
+            is_ended and drawn.end == len(generated),
         )
 
     async def _from_the_start(self, node_id: NodeId, boundary: int, n_rows: int) -> Tensor:

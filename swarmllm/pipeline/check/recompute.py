@@ -144,6 +144,8 @@ async def sample_here(compute: Compute, task: TokenTask) -> list[Sampled]:
             )
             if samples and result.token is not None:
                 found.append(_sampled(result.token))
+                if result.token.finish_reason is not None:
+                    break  # It samples nothing more.
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(ACK_TIMEOUT_S):
             await compute.cancel(model.model_id, request_id)
@@ -151,7 +153,8 @@ async def sample_here(compute: Compute, task: TokenTask) -> list[Sampled]:
 
 
 def _sampled(token: SampledToken) -> Sampled:
-    return Sampled(token.token, tuple((each.token, each.logprob) for each in token.logprobs[1:]))
+    likeliest = tuple((each.token, each.logprob) for each in token.logprobs[1:])
+    return Sampled(token.token, likeliest, token.finish_reason == "stop")
 
 
 Reply = tuple[NodeId, JobMessage, bytes]
@@ -230,6 +233,8 @@ class Replies:
                 with trio.fail_after(JOB_TIMEOUT_S):
                     if samples:
                         found.append(await _next_token(receive, node_id, part.stop))
+                        if found[-1].is_end:
+                            break
                     else:
                         await _progress(receive, node_id, part.stop)
         return found

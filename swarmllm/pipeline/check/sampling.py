@@ -17,7 +17,11 @@ STRETCH_ROWS: Final = 32
 EVIDENCE_BYTES_MAX: Final = 8 * 2**20
 """Of the rows that came in; what lies behind so many is not checked."""
 CHECKED_TOKENS: Final = 4
-"""Tokens of a last stage that are sampled again."""
+"""Tokens of a last stage that are sampled again, where it takes the likeliest."""
+DRAWN_TOKENS: Final = 16
+"""And where it draws them: one alone says little."""
+ENDS: Final = 0.5
+"""This part of the checks of answers that the model ended looks at the end."""
 STRANGERS: Final = 4.0
 """So many times as often as nodes of full trust are strangers checked."""
 DISTRUSTED: Final = 8.0
@@ -57,13 +61,26 @@ def draw_stage(
     return drawn[int(chance() * len(drawn))] if drawn else None
 
 
-def draw_tokens(first: int, n_tokens: int, n_prompt: int, row_bytes: int, chance: Chance) -> Stretch | None:
-    """Of the generated tokens `first` to `n_tokens`, by index, some that follow each other."""
+def draw_tokens(
+    first: int,
+    n_tokens: int,
+    n_prompt: int,
+    row_bytes: int,
+    chance: Chance,
+    *,
+    n_wanted: int = CHECKED_TOKENS,
+    is_ended: bool = False,
+) -> Stretch | None:
+    """Of the generated tokens `first` to `n_tokens`, by index, some that follow each other. `is_ended`: the
+    model ended its text with the last of them."""
     n_reached = min(n_tokens, EVIDENCE_BYTES_MAX // row_bytes - n_prompt + 1)
     if n_reached <= first:
         return None
-    index = first + int(chance() * (n_reached - first))
-    return Stretch(index, min(CHECKED_TOKENS, n_reached - index))
+    if is_ended and n_reached == n_tokens and chance() < ENDS:
+        index = max(first, n_tokens - n_wanted)
+    else:
+        index = first + int(chance() * (n_reached - first))
+    return Stretch(index, min(n_wanted, n_reached - index))
 
 
 def draw_stretch(n_rows: int, row_bytes: int, chance: Chance, first: int = 0) -> Stretch | None:

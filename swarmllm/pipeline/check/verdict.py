@@ -9,6 +9,7 @@ others, so equal bits are reported, and only the tolerance is held against anybo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,8 +29,9 @@ LIKELY: Final = 2.0
 """A greedy token may be so much less likely than the likeliest one (natural logarithm): logits of honest
 nodes differ by some tenths."""
 UNLIKELY_MIN: Final = 3
-"""So many of a few tokens that were drawn at random are not even among the likeliest ones: then they were not
-drawn from this model's distribution."""
+UNLIKELY_PART: Final = 0.75
+"""So many, and such a part, of tokens that were drawn at random are not even among the likeliest ones: then
+they were not drawn from this model's distribution."""
 
 
 class Match(StrEnum):
@@ -120,6 +122,8 @@ class Sampled:
     token: int
     likeliest: tuple[tuple[int, float], ...] = ()
     """(token, logarithm of its probability), the likeliest first; empty: not told."""
+    is_end: bool = False
+    """The model ends its text with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,8 @@ class TokenEvidence:
     """As the stage told this node."""
     is_agreed: bool | None
     """As in Evidence."""
+    is_ended: bool = False
+    """The stage said that the model ended its text with the last of these tokens."""
 
 
 def judge_tokens(
@@ -145,12 +151,19 @@ def judge_tokens(
     pairs = list(zip(evidence.told, sampled, strict=False))
     if not pairs:
         return Verdict.UNKNOWN, Match.WRONG
-    if all(told == again.token for told, again in pairs):
+    ends_falsely = evidence.is_ended and len(pairs) == len(evidence.told) and _ends_falsely(*pairs[-1])
+    if all(told == again.token for told, again in pairs) and not ends_falsely:
         return Verdict.RIGHT, Match.EQUAL
     n_unlikely = sum(_is_unlikely(told, again, greedy=greedy) for told, again in pairs)
-    if n_unlikely < (1 if greedy else UNLIKELY_MIN):
+    n_allowed = 0 if greedy else max(UNLIKELY_MIN, math.ceil(UNLIKELY_PART * len(pairs))) - 1
+    if n_unlikely <= n_allowed and not ends_falsely:
         return Verdict.RIGHT, Match.CLOSE
     return (Verdict.DISPUTED_BEFORE if evidence.is_agreed is None else Verdict.WRONG), Match.WRONG
+
+
+def _ends_falsely(told: int, again: Sampled) -> bool:
+    """The text is said to end with a token that ends none."""
+    return told == again.token and not again.is_end
 
 
 def _is_unlikely(told: int, again: Sampled, *, greedy: bool) -> bool:

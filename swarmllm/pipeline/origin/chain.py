@@ -120,6 +120,7 @@ class Chain:
         self._session: Session | None = None
         self._feeding: Feeding | None = None
         """While stages are built again."""
+        self.is_ended_by_model = False
         self.is_rebuilt = False
         """It goes on with what another one left."""
         self._early = EarlyTokens[tuple[StreamingToken, bytes]]()
@@ -278,8 +279,7 @@ class Chain:
     @property
     def is_slow(self) -> bool:
         """Whether tokens come far more slowly than was planned."""
-        n_decoded = self.account.n_decoded
-        return self.pace is not None and self.pace.is_slow(n_decoded, self.decode_s)
+        return self.pace is not None and self.pace.is_slow(self.account.n_decoded, self.decode_s)
 
     @property
     def waited_s(self) -> float:
@@ -394,6 +394,7 @@ class Chain:
         self._buffer.append((message, payload))
         self._reader.unpark_all()
         if message.finish_reason is not None:
+            self.is_ended_by_model = message.finish_reason == "stop" and message.stopped_by is None
             # Nobody needs to wait for the reader: all stages may free their slots now.
             n_cached = min(message.n_cached_tokens, self.context.n_prompt_tokens)
             self.n_cached_tokens = max(self.n_cached_tokens, n_cached)

@@ -1,0 +1,119 @@
+"""Adds up, over the checks of a node, what the sampled tokens of one check are too few to say. Pure.
+
+A token that was sampled is a function of the logits and a seed that the origin knows. Where another node
+computes it again with other kernels, the logits differ a little, and now and then another token comes out.
+Such differences are about as often in favour of the likelier of the two tokens as of the less likely one,
+however large they are. A last stage that takes the likeliest token instead of drawing one differs in one
+direction only, one that draws from a flatter distribution in the other. An end of the text that the seed does
+not give, and that is not even among the likeliest tokens, is rare at honest nodes.
+
+Each of these is a sequential test (a CUSUM of log-likelihood ratios). Its sum starts again at 0 whenever
+honesty is the better explanation: old merit is no licence to cheat from now on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from swarmllm.pipeline.check.verdict import Sampled, TokenEvidence
+from swarmllm_proto.identifiers import NodeId
+
+CERTAIN: Final = 12.0
+"""A sum of log-likelihood ratios that accuses: by chance it is reached once in e^12 (160,000) observations
+at least, if honest nodes deviate as often as `_Odds.honest` says; they deviate less often."""
+TALLIES_MAX: Final = 1024
+"""Pairs of nodes that are remembered; the one that was longest without a check is forgotten."""
+
+
+class Leaning(StrEnum):
+    """What the deviations of a node have in common."""
+
+    LIKELIER = "its tokens are likelier than those that its seeds give"
+    UNLIKELIER = "its tokens are less likely than those that its seeds give"
+    ENDS_EARLY = "it ends texts where the model does not"
+
+
+@dataclass(frozen=True, slots=True)
+class _Odds:
+    """The part of observations that speak against a node."""
+
+    honest: float
+    """At most."""
+    cheat: float
+
+    def step(self, *, against: bool) -> float:
+        if against:
+            return math.log(self.cheat / self.honest)
+        return math.log((1 - self.cheat) / (1 - self.honest))
+
+
+ODDS: Final = {
+    Leaning.LIKELIER: _Odds(honest=0.6, cheat=0.95),
+    Leaning.UNLIKELIER: _Odds(honest=0.6, cheat=0.95),
+    Leaning.ENDS_EARLY: _Odds(honest=0.02, cheat=0.9),
+}
+
+
+@dataclass(slots=True)
+class Tallies:
+    """Of nodes, each by who computed its tokens again. What one of these computed may be a lie, too, so
+    their observations are not mixed."""
+
+    _sums: OrderedDict[tuple[NodeId, NodeId], dict[Leaning, float]] = field(default_factory=OrderedDict)
+    """By (node, who computed)."""
+    _accused: OrderedDict[NodeId, NodeId] = field(default_factory=OrderedDict)
+    """Nodes of which something was certain, each by the first who computed that."""
+
+    def add(
+        self, node_id: NodeId, by: NodeId, evidence: TokenEvidence, sampled: Sequence[Sampled]
+    ) -> Leaning | None:
+        """Tokens of `node_id` were sampled again by `by`. What is certain now, if anything; it is reported
+        once, then the sum begins anew."""
+        sums = self._sums.setdefault((node_id, by), dict.fromkeys(Leaning, 0.0))
+        self._sums.move_to_end((node_id, by))
+        while len(self._sums) > TALLIES_MAX:
+            self._sums.popitem(last=False)
+        for leaning, against in _observations(evidence, sampled):
+            sums[leaning] = max(0.0, sums[leaning] + ODDS[leaning].step(against=against))
+        certain = next((leaning for leaning, total in sums.items() if total >= CERTAIN), None)
+        if certain is not None:
+            sums[certain] = 0.0
+        return certain
+
+    def is_confirmed(self, node_id: NodeId, by: NodeId) -> bool:
+        """What `by` computed accuses `node_id`: whether what another one computed has done so before."""
+        first = self._accused.setdefault(node_id, by)
+        self._accused.move_to_end(node_id)
+        while len(self._accused) > TALLIES_MAX:
+            self._accused.popitem(last=False)
+        return first != by
+
+    def accuser(self, node_id: NodeId) -> NodeId | None:
+        """Who computed what first accused it."""
+        return self._accused.get(node_id)
+
+
+def _observations(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> Iterator[tuple[Leaning, bool]]:
+    """Each with whether it speaks against the node."""
+    # An end is looked at because it came, which is no matter of chance.
+    free = evidence.told[:-1] if evidence.is_ended else evidence.told
+    for told, again in zip(free, sampled, strict=False):
+        ranks = {token: rank for rank, (token, _) in enumerate(again.likeliest)}
+        told_rank, again_rank = (ranks.get(token, len(ranks)) for token in (told, again.token))
+        if told_rank != again_rank:
+            yield Leaning.LIKELIER, told_rank < again_rank
+            yield Leaning.UNLIKELIER, told_rank > again_rank
+    if evidence.is_ended and sampled and len(sampled) == len(evidence.told):
+        yield Leaning.ENDS_EARLY, is_unexplained_end(evidence.told[-1], sampled[-1])
+
+
+def is_unexplained_end(told: int, again: Sampled) -> bool:
+    """The last stage said that the model ended its text with the token `told`."""
+    if told == again.token:
+        return not again.is_end
+    return bool(again.likeliest) and all(token != told for token, _ in again.likeliest)
