@@ -235,6 +235,7 @@ class LyingSwarm:
         await self._settle()
         for node in self.nodes:
             node.pool.calls.clear()
+            node.pool.checked.clear()
         await self._ask_all(ANSWER_S, None)
         n_forwards = sum(node.n_forwards for node in self.nodes)
         if n_forwards > SLOWER_MAX * self.n_forwards:
@@ -249,6 +250,7 @@ class LyingSwarm:
         await self._ask_all(ANSWER_S, None)
         for node in self.nodes:
             node.pool.calls.clear()
+            node.pool.checked.clear()
         await self._ask_all(ANSWER_S, None)
         self.n_forwards = sum(node.n_forwards for node in self.nodes)
 
