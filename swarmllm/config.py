@@ -197,6 +197,12 @@ class InferenceTable:
         "Part of the requests of fully trusted nodes whose results are computed again; of strangers four "
         "times as many. 0: none.",
     )
+    activation_compression: Literal["off", "lossless", "q8_0", "auto"] = _setting(
+        "auto",
+        "How rows travel between stages: off (f32), lossless (zstd, where that is not known to be slower), "
+        "q8_0 (a quarter of the bytes, but rounded: the text is not exactly that of the uncut model), auto "
+        "(lossless where a line is measured to gain by it; never q8_0).",
+    )
     encrypted_pipeline: bool = _setting(
         False,
         "Run the first and the last segment here only: peers see hidden states of the middle, never text.",

@@ -342,6 +342,7 @@ def pipeline_settings(config: Config) -> PipelineSettings:
         failover_timeout_s=inference.failover_timeout_s,
         check_rate=inference.check_rate,
         local_embedding_privacy=inference.local_embedding_privacy,
+        activation_compression=inference.activation_compression,
         n_ctx=inference.n_ctx,
         max_requests_per_model=inference.n_slots,
         constraints=Constraints(inference.encrypted_pipeline, _pins(inference.pins)),

@@ -112,7 +112,7 @@ ONLY_HOME = {
 
 BEFORE_INSTALLATION = ("swarmllm.bootstrap", "swarmllm.pip_progress")
 
-PROTO_MAY_IMPORT = ("swarmllm_proto", "msgspec", "numpy", "blake3")
+PROTO_MAY_IMPORT = ("swarmllm_proto", "msgspec", "numpy", "blake3", "zstandard")
 PROTO_NEVER = (
     "asyncio",
     "socket",

@@ -30,6 +30,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401  # noqa: F401  # noqa: F401
     Logprobs,
     Position,
     RequestId,
+    RowFormat,
     Sampling,
     Scores,
     Seconds,
@@ -216,6 +217,9 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     """Since the job arrived at the node."""
     resent: bool = False
     """A link broke behind this job: it may have come by that already, and is then answered with Done."""
+    rounded: bool = False
+    """Of "hidden": the rows are to be what q8_0 can carry (see `packed_rows`), in the answer as in what is
+    kept of them."""
 
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)

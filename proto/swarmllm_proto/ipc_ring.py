@@ -9,6 +9,7 @@ from swarmllm_proto.ipc_base import (
     DaemonMessage,
     LayerIndex,
     RequestId,
+    RowFormat,
     Sampling,
     Seconds,
     StageIndex,
@@ -49,6 +50,8 @@ class TakeSeat(DaemonMessage, frozen=True, tag=True):
     n_prompt_tokens: TokenCount
     sampling: Sampling | None = None
     """Of the last stage, which samples; null everywhere else."""
+    row_format: RowFormat = "f32"
+    """How its rows go to the next stage; with "q8_0" they are rounded before they go or are kept."""
 
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)

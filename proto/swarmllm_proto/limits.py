@@ -24,6 +24,10 @@ SWARM_HEADER_MAX: Final = 64 * KIB
 SWARM_PAYLOAD_MAX: Final = 256 * MIB
 """Tensor between nodes: prefill travels in chunks, so this is already 8192 rows of f32 x 8192."""
 
+PACKED_ROWS_MAX: Final = 16 * MIB
+"""Rows that come packed, once they are unpacked: 512 rows of f32 x 8192. A few hundred bytes may say that
+they are as many."""
+
 REQUEST_MAX: Final = 4 * MIB
 """Body of a request or response between nodes: py-libp2p's reads stop short above 4 MB."""
 

@@ -23,6 +23,7 @@ from swarmllm_proto.ipc import (
     Logprobs,
     Position,
     RequestId,
+    RowFormat,
     Sampling,
     Seconds,
     StopIndex,
@@ -152,6 +153,11 @@ class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=Fal
     """Models of which the swarm may decide what this node holds."""
     placing_free_bytes: Count = 0
     """Memory that is left for their layers."""
+    row_formats: (
+        Annotated[tuple[Annotated[str, Meta(max_length=16)], ...], Meta(max_length=8)] | UnsetType
+    ) = UNSET
+    """In which the node can read rows, besides f32; names that a reader does not know mean nothing to it.
+    Unset: none."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
@@ -222,8 +228,18 @@ class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     resumes: Annotated[tuple[RequestId, ...], Meta(max_length=16)] = ()
     """The same request under the ids of pipelines that broke, the newest first: what the receiver still has
     of the first that it knows becomes this one's."""
+    row_formats: Annotated[tuple[RowFormat, ...], Meta(max_length=256)] | UnsetType = UNSET
+    """How rows come to each stage; unset: all as f32. With "q8_0" the stage before rounds them. A receiver
+    that does not know the field sends f32, which every stage reads."""
 
     def __post_init__(self) -> None:
+        if self.row_formats is not UNSET:
+            if len(self.row_formats) != len(self.stages):
+                raise ValueError(
+                    f"field `row_formats`: {len(self.row_formats)} formats for {len(self.stages)} stages"
+                )
+            if self.row_formats[0] == "q8_0":
+                raise ValueError("field `row_formats[0]`: rows that the origin embeds are rounded by nobody")
         expected = 0
         for index, stage in enumerate(self.stages):
             if stage.start != expected:

@@ -174,7 +174,28 @@ SHARING_RECORD = swarm.NodeRecord(
     shares=(swarm.SharedModel(model_id=MODEL_ID, name="guide"),),
 )
 
+PACKING_RECORD = swarm.NodeRecord(
+    node_id=NODE_A,
+    sequence=9,
+    capability=swarm.NodeCapability(row_formats=("lossless", "q8_0")),
+)
+
 REQUESTS: list[tuple[str, AnyRequest]] = [
+    (
+        "packed-pipeline-assignment",
+        swarm.PipelineAssignment(
+            request_id=REQUEST_ID,
+            model_id=MODEL_ID,
+            origin=NODE_A,
+            stages=(
+                swarm.Stage(node_id=NODE_A, start=0, end=4),
+                swarm.Stage(node_id=NODE_B, start=4, end=12),
+            ),
+            n_prompt_tokens=130,
+            sampling=SAMPLING,
+            row_formats=("f32", "q8_0"),
+        ),
+    ),
     (
         "pipeline-assignment",
         swarm.PipelineAssignment(

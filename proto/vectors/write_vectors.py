@@ -25,6 +25,7 @@ from swarm_samples import (
     JOB_MESSAGES,
     NEIGHBOUR_MESSAGES,
     OUTLINE,
+    PACKING_RECORD,
     RECORD,
     REQUESTS,
     RESPONSES,
@@ -38,7 +39,9 @@ from swarmllm_proto.blocks import extend_block_hashes, root_hash
 from swarmllm_proto.codec import encode_ipc, encode_job, encode_record, encode_request, encode_response
 from swarmllm_proto.envelope import seal
 from swarmllm_proto.frames import Kind, encode_frame
+from swarmllm_proto.ipc_base import RowFormat
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
+from swarmllm_proto.packed_rows import pack_rows, rounded
 from swarmllm_proto.router_messages import encode_neighbour
 from swarmllm_proto.tensors import Tensor, tensor_bytes
 
@@ -49,6 +52,11 @@ TENSORS: list[tuple[str, Tensor]] = [
     ("f16", HIDDEN.astype(np.float16)),
     ("i32", TOKEN_IDS),
     ("empty", np.empty((0, 896), np.float32)),
+]
+_WIDE = np.arange(-96, 96, dtype=np.float32).reshape(3, 64) / 7
+PACKED_ROWS: list[tuple[str, RowFormat, Tensor]] = [
+    ("q8_0", "q8_0", rounded(_WIDE)),
+    ("lossless", "lossless", _WIDE),
 ]
 BLOCK_PROMPT = tuple((7 * i * i) % 32_000 for i in range(150))
 """Two complete blocks and a rest."""
@@ -73,6 +81,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     for name, kind, content in CONTROL_FRAMES:
         yield f"data-plane/{name}.bin", control_frame(kind, content)
     yield "record/node-record.bin", encode_record(RECORD)
+    yield "record/packing-node-record.bin", encode_record(PACKING_RECORD)
     yield "record/sharing-node-record.bin", encode_record(SHARING_RECORD)
     for name, request in REQUESTS:
         yield f"request/{name}.bin", encode_request(request)
@@ -85,6 +94,11 @@ def vectors() -> Iterator[tuple[str, bytes]]:
         yield f"neighbour/{name}.bin", encode_neighbour(neighbour)
     for name, array in TENSORS:
         yield f"tensor/{name}.bin", tensor_bytes(array)
+    for name, row_format, rows in PACKED_ROWS:
+        path = f"packed-rows/{name}.bin"
+        # Another version of zstd may write other bytes; what is read must be the same.
+        is_kept = row_format == "lossless" and (FOLDER / path).exists()
+        yield path, (FOLDER / path).read_bytes() if is_kept else pack_rows(rows, row_format)
     yield (
         "blocks/two-of-150-tokens.bin",
         b"".join(extend_block_hashes(root_hash(MODEL_ID, 4, 12), BLOCK_PROMPT)),

@@ -31,6 +31,7 @@ from swarmllm.scheduling.observation import MAX_MODELS, MachineSpeed, Observatio
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import PeerInfo
 from swarmllm_proto.identifiers import ModelId
+from swarmllm_proto.packed_rows import ROW_FORMATS
 from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, ObservedLatency, ObservedLink
 
 MEMORY_BUDGET_S = 0.75
@@ -151,6 +152,7 @@ def describe(
         free_kv_tokens=room.free_kv_tokens,
         placed_models=placed_models[:MAX_MODELS],
         placing_free_bytes=placing_free_bytes,
+        row_formats=ROW_FORMATS[1:],
     )
 
 

@@ -102,7 +102,14 @@ class Pipelines:
         self._pool = pool = ObservedCompute(pool, observations)
         self._speeds = PeerSpeeds()
         self._routes = RoutePlanner(
-            node_id, router, registry, pool, observations, settings.constraints, self._speeds
+            node_id,
+            router,
+            registry,
+            pool,
+            observations,
+            settings.constraints,
+            self._speeds,
+            settings.activation_compression,
         )
         self._trust = trust = trust or NoOpinion()
         self._affinity = Affinity()
@@ -399,7 +406,14 @@ class Pipelines:
         suspects = dict.fromkeys((*sorted(suspected), *self._suspects.ordered(trio.current_time())))
         avoid = frozenset(request.recovery.avoid)
         return await self._routes.choose(
-            entry, size, load, avoid, suspects=list(suspects), previous=previous, broken=broken
+            entry,
+            size,
+            load,
+            avoid,
+            suspects=list(suspects),
+            previous=previous,
+            broken=broken,
+            is_exact=request.is_exact,
         )
 
     def _load(self, entry: CatalogueEntry, size: RequestSize, *, n_asking: int) -> Load:

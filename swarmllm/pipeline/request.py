@@ -18,6 +18,7 @@ from swarmllm.pipeline.origin.output import Chunk
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.ipc_base import RowFormat
 from swarmllm_proto.swarm import (
     PipelineAssignment,
     PipelineError,
@@ -67,12 +68,22 @@ class RequestContext:
     stage is."""
     session: str = ""
     """Known at the origin only."""
+    row_formats: tuple[RowFormat, ...] = ()
+    """How rows come to each stage; empty: all as f32."""
 
     @property
     def n_given_tokens(self) -> int:
         """Rows that come in chunks, before the first token is sampled here. (A stage that is not told what
         was generated before has it counted as prompt.)"""
         return self.n_prompt_tokens + len(self.generated)
+
+    def row_format(self, stage: int) -> RowFormat:
+        """In which rows come to a stage."""
+        return self.row_formats[stage] if stage < len(self.row_formats) else "f32"
+
+    def rounds(self, stage: int) -> bool:
+        """Whether a stage rounds the rows that it sends on."""
+        return self.row_format(stage + 1) == "q8_0"
 
 
 def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_id: NodeId) -> RequestContext:
@@ -86,6 +97,7 @@ def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_
         generated=assignment.generated,
         wants=assignment.wants,
         scored=assignment.scored or (),
+        row_formats=assignment.row_formats or (),
         view=RequestView(
             node_id=node_id,
             origin=assignment.origin,

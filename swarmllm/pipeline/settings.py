@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from swarmllm.pipeline.route.row_formats import Compression
 from swarmllm.scheduling.constraints import Constraints
 
 
@@ -26,6 +27,8 @@ class PipelineSettings:
     check_rate: float = 0.0
     """The part of the requests of fully trusted nodes whose results are computed again (strangers: four times
     as many); 0: none. The daemon's default is another one."""
+    activation_compression: Compression = "off"
+    """How rows may travel between stages. The daemon's default is another one."""
     n_ctx: int = 4096
     """KV cells per model: prompt and output of one request must fit."""
     max_stage_requests: int = 64

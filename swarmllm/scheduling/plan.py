@@ -24,6 +24,7 @@ from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.pieces import runnable
 from swarmllm.scheduling.route import RouteStage, choose_route
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.ipc_base import RowFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,13 @@ class Plan:
     rivals: tuple[Rival, ...]
     refused: tuple[Refusal, ...] = ()
     """What would have been there but may not be used."""
+    row_formats: tuple[RowFormat, ...] = ()
+    """How rows come to each stage; empty: all as f32."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Nothing is rounded on the way: the text is that of the uncut model."""
+        return "q8_0" not in self.row_formats
 
 
 def make_plan(

@@ -184,10 +184,11 @@ class WorkerPool:
         generated: tuple[int, ...] = (),
         scored: tuple[int, ...] = (),
         ring: RingHint = NO_RING,
+        rounded: bool = False,
     ) -> ForwardResult:
         """Run `layers` over f32 [n, n_embd], or over i32 [n] token ids where they begin at 0. `generated`:
         with the first token that is wanted here, those that came before it elsewhere. `scored`: with
-        "scores", the token that follows each row.
+        "scores", the token that follows each row. `rounded`: hidden states are to be what q8_0 can carry.
 
         The tensor must not be changed before this returns. Raises ContextFull, WorkerError, WorkerDied,
         DeadlineExceeded.
@@ -208,6 +209,7 @@ class WorkerPool:
             timings=ring.timings,
             waited_s=ring.waited_s,
             resent=ring.resent,
+            rounded=rounded,
         )
         expects = Token if want == "token" else LayerResult
         result, payload = await worker.call(

@@ -9,6 +9,7 @@ from typing import Final, Literal
 from swarmllm.workerpool.hosts import Hosts
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import CloseLinks, Done, Sampling, StageTiming, TakeLink, TakeSeat
+from swarmllm_proto.ipc_base import RowFormat
 
 CALL_TIMEOUT_S: Final = 10.0
 """A worker in the middle of a long prompt answers after its step; a link may wait that long, but no more."""
@@ -58,8 +59,10 @@ class RingCalls:
         origin: NodeId,
         n_prompt_tokens: int,
         sampling: Sampling | None,
+        row_format: RowFormat = "f32",
     ) -> None:
-        """Before any decode job of the stage can come by a link. `sampling`: of the last stage."""
+        """Before any decode job of the stage can come by a link. `sampling`: of the last stage.
+        `row_format`: in which rows go to the next one."""
         worker = self._hosts.worker(model_id)
         if worker is None:
             return
@@ -74,6 +77,7 @@ class RingCalls:
             origin=origin,
             n_prompt_tokens=n_prompt_tokens,
             sampling=sampling,
+            row_format=row_format,
         )
         await worker.call(message, Done, timeout_s=CALL_TIMEOUT_S)
 

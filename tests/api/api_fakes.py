@@ -71,6 +71,7 @@ class Script:
     """Wait for ever after this many texts."""
     between: Callable[[], Any] | None = None
     """Awaited before each text."""
+    is_exact: bool = True
 
 
 class FakeGeneration:
@@ -81,6 +82,7 @@ class FakeGeneration:
         self.guesses = Guesses((GuessCount("lookup", 6, 5),))
         self.n_recoveries = 0
         self.n_rebuilt = 0
+        self.is_exact = script.is_exact
         self.recovery_s = 0.0
         self.route = (StageReport(NODE_A, "küche", LayerRange(0, 12), compute_s=0.002, prefill_s=0.01),)
         self.timings = Timings(queue_s, tokenize_s=0.001, prefill_s=0.01, decode_s=0.5)

@@ -71,6 +71,13 @@ async def test_an_answer_has_openais_shape_and_says_how_it_was_made(tmp_path: Pa
     assert answer.headers["x-request-id"].startswith("req_")
 
 
+async def test_an_answer_over_rounded_rows_says_that_it_is_not_exact(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        stand.pipelines.script = Script(texts=["Hi"], is_exact=False)
+        answer = await stand.http.post(CHAT, json=HELLO)
+    assert answer.json()["swarm"]["exact"] is False
+
+
 async def test_a_stream_has_role_text_finish_usage_and_done(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         chunks = await events(stand, {"stream_options": {"include_usage": True}})
@@ -78,7 +85,7 @@ async def test_a_stream_has_role_text_finish_usage_and_done(tmp_path: Path) -> N
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
     assert "".join(delta.get("content", "") for delta in deltas(chunks)) == "Hello there."
     assert finish["choices"][0]["finish_reason"] == "stop"
-    assert finish["swarm"]["shape"] == "local"
+    assert (finish["swarm"]["shape"], finish["swarm"]["exact"]) == ("local", True)
     assert usage["choices"] == []
     assert usage["usage"]["total_tokens"] == 10
     assert done == {"done": True}

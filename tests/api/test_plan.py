@@ -60,6 +60,8 @@ async def test_a_plan_adds_up_and_names_the_standby(tmp_path: Path) -> None:
     assert (other["node_id"], other["full"]) == (C, False)
     assert other["extra_s"] == pytest.approx(8 * (10 * 0.0001 + 50 * 0.001))
     assert [stage["lacks"] for stage in plan["stages"]] == ["", ""]
+    assert plan["exact"]
+    assert [stage["rows_come_as"] for stage in plan["stages"]] == ["f32", "f32"]
     parts_s = sum(stage["compute_s"] + stage["network_s"] for stage in plan["stages"]) + plan["ends_s"]
     assert parts_s == pytest.approx(plan["cost_s"])
     home, fewest = plan["rivals"]

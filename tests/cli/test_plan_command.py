@@ -93,6 +93,13 @@ def test_plan_shows_the_route_and_why_not_another(run: Run, node: FakeNode) -> N
     assert may == "may be refused: 8:12@attic\\x1b[2J, no free slot"
 
 
+def test_plan_says_where_the_text_would_not_be_exact(run: Run, node: FakeNode) -> None:
+    for is_exact in (False, True):
+        node.on("GET", PLAN_PATH, PLAN | {"exact": is_exact})
+        result = run("plan", "guide", "--prompt-tokens", "10", "--output-tokens", "300")
+        assert ("rounded between stages (q8_0)" in result.output) is not is_exact
+
+
 def test_plan_for_programs_is_what_the_daemon_said(run: Run, node: FakeNode) -> None:
     node.on("GET", PLAN_PATH, PLAN)
     result = run("plan", "guide", "--prompt-tokens", "10", "--output-tokens", "300", "--json")

@@ -20,6 +20,7 @@ from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.route.row_formats import Compression
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.scheduling.constraints import Constraints
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
@@ -62,6 +63,8 @@ async def guide_swarm(
     *,
     n_slots: int = 4,
     constraints: Constraints = ANYWHERE,
+    compression: Compression = "off",
+    check_rate: float = 0.0,
 ) -> AsyncIterator[Swarm]:
     async with AsyncExitStack() as stack:
         pools: dict[str, WorkerPool] = {}
@@ -74,7 +77,13 @@ async def guide_swarm(
                 for layers in text.split():
                     model = ModelFile(entry.model_id, entry.path)
                     nursery.start_soon(pools[node_id].load, model, LayerRange.parse(layers))
-        pipelines = PipelineSettings(prefill_chunk_tokens=16, n_ctx=1024, constraints=constraints)
+        pipelines = PipelineSettings(
+            prefill_chunk_tokens=16,
+            n_ctx=1024,
+            constraints=constraints,
+            activation_compression=compression,
+            check_rate=check_rate,
+        )
         yield await stack.enter_async_context(open_swarm(pools, settings=pipelines, entry=entry))
 
 

@@ -15,8 +15,9 @@ from swarmllm_proto import codec, file_digests, ipc, swarm
 from swarmllm_proto.envelope import Envelope, Heartbeat, unseal
 from swarmllm_proto.file_digests import FetchDigests
 from swarmllm_proto.frames import Frame, FrameDecoder, Hello, Kind
+from swarmllm_proto.packed_rows import unpack_rows
 from swarmllm_proto.router_messages import decode_neighbour
-from swarmllm_proto.tensors import decode_tensor
+from swarmllm_proto.tensors import Tensor, decode_tensor
 
 VECTORS = Path(__file__).resolve().parents[2] / "proto" / "vectors"
 
@@ -86,6 +87,7 @@ def test_the_golden_record_decodes_to_its_message() -> None:
     assert codec.decode_record(read("record/node-record.bin")) == swarm_samples.RECORD
     sharing = codec.decode_record(read("record/sharing-node-record.bin"))
     assert sharing == swarm_samples.SHARING_RECORD
+    assert codec.decode_record(read("record/packing-node-record.bin")) == swarm_samples.PACKING_RECORD
 
 
 @pytest.mark.parametrize(("name", "message"), swarm_samples.REQUESTS)
@@ -132,6 +134,13 @@ def test_golden_tensor_decodes_to_its_array(
     assert decoded.tobytes() == array.tobytes()
 
 
+@pytest.mark.parametrize(("name", "row_format", "rows"), write_vectors.PACKED_ROWS)
+def test_golden_packed_rows_are_read_as_their_rows(name: str, row_format: str, rows: Tensor) -> None:
+    n_rows, width = rows.shape
+    decoded = unpack_rows(read(f"packed-rows/{name}.bin"), n_rows=n_rows, width=width)
+    assert decoded.tobytes() == rows.tobytes()
+
+
 @pytest.mark.parametrize(("name", "message"), swarm_samples.NEIGHBOUR_MESSAGES)
 def test_golden_neighbour_bodies_decode_to_their_messages(name: str, message: object) -> None:
     assert decode_neighbour(read(f"neighbour/{name}.bin"), type(message)) == message  # type: ignore[type-var]
@@ -161,7 +170,7 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
     record = swarm_samples.RECORD
     messages += [record, record.capability, *record.models, *record.files, *record.prefix_caches]
     sharing = swarm_samples.SHARING_RECORD
-    messages += [sharing, *(sharing.shares or ())]
+    messages += [sharing, *(sharing.shares or ()), swarm_samples.PACKING_RECORD.capability]
     messages += [swarm_samples.OUTLINE, SAMPLING]
     messages += [run for message in messages if isinstance(message, FetchDigests) for run in message.known]
     unseen = {(type(m).__name__, name) for m in messages for name in type(m).__struct_fields__}

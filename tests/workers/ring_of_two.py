@@ -16,13 +16,16 @@ from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_job, encode_ipc
 from swarmllm_proto.frames import FrameDecoder
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.packed_rows import is_packed, unpack_rows
 from swarmllm_proto.swarm import LayerForward, StreamingToken
-from swarmllm_proto.tensors import decode_tensor, encode_tensor
+from swarmllm_proto.tensors import decode_tensor, encode_tensor, tensor_bytes
 
 from .client import DEADLINE_S, Answer, Worker
 
 NODES = (A, B)
 SPLIT = 6
+N_EMBD = 256
 SECRET = bytes(range(32)) + bytes(8)
 
 
@@ -39,9 +42,13 @@ def open_halves(workers: tuple[Worker, Worker], **settings: Any) -> None:
 
 
 class RingOfTwo:
-    """`origin`: the node whose clients ask, one of NODES or a third."""
+    """`origin`: the node whose clients ask, one of NODES or a third. `row_format`: of what the first stage
+    sends."""
 
-    def __init__(self, workers: tuple[Worker, Worker], origin: NodeId = A) -> None:
+    def __init__(
+        self, workers: tuple[Worker, Worker], origin: NodeId = A, row_format: RowFormat = "f32"
+    ) -> None:
+        self._row_format = row_format
         self.workers = workers
         self.origin = origin
         self.tokens: dict[str, dict[int, StreamingToken]] = {}
@@ -102,6 +109,7 @@ class RingOfTwo:
                 origin=self.origin,
                 n_prompt_tokens=len(prompt),
                 sampling=sampling if stage else None,
+                row_format="f32" if stage else self._row_format,
             )
         first = LayerForward(request_id=request_id, step="layer", stage=0, position=0, n_tokens=len(prompt))
         self.forward(first, b"".join(encode_tensor(prompt)))
@@ -112,6 +120,8 @@ class RingOfTwo:
         self.n_brought += 1
         if job.step == "embed":
             payload = b"".join(encode_tensor(np.array([job.token], np.int32)))
+        elif is_packed(payload):
+            payload = tensor_bytes(unpack_rows(payload, n_rows=job.n_tokens, width=N_EMBD))
         is_chunk = job.position < self._prompts[job.request_id]
         call_id = self.workers[stage].send(
             ipc.Forward,
@@ -126,6 +136,7 @@ class RingOfTwo:
             seat=None if is_chunk and not stage else stage,
             timings=job.timings,
             resent=job.resent,
+            rounded=not stage and self._row_format == "q8_0",
         )
         self._calls[stage, call_id] = (stage, job)
 

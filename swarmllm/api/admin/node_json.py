@@ -323,9 +323,11 @@ def plan_report(model: str, size: RequestSize, plan: Plan, nickname_of: Callable
         "output_tokens": size.n_output_tokens,
         "cost_s": plan.cost_s,
         "ends_s": plan.ends_s,
+        "exact": plan.is_exact,
         "stages": [
             with_layers(stage.node_id, stage.layers)
             | {
+                "rows_come_as": plan.row_formats[index] if plan.row_formats else "f32",
                 "compute_s": stage.compute_s,
                 "network_s": stage.network_s,
                 "measured": stage.is_measured,
@@ -337,7 +339,7 @@ def plan_report(model: str, size: RequestSize, plan: Plan, nickname_of: Callable
                     for other in stage.alternatives
                 ],
             }
-            for stage in plan.stages
+            for index, stage in enumerate(plan.stages)
         ],
         "rivals": [
             {

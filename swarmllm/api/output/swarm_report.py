@@ -17,6 +17,7 @@ def swarm_object(generation: Generation) -> Json:
     tokens_per_s = n_decoded / timings.decode_s if n_decoded > 0 and timings.decode_s > 0 else None
     return {
         "shape": generation.shape,
+        "exact": generation.is_exact,
         "route": [stage_json(stage) for stage in generation.route],
         "queue_ms": milliseconds(timings.queue_s),
         "tokenize_ms": milliseconds(timings.tokenize_s),

@@ -101,6 +101,7 @@ class Collector:
             await self._told(next_id, layers.end, stretch),
             next_id == view.node_id,
             is_agreed,
+            self._context.rounds(stage),
         )
 
     async def collect_tokens(
@@ -133,7 +134,8 @@ class Collector:
         try:
             return await self._rows(node_id, boundary, 0, n_rows)
         except SwarmLLMError:
-            if not here or not covers(loaded, before):
+            if not here or not covers(loaded, before) or "q8_0" in self._context.row_formats:
+                # (Nobody rounds the rows of a task on their way, as those were that came in.)
                 raise
         task = Task(self._context, before, self._tokens[:n_rows], n_rows, self._chunk_tokens)
         return await compute_here(self._compute, task)

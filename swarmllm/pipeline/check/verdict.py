@@ -1,6 +1,7 @@
 """What follows from rows that were computed again. Pure.
 
 Rows travel between nodes without loss, so what one stage sent and the next one got must have equal bits.
+(A stage that rounds its rows does so before it sends or keeps them.)
 What two nodes compute from the same rows need not: other kernels, batches and types of KV round otherwise.
 `TOLERANCE` lies between what honest nodes differ by and what cheating does (docs/security.md has the figures,
 `python -m bench.checked_rows` measures them). Nobody is asked which kernels it has: a liar would name
@@ -17,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from swarmllm_proto.packed_rows import BLOCK_VALUES, rounded
 from swarmllm_proto.tensors import Tensor
 
 TOLERANCE: Final = 0.05
@@ -67,24 +69,41 @@ class Evidence:
     is_agreed: bool | None
     """The stage says that the same rows came in; None: it does not say. (Of rows that this node sent,
     true.)"""
+    is_rounded: bool = False
+    """The stage was to round what it sent."""
 
 
-def distance(recomputed: Tensor, told: Tensor, came_in: Tensor) -> float:
-    """0: alike; rows that no layer has touched are 1 away."""
+def distance(recomputed: Tensor, told: Tensor, came_in: Tensor, *, is_rounded: bool = False) -> float:
+    """0: alike; rows that no layer has touched are 1 away. `is_rounded`: of what was told, not of what was
+    recomputed; what rounding alone may have done does not count."""
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        off = np.linalg.norm(told.astype(np.float64) - recomputed, axis=1)
+        differences = told.astype(np.float64) - recomputed
+        if is_rounded:
+            differences = np.maximum(np.abs(differences) - _rounding_error(recomputed), 0)
+        off = np.linalg.norm(differences, axis=1)
         added = np.linalg.norm(recomputed.astype(np.float64) - came_in, axis=1)
         parts = np.where(off == 0, 0.0, off / added)
     return float(np.mean(np.minimum(np.where(np.isnan(parts), WORST_ROW, parts), WORST_ROW)))
 
 
-def compare(recomputed: Tensor, told: Tensor, came_in: Tensor) -> Match:
-    """`came_in`: the same rows before the layers."""
+def _rounding_error(rows: Tensor) -> Tensor:
+    """The most by which rounding moves each value: half a step of its block of 32, and what the scale, an
+    f16, is off by. By the recomputed rows: who sent the others has no say in it."""
+    if rows.shape[1] % BLOCK_VALUES:
+        return np.zeros(rows.shape)
+    largest = np.abs(rows.astype(np.float64)).reshape(len(rows), -1, BLOCK_VALUES).max(axis=2)
+    off = largest / 127 / 2 + np.maximum(largest * 2.0**-11, 127 * 2.0**-25)
+    return np.repeat(off, BLOCK_VALUES, axis=1)
+
+
+def compare(recomputed: Tensor, told: Tensor, came_in: Tensor, *, is_rounded: bool = False) -> Match:
+    """`came_in`: the same rows before the layers. `is_rounded`: of what was told."""
     if recomputed.shape != told.shape:
         return Match.WRONG
-    if recomputed.tobytes() == told.tobytes():
+    if (rounded(recomputed) if is_rounded else recomputed).tobytes() == told.tobytes():
         return Match.EQUAL
-    return Match.CLOSE if distance(recomputed, told, came_in) <= TOLERANCE else Match.WRONG
+    off = distance(recomputed, told, came_in, is_rounded=is_rounded)
+    return Match.CLOSE if off <= TOLERANCE else Match.WRONG
 
 
 def before_computing(evidence: Evidence | TokenEvidence) -> Verdict | None:
@@ -104,8 +123,10 @@ def judge(evidence: Evidence, recomputed: Tensor) -> tuple[Verdict, Match]:
     sent, received = evidence.sent, evidence.received
     went_on = received if received is not None else sent
     assert went_on is not None, "see before_computing"
-    match = compare(recomputed, went_on, own)
-    says_right = sent is not None and compare(recomputed, sent, own) is not Match.WRONG
+    match = compare(recomputed, went_on, own, is_rounded=evidence.is_rounded)
+    says_right = sent is not None and (
+        compare(recomputed, sent, own, is_rounded=evidence.is_rounded) is not Match.WRONG
+    )
     if match is not Match.WRONG:
         return (Verdict.RIGHT if sent is None or says_right else Verdict.WRONG), match
     if evidence.is_agreed is None:

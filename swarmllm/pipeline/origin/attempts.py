@@ -29,7 +29,7 @@ from swarmllm.errors import (
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import Source
-from swarmllm.pipeline.origin.prefixes import agree, prefix_names
+from swarmllm.pipeline.origin.prefixes import PrefixNames, agree, prefix_names
 from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests
 from swarmllm.pipeline.origin.single_stage import RemoteChain, open_local
 from swarmllm.pipeline.repair.probing import probe
@@ -123,7 +123,7 @@ class Attempts:
             look_after_s=self._settings.ack_timeout_s / 2,
             watch=self,
             nicknames=names,
-            names=prefix_names(self._secret, assignment),
+            names=self._names(request, assignment),
             pace=pace,
             checked_stage=self._checker.draws(context) if kind is Chain else None,
         )
@@ -160,6 +160,13 @@ class Attempts:
                 await session.done.wait()
             if checked_stage is not None:
                 self._check(chain, checked_stage)
+
+    def _names(self, request: OriginRequest, assignment: PipelineAssignment) -> PrefixNames | None:
+        """What a stage takes over may have come of rows that were rounded at other places than this
+        pipeline's: nothing is named then."""
+        if assignment.resumes and request.was_rounded:
+            return None
+        return prefix_names(self._secret, assignment)
 
     def _check(self, chain: Chain, stage: int) -> None:
         """Without anybody waiting for it; then its stages are let go of."""

@@ -234,6 +234,11 @@ class FailoverSource(Source, Protocol):
         ...
 
     @property
+    def is_exact(self) -> bool:
+        """No rows were rounded on their way between stages."""
+        ...
+
+    @property
     def recovery_s(self) -> float:
         """From knowing that a pipeline had broken to the next token, all in all."""
         ...
@@ -308,6 +313,11 @@ class Generation:
     def n_rebuilt(self) -> int:
         """Of these, how often only the lost stages were computed again."""
         return self._source.n_rebuilt
+
+    @property
+    def is_exact(self) -> bool:
+        """No rows were rounded on their way between stages: the text is that of the uncut model."""
+        return self._source.is_exact
 
     @property
     def recovery_s(self) -> float:

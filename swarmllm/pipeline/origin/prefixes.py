@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import trio
+from blake3 import blake3
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
@@ -25,11 +26,13 @@ from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.swarm.router import Router
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, secret_root
 from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.ipc_base import RowFormat
 from swarmllm_proto.ipc_kv import join_names
 from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, PipelineAssignment, Stage, StageBlocks
 from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
+_ROUNDED = b"rows rounded before these layers".ljust(32)
 PATIENCE_S = 2.0
 """A worker that is busy for longer is not asked any more: computing the prompt is always possible."""
 
@@ -37,9 +40,20 @@ PATIENCE_S = 2.0
 class PrefixNames:
     """For one request. `secret`: 32 bytes, the same for all requests that are to recognise each other."""
 
-    def __init__(self, secret: bytes, model_id: ModelId, stages: Sequence[Stage]) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        model_id: ModelId,
+        stages: Sequence[Stage],
+        row_formats: Sequence[RowFormat] = (),
+    ) -> None:
+        """`row_formats`: how rows come to each stage. What is computed from rounded rows has other names."""
         self._stages = tuple(stages)
-        self._roots = [secret_root(secret, model_id, stage.start, stage.end) for stage in stages]
+        self._roots = []
+        for index, stage in enumerate(self._stages):
+            if row_formats and row_formats[index] == "q8_0":
+                secret = blake3(secret, key=_ROUNDED).update(stage.start.to_bytes(4, "little")).digest()
+            self._roots.append(secret_root(secret, model_id, stage.start, stage.end))
 
     def of_node(self, node_id: NodeId, tokens: Tensor) -> tuple[StageBlocks, ...]:
         """Names of the complete blocks of `tokens`, for each of the node's stages; as many as the messages
@@ -58,7 +72,7 @@ def prefix_names(secret: bytes | None, assignment: PipelineAssignment) -> Prefix
     """None where nothing is to be shared, or where every row of the prompt is wanted."""
     if secret is None or assignment.wants != "tokens":
         return None
-    return PrefixNames(secret, assignment.model_id, assignment.stages)
+    return PrefixNames(secret, assignment.model_id, assignment.stages, assignment.row_formats or ())
 
 
 class Asker(Protocol):

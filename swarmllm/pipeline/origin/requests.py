@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
+from msgspec import UNSET
 
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.origin.chain import Chain
@@ -48,6 +49,10 @@ class OriginRequest:
     recovery: RetryPolicy = field(default_factory=lambda: RetryPolicy(0.0))
     """Says whether there is another attempt, and which nodes it avoids."""
     conversation: str = ""
+    is_exact: bool = False
+    """Its rows may not be rounded on the way."""
+    was_rounded: bool = False
+    """Rows were, of the tokens that the reader has or is about to have."""
     known_as: str = ""
     """The id of the latest attempt that has a route; before that, the request's own."""
     state: RequestState = REQUEST_LIFECYCLE.first
@@ -90,6 +95,8 @@ class OriginRequest:
     def assignment(self, assembly: Assembly, origin: NodeId) -> PipelineAssignment:
         """Of the next attempt, which has this pipeline."""
         may_resume = self.broken is not None and len(assembly.stages) > 1
+        self.was_rounded &= bool(self.generated)
+        self.was_rounded |= "q8_0" in assembly.row_formats
         return PipelineAssignment(
             request_id=self.id if self.n_attempts == 1 else further_id(self.id),
             model_id=self.entry.model_id,
@@ -101,6 +108,7 @@ class OriginRequest:
             resumes=tuple(each.request_id for each in self.tried[: -RESUMED_MAX - 1 : -1])
             if may_resume
             else (),
+            row_formats=assembly.row_formats or UNSET,
         )
 
 

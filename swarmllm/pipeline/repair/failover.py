@@ -128,6 +128,10 @@ class Failover:
         return self._recovery.n_recoveries
 
     @property
+    def is_exact(self) -> bool:
+        return not self._request.was_rounded
+
+    @property
     def n_generated(self) -> int:
         source = self._source
         if source is not None and self._closing is not None:

@@ -24,6 +24,7 @@ from swarmllm.scheduling.pieces import runnable
 from swarmllm.scheduling.plan import Plan, make_plan, standbys_of
 from swarmllm.scheduling.route import MAX_STAGES, RouteStage, missing_layers, usable
 from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.ipc_base import RowFormat
 from swarmllm_proto.swarm import Stage
 
 MAX_SESSIONS = 1024
@@ -95,6 +96,8 @@ class Assembly:
     """Of that, on the way between the stages."""
     n_active: Mapping[NodeId, int] = field(default_factory=dict, compare=False)
     """Requests that ran on its nodes already, as they say."""
+    row_formats: tuple[RowFormat, ...] = field(default=(), compare=False)
+    """How rows come to each stage; empty: all as f32."""
 
     @property
     def node_ids(self) -> frozenset[NodeId]:

@@ -21,6 +21,12 @@ from swarmllm.pipeline.repair.plan import mend
 from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route
 from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
 from swarmllm.pipeline.route.measuring import travel_s, undisturbed_ways_s
+from swarmllm.pipeline.route.row_formats import (
+    Compression,
+    choose_formats,
+    lines_between,
+    measured_packing,
+)
 from swarmllm.pipeline.route.suspects import sparing
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
@@ -38,6 +44,7 @@ from swarmllm.scheduling.route import RouteStage
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.ipc_base import RowFormat
 from swarmllm_proto.swarm import NodeCapability, Stage
 
 
@@ -102,6 +109,7 @@ class RoutePlanner:
         observations: Observations,
         constraints: Constraints,
         speeds: PeerSpeeds,
+        compression: Compression = "off",
     ) -> None:
         self._node_id = node_id
         self._router = router
@@ -112,6 +120,7 @@ class RoutePlanner:
         self._speeds = speeds
         # One after the other: side by side they would take turns at the interpreter, and the loop its.
         self._searches = trio.CapacityLimiter(1)
+        self._compression: Compression = compression
 
     async def choose(
         self,
@@ -123,22 +132,46 @@ class RoutePlanner:
         suspects: Sequence[NodeId] = (),
         previous: Sequence[Stage] = (),
         broken: Assembly | None = None,
+        is_exact: bool = False,
     ) -> Assembly:
         """Without those to avoid, and without as many suspects as can be spared. `previous`: the pipeline of
         the conversation's last turn. `broken`: the request's own, to be mended where that is worth it.
-        Raises NoPipeline."""
+        `is_exact`: its rows may not be rounded. Raises NoPipeline."""
         known = self._known(entry, size, load)
         work = partial(_choose, known, avoid, tuple(suspects), tuple(previous), broken)
         if known.n_ranges <= INLINE_RANGES_MAX:
-            return work()
-        return await trio.to_thread.run_sync(  # type: ignore[call-arg]
-            work, abandon_on_cancel=True, limiter=self._searches
+            chosen = work()
+        else:
+            chosen = await trio.to_thread.run_sync(  # type: ignore[call-arg]
+                work, abandon_on_cancel=True, limiter=self._searches
+            )
+        formats = self._row_formats(entry, chosen.stages, is_exact=is_exact)
+        return replace(chosen, row_formats=formats)
+
+    def _row_formats(
+        self, entry: CatalogueEntry, stages: Sequence[Stage], *, is_exact: bool
+    ) -> tuple[RowFormat, ...]:
+        if self._compression == "off":
+            return ()
+        records = {stage.node_id: self._registry.node(stage.node_id) for stage in stages}
+        said = {node_id: record.capability for node_id, record in records.items() if record is not None}
+        said.pop(self._node_id, None)
+        width = entry.manifest.n_embd
+        lines = lines_between(stages, self._node_id, said, self._links().bytes_per_s)
+        packing = measured_packing(width)
+        return choose_formats(
+            stages, self._node_id, self._compression, lines, packing, width, is_exact=is_exact
         )
 
     async def plan(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Plan:
         """In a thread, because reasons take many times as long as the choice. Raises NoPipeline."""
         known = self._known(entry, size, load)
-        return await trio.to_thread.run_sync(lambda: plan_route(_question(known)))
+        plan = await trio.to_thread.run_sync(lambda: plan_route(_question(known)))
+        stages = [
+            Stage(node_id=stage.node_id, start=stage.layers.start, end=stage.layers.end)
+            for stage in plan.stages
+        ]
+        return replace(plan, row_formats=self._row_formats(entry, stages, is_exact=False))
 
     def _known(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> _Known:
         # What a node says of a model is kept as it is indexed: here is only a look at each of them.

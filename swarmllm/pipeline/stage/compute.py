@@ -79,6 +79,7 @@ class ForwardCall(TypedDict):
     generated: NotRequired[tuple[int, ...]]
     scored: NotRequired[tuple[int, ...]]
     ring: NotRequired[RingHint]
+    rounded: NotRequired[bool]
 
 
 class GenerateCall(TypedDict):

@@ -234,7 +234,9 @@ class Session:
             self._refuse_rows(sender, BAD_ROWS, str(error))
             return True
         self._received.add(stage, message.position, message.n_tokens)
-        self._enqueue(job, sender, len(payload))
+        # What came packed takes more memory than it took on the way.
+        n_bytes = len(payload) if job.tensor is None else max(len(payload), job.tensor.nbytes)
+        self._enqueue(job, sender, n_bytes)
         return True
 
     def arrive_prompt(self, sender: NodeId, message: RemoteGenerateRequest, payload: memoryview) -> bool:

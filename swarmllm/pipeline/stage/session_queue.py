@@ -26,6 +26,7 @@ from swarmllm.pipeline.request import RequestContext
 from swarmllm.swarm.byte_budget import ByteBudget, Grant, Kind
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.packed_rows import unpack_rows
 from swarmllm_proto.swarm import LayerForward, PipelineError, RemoteGenerateRequest, ReplayRows
 from swarmllm_proto.tensors import Tensor, decode_tensor
 
@@ -92,7 +93,7 @@ def read_job(
         return job
     if len(message.timings) > message.stage:
         raise BadTensor("timings", "more stages than the job has passed")
-    tensor = decode_tensor(payload)
+    tensor = unpack_rows(payload, n_rows=message.n_tokens, width=context.n_embd)
     due = (message.n_tokens, context.n_embd)
     if tensor.dtype != np.float32 or tensor.shape != due:
         raise BadTensor("tensor.shape", f"{tensor.dtype}{tensor.shape} where float32{due} is due")

@@ -42,6 +42,7 @@ from swarmllm_proto.codec import decode_job, encode_job, encode_scores
 from swarmllm_proto.frames import Payload
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Token
+from swarmllm_proto.packed_rows import pack_rows
 from swarmllm_proto.swarm import (
     CancelInference,
     JobMessage,
@@ -57,6 +58,8 @@ from swarmllm_proto.tensors import Tensor, encode_tensor
 
 log = logging.getLogger(__name__)
 
+LONG_BYTES = 128 * 1024
+"""Of rows whose packing would hold the event loop up for too long."""
 NOT_FINITE = "not_finite"
 FAULTS_OF_ROWS = ("position_gap", NOT_FINITE)
 """Kinds of WorkerError that are no fault of the worker where the rows came from another node."""
@@ -238,6 +241,7 @@ class Walker:
             generated=self._context.generated if first_sample else (),
             scored=self._context.scored[job.position : end] if want == "scores" else (),
             ring=self._ring_hint(job, samples),
+            rounded=self._context.rounds(stage),
         )
         if result.onward and result.token is None:
             return self._advance(job, State.PROCESS_LAYERS, Outcome.PASSED_ON)
@@ -304,12 +308,20 @@ class Walker:
             timings=job.timings,
             until=job.until,
         )
-        payload = encode_tensor(job.tensor) if embedded and job.tensor is not None else b""
+        payload = await self._packed(job.tensor, job.stage) if embedded and job.tensor is not None else b""
         await self._send_to(receiver, forward, payload)
         if job.untold is not None:
             told, job.untold = job.untold, None
             await self.tell_origin(*told)
         return after
+
+    async def _packed(self, rows: Tensor, stage: int) -> Payload:
+        row_format = self._context.row_format(stage)
+        if row_format == "f32":
+            return encode_tensor(rows)
+        if rows.nbytes < LONG_BYTES:
+            return pack_rows(rows, row_format)
+        return await trio.to_thread.run_sync(pack_rows, rows, row_format)
 
     async def _send_to(self, receiver: NodeId, message: JobMessage, payload: Payload = b"") -> None:
         await self.relay(receiver, *encode_job(message, payload))

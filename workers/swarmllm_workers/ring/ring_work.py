@@ -19,12 +19,16 @@ from typing import Any, Final
 
 import numpy as np
 
+from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.ipc import Forward, LayerResult, StageTiming
+from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.packed_rows import is_packed, unpack_rows
 from swarmllm_proto.swarm import LayerForward
-from swarmllm_proto.tensors import encode_tensor, tensor_bytes
+from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.interposing import find_library
+from swarmllm_workers.engine.row_codec import RowTaker, pack, round_and_pack
 from swarmllm_workers.ring.seats import Ring, Seat
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.work import ForwardWork, Send, token_message
@@ -76,7 +80,7 @@ class RingWork(ForwardWork):
             self._seat,
             self._position,
             len(hidden),
-            tensor_bytes(hidden),
+            pack(hidden, self._seat.message.row_format),
             self._timings(),
             may_relay=self._by_link,
         )
@@ -131,6 +135,7 @@ class LoneSteps:
         self._fed = np.empty((1, engine.n_embd), np.float32)
         self._fed_address = self._fed.ctypes.data
         self._take_row: Any = _taker() if native else None
+        self._take_packed = RowTaker(engine.n_embd, self._fed_address) if native else None
 
     def run(
         self, seat: Seat, job: LayerForward, payload: memoryview, since: float, *, is_idle: bool = False
@@ -155,23 +160,24 @@ class LoneSteps:
             if not segment.can_step(slot, position):
                 return False
         started = time.perf_counter()
+        fed = row
         row = engine.prepare(route.segments[0], row)
         for segment in route.segments:
             row = segment.step(slot, position, row, "hidden" if decoding is None else "logits")
         if decoding is None:
             compute_s = time.perf_counter() - started
             timing = StageTiming(its.stage, compute_s, time.perf_counter() - since)
-            sent = b"".join((self._head, row.data))
+            sent, kept = self._leaving(row, its.row_format)
             self._ring.pass_rows(seat, position, 1, sent, (*job.timings, timing), may_relay=True)
             # After the send: nobody waits for this.
-            engine.journals.append(its.request_id, its.end, position, sent, len(self._head))
+            engine.journals.append(its.request_id, its.end, position, kept, len(self._head))
         else:
             decoded = decoding.decode(row, position + 1 - its.n_prompt_tokens)
             compute_s = time.perf_counter() - started
             timing = StageTiming(its.stage, compute_s, time.perf_counter() - since)
             self._ring.pass_token(seat, position + 1, decoded, (*job.timings, timing), may_relay=True)
         if job.step == "layer":
-            came = bytes(payload)
+            came = bytes(payload) if len(payload) == self._n_bytes else b"".join((self._head, fed.data))
             engine.received.append(its.request_id, its.start, position, came, len(self._head))
         self._ring.turn(seat, compute_s)
         if its.start == 0 and self._cohorts is not None and self._ring.n_requests > 1:
@@ -187,7 +193,7 @@ class LoneSteps:
         if job.step == "embed":
             return np.array((job.token,), np.int32) if job.token < self._engine.n_vocab else None
         if len(payload) != self._n_bytes:
-            return None
+            return self._packed_row(payload)
         whole, n_head, n_embd = payload.obj, len(self._head), self._engine.n_embd
         if self._take_row is not None and isinstance(whole, bytes):
             offset = len(whole) - len(payload)
@@ -197,6 +203,28 @@ class LoneSteps:
         return (
             row if payload[:n_head] == self._head and math.isfinite(np.add.reduce(row, axis=None)) else None
         )
+
+    def _packed_row(self, payload: memoryview) -> np.ndarray | None:
+        if self._take_packed is not None and self._take_packed.take(payload):
+            return self._fed
+        if not is_packed(payload):
+            return None
+        try:
+            row = unpack_rows(payload, n_rows=1, width=self._engine.n_embd)
+        except BadTensor:
+            return None
+        return row if np.isfinite(row).all() else None
+
+    def _leaving(self, row: np.ndarray, row_format: RowFormat) -> tuple[bytes, bytes]:
+        """One row as it is sent, and as it is kept."""
+        if row_format == "f32":
+            plain = b"".join((self._head, row.data))
+            return plain, plain
+        if row_format == "q8_0":
+            row, sent = round_and_pack(row)
+        else:
+            sent = pack(row, row_format)
+        return sent, b"".join((self._head, row.data))
 
 
 def _taker() -> Any:

@@ -67,6 +67,7 @@ def _forward_of(its: ipc.TakeSeat) -> ipc.Forward:
         want="hidden" if its.sampling is None else "token",
         sampling=its.sampling,
         n_prompt_tokens=its.n_prompt_tokens,
+        rounded=its.row_format == "q8_0",
     )
 
 
@@ -233,8 +234,8 @@ class Ring:
         *,
         may_relay: bool,
     ) -> bool:
-        """Send f32 [n, n_embd], which `payload` is, on to the next stage. False: there is no link, and it
-        `may_relay` not either."""
+        """Send rows, which `payload` is, on to the next stage. False: there is no link, and it `may_relay`
+        not either."""
         message = LayerForward(
             request_id=seat.message.request_id,
             step="layer",

@@ -27,6 +27,7 @@ from swarmllm_workers.decode.grammar import NotYet
 from swarmllm_workers.decode.sampling import logprobs
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.ranges import Route
+from swarmllm_workers.engine.row_codec import round_rows
 from swarmllm_workers.engine.segment import Span, Want
 from swarmllm_workers.errors import CallError
 
@@ -188,6 +189,9 @@ class ForwardWork:
         hidden = self._hidden[0] if len(self._hidden) == 1 else None
         if hidden is None and self._hidden:
             hidden = np.concatenate(self._hidden)
+        if hidden is not None and message.rounded:
+            # Before they leave and before they are kept: whatever is sent again has the same bits.
+            hidden = round_rows(hidden)
         self._deliver(hidden)
         if message.want == "hidden" and hidden is not None:
             # After the send: nobody waits for this.

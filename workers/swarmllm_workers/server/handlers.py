@@ -16,6 +16,7 @@ import numpy as np
 
 from swarmllm_proto import ipc
 from swarmllm_proto.errors import BadMessage, BadTensor
+from swarmllm_proto.packed_rows import unpack_rows
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import decode_tensor
 from swarmllm_workers.cache.prefix_cache import PrefixManifest
@@ -292,7 +293,7 @@ class Handlers:
                 self._answer_error(0, job.request_id, error)
                 return
         engine = self._opened()
-        data = np.array([job.token], np.int32) if job.step == "embed" else self._tensor(payload)
+        data = np.array([job.token], np.int32) if job.step == "embed" else self._rows(payload, job.n_tokens)
         self._check_forward(seat.forward, job.position, data)
         if len(data) != job.n_tokens:
             raise CallError("bad_tensor", f"{len(data)} rows where {job.n_tokens} are due", "n_tokens")
@@ -409,8 +410,16 @@ class Handlers:
         self.is_finished = True
 
     def _tensor(self, payload: memoryview) -> np.ndarray:
+        return self._decoded(lambda: decode_tensor(payload, field="payload"))
+
+    def _rows(self, payload: memoryview, n_rows: int) -> np.ndarray:
+        """As they come from another node."""
+        width = self._opened().n_embd
+        return self._decoded(lambda: unpack_rows(payload, n_rows=n_rows, width=width, field="payload"))
+
+    def _decoded(self, decode: Callable[[], np.ndarray]) -> np.ndarray:
         try:
-            return decode_tensor(payload, field="payload")
+            return decode()
         except BadTensor as error:
             raise CallError("bad_tensor", error.reason, error.field) from None
         except BadMessage as error:

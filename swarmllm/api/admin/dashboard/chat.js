@@ -84,7 +84,7 @@ function way({ swarm, finish, tokens }) {
   const nodes = new Set(swarm.route.map((stage) => stage.node)).size;
   const facts = [
     tokens && plural(tokens, "token"), swarm.decode_tokens_per_s && `${rate(swarm.decode_tokens_per_s)} tokens/s`, `prefill ${ms(swarm.prefill_ms)}`,
-    swarm.queue_ms > 1 && `waited ${ms(swarm.queue_ms)}`, swarm.shape === "local" ? "local, on one node" : plural(nodes, "node"), finish === "length" && "cut off at the limit", finish === "stopped" && "stopped",
+    swarm.queue_ms > 1 && `waited ${ms(swarm.queue_ms)}`, swarm.shape === "local" ? "local, on one node" : plural(nodes, "node"), swarm.exact === false && "rounded between nodes: not exactly the uncut model's text", finish === "length" && "cut off at the limit", finish === "stopped" && "stopped",
   ];
   return h("div", { class: "way" }, hops(swarm.route), timeBar(swarm.route), h("div", { class: "muted small" }, facts.filter(Boolean).join(" · ")));
 }
