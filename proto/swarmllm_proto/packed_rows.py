@@ -15,10 +15,8 @@ all three.
 
 from __future__ import annotations
 
-import threading
-from functools import cache
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -39,6 +37,8 @@ HEAD: Final = Struct("<4I")
 _LEVEL: Final = 1
 _BLOCK: Final = np.dtype([("scale", "<f2"), ("values", "i1", (BLOCK_VALUES,))])
 _F32: Final = np.dtype("<f4")
+_compressors: Final[list[Any]] = []
+"""Those that nobody uses now."""
 
 
 def pack_rows(rows: Tensor, row_format: RowFormat) -> bytes:
@@ -139,7 +139,7 @@ def _unpack_q8_0(data: memoryview, n_rows: int, width: int, field: str) -> Tenso
 
 def _pack_lossless(rows: Tensor) -> bytes | None:
     planes = np.ascontiguousarray(rows, _F32).reshape(-1).view(np.uint8).reshape(-1, 4).T
-    data = _zstd().compressor.compress(planes.tobytes())
+    data = _compress(planes.tobytes())
     return HEAD.pack(2, *rows.shape, LOSSLESS_TAG) + data if len(data) < rows.nbytes else None
 
 
@@ -147,13 +147,14 @@ def _unpack_lossless(data: memoryview, n_rows: int, width: int, field: str) -> T
     import zstandard
 
     n_bytes = _F32.itemsize * n_rows * width
+    decompressor = zstandard.ZstdDecompressor(max_window_size=PACKED_ROWS_MAX)
     try:
         # What it says first: zstd takes that much memory. Unknown sizes are refused, so that no frame is
         # unpacked to see how large it is.
         declared = zstandard.frame_content_size(data)
         if declared != n_bytes:
             raise BadTensor(f"{field}.data", f"unpacks to {declared} bytes where the shape wants {n_bytes}")
-        planes = _zstd().decompressor.decompress(data, max_output_size=n_bytes, allow_extra_data=False)
+        planes = decompressor.decompress(data, max_output_size=n_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise BadTensor(f"{field}.data", f"is no zstd frame: {error}") from None
     if len(planes) != n_bytes:
@@ -162,17 +163,14 @@ def _unpack_lossless(data: memoryview, n_rows: int, width: int, field: str) -> T
     return values.view(_F32).reshape(n_rows, width)
 
 
-class _Contexts(threading.local):
-    """zstd's, which no two threads may use at the same time."""
+def _compress(data: bytes) -> bytes:
+    # Only who packs pays for the import; no two threads may use one of zstd's contexts at the same time.
+    import zstandard
 
-    def __init__(self) -> None:
-        # Only who packs pays for the import.
-        import zstandard
-
-        self.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=PACKED_ROWS_MAX)
-
-
-@cache
-def _zstd() -> _Contexts:
-    return _Contexts()
+    try:
+        compressor = _compressors.pop()
+    except IndexError:
+        compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
+    packed: bytes = compressor.compress(data)
+    _compressors.append(compressor)
+    return packed

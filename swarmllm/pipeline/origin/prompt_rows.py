@@ -53,6 +53,7 @@ class ScoredPrompt:
     guesses = Guesses()
     n_recoveries = 0
     n_rebuilt = 0
+    is_exact = True
     recovery_s = 0.0
 
     def __init__(
