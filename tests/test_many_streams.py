@@ -1,4 +1,5 @@
-"""Sixty-four streams at a time whose clients leave as they please: afterwards the daemon is as it was."""
+"""Sixty-four streams at a time whose clients leave as they please: afterwards the daemon is as it was.
+Many short requests where there is no processor time left: nodes go on trusting each other."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ import pytest
 import trio
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import PATIENCE_S
+
+from bench import starved
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +121,15 @@ async def test_clients_that_leave_at_random_leave_nothing_behind(node: DaemonPro
     # As many as there are slots, at the same time: one that was kept would be missed.
     answers = await wave(node, 4004)
     assert answers
+
+
+def test_honest_nodes_without_processor_time_keep_their_trust() -> None:
+    """`python -m bench.starved` does the same with 2,000 requests."""
+    outcome = starved.run(120, 6, 4)
+    assert outcome.statuses[200] > 0
+    assert all(len(texts) == 1 for texts in outcome.texts.values())
+    assert outcome.lowest == outcome.first
+    assert outcome.keeps_trust
 
 
 def wait_for_quiet(node: DaemonProcess) -> dict[str, Any]:

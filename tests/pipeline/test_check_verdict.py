@@ -84,7 +84,8 @@ def test_every_stage_elsewhere_is_drawn_as_often_as_its_node_asks_for() -> None:
     assert counts[1] / 8000 == pytest.approx(0.24, abs=0.02)
     assert counts[2] / 8000 == pytest.approx(counts[3] / 8000, abs=0.01) == pytest.approx(0.045, abs=0.01)
     assert counts[0] == 0
-    assert draw_stage(STAGES[:1], B, lambda node_id: 1.0, drawn.random) is None
+    assert draw_stage(STAGES[:1], A, lambda node_id: 1.0, drawn.random) is None
+    assert draw_stage(STAGES[:1], B, lambda node_id: 1.0, drawn.random) == 0
     assert draw_stage(STAGES, A, lambda node_id: 0.0, drawn.random) is None
 
 

@@ -45,10 +45,14 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     wanted: list[str] = [LIAR, M]
     draws = Checker.draws
 
-    def draw(self: Checker, context: RequestContext) -> int | None:
+    def draw(self: Checker, context: RequestContext, *, is_whole: bool) -> int | None:
         node_ids = [stage.node_id for stage in context.view.stages]
         found = [node_id for node_id in wanted if node_id in node_ids]
-        return node_ids.index(found[0]) if found and self.settings.check_rate else draws(self, context)
+        return (
+            node_ids.index(found[0])
+            if found and self.settings.check_rate
+            else draws(self, context, is_whole=is_whole)
+        )
 
     monkeypatch.setattr(Checker, "draws", draw)
     return wanted

@@ -14,11 +14,12 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import covers
-from swarmllm.pipeline.check.evidence import Collector, NotThere
+from swarmllm.pipeline.check.evidence import Collector, NotThere, token_evidence
 from swarmllm.pipeline.check.recompute import Replies, Task, TokenTask, compute_here, sample_here
 from swarmllm.pipeline.check.sampling import (
     CHECKED_TOKENS,
@@ -41,6 +42,7 @@ from swarmllm.pipeline.check.verdict import (
     judge,
     judge_tokens,
 )
+from swarmllm.pipeline.check.whole import sample_whole_at, sample_whole_here
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.route.suspects import Suspects
@@ -48,7 +50,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.swarm.peers.trust import Deed, NodeTrust
+from swarmllm.swarm.peers.trust import NEUTRAL, Deed, NodeTrust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import NodeId
@@ -127,12 +129,14 @@ class Checker:
     _pending: deque[_Pending] = field(default_factory=deque)
     _has_work: trio.Event = field(default_factory=trio.Event)
 
-    def draws(self, context: RequestContext) -> int | None:
-        """The stage that is to be checked when this request is over."""
-        base = self.settings.check_rate
+    def draws(self, context: RequestContext, *, is_whole: bool) -> int | None:
+        """The stage that is to be checked when this request is over. `is_whole`: another node runs the whole
+        model, and has been told the prompt's tokens."""
+        base, view = self.settings.check_rate, context.view
         if base <= 0 or context.wants != "tokens" or len(self._pending) >= PENDING_MAX:
             return None
-        view = context.view
+        if len(view.stages) == 1 and not is_whole:
+            return None  # Its tokens are nobody else's business.
         return draw_stage(
             view.stages, view.node_id, lambda node_id: rate(self.trust.score(node_id), base), self.chance
         )
@@ -169,6 +173,11 @@ class Checker:
             )
             if drawn is None or context.sampling.mirostat:
                 return None  # Mirostat's running limit is known to the stage only.
+            if len(context.view.stages) == 1:
+                prompt = np.asarray(chain.prompt[:n_prompt], np.int32)
+                return token_evidence(
+                    prompt, drawn, generated, is_agreed=True, is_ended=chain.is_ended_by_model
+                )
             return await collector.collect_tokens(drawn, generated, is_ended=chain.is_ended_by_model)
         n_rows = len(tokens)
         if stage == 0 and not context.view.is_here(context.view.last):
@@ -258,12 +267,7 @@ class Checker:
             self.settings.prefill_chunk_tokens,
         )
         if isinstance(evidence, TokenEvidence):
-            head = TokenTask(context, evidence, chunk_tokens)
-            sampled = (
-                await sample_here(self.compute, head)
-                if node_id is None
-                else await self.replies.sample_at(node_id, self.router, head)
-            )
+            sampled = await self._sampled_by(TokenTask(context, evidence, chunk_tokens), node_id)
             return _Found(
                 *judge_tokens(evidence, sampled, greedy=pending.is_greedy),
                 sampled,
@@ -278,15 +282,27 @@ class Checker:
         )
         return _Found(*judge(evidence, rows), rows, node_id or self.router.node_id)
 
+    async def _sampled_by(self, task: TokenTask, node_id: NodeId | None) -> list[Sampled]:
+        """None: by this node. Raises SwarmLLMError."""
+        if len(task.context.view.stages) == 1:
+            if node_id is None:
+                return await sample_whole_here(self.compute, task)
+            return await sample_whole_at(node_id, self.replies, self.router, task)
+        if node_id is None:
+            return await sample_here(self.compute, task)
+        return await self.replies.sample_at(node_id, self.router, task)
+
     def _others(self, pending: _Pending) -> list[NodeId]:
         """Holders that have no part in it, the most trusted first."""
         view = pending.context.view
         layers = view.layers(pending.stage)
+        # Of a whole model they see the prompt, not its rows.
+        least = NEUTRAL if len(view.stages) == 1 else 0.0
         held = self.registry.held(pending.context.model.model_id)
         able = [
             node_id
             for node_id in sorted(self.registry.connected() - view.node_ids)
-            if covers(held.get(node_id, ()), layers)
+            if covers(held.get(node_id, ()), layers) and self.trust.score(node_id) >= least
         ]
         # Who has spoken against it is to be confirmed by another one.
         accuser = self._tallies.accuser(pending.node_id)

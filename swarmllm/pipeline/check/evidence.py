@@ -64,6 +64,26 @@ async def answer(compute: Compute, context: RequestContext | None, request: Fetc
     return RowsPiece(request_id=request.request_id, known=True, digest=digest, rows=kept)
 
 
+def token_evidence(
+    came_in: Tensor,
+    drawn: Stretch,
+    generated: tuple[int, ...],
+    *,
+    is_agreed: bool | None,
+    is_ended: bool,
+) -> TokenEvidence:
+    """About the `drawn` ones of the tokens that were `generated`, with the last of which the model is said to
+    end its text if it `is_ended`."""
+    return TokenEvidence(
+        np.ascontiguousarray(came_in),
+        drawn.position,
+        generated[: drawn.position],
+        generated[drawn.position : drawn.end],
+        is_agreed,
+        is_ended and drawn.end == len(generated),
+    )
+
+
 class Collector:
     """The origin's side, for one request that is over and whose stages are held."""
 
@@ -107,8 +127,7 @@ class Collector:
     async def collect_tokens(
         self, drawn: Stretch, generated: tuple[int, ...], *, is_ended: bool
     ) -> TokenEvidence:
-        """`drawn`: by index among those that were `generated`, with the last of which the model is said to
-        end its text if it `is_ended`. Raises NotThere, SwarmLLMError."""
+        """See `token_evidence`. Raises NotThere, SwarmLLMError."""
         view = self._context.view
         start = view.layers(view.last).start
         n_rows = self._context.n_prompt_tokens + drawn.end - 1
@@ -117,14 +136,7 @@ class Collector:
         is_agreed: bool | None = True
         if before != view.node_id:
             is_agreed = await self._has(view.stages[-1].node_id, start, came_in)
-        return TokenEvidence(
-            np.ascontiguousarray(came_in, _F32),
-            drawn.position,
-            generated[: drawn.position],
-            generated[drawn.position : drawn.end],
-            is_agreed,
-            is_ended and drawn.end == len(generated),
-        )
+        return token_evidence(came_in, drawn, generated, is_agreed=is_agreed, is_ended=is_ended)
 
     async def _from_the_start(self, node_id: NodeId, boundary: int, n_rows: int) -> Tensor:
         """Where the first rows were an earlier request's, this node computes them again, if it can."""

@@ -40,7 +40,8 @@ from swarmllm_proto.swarm import (
 from swarmllm_proto.tensors import Tensor, decode_tensor, encode_tensor
 
 JOB_TIMEOUT_S = 60.0
-REPLIES_MAX = 8
+REPLIES_MAX = 24
+"""More than the tokens of a check, which come as fast as they are made."""
 ACK_TIMEOUT_S = 10.0
 
 
@@ -143,7 +144,7 @@ async def sample_here(compute: Compute, task: TokenTask) -> list[Sampled]:
                 generated=task.evidence.before if samples and not found else (),
             )
             if samples and result.token is not None:
-                found.append(_sampled(result.token))
+                found.append(as_sampled(result.token))
                 if result.token.finish_reason is not None:
                     break  # It samples nothing more.
     finally:
@@ -152,7 +153,8 @@ async def sample_here(compute: Compute, task: TokenTask) -> list[Sampled]:
     return found
 
 
-def _sampled(token: SampledToken) -> Sampled:
+def as_sampled(token: SampledToken) -> Sampled:
+    """What a worker or another holder said, who were asked for the likeliest tokens too."""
     likeliest = tuple((each.token, each.logprob) for each in token.logprobs[1:])
     return Sampled(token.token, likeliest, token.finish_reason == "stop")
 
@@ -178,9 +180,11 @@ class Replies:
         return True
 
     @asynccontextmanager
-    async def _assigned(
+    async def assigned(
         self, node_id: NodeId, router: Router, assignment: PipelineAssignment
     ) -> AsyncIterator[trio.MemoryReceiveChannel[Reply]]:
+        """What comes of an assignment, which is cancelled at the end. Raises SwarmLLMError, also for a
+        TooSlowError inside."""
         await assign(router, assignment, timeout_s=ACK_TIMEOUT_S)
         request_id = assignment.request_id
         self._waiting[request_id], receive = trio.open_memory_channel[Reply](REPLIES_MAX)
@@ -197,7 +201,7 @@ class Replies:
         """f32 [n_rows, n_embd], as that node computes them. Raises SwarmLLMError."""
         assignment, index = _private_pipeline(router.node_id, node_id, task)
         results: list[Tensor] = []
-        async with self._assigned(node_id, router, assignment) as receive:
+        async with self.assigned(node_id, router, assignment) as receive:
             for part in task.batches():
                 rows = task.came_in[part]
                 job = LayerForward(
@@ -218,7 +222,7 @@ class Replies:
         came_in = task.evidence.came_in
         assignment, index = _private_pipeline(router.node_id, node_id, task)
         found: list[Sampled] = []
-        async with self._assigned(node_id, router, assignment) as receive:
+        async with self.assigned(node_id, router, assignment) as receive:
             for part in task.batches():
                 rows, samples = came_in[part], task.samples(part)
                 job = LayerForward(
@@ -256,7 +260,7 @@ async def _next_token(receive: trio.MemoryReceiveChannel[Reply], node_id: NodeId
         if isinstance(message, PipelineError):
             raise RemoteError(f"node {node_id} cannot sample the tokens: {message.kind}")
         if sender == node_id and isinstance(message, StreamingToken):
-            return _sampled(message)
+            return as_sampled(message)
         if not isinstance(message, LayerForward) or message.step != "embed":
             continue
         if sender == node_id and message.position == position:

@@ -52,11 +52,11 @@ def rate(score: float, base: float) -> float:
 def draw_stage(
     stages: Sequence[Stage], here: NodeId, rate_of: Callable[[NodeId], float], chance: Chance
 ) -> int | None:
-    """A stage on another node; None: the request is not checked. One that has all layers is not."""
+    """A stage on another node; None: the request is not checked."""
     drawn = [
         index
         for index, stage in enumerate(stages)
-        if len(stages) > 1 and stage.node_id != here and chance() < rate_of(stage.node_id)
+        if stage.node_id != here and chance() < rate_of(stage.node_id)
     ]
     return drawn[int(chance() * len(drawn))] if drawn else None
 

@@ -53,8 +53,8 @@ class _Odds:
 
 
 ODDS: Final = {
-    Leaning.LIKELIER: _Odds(honest=0.6, cheat=0.95),
-    Leaning.UNLIKELIER: _Odds(honest=0.6, cheat=0.95),
+    Leaning.LIKELIER: _Odds(honest=0.7, cheat=0.98),
+    Leaning.UNLIKELIER: _Odds(honest=0.7, cheat=0.98),
     Leaning.ENDS_EARLY: _Odds(honest=0.02, cheat=0.9),
 }
 

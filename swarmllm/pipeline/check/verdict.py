@@ -152,7 +152,8 @@ class TokenEvidence:
     """About tokens of a last stage."""
 
     came_in: Tensor
-    """Rows f32 [n, n_embd] up to the one that the last of these tokens was sampled from."""
+    """Rows f32 [n, n_embd] up to the one that the last of these tokens was sampled from. Where the stage has
+    all layers, the prompt's tokens instead, i32 [n]."""
     first: int
     """Index of the first of these tokens."""
     before: tuple[int, ...]

@@ -125,7 +125,7 @@ class Attempts:
             nicknames=names,
             names=self._names(request, assignment),
             pace=pace,
-            checked_stage=self._checker.draws(context) if kind is Chain else None,
+            checked_stage=self._checker.draws(context, is_whole=kind is RemoteChain),
         )
         session = self._sessions.open(context, chain)
         request.chain = chain

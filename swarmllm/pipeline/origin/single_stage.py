@@ -114,6 +114,11 @@ class RemoteChain(Chain):
 
     shape: Shape = "remote-generate"
 
+    @property
+    def may_be_resumed(self) -> bool:
+        """A check needs nothing of the node but the tokens."""
+        return False
+
     def prefixes_of(self, node_id: NodeId) -> tuple[StageBlocks, ...]:
         """The worker there sees the tokens and knows by itself what it has."""
         return ()
