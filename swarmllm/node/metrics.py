@@ -11,11 +11,18 @@ a label that a client may choose is a leak of memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -25,7 +32,7 @@ from swarmllm.scheduling.tiers import TIERS
 if TYPE_CHECKING:
     from swarmllm.loop_watchdog import LoopWatchdog
     from swarmllm.node.admission import Admission
-    from swarmllm.node.views import PeerView, Readiness
+    from swarmllm.node.views import ModelView, PeerView, Readiness
     from swarmllm.pipeline.origin.generation import Generation
     from swarmllm.pipeline.statistics import PipelineStatistics
     from swarmllm.supervision import Supervision
@@ -112,6 +119,30 @@ READY = Definition(
 STARTED = Definition(
     "swarmllm_start_time_seconds", "gauge", "When the node started, in seconds since the epoch."
 )
+COMPLETE = Definition(
+    "swarmllm_model_complete",
+    "gauge",
+    "1 when this node and those it is connected to hold all layers of a model of its catalogue, else 0.",
+    ("model",),
+)
+MISSING = Definition(
+    "swarmllm_model_missing_layers",
+    "gauge",
+    "Layers of a model of this node's catalogue that neither this node nor a connected one holds.",
+    ("model",),
+)
+PROCESS_CPU = Definition(
+    "process_cpu_seconds_total", "counter", "Processor time of the daemon, without its workers."
+)
+PROCESS_RESIDENT = Definition(
+    "process_resident_memory_bytes", "gauge", "Memory of the daemon, without its workers."
+)
+PROCESS_VIRTUAL = Definition("process_virtual_memory_bytes", "gauge", "Address space of the daemon.")
+PROCESS_STARTED = Definition(
+    "process_start_time_seconds", "gauge", "When the daemon's process started, in seconds since the epoch."
+)
+PROCESS_FILES = Definition("process_open_fds", "gauge", "Open files and connections of the daemon.")
+PROCESS_FILES_MAX = Definition("process_max_fds", "gauge", "How many of them it may have.")
 RTT = Definition("swarmllm_peer_rtt_seconds", "gauge", "Round trip to a connected node, averaged.", ("peer",))
 BANDWIDTH = Definition(
     "swarmllm_peer_bytes_per_second",
@@ -259,9 +290,13 @@ class Metrics:
         self._first_token = self._histogram(FIRST_TOKEN)
         self._per_token = self._histogram(PER_TOKEN)
         self._queue = self._histogram(QUEUE)
-        self._registry.register(_NodeState(node))
+        self._state = _NodeState(node)
+        self._registry.register(self._state)
+        ProcessCollector(registry=self._registry)
 
-    def text(self) -> bytes:
+    def text(self, models: Sequence[ModelView]) -> bytes:
+        """`models`: those of this node's catalogue."""
+        self._state.models = models
         return generate_latest(self._registry)
 
     def first_token(self, model: str, generation: Generation, elapsed_s: float) -> None:
@@ -301,6 +336,7 @@ class Metrics:
 class _NodeState(Collector):
     def __init__(self, node: Observed) -> None:
         self._node = node
+        self.models: Sequence[ModelView] = ()
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: else registering would ask the node, which is still being made."""
@@ -354,6 +390,10 @@ class _NodeState(Collector):
         yield _family(RTT, [((p.node_id,), p.rtt_s) for p in peers if p.rtt_s is not None])
         yield _family(BANDWIDTH, [((p.node_id,), p.bytes_per_s) for p in peers if p.bytes_per_s is not None])
         yield _family(DAMAGED, [((view.info.node_id,), view.n_damaged) for view in node.peers()])
+        yield _family(COMPLETE, [((view.name,), view.complete) for view in self.models])
+        yield _family(
+            MISSING, [((view.name,), sum(len(layers) for layers in view.missing)) for view in self.models]
+        )
         workers = node.worker_statistics()
         yield _family(WEIGHTS, [((worker.model_id,), worker.weights_bytes) for worker in workers])
         yield _family(PENDING, [((worker.model_id,), worker.n_pending) for worker in workers])
@@ -383,6 +423,8 @@ def reference() -> str:
         "    static_configs:",
         '      - targets: ["127.0.0.1:8800"]',
         "```",
+        "",
+        "[Alert rules](prometheus/alerts.yaml), [dashboard](prometheus/dashboard.json) for Grafana.",
         "",
         "Nothing here tells what was asked. A histogram has the series `_bucket`, `_sum` and `_count`.",
         "",

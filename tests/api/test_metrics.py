@@ -16,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from swarmllm import __version__
 from swarmllm.errors import NoPipeline
 from swarmllm.node.metrics import DEFINITIONS, DHT_NODES, DHT_RECORDS, reference
+from swarmllm_proto.codec import encode_record
+from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 CHAT = "/v1/chat/completions"
@@ -76,6 +78,28 @@ async def test_the_nodes_own_state_is_read_at_each_scrape(tmp_path: Path) -> Non
     assert after["swarmllm_ready", ()] == 1
     assert after["swarmllm_info", (__version__,)] == 1
     assert ("swarmllm_peer_sent_bytes_total", (NODE_B,)) in after
+
+
+@pytest.mark.slow
+async def test_a_scrape_says_which_models_are_complete_and_what_the_others_lack(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        guide = (await stand.node.models.get("guide")).model_id
+        held = ShardAnnounce(model_id=guide, name="guide", n_layers=12, ranges=((3, 5), (4, 12)))
+        record = encode_record(NodeRecord(node_id=NODE_B, models=(held,)))
+        nobody = await scrape(stand)
+        await stand.network.add(NODE_B).publish(record)
+        with trio.fail_after(PATIENCE_S):
+            while NODE_B not in stand.registry.held(guide):
+                await trio.lowlevel.checkpoint()
+        partly = await scrape(stand)
+        loaded = await stand.http.post("/api/admin/models/guide/load", json={"layers": "0:3"})
+        assert loaded.status_code == 200, loaded.text
+        whole = await scrape(stand)
+    complete, missing = "swarmllm_model_complete", "swarmllm_model_missing_layers"
+    label = ("guide",)
+    assert (nobody[complete, label], nobody[missing, label]) == (0, 12)
+    assert (partly[complete, label], partly[missing, label]) == (0, 3)
+    assert (whole[complete, label], whole[missing, label]) == (1, 0)
 
 
 async def test_the_page_says_what_a_scrape_has(tmp_path: Path) -> None:

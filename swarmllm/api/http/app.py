@@ -56,7 +56,8 @@ async def ready() -> Response:
 
 @health.get("/metrics")
 async def metrics() -> Response:
-    return Response(current_node().metrics.text(), content_type=CONTENT_TYPE)
+    node = current_node()
+    return Response(node.metrics.text(await node.models.own()), content_type=CONTENT_TYPE)
 
 
 OPENAI = (chat, completions, embeddings, responses)
