@@ -28,6 +28,7 @@ compliance:  ## run foreign implementations against ours (needs Node.js and npm)
 	@$(BOOTSTRAP) --extra test
 	npm install --no-package-lock --no-audit --no-fund --prefix tests/compliance/js_libp2p
 	npm install --no-package-lock --no-audit --no-fund --prefix tests/compliance/http
+	npm install --no-package-lock --no-audit --no-fund --prefix tests/compliance/agents
 	$(PYTHON) -m venv .venv-compliance
 	.venv-compliance/bin/pip install --quiet --upgrade pip
 	.venv-compliance/bin/pip install --quiet --prefer-binary -r tests/compliance/http/requirements.txt

@@ -16,7 +16,7 @@ from swarmllm.api.http.context import current_config, current_node, model_or_onl
 from swarmllm.api.http.errors import error_object
 from swarmllm.api.http.fields import read_request
 from swarmllm.api.openai.chat import completions as chat_completions
-from swarmllm.api.openai.chat import models
+from swarmllm.api.openai.chat import input_tokens, models
 from swarmllm.api.openai.chat_reply import WAITING, encode
 from swarmllm.api.openai.chat_request import chat_call, json_schema, limit_of
 from swarmllm.api.openai.completions import prompts_of
@@ -147,6 +147,7 @@ text_tools = Blueprint("text_tools", __name__)
 
 # The same without /v1, as that server has them.
 text_tools.post("/chat/completions")(chat_completions)
+text_tools.post("/chat/completions/input_tokens")(input_tokens)
 text_tools.get("/models")(models)
 text_tools.post("/embeddings")(embed)
 text_tools.post("/responses")(respond)

@@ -37,6 +37,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "tools": [{"type": "function", "name": "f", "parameters": OBJECT}],
         "text": {"format": {"type": "json_schema", "name": "n", "schema": OBJECT}},
     },
+    "/v1/chat/completions/input_tokens": {"model": "guide", "messages": USER, "json_schema": OBJECT},
     "/v1/responses/input_tokens": {
         "model": "guide",
         "input": [{"role": "user", "content": "hi"}],

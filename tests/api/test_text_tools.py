@@ -144,3 +144,33 @@ async def test_answers_have_timings_and_a_fingerprint(tmp_path: Path) -> None:
             streamed = await stand.http.post(path, json={"model": "guide", "stream": True} | body)
             last = json.loads(streamed.text.split("\n\n")[-3].removeprefix("data: "))
             assert last["timings"] == whole["timings"]
+
+
+async def test_tokens_of_a_chat_are_counted_without_an_answer(tmp_path: Path) -> None:
+    """The pool makes a token of each byte of the messages, and one before them."""
+    async with serve_node(tmp_path) as stand:
+        counts = []
+        for path in ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"):
+            for text in ("hi", "hi you"):
+                body = {"model": "guide", "messages": [{"role": "user", "content": text}]}
+                counts.append((await stand.http.post(path, json=body)).json()["input_tokens"])
+        refused = await stand.http.post("/chat/completions/input_tokens", json={"model": "guide"})
+        assert stand.pipelines.calls == []
+    assert counts[:2] == counts[2:]
+    assert counts[1] == counts[0] + len(" you")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+
+
+async def test_a_chat_takes_llamacpps_short_form_of_a_schema(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 42}}, "required": ["a"]}
+    body = {"model": "guide", "messages": [{"role": "user", "content": "hi"}]}
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+    async with serve_node(tmp_path) as stand:
+        for form in ({"json_schema": schema}, {"response_format": wanted}):
+            assert (await stand.http.post("/v1/chat/completions", json=body | form)).status_code == 200
+        short, long = (call.sampling.json_schema for call in stand.pipelines.calls)
+        assert short == long != ""
+        for other in ({"response_format": wanted}, {"grammar": "root ::= x"}):
+            form = {"json_schema": schema} | other
+            refused = await stand.http.post("/v1/chat/completions", json=body | form)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "json_schema")

@@ -63,6 +63,7 @@ class Operation:
 
 OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, (JSON, EVENTS)),
+    Operation("post", "/v1/chat/completions/input_tokens", "Count a prompt's tokens", ChatRequest),
     Operation("post", "/v1/completions", "Continue a text", CompletionRequest, (JSON, EVENTS)),
     Operation("post", "/v1/responses", "Answer a list of items", ResponsesRequest, (JSON, EVENTS)),
     Operation("post", "/v1/responses/input_tokens", "Count a prompt's tokens", ResponsesRequest),
@@ -88,6 +89,7 @@ OPERATIONS = (
     Operation("post", "/completion", "Continue a text (llama.cpp)", NativeCompletion, (JSON, EVENTS)),
     Operation("post", "/completions", "The same", NativeCompletion, (JSON, EVENTS)),
     Operation("post", "/chat/completions", "As with /v1", ChatRequest, (JSON, EVENTS)),
+    Operation("post", "/chat/completions/input_tokens", "As with /v1", ChatRequest),
     Operation("get", "/models", "As with /v1"),
     Operation("post", "/embeddings", "As with /v1", EmbeddingRequest),
     Operation("post", "/responses", "As with /v1", ResponsesRequest, (JSON, EVENTS)),

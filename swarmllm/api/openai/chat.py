@@ -31,6 +31,14 @@ async def completions() -> Response:
     return await answer_choices([ask], replies, stream=call.stream)
 
 
+@chat.post("/chat/completions/input_tokens")
+async def input_tokens() -> Response:
+    """How many tokens of context the same body would take; nothing runs."""
+    ask, _ = await prepare(chat_call(await read_request(ChatRequest)))
+    n_tokens = await current_node().texts.count_tokens(ask.model, ask.prompt)
+    return _json({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+
 @chat.get("/models")
 async def models() -> Response:
     listed = [_model(view) for view in await current_node().models.own()]

@@ -79,7 +79,7 @@ def chat_call(body: schema.ChatRequest) -> ChatCall:
             body,
             logprobs=bool(body.logprobs),
             top_logprobs=body.top_logprobs or 0,
-            json_schema=json_schema(body.response_format),
+            json_schema=json_schema(_format(body)),
         ),
         max_tokens=limit_of(body.max_completion_tokens or body.max_tokens),
         stream=bool(body.stream),
@@ -92,6 +92,17 @@ def chat_call(body: schema.ChatRequest) -> ChatCall:
         prompt_cache_key=body.prompt_cache_key,
         said=said_names(body),
     )
+
+
+def _format(body: schema.ChatRequest) -> schema.ResponseFormat | None:
+    """Raises InvalidRequest where it is asked for twice."""
+    if not body.json_schema:
+        return body.response_format
+    for name in ("response_format", "grammar"):
+        said = getattr(body, name)
+        if said and not isinstance(said, schema.TextFormat):
+            raise InvalidRequest(f"json_schema and {name} exclude each other; send one.", field="json_schema")
+    return schema.JsonSchemaFormat(json_schema=schema.NamedSchema(schema=body.json_schema))
 
 
 def limit_of(max_tokens: int | None) -> int | None:

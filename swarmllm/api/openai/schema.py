@@ -296,6 +296,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         *("user", "safety_identifier", "prompt_cache_retention", "prompt_cache_options", "metadata"),
         *("verbosity", "service_tier", "return_token_ids"),
     }
+    refused = SamplingFields.refused - {"json_schema"}
 
     model: ModelName = ""
     """"": the only one that can answer."""
@@ -308,6 +309,8 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    json_schema: Json | None = None
+    """llama.cpp's short form of a `response_format` with a schema."""
     n: Choices | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
