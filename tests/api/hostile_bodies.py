@@ -38,6 +38,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "text": {"format": {"type": "json_schema", "name": "n", "schema": OBJECT}},
     },
     "/v1/chat/completions/input_tokens": {"model": "guide", "messages": USER, "json_schema": OBJECT},
+    "/chat/completions/input_tokens": {"model": "guide", "messages": USER},
     "/v1/responses/input_tokens": {
         "model": "guide",
         "input": [{"role": "user", "content": "hi"}],
