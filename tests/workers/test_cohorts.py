@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm_workers.schedule.cohorts import (
-    DELAY_BATCHES,
+    JOIN_BATCHES,
+    MEASURE_BATCHES,
     MEMBER_AWAY,
     MEMBER_AWAY_MIN_S,
     SAMPLES,
@@ -75,31 +76,57 @@ def test_steps_of_several_rows_count_as_rows() -> None:
     assert cohorts.n_rows_max(HALF, 0.0) == 3
 
 
-def test_delay_of_the_network_makes_room_for_more_cohorts() -> None:
-    cohorts, now = Cohorts(N_LAYERS), 0.0
-    arrive(cohorts, HALF, names(8), now, is_idle=True)
-    for _ in range(3):
-        now = turn(cohorts, HALF, names(8), 0.1, away_s=0.1 + 0.2, now=now)
-    assert cohorts.n_rows_max(HALF, now) == 2, "a way of four steps"
+def settle(cohorts: Cohorts, members: list[str], step_s: float, away_s: float, now: float) -> float:
+    """Turns of all of `members` in one batch, until delay is measured next."""
+    while cohorts._stages[HALF].n_batches < JOIN_BATCHES:
+        now = turn(cohorts, HALF, members, step_s, away_s, now)
+    return now
 
 
-def test_shortest_of_late_ways_counts_and_not_those_of_rows_that_had_to_wait() -> None:
-    cohorts, now = Cohorts(N_LAYERS), 0.0
-    arrive(cohorts, HALF, names(8), now, is_idle=True)
+def test_long_ways_make_room_for_more_cohorts_and_only_once_they_have_been_measured() -> None:
+    cohorts = Cohorts(N_LAYERS)
+    arrive(cohorts, HALF, names(8), 0.0, is_idle=True)
+    now = turn(cohorts, HALF, names(8), 0.1, 0.1, 0.0)
+    for n_rows, step_s in ((1, 0.03), (2, 0.04), (4, 0.06)):
+        now = turn(cohorts, HALF, names(n_rows), step_s, step_s, now)
+    assert cohorts.n_rows_max(HALF, now) == 4
+    now = settle(cohorts, names(8), 0.1, 0.1 + 0.3, now)
+    assert cohorts.n_rows_max(HALF, now) == 4, "all of these may have waited for each other"
+    now = turn(cohorts, HALF, names(8), 0.1, 0.1 + 0.3, now)
+    assert cohorts.n_rows_max(HALF, now) == 1, "eight batches of 0.03 s end before a row is back"
+
+
+def test_shortest_way_counts_and_not_those_of_rows_that_had_to_wait() -> None:
+    cohorts = Cohorts(N_LAYERS)
+    arrive(cohorts, HALF, names(8), 0.0, is_idle=True)
+    now = settle(cohorts, names(8), 0.1, 0.1, 0.0)
     for away_s in (0.9, 0.1, 0.5, 0.9):
         now = turn(cohorts, HALF, names(8), 0.1, away_s, now)
     assert cohorts.n_rows_max(HALF, now) == 4
 
 
-def test_delay_that_was_long_ago_does_not_count() -> None:
+def test_delay_is_forgotten_and_measured_again_after_more_batches_each_time() -> None:
+    cohorts = Cohorts(N_LAYERS)
+    arrive(cohorts, HALF, names(8), 0.0, is_idle=True)
+    now, lasted = 0.0, []
+    for _ in range(3):
+        now = settle(cohorts, names(8), 0.1, 0.4, now)
+        lasted.append(-1)
+        while cohorts._stages[HALF].n_batches:
+            now = turn(cohorts, HALF, names(8), 0.1, 0.4, now)
+            lasted[-1] += 1
+        assert cohorts._stages[HALF].delay_s is None
+    assert lasted[0] == MEASURE_BATCHES
+    assert lasted[1] == 2 * lasted[0]
+    assert lasted[2] == 2 * lasted[1]
+
+
+def test_rows_that_come_while_a_batch_runs_say_nothing_of_delay() -> None:
     cohorts, now = Cohorts(N_LAYERS), 0.0
     arrive(cohorts, HALF, names(8), now, is_idle=True)
-    now = turn(cohorts, HALF, names(8), 0.1, 0.3, now)
-    assert cohorts.n_rows_max(HALF, now) == 2
-    for _ in range(DELAY_BATCHES + 1):
-        # They come back while a batch runs: how long they have been here nobody knows.
+    for _ in range(JOIN_BATCHES + 5):
         cohorts.left(HALF, names(8), 0.1, now, is_pure=True)
-        now += 0.3
+        now += 0.9
         arrive(cohorts, HALF, names(8), now, is_idle=False)
     assert cohorts.n_rows_max(HALF, now) == 4
 
@@ -109,19 +136,46 @@ def test_first_stage_that_is_slow_has_fewer_cohorts_than_stages() -> None:
     cohorts, now = Cohorts(N_LAYERS), 0.0
     arrive(cohorts, QUARTER, names(8), now, is_idle=True)
     assert cohorts.n_rows_max(QUARTER, now) == 2
-    for _ in range(SAMPLES):
-        now = turn(cohorts, QUARTER, names(8), 1.0, 0.3, now)
+    for n_rows in (8, 4, 2, 1):
+        now = turn(cohorts, QUARTER, names(n_rows), 0.5 + n_rows / 16, 0.05 + n_rows / 160, now)
     assert cohorts.n_rows_max(QUARTER, now) == 8
+
+
+@pytest.mark.parametrize("per_row_s", [0.0, 0.01, 0.1])
+def test_only_what_rows_cost_is_a_reason_to_split(per_row_s: float) -> None:
+    """Two batches of two stages take what one takes, where rows cost nothing."""
+    cohorts, now = Cohorts(N_LAYERS), 0.0
+    arrive(cohorts, HALF, names(8), now, is_idle=True)
+    for n_rows in (8, 4, 2, 1):
+        step_s = 0.05 + per_row_s * n_rows
+        now = turn(cohorts, HALF, names(n_rows), step_s, step_s, now)
+    limit = cohorts.n_rows_max(HALF, now)
+    assert limit == (8 if per_row_s == 0 else 4)
 
 
 def test_batches_with_pieces_of_prompts_say_nothing() -> None:
     cohorts, now = Cohorts(N_LAYERS), 0.0
     arrive(cohorts, HALF, names(8), now, is_idle=True)
+    for n_rows in (8, 4, 2, 1):
+        now = turn(cohorts, HALF, names(n_rows), 0.05 + 0.01 * n_rows, 0.05 + 0.01 * n_rows, now)
     for _ in range(SAMPLES):
-        cohorts.left(HALF, names(8), 5.0, now, is_pure=False)
-        now += 0.1
-        arrive(cohorts, HALF, names(8), now, is_idle=True)
+        cohorts.left(HALF, names(4), 5.0, now, is_pure=False)
+        now += 0.001
+        arrive(cohorts, HALF, names(4), now, is_idle=True)
+    arrive(cohorts, HALF, names(8), now, is_idle=True)
     assert cohorts.n_rows_max(HALF, now) == 4
+
+
+def test_seconds_of_a_batch_are_those_of_all_its_rows() -> None:
+    cohorts = Cohorts(N_LAYERS)
+    cohorts.arrived(HALF, "guesses", 5, 0.0, is_idle=True)
+    cohorts.arrived(HALF, "plain", 1, 0.0, is_idle=True)
+    cohorts.left(HALF, ["guesses", "plain"], 0.6, 1.0, is_pure=True)
+    cohorts.left(HALF, ["plain"], 0.1, 2.0, is_pure=True)
+    steps = cohorts._stages[HALF].steps
+    assert steps.seconds(6) == 0.6
+    assert steps.seconds(1) == 0.1
+    assert steps.seconds(3.5) == pytest.approx(0.35)
 
 
 def test_rows_that_are_held_back_elsewhere_do_not_make_cohorts_of_others_larger() -> None:

@@ -302,7 +302,7 @@ def test_a_row_that_does_not_come_holds_nobody_up(stages: MakeStage, monkeypatch
 
 
 @pytest.mark.parametrize(("start", "end"), [(4, 8), (8, 12)])
-def test_later_stages_run_all_that_has_come(
+def test_later_stages_run_all_that_has_come_and_send_it_in_one_piece(
     stages: MakeStage, monkeypatch: pytest.MonkeyPatch, start: int, end: int
 ) -> None:
     stage = stages(start, end)
@@ -311,6 +311,10 @@ def test_later_stages_run_all_that_has_come(
     batches = counted(stage, monkeypatch)
     assert stage.deliver(*(stage.job(request_id, 1, seed=3) for request_id in "abcd")) == 1
     assert batches == [4]
+    after = stage._after.connection
+    n_bytes = int.from_bytes(after.recv(2, socket.MSG_PEEK), "big")
+    assert n_bytes + 2 == len(after.recv(2**20, socket.MSG_PEEK)), "one message, which is read at once"
+    assert len([each for each, _ in stage.passed_on() if isinstance(each, LayerForward)]) == 4
 
 
 def test_requests_that_are_over_are_members_of_no_cohort(stages: MakeStage) -> None:

@@ -1,16 +1,19 @@
 """Splits the decode steps at the first stage of a pipeline into cohorts: a pure core, without a clock.
 
-A stage that runs whatever has arrived keeps every clump of rows that chance has made. Seven of eight
-streams that reach it together leave it together, and the other stages have nothing to do meanwhile. A
-pipeline is full when its stages run different rows at the same time: as many cohorts as a row's way around
-the pipeline takes steps of the first stage, all of about one size. So the first stage gives a batch no more
-rows than a cohort has. It never waits for rows, and rows that do not fit go with the next batch: nobody
-holds up anybody else's rows.
+A stage that runs whatever has arrived keeps every clump of rows that chance has made. Seven of eight streams
+that reach it together leave it together, and the other stages have nothing to do meanwhile. A pipeline is
+full when its stages run different rows at the same time. So the first stage gives a batch no more rows than
+one cohort has. It never waits for rows, and rows that do not fit go with the next batch: nobody holds up
+anybody else's rows.
 
-How many steps the way takes is measured. A layer of another stage is expected to take as long as one does
-here, and what is left of the shortest way is the delay of the network and of slower nodes. Rows that come
-while a batch runs may have been back for long: they say only how long their way takes at most, which is all
-that is known where other nodes are faster.
+A row's next token comes after its way around the pipeline, but not before the first stage has run all other
+cohorts. Large cohorts make the way long, small ones make many batches, each of which has its fixed cost. The
+size is chosen for which the longer of the two times is the shortest. Times of steps are measured for each
+number of rows. A layer of another stage is expected to take as long as one does here, and what the shortest
+ways take beside is delay: of the network, and of slower nodes.
+
+While too many clumps are on their way each waits for others somewhere, and that looks like delay. So now and
+then delay counts as none for some batches, in which clumps join, and is then measured again.
 
 Later stages run what has arrived. Behind a slow node cohorts join, and that is right: a batch of all that
 wait costs it less than one batch each.
@@ -19,6 +22,7 @@ wait costs it less than one batch each.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,15 +30,20 @@ from statistics import median
 from typing import Final
 
 SAMPLES: Final = 32
-"""Batches and returns of rows that an estimate goes back to."""
-DELAY_BATCHES: Final = 32
-"""For how many batches a delay counts. Delays are seen only by a stage that is idle at times, so one that
-has none of late tries whether it needs fewer cohorts."""
+"""Returns of rows that an estimate goes back to."""
 LOW: Final = 0.25
-"""The part of the longest possible ways that are taken to be shorter than the true way."""
-ROUNDING: Final = 0.5
-"""The part of a step for which there is one more cohort. More of them than steps cost each row the fixed
-part of a step, fewer leave stages idle."""
+"""The part of returns that are taken to have been sooner than the next one will be."""
+NEWEST: Final = 0.2
+"""Weight of the newest step in the average of its row count."""
+ROW_COUNTS_MAX: Final = 64
+"""Row counts whose steps are remembered."""
+JOIN_BATCHES: Final = 32
+"""For so many batches delay counts as none."""
+MEASURE_BATCHES: Final = 128
+"""For so many it counts as it was measured, and for twice as many each time, before it is measured again."""
+MEASURE_BATCHES_MAX: Final = 2048
+WORTH: Final = 0.97
+"""Of the time that larger cohorts take, what smaller ones may take to be chosen."""
 MEMBER_AWAY: Final = 4.0
 """A request does not count any more once its row has been away for so many times the usual time."""
 MEMBER_AWAY_MIN_S: Final = 1.0
@@ -54,16 +63,50 @@ class _Member:
     """Of the batch in which it left; 0: it says nothing, because pieces of prompts were in it."""
 
 
+class _Steps:
+    """Seconds of batches by their number of rows."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, float] = {}
+        self._counts: list[int] = []
+
+    def add(self, n_rows: int, seconds: float) -> None:
+        before_s = self._known.pop(n_rows, seconds)
+        self._known[n_rows] = before_s + NEWEST * (seconds - before_s)
+        if len(self._known) > ROW_COUNTS_MAX:
+            del self._known[next(iter(self._known))]
+        self._counts = sorted(self._known)
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def seconds(self, n_rows: float) -> float:
+        """Measured, or on the line between the two nearest that were; beyond the last one, half of its time
+        is for its rows."""
+        i = bisect_left(self._counts, n_rows)
+        if 0 < i < len(self._counts):
+            low, high = self._counts[i - 1], self._counts[i]
+            part = (n_rows - low) / (high - low)
+            return self._known[low] + part * (self._known[high] - self._known[low])
+        nearest = self._counts[0] if not i else self._counts[-1]
+        return self._known[nearest] * (0.5 + 0.5 * n_rows / nearest)
+
+
 @dataclass(slots=True)
 class _Stage:
     members: dict[str, _Member] = field(default_factory=dict)
-    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    steps: _Steps = field(default_factory=_Steps)
     aways_s: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     ways: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    """Of each return, how many steps the way took at most."""
+    """Of each return, for how many steps it was away at most."""
+    delay_s: float | None = None
+    """The shortest that was measured; None: not known, or to be measured again."""
     n_batches: int = 0
-    delays: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    """(batches until then, seconds) of returns to an idle worker: what the way took beside layers."""
+    """Since it counts as none."""
+    measure_batches: int = MEASURE_BATCHES
+    n_rows_max: int = 0
+    """As chosen for so many rows in all; 0: to be chosen."""
+    n_rows: int = 0
 
 
 class Cohorts:
@@ -85,10 +128,10 @@ class Cohorts:
             away_s = now - member.left_at
             stage.aways_s.append(away_s)
             if member.step_s > 0:
-                stage.ways.append(1 + away_s / member.step_s)
-                if is_idle:
-                    elsewhere_s = self._elsewhere(layers) * member.step_s
-                    stage.delays.append((stage.n_batches, max(0.0, away_s - elsewhere_s)))
+                stage.ways.append(away_s / member.step_s)
+                if is_idle and stage.n_batches > JOIN_BATCHES:
+                    delay_s = max(0.0, away_s - self._elsewhere(layers) * member.step_s)
+                    stage.delay_s = delay_s if stage.delay_s is None else min(stage.delay_s, delay_s)
         member.n_rows, member.seen_at, member.left_at = n_rows, now, None
 
     def left(
@@ -99,14 +142,20 @@ class Cohorts:
         stage = self._stages.get(layers)
         if stage is None:
             return
-        stage.n_batches += 1
-        if is_pure:
-            stage.steps_s.append(step_s)
+        n_rows = 0
         for request_id in request_ids:
             member = stage.members.get(request_id)
             if member is not None:
+                n_rows += member.n_rows
                 member.seen_at = member.left_at = now
                 member.step_s = step_s if is_pure else 0.0
+        if is_pure and n_rows:
+            stage.steps.add(n_rows, step_s)
+        stage.n_rows_max = 0
+        stage.n_batches += 1
+        if stage.n_batches > JOIN_BATCHES + stage.measure_batches:
+            stage.measure_batches = min(2 * stage.measure_batches, MEASURE_BATCHES_MAX)
+            stage.n_batches, stage.delay_s = 0, None
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
@@ -120,17 +169,30 @@ class Cohorts:
         if stage is None:
             return None
         self._drop_late(stage, now)
-        n_rows = sum(member.n_rows for member in stage.members.values())
-        return max(1, math.ceil(n_rows / self._n_cohorts(layers, stage)))
+        n_rows = max(1, sum(member.n_rows for member in stage.members.values()))
+        if not stage.n_rows_max or stage.n_rows != n_rows:
+            stage.n_rows, stage.n_rows_max = n_rows, self._choose(layers, stage, n_rows)
+        return stage.n_rows_max
 
-    def _n_cohorts(self, layers: Layers, stage: _Stage) -> int:
-        way = 1 + self._elsewhere(layers)
-        delays_s = [delay_s for at, delay_s in stage.delays if stage.n_batches - at <= DELAY_BATCHES]
-        if delays_s and stage.steps_s:
-            way += min(delays_s) / median(stage.steps_s)
+    def _choose(self, layers: Layers, stage: _Stage, n_rows: int) -> int:
+        elsewhere = self._elsewhere(layers)
+        if not stage.steps:
+            return math.ceil(n_rows / math.floor(1.5 + elsewhere))
+        steps, delay_s = stage.steps, stage.delay_s or 0.0
         if stage.ways:
-            way = min(way, sorted(stage.ways)[int(LOW * len(stage.ways))])
-        return max(1, math.floor(way + ROUNDING))
+            elsewhere = min(elsewhere, sorted(stage.ways)[int(LOW * len(stage.ways))])
+        best, best_s, size = n_rows, math.inf, n_rows
+        while size > 0:
+            n_cohorts = math.ceil(n_rows / size)
+            size = math.ceil(n_rows / n_cohorts)
+            step_s, all_s = steps.seconds(size), n_cohorts * steps.seconds(n_rows / n_cohorts)
+            if all_s >= best_s:
+                break
+            longest_s = max(step_s + elsewhere * step_s + delay_s, all_s)
+            if longest_s < WORTH * best_s:
+                best, best_s = size, longest_s
+            size -= 1
+        return best
 
     def _elsewhere(self, layers: Layers) -> float:
         """Layers of the other stages for each one of this."""
