@@ -233,7 +233,7 @@ def test_whatever_happens_a_batch_takes_at_least_one_row_and_no_more_than_all(
         for each, members in known.items():
             limit = cohorts.n_rows_max(each, now)
             assert limit is None or 1 <= limit <= max(1, sum(members.values()))
-            assert limit is not None or not members
+            assert limit is not None or (kind, each) != ("arrive", layers)
 
 
 @given(st.integers(1, 40), st.sampled_from([1, 2, 3, 4, 6]), st.integers(0, 2**32))
