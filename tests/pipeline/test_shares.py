@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections import Counter
 
+import numpy as np
 import pytest
 import trio
 from deadlines import PATIENCE_S
@@ -14,13 +16,15 @@ from node_ids import LIAR, A, B, C, H, M, node_id_named
 from trio.testing import MockClock
 
 from bench.arithmetic import FakePool, uncut
+from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, WANT_S, Place, Shares
+from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, TURN_S, WANT_S, Place, Shares
 from swarmllm.pipeline.stage.session_queue import OWN_MAX, Put, Relay, SessionQueue
 from swarmllm.swarm.peers.trust import NEUTRAL
-from swarmllm_proto.codec import decode_response, encode_request
+from swarmllm_proto.codec import decode_response, encode_job, encode_request
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, Stage
+from swarmllm_proto.swarm import LayerForward, PipelineAck, PipelineAssignment, Stage
+from swarmllm_proto.tensors import encode_tensor
 
 from .fakes import Swarm, open_swarm
 
@@ -35,21 +39,23 @@ async def ask(swarm: Swarm, node_id: str = A) -> str:
             return "".join([piece.text async for piece in generation])
 
 
-async def assign_and_be_silent(swarm: Swarm, n_prompt_tokens: int = 1) -> bool:
+async def assign_and_be_silent(
+    swarm: Swarm, n_prompt_tokens: int = 1, request_id: str = "", origin: str = LIAR
+) -> bool:
     stages = (
-        Stage(node_id=LIAR, start=0, end=4),
+        Stage(node_id=origin, start=0, end=4),
         Stage(node_id=M, start=4, end=8),
-        Stage(node_id=LIAR, start=8, end=12),
+        Stage(node_id=origin, start=8, end=12),
     )
     assignment = PipelineAssignment(
-        request_id=uuid.uuid4().hex,
+        request_id=request_id or uuid.uuid4().hex,
         model_id=swarm.entry.model_id,
-        origin=LIAR,
+        origin=origin,
         stages=stages,
         n_prompt_tokens=n_prompt_tokens,
         sampling=Sampling(),
     )
-    ack = decode_response(await swarm[LIAR].router.request(M, encode_request(assignment)))
+    ack = decode_response(await swarm[origin].router.request(M, encode_request(assignment)))
     assert isinstance(ack, PipelineAck)
     return ack.accepted
 
@@ -66,6 +72,63 @@ async def test_empty_assignments_of_one_member_keep_nobody_else_out(patient_cloc
         assert swarm[A].trust.score(M) >= NEUTRAL
 
 
+async def give_jobs(swarm: Swarm, pause_s: float) -> None:
+    """Take every place at M that there is, and give each a job now and then."""
+    row, positions = np.ones((1, 4), np.float32), dict[str, int]()
+    for number in itertools.count():
+        for turn in range(8):
+            request_id = f"{number}-{turn}"
+            if await assign_and_be_silent(swarm, request_id=request_id):
+                positions[request_id] = 0
+        for request_id, position in positions.items():
+            job = LayerForward(
+                request_id=request_id, step="layer", stage=1, position=position, n_tokens=1, prefill_left=0
+            )
+            await swarm[LIAR].router.send(M, *encode_job(job, encode_tensor(row)))
+            positions[request_id] += 1
+        await trio.sleep(pause_s)
+
+
+async def test_a_member_that_gives_a_job_now_and_then_leaves_others_their_share(
+    patient_clock: MockClock,
+) -> None:
+    pools = {A: FakePool("0:4"), M: FakePool("4:8"), H: FakePool("8:12"), LIAR: FakePool()}
+    async with open_swarm(pools) as swarm, trio.open_nursery() as nursery:
+        nursery.start_soon(give_jobs, swarm, 1.0)
+        await trio.sleep(TURN_S + 5)
+        for _ in range(20):
+            assert await ask(swarm) == await uncut(PROMPT, 6)
+            await trio.sleep(1)
+        assert swarm[A].trust.score(M) >= NEUTRAL
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_long_answer_that_gives_its_place_up_is_completed_all_the_same(
+    patient_clock: MockClock,
+) -> None:
+    pools = {A: FakePool("0:4"), B: FakePool("0:4"), M: FakePool("4:8"), H: FakePool("8:12")}
+    async with open_swarm(pools) as swarm:
+        texts: list[str] = []
+
+        async def slow(position: int, layers: LayerRange) -> None:
+            await trio.sleep(2.0)
+
+        async def ask_for_long() -> None:
+            async with swarm[A].pipelines.generate(
+                Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=50)
+            ) as generation:
+                texts.append("".join([piece.text async for piece in generation]))
+
+        swarm[M].pool.before_forward = slow
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(ask_for_long)
+            await trio.sleep(TURN_S + 5)
+            assert await ask(swarm, B) == await uncut(PROMPT, 6)
+        assert texts == [await uncut(PROMPT, 50)] * 8
+        assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (M, H))
+
+
 async def test_a_prompt_that_cannot_fit_is_refused_and_makes_no_node_look_full() -> None:
     pools = {A: FakePool("0:4"), M: FakePool("4:8"), H: FakePool("8:12"), LIAR: FakePool()}
     async with open_swarm(pools) as swarm:
@@ -75,7 +138,7 @@ async def test_a_prompt_that_cannot_fit_is_refused_and_makes_no_node_look_full()
 
 def places(**held: int) -> list[Place]:
     return [
-        Place(f"{letter}{i}", node_id_named(letter), float(i), has_begun=True)
+        Place(f"{letter}{i}", node_id_named(letter), 90.0 + i, has_begun=True)
         for letter, n in held.items()
         for i in range(n)
     ]
@@ -110,6 +173,23 @@ def test_unused_places_go_first_those_of_the_origin_with_most_before_others() ->
     assert shares.ask(A, taken, FIRST_JOB_S - 0.1).instead_of is None
 
 
+def test_running_requests_above_their_origins_share_give_way_after_a_turn() -> None:
+    shares, taken = Shares(8), places(a=8)
+    assert not shares.ask(B, taken, 97.0 + TURN_S - 8).is_granted
+    assert shares.ask(B, taken, 90.0 + TURN_S).instead_of == "a0"
+    # An origin with no more than its share keeps what it has, however long.
+    assert shares.ask(B, places(a=4, b=4), 1000.0).instead_of is None
+    assert shares.ask(C, places(a=4, b=4), 1000.0).instead_of == "a0"
+
+
+def test_one_place_stays_free_for_an_origin_that_was_served_lately() -> None:
+    shares = Shares(8)
+    assert shares.ask(B, places(a=7), 100.0).is_granted
+    assert not shares.ask(A, places(a=7), 101.0).is_granted
+    assert shares.ask(A, places(a=6), 101.0).is_granted
+    assert shares.ask(A, places(a=7), 100.0 + WANT_S).is_granted
+
+
 @given(
     st.integers(1, 8),
     st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.floats(0, 3)), max_size=120),
@@ -122,7 +202,8 @@ def test_no_more_places_are_taken_than_there_are_and_none_that_is_used_is_lost(
         now_s += pause_s
         admission = shares.ask(origin, taken.values(), now_s)
         if admission.instead_of is not None:
-            assert not taken.pop(admission.instead_of).has_begun
+            lost = taken.pop(admission.instead_of)
+            assert not lost.has_begun or now_s - lost.assigned_s >= TURN_S
         if admission.is_granted:
             taken[str(i)] = Place(str(i), origin, now_s, begins)
         assert len(taken) <= capacity

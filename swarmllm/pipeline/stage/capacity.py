@@ -7,8 +7,10 @@ in this node's record; the worker itself remains the one that refuses.
 `Shares` shares the places for requests of other nodes among the nodes that ask for them. It is pure: the
 clock comes in as `now_s`. While nobody else asks, one origin may have every place. When all are taken and
 another origin is turned away, its want is remembered for a while, and origins that have their fair share get
-no more until it is served. Places that were assigned and never used are given up for others: after
-FIRST_JOB_S always, before that where their origin has more than its share.
+no more until it is served. For one that was served lately and holds nothing, one place stays free of those
+who have their share. Places that were assigned and never used are given up for others: after FIRST_JOB_S
+always, before that where their origin has more than its share. Requests that run are given up where their
+origin has more than its share, after TURN_S: one that gives a job now and then would keep its place for ever.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ EXPECTED_OUTPUT_TOKENS = 256
 FIRST_JOB_S = 5.0
 """An assignment without a job for so long holds no place that somebody else could use. It is not ended for
 that: the stages before it may take their time."""
+TURN_S = 60.0
+"""So long a running request keeps a place above its origin's share that another origin asks for."""
 WANT_S = 30.0
 WANTING_MAX = 256
 
@@ -116,31 +120,48 @@ class Shares:
     capacity: int
     _wanting: dict[NodeId, float] = field(default_factory=dict)
     """Origins that were turned away, and until when that counts."""
+    _served: dict[NodeId, float] = field(default_factory=dict)
+    """The same of those that were not."""
 
     def ask(self, origin: NodeId, places: Iterable[Place], now_s: float) -> Admission:
         """`places`: those that are taken."""
         taken = list(places)
         held = Counter(place.origin for place in taken)
         self._wanting = {each: until_s for each, until_s in self._wanting.items() if until_s > now_s}
-        fair = max(1, self.capacity // len({*held, *self._wanting, origin}))
+        self._served = {each: until_s for each, until_s in self._served.items() if until_s > now_s}
+        fair = max(1, self.capacity // len({*held, *self._wanting, *self._served, origin}))
         others = (each for each in self._wanting if each != origin)
         if held[origin] >= fair and any(held[each] < fair for each in others):
             return Admission(is_granted=False)
-        if len(taken) < self.capacity:
-            self._wanting.pop(origin, None)
-            return Admission(is_granted=True)
-        unused = [
+        n_free = self.capacity - len(taken)
+        n_kept = sum(not held[each] for each in self._served if each != origin)
+        if n_free > (min(n_kept, 1) if held[origin] >= fair else 0):
+            return self._granted(origin, now_s)
+        given_up = [
             place
             for place in taken
-            if not place.has_begun
-            and (
-                now_s - place.assigned_s >= FIRST_JOB_S or (held[place.origin] > fair and held[origin] < fair)
-            )
+            if _may_be_given_up(place, now_s, is_for_share=held[place.origin] > fair > held[origin])
         ]
-        if not unused:
+        if n_free or not given_up:
             if len(self._wanting) < WANTING_MAX or origin in self._wanting:
                 self._wanting[origin] = now_s + WANT_S
             return Admission(is_granted=False)
+        chosen = min(
+            given_up,
+            key=lambda place: (place.has_begun, -held[place.origin], place.assigned_s, place.request_id),
+        )
+        return self._granted(origin, now_s, chosen.request_id)
+
+    def _granted(self, origin: NodeId, now_s: float, instead_of: str | None = None) -> Admission:
         self._wanting.pop(origin, None)
-        chosen = min(unused, key=lambda place: (-held[place.origin], place.assigned_s, place.request_id))
-        return Admission(is_granted=True, instead_of=chosen.request_id)
+        if len(self._served) < WANTING_MAX or origin in self._served:
+            self._served[origin] = now_s + WANT_S
+        return Admission(is_granted=True, instead_of=instead_of)
+
+
+def _may_be_given_up(place: Place, now_s: float, *, is_for_share: bool) -> bool:
+    """`is_for_share`: its origin has more than its share, and who asks has less."""
+    held_s = now_s - place.assigned_s
+    if place.has_begun:
+        return is_for_share and held_s >= TURN_S
+    return is_for_share or held_s >= FIRST_JOB_S
