@@ -20,8 +20,8 @@ import trio
 from bench.simulated_network import Place, SimulatedNetwork, random_place
 from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
-from swarmllm.node.auto_shard import next_step, plan_of, shape_of
 from swarmllm.node.capability import is_news
+from swarmllm.node.placing_plan import next_step, plan_of, shape_of
 from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
 from swarmllm.scheduling.coordinates import Coordinate, moved
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs

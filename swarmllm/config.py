@@ -284,11 +284,11 @@ class StoreTable:
 class AutoManageTable:
     """Models of which the swarm decides what this node holds; see docs/scheduling.md."""
 
-    models: tuple[str, ...] = _setting(
+    models: Annotated[tuple[str, ...], Meta(max_length=32)] = _setting(
         (), "Names of the models that are placed on this node; empty: it loads only what it is told."
     )
     max_memory_gib: Annotated[float, Meta(ge=0, le=2**20)] = _setting(
-        0.0, "For the layers of all models; 0 means half of this machine's memory."
+        0.0, "GiB for the layers of all models that are placed here; 0 means half of this machine's memory."
     )
     max_pipes: Annotated[int, Meta(ge=0, le=65536)] = _setting(
         0, "Complete pipelines after which no new one is begun; 0 means no limit."
@@ -297,9 +297,13 @@ class AutoManageTable:
     share: Annotated[tuple[str, ...], Meta(max_length=8)] = _setting(
         (), "Names of models that this node asks the others to hold parts of; it takes part itself."
     )
-    accept: tuple[str, ...] = _setting(
-        (),
-        "Node ids whose shared models may be placed here in max_memory_gib; `members`: every trusted node.",
+    accept: Annotated[tuple[str, ...], Meta(max_length=16)] = _setting(
+        ("private",),
+        "Node ids whose shared models may be placed here in max_memory_gib; `members`: every trusted node;"
+        " `private`: every trusted node where the swarm is private.",
+    )
+    max_disk_gib: Annotated[float, Meta(ge=0, le=2**20)] = _setting(
+        0.0, "GiB for what is fetched in order to place it here; 0 means as much as for memory."
     )
 
 

@@ -46,6 +46,7 @@ from swarmllm.node.data_dir import (
     when_free,
 )
 from swarmllm.node.remembered_loads import open_remembered_loads
+from swarmllm.node.share_book import open_share_book
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.links import StageLinks
@@ -55,6 +56,7 @@ from swarmllm.scheduling.observation import Observations
 from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
 from swarmllm.supervision import Supervision, supervise, supervise_started
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
+from swarmllm.swarm.membership.network_key import NetworkFile
 from swarmllm.swarm.membership.peer_lists import PeerLists
 from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.peers.trust import Deed
@@ -182,6 +184,7 @@ async def _open_rooms(
         await supervise_started(nursery, "registry", follow_router, registry, router)
         observations = Observations()
         remembered = await trio.to_thread.run_sync(open_remembered_loads, data_dir)
+        network = await trio.to_thread.run_sync(NetworkFile(data_dir).read)
         travel = ModelTransfer(
             router,
             registry,
@@ -224,6 +227,8 @@ async def _open_rooms(
             trust=trust,
             remembered=remembered,
             watchdog=watchdog,
+            book=await trio.to_thread.run_sync(open_share_book, data_dir),
+            is_private=network.is_private,
         )
         await supervise_started(nursery, "downloads", node.downloads.run)
         await supervise_started(nursery, "announcer", node.run)

@@ -158,6 +158,10 @@ class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=Fal
     ) = UNSET
     """In which the node can read rows, besides f32; names that a reader does not know mean nothing to it.
     Unset: none."""
+    placing_free_disk_bytes: Count | UnsetType = UNSET
+    """Disk space that is left for fetching them; unset: it does not say."""
+    accepts_shares_of: Annotated[tuple[ShortText, ...], Meta(max_length=16)] | UnsetType = UNSET
+    """Whose shared models may be placed on it: node ids, or `members` for every node that it trusts."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):

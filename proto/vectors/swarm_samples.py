@@ -180,6 +180,14 @@ PACKING_RECORD = swarm.NodeRecord(
     capability=swarm.NodeCapability(row_formats=("lossless", "q8_0")),
 )
 
+ACCEPTING_RECORD = swarm.NodeRecord(
+    node_id=NODE_A,
+    sequence=9,
+    capability=swarm.NodeCapability(
+        placing_free_bytes=2**33, placing_free_disk_bytes=2**34, accepts_shares_of=("members", NODE_B)
+    ),
+)
+
 REQUESTS: list[tuple[str, AnyRequest]] = [
     (
         "packed-pipeline-assignment",

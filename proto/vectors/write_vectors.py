@@ -21,6 +21,7 @@ import numpy as np
 from common_samples import HIDDEN, MODEL_ID, TOKEN_IDS
 from ipc_samples import IPC_MESSAGES
 from swarm_samples import (
+    ACCEPTING_RECORD,
     CONTROL_FRAMES,
     JOB_MESSAGES,
     NEIGHBOUR_MESSAGES,
@@ -83,6 +84,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     yield "record/node-record.bin", encode_record(RECORD)
     yield "record/packing-node-record.bin", encode_record(PACKING_RECORD)
     yield "record/sharing-node-record.bin", encode_record(SHARING_RECORD)
+    yield "record/accepting-node-record.bin", encode_record(ACCEPTING_RECORD)
     for name, request in REQUESTS:
         yield f"request/{name}.bin", encode_request(request)
     for name, response in RESPONSES:

@@ -31,7 +31,9 @@ FLAGS = {
     "--api-port": "api.port",
     "--load": "model.load",
     "--restore/--no-restore": "model.restore",
+    "--max-memory-gib": "auto_manage.max_memory_gib",
 }
+KINDS = {int: click.INT, float: click.FLOAT}
 
 
 def _configuration_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -40,7 +42,7 @@ def _configuration_flags(command: Callable[..., None]) -> Callable[..., None]:
         field = keys_of(table)[key]
         many = isinstance(field.default, tuple)
         text = str(field.metadata["doc"]) + (" May be given several times." if many else "")
-        kind = click.INT if type(field.default) is int else None
+        kind = KINDS.get(type(field.default))
         command = click.option(flag, key, type=kind, multiple=many, default=None, help=text)(command)
     return command
 

@@ -32,6 +32,8 @@ COMMANDS = {
     "join": LazyCommand("swarmllm.cli.invite", "Join the swarm that an invitation is for."),
     "network": LazyCommand("swarmllm.cli.network", "Make the swarm private; change its key."),
     "models": LazyCommand("swarmllm.cli.models", "List, add, fetch, load, check and remove models."),
+    "share": LazyCommand("swarmllm.cli.share", "Share a model out over the nodes of the swarm."),
+    "unshare": LazyCommand("swarmllm.cli.share", "End sharing a model; the nodes drop their parts."),
     "chat": LazyCommand("swarmllm.cli.chat", "Talk to a model, or ask it one question."),
     "run": LazyCommand("swarmllm.cli.run", "Answer one prompt; made for pipes."),
     "bench": LazyCommand("swarmllm.cli.bench", "Measure how fast the node answers."),

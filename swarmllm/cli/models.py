@@ -94,11 +94,8 @@ def add(path: Path, name: str | None, as_json: bool, api_url: str) -> None:
     their names. A part that is missing is named before anything is read. The model's id is the one that it
     has in one file.
     """
-    # A link stays one: what it leads to may have another name, by which no other part is found.
-    path = path.expanduser().absolute()
     with Client(api_url) as client:
-        events = client.post_progress("/api/admin/models", {"path": str(path), "name": name})
-        model = _follow(events, f"hashing {path.name}", show=not as_json)["model"]
+        model = add_file(client, path, name, show=not as_json)
     if as_json:
         print_json(model)
         return
@@ -268,6 +265,14 @@ def rm(name: str, as_json: bool, api_url: str) -> None:
     else:
         files = "file stays" if model["n_parts"] == 1 else f"{model['n_parts']} files stay"
         click.echo(f"{safe(model['name'])}: forgotten; its {files} at {safe(model['path'])}.")
+
+
+def add_file(client: Client, path: Path, name: str | None, *, show: bool) -> dict[str, Any]:
+    """The model, once the node has read and hashed its file; `show`: with a progress bar."""
+    # A link stays one: what it leads to may have another name, by which no other part is found.
+    path = path.expanduser().absolute()
+    events = client.post_progress("/api/admin/models", {"path": str(path), "name": name})
+    return dict(_follow(events, f"hashing {path.name}", show=show)["model"])
 
 
 def _path(name: str, action: str = "") -> str:

@@ -55,21 +55,11 @@ def pull(
     HF_TOKEN and HF_ENDPOINT are passed on from this command's environment, else the node's own count; proxies
     are those of the node's environment (HTTPS_PROXY).
     """
-    body = {
-        "source": source,
-        "layers": layers,
-        "name": name,
-        "sha256": sha256,
-        "hf_token": os.environ.get("HF_TOKEN") or None,
-        "hf_endpoint": os.environ.get("HF_ENDPOINT") or None,
-    }
     with Client(api_url) as client:
-        download = _follow(client, client.post(PATH, body), show=not as_json)
+        download = _fetched(client, source, name, layers, sha256, show=not as_json)
     if as_json:
         print_json(download)
-    if download["state"] != "done":
-        again = "what has arrived is kept: the same command goes on there"
-        raise CommandFailed(safe(download["error"]) or f"It was cancelled; {again}.")
+    _require_done(download)
     if as_json:
         return
     model, wanted = safe(download["model"]), f" --layers {layers}" if layers else ""
@@ -81,6 +71,33 @@ def pull(
         )
     else:
         click.echo(f"{model}: fetched. Load it: swarmllm models load {model}{wanted}")
+
+
+def fetch(client: Client, source: str, name: str | None, *, show: bool) -> dict[str, Any]:
+    """A whole model from the web, once the node has it; raises CommandFailed."""
+    download = _fetched(client, source, name, None, None, show=show)
+    _require_done(download)
+    return download
+
+
+def _fetched(
+    client: Client, source: str, name: str | None, layers: str | None, sha256: str | None, *, show: bool
+) -> dict[str, Any]:
+    body = {
+        "source": source,
+        "layers": layers,
+        "name": name,
+        "sha256": sha256,
+        "hf_token": os.environ.get("HF_TOKEN") or None,
+        "hf_endpoint": os.environ.get("HF_ENDPOINT") or None,
+    }
+    return _follow(client, client.post(PATH, body), show=show)
+
+
+def _require_done(download: dict[str, Any]) -> None:
+    if download["state"] != "done":
+        again = "what has arrived is kept: the same command goes on there"
+        raise CommandFailed(safe(download["error"]) or f"It was cancelled; {again}.")
 
 
 def _follow(client: Client, download: dict[str, Any], *, show: bool) -> dict[str, Any]:

@@ -1,21 +1,18 @@
 """AutoShardManager: this node's part in placing models, from the plan to one step at a time.
 
-Every few seconds it works out the plan (see `placing`) for each model that its user lets the swarm place
+Every few seconds it works out the plan (see `placing_plan`) for each model that its user lets the swarm place
 here, and takes one step towards it when the plan has asked the same of this node three times in a row. What
 is being loaded is told to the swarm as if it were held, so that nobody else starts on it. What the user
 loaded by hand or by the configuration is pinned: counted, never moved. A step that fails is tried again
-later.
-
-Everything that goes into a plan comes from records, this node's own included, so that all nodes plan from the
-same. Speeds wander with every forward; they go in as powers of the square root of two, or the plan would
-wander with them.
+later. Models are looked after side by side: one that takes an hour to arrive keeps no other waiting. What
+nodes share is followed as `shares` says; one that cannot be fetched loses its place to another.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,25 +20,26 @@ import trio
 from msgspec import UNSET, UnsetType
 
 from swarmllm.config import AutoManageTable
-from swarmllm.errors import SwarmLLMError
-from swarmllm.memory_info import memory_bytes
-from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge, subtract
-from swarmllm.node.shares import AcceptedShares
-from swarmllm.pipeline.route.inputs import Links, Load, circumstances
-from swarmllm.scheduling.coordinates import Coordinate
-from swarmllm.scheduling.cost import Workload
+from swarmllm.errors import Conflict, SwarmLLMError
+from swarmllm.models import CatalogueEntry, LayerRange, merge, subtract
+from swarmllm.node.placing_disk import PlacingDisk, memory_budget_bytes
+from swarmllm.node.placing_plan import next_step, plan_of, shape_of
+from swarmllm.node.share_book import SHARED_MAX, ShareBook
+from swarmllm.node.shares import ACCEPTED_MAX, AcceptedShares, accepted_writers
 from swarmllm.scheduling.hysteresis import CONSISTENT_TICKS, Hysteresis
-from swarmllm.scheduling.observation import Observations
-from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode, place
+from swarmllm.scheduling.observation import MAX_MODELS
+from swarmllm.scheduling.placement import ModelShape
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.swarm import NodeRecord, ShardAnnounce, SharedModel
+from swarmllm_proto.swarm import SharedModel
 
 log = logging.getLogger("swarmllm.node")
 
 RETRY_S = 30.0
 """After a step has failed."""
+FAILURES_MAX = 3
+"""So often in a row a model that others share may fail before it loses its place."""
 
 
 @dataclass(slots=True)
@@ -55,14 +53,23 @@ class PlacedModel:
     loading: tuple[LayerRange, ...] = ()
     managed: tuple[LayerRange, ...] = ()
     """What this manager loaded, and may drop."""
+    arrived: tuple[int, int] = (0, 0)
+    """(bytes that have come, bytes in all) of what is being fetched."""
     retry_at_s: float = 0.0
+    n_failures: int = 0
+    """In a row."""
     shared: bool = False
     """A node shares it; it is dropped when nobody does any more."""
+    withdrawn: bool = False
+    is_busy: bool = False
+    """A task looks after it."""
+    fetching: trio.CancelScope | None = None
     patience: Hysteresis = field(default_factory=Hysteresis)
 
 
 Find = Callable[[str], Awaitable[CatalogueEntry]]
 Act = Callable[[CatalogueEntry, LayerRange], Awaitable[object]]
+Fetch = Callable[[CatalogueEntry, LayerRange, Callable[[int, int], None]], Awaitable[object]]
 
 
 class AutoShardManager:
@@ -77,14 +84,29 @@ class AutoShardManager:
         load: Act,
         drop: Act,
         on_change: Callable[[], None],
+        fetch: Fetch | None = None,
+        disk: PlacingDisk | None = None,
+        book: ShareBook | None = None,
+        is_private: bool = False,
     ) -> None:
-        """`on_change` is called when the swarm should hear of what is being loaded."""
+        """`on_change` is called when the swarm should hear of what is being loaded. `fetch` brings what
+        `load` needs; None: `load` does. `disk` None: no limit. `book`: what was shared by command.
+        `is_private`: the swarm has a key."""
         self.models = [PlacedModel(name) for name in settings.models]
         self.shares: tuple[SharedModel, ...] | UnsetType = UNSET
         """What this node shares; unset where it shares nothing, and until it has looked what is here."""
-        self._to_share = settings.share
-        self._accepted = AcceptedShares(settings.accept)
-        self._budget_bytes = int(settings.max_memory_gib * 2**30) or memory_bytes()[0] // 2
+        self.accepts = accepted_writers(settings.accept, is_private=is_private)
+        """Whose shares it follows: node ids, or `members`."""
+        self._fetch = fetch
+        self._disk = disk
+        self._book = book or ShareBook()
+        self._to_share = list(settings.share)
+        if self._book.shared:
+            self.shares = tuple(SharedModel(model_id=m, name=name) for m, name in self._book.shared.items())
+        self._accepted = AcceptedShares(
+            self.accepts, max(0, min(ACCEPTED_MAX, MAX_MODELS - len(settings.models)))
+        )
+        self._budget_bytes = memory_budget_bytes(settings)
         self._max_pipes = settings.max_pipes or None
         self._interval_s = settings.interval_s
         self._node_id = node_id
@@ -95,66 +117,132 @@ class AutoShardManager:
         self._drop = drop
         self._on_change = on_change
         self._shapes: dict[str, ModelShape] = {}
+        self._configured_shares: set[ModelId] = set()
+        self._wake = trio.Event()
 
     async def run(self) -> None:
-        """Until cancelled; at once over where there is nothing to place."""
-        while self.models or self._to_share or self._accepted.accept:
-            await self.tick(trio.current_time())
-            await trio.sleep(self._interval_s)
+        """Until cancelled."""
+        async with trio.open_nursery() as looks:
+            while True:
+                await self._begin_looks(trio.current_time(), looks)
+                with trio.move_on_after(self._interval_s):
+                    await self._wake.wait()
+                self._wake = trio.Event()
 
     async def tick(self, now_s: float) -> None:
+        """One look at every model, and what follows from it, to its end."""
+        async with trio.open_nursery() as looks:
+            await self._begin_looks(now_s, looks)
+
+    async def _begin_looks(self, now_s: float, looks: trio.Nursery) -> None:
+        """One at a time at each model."""
         await self._follow_shares(now_s)
         for model in self.models:
-            if now_s < model.retry_at_s:
-                continue
-            try:
+            if not model.is_busy and now_s >= model.retry_at_s:
+                model.is_busy = True
+                looks.start_soon(self._attend, model, now_s)
+
+    async def _attend(self, model: PlacedModel, now_s: float) -> None:
+        began_s = trio.current_time()
+        try:
+            if model.withdrawn:
+                await self._forget(model)
+            else:
                 await self._look_after(model)
-            except SwarmLLMError as error:
-                model.state = error.message
-                model.retry_at_s = now_s + (RETRY_S if model.model_id or model.shared else 0.0)
-                log.info("placing %s: %s", model.name, error.message)
+                model.n_failures = 0
+        except SwarmLLMError as error:
+            model.state = error.message
+            now_s += trio.current_time() - began_s
+            model.retry_at_s = now_s + (RETRY_S if model.model_id or model.shared else 0.0)
+            model.n_failures += 1
+            log.info("placing %s: %s", model.name, error.message)
+            if model.shared and not model.managed and model.n_failures >= FAILURES_MAX:
+                log.info("placing %s: given up for now, after %d failures", model.name, model.n_failures)
+                self._accepted.cannot_be_fetched(ModelId(model.name), now_s)
+                model.retry_at_s = 0.0
+        finally:
+            model.is_busy = False
 
     async def _follow_shares(self, now_s: float) -> None:
-        if self._to_share and (self.shares is UNSET or len(self.shares) < len(self._to_share)):
+        if self._to_share:
             await self._share_what_is_here()
         shared = self._accepted.follow(self._node_id, self._registry.working_nodes(), now_s)
-        configured = {model.model_id for model in self.models if not model.shared}
+        configured = {model.model_id: model for model in self.models if not model.shared}
         for model in [model for model in self.models if model.shared]:
-            if model.name in shared and model.name not in configured:
+            if (other := configured.get(ModelId(model.name))) is not None and not model.is_busy:
+                other.managed = merge([*other.managed, *model.managed])
+                self.models.remove(model)
+                self._on_change()
                 continue
-            if model.name not in shared and not await self._forget(model, now_s):
-                continue
-            self.models.remove(model)
-            self._on_change()
-        known = {model.name for model in self.models} | configured
+            if model.name not in shared and not model.withdrawn:
+                model.retry_at_s = 0.0
+            model.withdrawn = model.name not in shared
+            if model.withdrawn and model.fetching is not None:
+                model.fetching.cancel()
+        known = {model.name for model in self.models} | configured.keys()
         self.models += [PlacedModel(name, shared=True) for name in shared if name not in known]
+        if self.takes_part:
+            await self._learn_shapes(self._pool.models())
+            if self._disk is not None:
+                await self._disk.look()
 
     async def _share_what_is_here(self) -> None:
-        shares: dict[str, SharedModel] = {}
-        for name in self._to_share:
+        for name in list(self._to_share):
             try:
                 entry = await self._find(name)
             except SwarmLLMError as error:
                 log.info("sharing %s: %s", name, error.message)
-            else:
-                shares[entry.model_id] = SharedModel(model_id=entry.model_id, name=entry.name)
-        if tuple(shares.values()) != self.shares:
-            self.shares = tuple(shares.values())
+                continue
+            self._to_share.remove(name)
+            self._configured_shares.add(entry.model_id)
+            self._set_shares({entry.model_id: entry.name})
+
+    def _set_shares(self, more: dict[ModelId, str]) -> None:
+        shares = {share.model_id: share.name for share in self.shares or ()} | more
+        self.shares = tuple(SharedModel(model_id=m, name=name) for m, name in shares.items())[:SHARED_MAX]
+        self._on_change()
+
+    async def share(self, entry: CatalogueEntry) -> None:
+        """Ask the others to hold parts of it, now and after each start; this node takes part itself. Raises
+        Conflict (too many are shared)."""
+        shares = {share.model_id for share in self.shares or ()} | self._book.shared.keys()
+        if entry.model_id not in shares and len(shares) + len(self._to_share) >= SHARED_MAX:
+            raise Conflict(f"this node shares {SHARED_MAX} models already, and not more.", field="model")
+        self._book.shared[entry.model_id] = entry.name
+        await self._book.save()
+        self._set_shares({entry.model_id: entry.name})
+        self._wake.set()
+
+    async def unshare(self, model_id: ModelId) -> None:
+        """Those that hold parts of it for this share drop them. Raises Conflict (it is not shared by this
+        node, or by its configuration)."""
+        if model_id in self._configured_shares:
+            raise Conflict("the configuration shares this model: see auto_manage.share.", field="model")
+        if model_id not in self._book.shared:
+            raise Conflict("this node does not share this model.", field="model")
+        del self._book.shared[model_id]
+        await self._book.save()
+        self.shares = tuple(share for share in self.shares or () if share.model_id != model_id)
+        self._on_change()
+        self._wake.set()
+
+    async def _forget(self, model: PlacedModel) -> None:
+        """Drop what was loaded for a share that was withdrawn."""
+        for layers in model.managed:
+            for loaded in self._loaded_of(ModelId(model.name), layers):
+                model.state = f"dropping {loaded}"
+                await self._drop(await self._find(model.name), loaded)
+            model.managed = subtract(model.managed, [layers])
+        if self._disk is not None:
+            await self._disk.end(ModelId(model.name))
+        # It may have been shared again meanwhile.
+        if model.withdrawn and model in self.models:
+            self.models.remove(model)
             self._on_change()
 
-    async def _forget(self, model: PlacedModel, now_s: float) -> bool:
-        """Drop what was loaded for a share that was withdrawn; False: not all of it could be dropped."""
-        if now_s < model.retry_at_s:
-            return False
-        try:
-            for layers in model.managed:
-                await self._drop(await self._find(model.name), layers)
-                model.managed = subtract(model.managed, [layers])
-        except SwarmLLMError as error:
-            model.state, model.retry_at_s = error.message, now_s + RETRY_S
-            log.info("dropping %s, which is not shared any more: %s", model.name, error.message)
-            return False
-        return True
+    def _loaded_of(self, model_id: ModelId, layers: LayerRange) -> tuple[LayerRange, ...]:
+        """The parts of `layers` that are loaded."""
+        return subtract([layers], subtract([layers], self._pool.loaded(model_id)))
 
     # What the swarm is told.
 
@@ -163,9 +251,19 @@ class AutoShardManager:
         return tuple(sorted({model.model_id for model in self.models if model.model_id}))
 
     @property
+    def takes_part(self) -> bool:
+        """Whether anything is or may be placed here."""
+        return bool(self.models or self.accepts or self.shares)
+
+    @property
     def free_bytes(self) -> int:
         """Of the budget; layers that the user loaded count too."""
-        return max(0, self._budget_bytes - self._used_bytes()) if self.models else 0
+        return self.own_room[0] if self.takes_part else 0
+
+    @property
+    def free_disk_bytes(self) -> int | UnsetType:
+        """Of the budget for what has to be fetched; unset: there is none."""
+        return UNSET if self._disk is None or not self.takes_part else self._disk.free_bytes
 
     def loading(self, model_id: ModelId) -> tuple[LayerRange, ...]:
         return next((model.loading for model in self.models if model.model_id == model_id), ())
@@ -180,6 +278,32 @@ class AutoShardManager:
         for model in self.models:
             if model.model_id == model_id:
                 model.managed = subtract(model.managed, [layers])
+        if self._disk is not None:
+            self._disk.belongs_to_user(model_id)
+
+    async def learn_shapes(self) -> None:
+        """Of what is loaded, so that `own_room` counts it."""
+        await self._learn_shapes(self._pool.models())
+
+    def shape_of(self, model_id: ModelId) -> ModelShape | None:
+        """None: it was not looked at yet."""
+        return self._shapes.get(model_id)
+
+    @property
+    def max_pipes(self) -> int | None:
+        return self._max_pipes
+
+    @property
+    def own_room(self) -> tuple[int, int]:
+        """(bytes of memory, bytes of disk) that are left of the budgets, whether or not this node takes
+        part in anything yet."""
+        memory_bytes = max(0, self._budget_bytes - self._used_bytes())
+        return memory_bytes, 2**62 if self._disk is None else self._disk.free_bytes
+
+    async def _learn_shapes(self, model_ids: Iterable[ModelId]) -> None:
+        for model_id in list(model_ids):
+            if model_id not in self._shapes:
+                self._shapes[model_id] = shape_of((await self._find(model_id)).manifest)
 
     def _used_bytes(self) -> int:
         held = {model_id: list(ranges) for model_id, ranges in self._pool.models().items()}
@@ -195,9 +319,7 @@ class AutoShardManager:
 
     async def _look_after(self, model: PlacedModel) -> None:
         entry = await self._find(model.name)
-        for model_id in (entry.model_id, *self._pool.models()):
-            if model_id not in self._shapes:
-                self._shapes[model_id] = shape_of((await self._find(model_id)).manifest)
+        await self._learn_shapes((entry.model_id, *self._pool.models()))
         if model.model_id != entry.model_id:
             model.model_id = entry.model_id
             self._on_change()
@@ -240,129 +362,36 @@ class AutoShardManager:
         log.info("placing %s: loading %s", model.name, layers)
         self._on_change()
         try:
+            if not await self._bring(model, entry, layers):
+                return
+            model.state = f"loading {layers}"
             await self._load(entry, layers)
             model.managed = merge([*model.managed, layers])
             model.state = "loaded"
+            self._accepted.was_fetched(entry.model_id)
         finally:
-            model.loading = ()
+            model.loading, model.arrived = (), (0, 0)
             self._on_change()
 
+    async def _bring(self, model: PlacedModel, entry: CatalogueEntry, layers: LayerRange) -> bool:
+        """Fetch what `layers` need within the budget for the disk; False: there is no room, or the share was
+        withdrawn meanwhile."""
+        placed = {each.model_id for each in self.models if each.model_id}
+        if self._disk is not None:
+            if not await self._disk.make_room(entry, layers, keep={*placed, *self._pool.models()}):
+                model.state = f"waits for disk space for {layers}"
+                return False
+            await self._disk.begin(entry)
 
-NOBODY = NodeId("")
-QUICKEST_S, SLOWEST_S = 1e-7, 100.0
-"""Per layer and row: beyond, a node is wrong about itself or lies."""
+        def arrived(done_bytes: int, total_bytes: int) -> None:
+            model.arrived = (done_bytes, total_bytes)
 
-HELD_MAX = 1024
-"""Ranges that a plan counts, all nodes together. Each node's share is the same: its widest ones. A plan takes
-half a second with that, and ten times as long with four times as many."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What to do next; at most one of the two."""
-
-    load: LayerRange | None = None
-    drop: LayerRange | None = None
-    waits_for: str = ""
-    """Why nothing can be done, though something should."""
-
-
-def shape_of(manifest: Manifest) -> ModelShape:
-    sizes = dict.fromkeys(("layer", "embedding", "head", "header"), 0)
-    for shard in manifest.shards:
-        sizes[shard.kind] = max(sizes[shard.kind], shard.size_bytes)
-    tied = sizes["embedding"] if manifest.tied_embedding else 0
-    return ModelShape(
-        manifest.n_layers,
-        manifest.cut_alignment,
-        max(1, sizes["layer"]),
-        sizes["embedding"],
-        sizes["head"] + tied,
-    )
-
-
-def plan_of(manifest: Manifest, records: Mapping[NodeId, NodeRecord], max_pipes: int | None) -> Placement:
-    """`records`: of this node and of those that are connected and trusted."""
-    model_id = manifest.model_id
-    said = {
-        node_id: announced
-        for node_id, record in records.items()
-        for announced in record.models
-        if announced.model_id == model_id
-    }
-    involved = {
-        node_id: record
-        for node_id, record in records.items()
-        if node_id in said or model_id in record.capability.placed_models
-    }
-    speeds = circumstances(
-        NOBODY,
-        manifest,
-        Workload(),
-        involved,
-        {node_id: record.capability for node_id, record in involved.items()},
-        Links(),
-        Observations(),
-        Load(),
-    ).speeds
-    n_ranges = max(1, HELD_MAX // max(1, len(involved)))
-    nodes = [
-        _node(record, said.get(node_id), model_id, speeds[node_id].decode_s, n_ranges)
-        for node_id, record in involved.items()
-    ]
-    return place(shape_of(manifest), nodes, max_pipes)
-
-
-def next_step(
-    held: tuple[LayerRange, ...],
-    target: tuple[LayerRange, ...],
-    pinned: tuple[LayerRange, ...],
-    elsewhere: Iterable[LayerRange],
-    free_bytes: int,
-    shape: ModelShape,
-) -> Step:
-    """From what is held to what is wanted. `elsewhere`: what other connected nodes have ready; what none of
-    them has is the last copy, and stays. `pinned` stays in any case. Loading comes first, so that there is
-    never less in the swarm than before; where there is no room, dropping does."""
-    wanted = subtract(target, held)
-    surplus = subtract(subtract(held, target), pinned)
-    safe = [layers for layers in surplus if covers(elsewhere, layers)]
-    for layers in wanted:
-        if shape.n_bytes(layers) <= free_bytes:
-            return Step(load=layers)
-    if safe:
-        return Step(drop=safe[0])
-    if wanted:
-        return Step(waits_for=f"room for {wanted[0]}")
-    if surplus:
-        return Step(waits_for=f"another holder of {surplus[0]}")
-    return Step()
-
-
-def _node(
-    record: NodeRecord, announced: ShardAnnounce | None, model_id: ModelId, layer_s: float, n_ranges: int
-) -> PlacementNode:
-    said, takes_part = record.capability, model_id in record.capability.placed_models
-    held: tuple[LayerRange, ...] = ()
-    pinned: tuple[LayerRange, ...] = ()
-    if announced is not None:
-        held = _widest((*announced.ranges, *announced.loading), n_ranges)
-        pinned = _widest(announced.pinned, n_ranges)
-    where = said.coordinate
-    return PlacementNode(
-        record.node_id,
-        said.placing_free_bytes,
-        2 ** (round(2 * math.log2(min(SLOWEST_S, max(QUICKEST_S, layer_s)))) / 2),
-        held,
-        pinned,
-        Coordinate(where.position_s, where.height_s, where.error) if where is not None else None,
-        takes_part,
-    )
-
-
-def _widest(pairs: Iterable[tuple[int, int]], n_ranges: int) -> tuple[LayerRange, ...]:
-    """In the fewest ranges; where there are too many, those with most layers."""
-    merged = merge(LayerRange(*pair) for pair in pairs)
-    if len(merged) <= n_ranges:
-        return merged
-    return tuple(sorted(sorted(merged, key=lambda layers: (-len(layers), layers.start))[:n_ranges]))
+        arriving = nullcontext() if self._disk is None else self._disk.arriving(entry, layers)
+        with arriving, trio.CancelScope() as model.fetching:
+            try:
+                if self._fetch is not None:
+                    model.state = f"fetching {layers}"
+                    await self._fetch(entry, layers, arrived)
+            finally:
+                model.fetching = None
+        return not model.withdrawn

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm.memory_info import memory_bytes
 from swarmllm.node.admission import Admission
@@ -117,6 +117,8 @@ def describe(
     room: Room,
     placed_models: tuple[ModelId, ...],
     placing_free_bytes: int,
+    placing_free_disk_bytes: int | UnsetType,
+    accepts_shares_of: tuple[str, ...],
 ) -> NodeCapability:
     total_bytes, free_bytes = memory_bytes()
     measured = sorted(
@@ -153,6 +155,8 @@ def describe(
         placed_models=placed_models[:MAX_MODELS],
         placing_free_bytes=placing_free_bytes,
         row_formats=ROW_FORMATS[1:],
+        placing_free_disk_bytes=placing_free_disk_bytes,
+        accepts_shares_of=accepts_shares_of or UNSET,
     )
 
 
@@ -198,6 +202,8 @@ def _counts(capability: NodeCapability) -> tuple[object, ...]:
         capability.max_requests,
         min(capability.free_slots, FEW),
         capability.placing_free_bytes,
+        capability.placing_free_disk_bytes,
+        capability.accepts_shares_of,
         capability.placed_models,
         capability.memory_bytes_per_s,
         capability.flops,

@@ -36,8 +36,11 @@ from swarmllm.node.metrics import Metrics
 from swarmllm.node.model_keeper import ModelKeeper
 from swarmllm.node.on_demand import FOREVER_S, OnDemand
 from swarmllm.node.peer_lookup import PeerLookup
+from swarmllm.node.placing_disk import PlacingDisk, disk_budget_bytes
 from swarmllm.node.remembered_loads import LoadRestorer, RememberedLoads
 from swarmllm.node.requests import UserRequests
+from swarmllm.node.share_book import ShareBook
+from swarmllm.node.sharing import Sharing
 from swarmllm.node.texts import Texts
 from swarmllm.node.views import PeerView, Readiness, RequestCounts
 from swarmllm.pipeline.origin.generation import Generation, Prompt
@@ -86,7 +89,11 @@ class Node:
         trust: Trust | None = None,
         remembered: RememberedLoads | None = None,
         watchdog: LoopWatchdog | None = None,
+        book: ShareBook | None = None,
+        is_private: bool = False,
     ) -> None:
+        """`book`: what was shared by command, and fetched for others' shares. `is_private`: the swarm has a
+        key."""
         inference = config.inference
         self.nickname = config.nickname
         self.admission = Admission(
@@ -134,16 +141,27 @@ class Node:
         )
         self.peer_lookup = PeerLookup(router, registry, trust or Trust())
         self._observations = observations or Observations()
+        book = book or ShareBook()
         self.placing = AutoShardManager(
             config.auto_manage,
             node_id=router.node_id,
             registry=registry,
             pool=pool,
             find=self.models.find,
+            fetch=travel.ensure,
             load=lambda entry, layers: self.models.hold(entry, layers, _unseen, _unseen),
             drop=self.models.drop,
             on_change=self.holdings_changed,
+            disk=PlacingDisk(
+                disk_budget_bytes(config.auto_manage),
+                book,
+                known=lambda model_id: trio.to_thread.run_sync(catalogue.get, model_id),
+                remove=self.models.remove,
+            ),
+            book=book,
+            is_private=is_private,
         )
+        self.sharing = Sharing(self.placing, registry, router.node_id, find=self.models.find)
         self._announcer = Announcer(
             config.nickname,
             router=router,
@@ -361,6 +379,8 @@ class Node:
             self._pipelines.room(),
             self.placing.model_ids,
             self.placing.free_bytes,
+            self.placing.free_disk_bytes,
+            self.placing.accepts,
         )
 
 

@@ -66,6 +66,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/apply-template": {"model": "guide", "messages": USER},
     "/api/admin/models": {"path": "/nowhere/x.gguf", "name": "x"},
     "/api/admin/downloads": {"source": "https://127.0.0.1/x.gguf", "layers": "0:4"},
+    "/api/admin/shares": {"model": "guide"},
     "/api/admin/models/{name}/load": {"layers": "0:4"},
     "/api/admin/models/{name}/unload": {"layers": "0:4"},
     "/api/admin/models/{name}/pin": {"pinned": True},

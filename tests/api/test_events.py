@@ -26,7 +26,7 @@ from swarmllm.api.http.limits import HttpLimits
 from swarmllm.errors import NodeUnreachable
 from swarmllm.keys import KeyFile
 
-SECTIONS = {"node", "peers", "models", "requests", "downloads", "work"}
+SECTIONS = {"node", "peers", "models", "requests", "downloads", "shares", "work"}
 
 
 class Reader:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import httpx
 import pytest
 from daemon_process import wait_for
 from deadlines import PATIENCE_S
-from doc_blocks import PAGES, SOME_ADDRESS, SOME_ID, Block, Machine, blocks
+from doc_blocks import PAGES, SOME_ID, Block, Machine, blocks
 from other_guide import other_guide
 from shelf import open_shelf
 
@@ -66,12 +67,11 @@ class RunningNode:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], RunningNode]]:
-    """Start a node on a machine of that name. All are stopped at the end."""
+def start() -> Iterator[Callable[[Machine, str], RunningNode]]:
+    """Start a node on a machine. All are stopped at the end."""
     with ExitStack() as stack:
 
-        def start_one(name: str, command: str) -> RunningNode:
-            machine = Machine(tmp_path_factory.mktemp("machines") / name)
+        def start_one(machine: Machine, command: str) -> RunningNode:
             node = RunningNode(machine, command)
             stack.callback(node.stop)
             return node
@@ -80,9 +80,12 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, s
 
 
 @pytest.fixture(scope="module")
-def node(start: Callable[[str, str], RunningNode]) -> RunningNode:
+def node(
+    start: Callable[[Machine, str], RunningNode], tmp_path_factory: pytest.TempPathFactory
+) -> RunningNode:
     """One that serves the whole guide."""
-    node = start("only", "swarmllm daemon --load guide")
+    machine = Machine(tmp_path_factory.mktemp("machines") / "only")
+    node = start(machine, "swarmllm daemon --load guide")
     wait_for(lambda: node.answers("guide"), PATIENCE_S, "the guide to be loaded")
     return node
 
@@ -109,41 +112,46 @@ def test_json_in_pages_is_json(block: Block) -> None:
 
 
 def test_three_machines_follow_the_quickstart(
-    start: Callable[[str, str], RunningNode], monkeypatch: pytest.MonkeyPatch
+    start: Callable[[Machine, str], RunningNode], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with open_shelf() as hub:
         hub.files["/ORG/REPO/resolve/main/FILE.gguf"] = other_guide("H")
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        _follow_the_quickstart(start)
+        _follow_the_quickstart(start, tmp_path)
         assert hub.n_bytes < 2 * len(other_guide("H")), "each machine has fetched more than its part"
 
 
-def _follow_the_quickstart(start: Callable[[str, str], RunningNode]) -> None:
+def _follow_the_quickstart(start: Callable[[Machine, str], RunningNode], folder: Path) -> None:
+    machines = {name: Machine(folder / name) for name in ("first", "second", "third")}
+    _put_model(machines["first"].home / "models" / "qwen.gguf")
     nodes: dict[str, RunningNode] = {}
     asked: list[str] = []
+    invitation = ""
     for block in blocks(QUICKSTART, "sh", "python"):
         name = block.machine or "second"
         if block.commands[0].startswith("swarmllm daemon"):
-            address = nodes["first"].address if nodes else ""
             (command,) = block.commands
-            nodes[name] = start(name, SOME_ADDRESS.sub(address, command))
-            if name == "first":
-                _put_model(nodes[name].machine.home / "models" / "qwen.gguf")
+            nodes[name] = start(machines[name], command)
             continue
-        if len(nodes) == 3:
-            for each in nodes.values():
-                wait_for(lambda each=each: each.answers("guide"), PATIENCE_S, "all layers held")
-        done = wait_for(partial(_worked, nodes[name], block), PATIENCE_S, str(block))
+        typed = replace(block, code=block.code.replace("INVITATION", invitation))
+        done = wait_for(partial(_worked, machines[name], nodes.get(name), typed), PATIENCE_S, str(block))
+        if block.commands == ["swarmllm invite"]:
+            invitation = done.stdout.strip()
         asked.append(done.stdout)
+        if block.commands[0].startswith("swarmllm share"):
+            # Shown once: that every layer is held, though each machine has room for a part only.
+            assert "complete. " in done.stdout
     assert set(nodes) == {"first", "second", "third"}
     shown = "\n".join(asked)
-    for expected in ("kitchen", "attic", "garage", "4:8", "pipeline", "shared: fetched"):
+    for expected in ("kitchen", "attic", "garage", "pipeline", "tokens/s", "parted: fetched"):
         assert expected in shown
-    assert (nodes["second"].machine.home / "answer.txt").read_text().strip()
+    assert (machines["second"].home / "answer.txt").read_text().strip()
 
 
-def _worked(node: RunningNode, block: Block) -> subprocess.CompletedProcess[str] | None:
-    done = node.type(block)
+def _worked(
+    machine: Machine, node: RunningNode | None, block: Block
+) -> subprocess.CompletedProcess[str] | None:
+    done = node.type(block) if node is not None else machine.run("sh", "-ec", block.code)
     print(block, done.stdout, done.stderr)
     return done if done.returncode == 0 else None
 

@@ -3,60 +3,36 @@ that the swarm has less than before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import pytest
 from node_ids import A, B, C, D
+from placing_members import (
+    DIGEST,
+    ENTRY,
+    LAYER_BYTES,
+    WHOLE,
+    Member,
+    holder,
+    layers_of,
+    live,
+    ranges,
+    tell,
+)
 
-from swarmllm.config import AutoManageTable
 from swarmllm.errors import NodeUnreachable
-from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge, subtract
+from swarmllm.models import LayerRange, covers
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
-from swarmllm.models.model_files import FileState
-from swarmllm.node.auto_shard import HELD_MAX, RETRY_S, AutoShardManager, Step, next_step, plan_of, shape_of
-from swarmllm.node.shares import ACCEPTED_MAX, GONE_S, SILENT_S
+from swarmllm.node.auto_shard import RETRY_S
+from swarmllm.node.placing_plan import HELD_MAX, Step, next_step, plan_of, shape_of
 from swarmllm.scheduling.hysteresis import CONSISTENT_TICKS, Hysteresis
 from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode
-from swarmllm.swarm.records.registry import Registry
-from swarmllm.workerpool import WorkerPool
-from swarmllm_proto.codec import decode_record, encode_record
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce, SharedModel
+from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
 
-LAYER_BYTES = 2**20
 SHAPE = ModelShape(12, 1, 100)
-WHOLE = LayerRange(0, 12)
-DIGEST = "0" * 64
-
-
-def make_entry() -> CatalogueEntry:
-    shards = tuple(
-        Shard(index=i, kind="layer", size_bytes=LAYER_BYTES, blake3=DIGEST, tensors=()) for i in range(12)
-    )
-    manifest = Manifest(
-        name="m",
-        architecture="arithmetic",
-        n_layers=12,
-        n_embd=4,
-        n_vocab=10,
-        context_length=100,
-        cut_alignment=1,
-        whole_reason="",
-        tied_embedding=False,
-        size_bytes=1,
-        shards=shards,
-    )
-    return CatalogueEntry(manifest.model_id, "m", Path("/nowhere"), manifest, FileState(1, 1))
-
-
-ENTRY = make_entry()
-
-
-def ranges(*texts: str) -> tuple[LayerRange, ...]:
-    return tuple(map(LayerRange.parse, texts))
 
 
 @pytest.mark.parametrize(
@@ -94,117 +70,6 @@ def test_three_of_the_same_in_a_row_are_enough_and_another_one_begins_anew() -> 
     assert [patience.see(wish) for wish in "aabaaa"] == [False] * 5 + [True]
     patience.forget()
     assert not patience.see("a")
-
-
-class MemoryPool:
-    """Holds whatever it is given."""
-
-    def __init__(self) -> None:
-        self.held: tuple[LayerRange, ...] = ()
-
-    def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
-        return self.held if model_id == ENTRY.model_id else ()
-
-    def models(self) -> dict[str, tuple[LayerRange, ...]]:
-        return {ENTRY.model_id: self.held} if self.held else {}
-
-
-class Member:
-    """A manager with its node's registry; `tell` is its gossip."""
-
-    def __init__(
-        self,
-        node_id: str,
-        n_layers: int,
-        max_pipes: int = 0,
-        may_work: Callable[[str], bool] = lambda node_id: True,
-    ) -> None:
-        self.node_id, self.pool = node_id, MemoryPool()
-        self.registry = Registry(node_id, may_work)
-        self.acts: list[str] = []
-        self.failure: NodeUnreachable | None = None
-        self.manager = AutoShardManager(
-            AutoManageTable(("m",), n_layers * LAYER_BYTES / 2**30, max_pipes),
-            node_id=node_id,
-            registry=self.registry,
-            pool=cast(WorkerPool, self.pool),
-            find=self._find,
-            load=self._load,
-            drop=self._drop,
-            on_change=lambda: None,
-        )
-
-    async def _find(self, name: str) -> CatalogueEntry:
-        return ENTRY
-
-    async def _load(self, entry: CatalogueEntry, layers: LayerRange) -> None:
-        self.acts.append(f"load {layers}")
-        assert self.manager.loading(ENTRY.model_id) == (layers,)
-        if self.failure is not None:
-            raise self.failure
-        self.pool.held = merge([*self.pool.held, layers])
-
-    async def _drop(self, entry: CatalogueEntry, layers: LayerRange) -> None:
-        self.acts.append(f"drop {layers}")
-        if self.failure is not None:
-            raise self.failure
-        self.pool.held = subtract(self.pool.held, [layers])
-
-    def record(self) -> bytes:
-        def pairs(held: tuple[LayerRange, ...]) -> tuple[tuple[int, int], ...]:
-            return tuple((each.start, each.end) for each in held)
-
-        announced = ShardAnnounce(
-            model_id=ENTRY.model_id,
-            name="m",
-            n_layers=12,
-            ranges=pairs(self.pool.held),
-            loading=pairs(self.manager.loading(ENTRY.model_id)),
-            pinned=pairs(self.manager.pinned(ENTRY.model_id)),
-        )
-        capability = NodeCapability(
-            placed_models=self.manager.model_ids, placing_free_bytes=self.manager.free_bytes
-        )
-        return encode_record(
-            NodeRecord(
-                node_id=self.node_id, models=(announced,) if self.pool.held else (), capability=capability
-            )
-        )
-
-
-def tell(member: Member, record: NodeRecord) -> None:
-    """What another node says of itself."""
-    member.registry.apply(record.node_id, encode_record(record))
-
-
-def holder(node_id: str, *, ready: str = "", loading: str = "") -> NodeRecord:
-    """It takes part and has no room left."""
-    announced = ShardAnnounce(
-        model_id=ENTRY.model_id,
-        name="m",
-        n_layers=12,
-        ranges=tuple((each.start, each.end) for each in ranges(*ready.split())),
-        loading=tuple((each.start, each.end) for each in ranges(*loading.split())),
-    )
-    capability = NodeCapability(placed_models=(ENTRY.model_id,))
-    return NodeRecord(node_id=node_id, models=(announced,), capability=capability)
-
-
-async def live(members: list[Member], n_ticks: int, since_s: float = 0.0, others: Iterable[str] = ()) -> None:
-    """Gossip, then one look of everybody, `n_ticks` times; `others` are connected too."""
-    for tick in range(n_ticks):
-        for member in members:
-            member.registry.set_connected(
-                {other.node_id for other in members} - {member.node_id} | set(others)
-            )
-            for other in members:
-                member.registry.apply(other.node_id, other.record())
-        for member in members:
-            await member.manager.tick(since_s + 5.0 * tick)
-
-
-def layers_of(members: list[Member]) -> list[LayerRange]:
-    return [layers for member in members for layers in member.pool.held]
 
 
 async def test_nobody_moves_before_three_looks_agree() -> None:
@@ -350,127 +215,10 @@ def test_of_what_others_say_they_hold_a_plan_counts_a_bounded_part() -> None:
         return Placement()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swarmllm.node.auto_shard.place", look)
+        patch.setattr("swarmllm.node.placing_plan.place", look)
         plan_of(ENTRY.manifest, records, None)
     assert sum(len(node.held) for node in seen) <= HELD_MAX
     by_id = {node.node_id: node for node in seen}
     assert by_id["honest"].held == (LayerRange(0, 12),)
     assert all(len(node.held) == len(node.pinned) == 4 for node in seen if node.node_id != "honest")
     assert LayerRange(2, 5) in by_id["n000"].held
-
-
-class SharingMember(Member):
-    """Nothing is configured to be placed on it but what others share."""
-
-    def __init__(self, node_id: str, n_layers: int, *accept: str, share: tuple[str, ...] = ()) -> None:
-        super().__init__(node_id, n_layers)
-        self.manager = AutoShardManager(
-            AutoManageTable((), n_layers * LAYER_BYTES / 2**30, share=share, accept=accept),
-            node_id=NodeId(node_id),
-            registry=self.registry,
-            pool=cast(WorkerPool, self.pool),
-            find=self._find,
-            load=self._load,
-            drop=self._drop,
-            on_change=lambda: None,
-        )
-
-    async def _find(self, name: str) -> CatalogueEntry:
-        if name not in (ENTRY.model_id, "m"):
-            raise NodeUnreachable("nobody has it")
-        return ENTRY
-
-    def record(self) -> bytes:
-        record = decode_record(super().record())
-        return encode_record(msgspec.structs.replace(record, shares=self.manager.shares))
-
-
-SHARE = SharedModel(model_id=ENTRY.model_id, name="m")
-
-
-async def test_those_that_accept_a_share_hold_it_within_their_budget_until_it_is_withdrawn() -> None:
-    members = [SharingMember(A, 5), SharingMember(B, 4, "members"), SharingMember(C, 4, A)]
-    refuses = SharingMember(D, 12, B)
-    everybody: list[Member] = [*members, refuses]
-    members[0].manager.shares = (SHARE,)
-    await live(everybody, 12)
-    assert merge(layers_of(everybody)) == (WHOLE,)
-    assert [sum(map(len, member.pool.held)) <= n for member, n in zip(members, (5, 4, 4), strict=True)] == [
-        True
-    ] * 3
-    assert refuses.acts == []
-    members[0].manager.shares = ()
-    await live(everybody, 2, 60.0)
-    assert layers_of(everybody) == []
-    assert all(not member.manager.models for member in everybody)
-
-
-async def test_what_a_person_loaded_stays_when_a_share_is_withdrawn() -> None:
-    members = [SharingMember(A, 12), SharingMember(B, 12, "members")]
-    members[1].pool.held = ranges("0:6")
-    members[0].manager.shares = (SHARE,)
-    await live([*members], 12)
-    members[0].manager.shares = ()
-    await live([*members], 2, 60.0)
-    assert members[1].pool.held == ranges("0:6")
-    assert members[0].pool.held == ()
-
-
-async def test_shares_that_nobody_can_fetch_take_a_bounded_number_of_places_and_no_memory() -> None:
-    member = SharingMember(A, 12, "members")
-    names = (B, C, D)
-    for at, name in enumerate(names):
-        shares = tuple(SharedModel(model_id=f"{at}{n}" * 32, name="x") for n in range(8))
-        if name == D:
-            shares = (SHARE, *shares[1:])
-        tell(member, NodeRecord(node_id=name, shares=shares))
-    await live([member], 12, others=names)
-    assert len(member.manager.models) == ACCEPTED_MAX
-    assert member.manager.model_ids == (ENTRY.model_id,)
-    assert member.acts == ["load 0:12"]
-
-
-async def test_a_share_outlasts_its_node_for_a_while() -> None:
-    member = SharingMember(A, 12, "members")
-    tell(member, NodeRecord(node_id=B, shares=(SHARE,)))
-    await live([member], 6, others=[B])
-    await live([member], 2, GONE_S - 60)
-    assert member.pool.held == (WHOLE,)
-    await live([member], 2, GONE_S + 60)
-    assert member.pool.held == ()
-
-
-async def test_what_the_configuration_shares_is_told_once_it_is_known() -> None:
-    member = SharingMember(A, 12, share=("absent", "m"))
-    await live([member], 1)
-    assert member.manager.shares == (SHARE,)
-    await live([member], 6)
-    assert member.pool.held == (WHOLE,)
-
-
-async def test_a_sharer_that_has_just_started_has_not_withdrawn_its_share() -> None:
-    """Its first record says nothing of shares, because it has not looked yet what is here."""
-    member = SharingMember(A, 12, "members")
-    tell(member, NodeRecord(node_id=B, shares=(SHARE,)))
-    await live([member], 6, others=[B])
-    tell(member, NodeRecord(node_id=B, sequence=1))
-    await live([member], 2, SILENT_S - 10, others=[B])
-    assert member.pool.held == (WHOLE,)
-    tell(member, NodeRecord(node_id=B, sequence=2, shares=(SHARE,)))
-    await live([member], 2, SILENT_S + 10, others=[B])
-    assert member.pool.held == (WHOLE,)
-    tell(member, NodeRecord(node_id=B, sequence=3))
-    await live([member], 2, 2 * SILENT_S + 20, others=[B])
-    assert member.pool.held == ()
-
-
-async def test_layers_that_a_person_loads_later_stay_when_a_share_is_withdrawn() -> None:
-    members = [SharingMember(A, 12), SharingMember(B, 12, "members")]
-    members[0].manager.shares = (SHARE,)
-    await live([*members], 12)
-    (held,) = members[1].pool.held
-    by_hand = LayerRange(held.start, held.start + 2)
-    members[1].manager.loaded_by_hand(ENTRY.model_id, by_hand)
-    members[0].manager.shares = ()
-    await live([*members], 2, 60.0)
-    assert members[1].pool.held == (by_hand,)

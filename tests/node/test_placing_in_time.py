@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from swarmllm.models.layers import LayerRange, covers, merge, subtract
-from swarmllm.node.auto_shard import next_step
+from swarmllm.node.placing_plan import next_step
 from swarmllm.scheduling.hysteresis import Hysteresis
 from swarmllm.scheduling.placement import ModelShape, PlacementNode, place
 

@@ -88,6 +88,8 @@ def test_the_golden_record_decodes_to_its_message() -> None:
     sharing = codec.decode_record(read("record/sharing-node-record.bin"))
     assert sharing == swarm_samples.SHARING_RECORD
     assert codec.decode_record(read("record/packing-node-record.bin")) == swarm_samples.PACKING_RECORD
+    accepting = codec.decode_record(read("record/accepting-node-record.bin"))
+    assert accepting == swarm_samples.ACCEPTING_RECORD
 
 
 @pytest.mark.parametrize(("name", "message"), swarm_samples.REQUESTS)
@@ -170,7 +172,8 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
     record = swarm_samples.RECORD
     messages += [record, record.capability, *record.models, *record.files, *record.prefix_caches]
     sharing = swarm_samples.SHARING_RECORD
-    messages += [sharing, *(sharing.shares or ()), swarm_samples.PACKING_RECORD.capability]
+    messages += [sharing, *(sharing.shares or ())]
+    messages += [swarm_samples.PACKING_RECORD.capability, swarm_samples.ACCEPTING_RECORD.capability]
     messages += [swarm_samples.OUTLINE, SAMPLING]
     messages += [run for message in messages if isinstance(message, FetchDigests) for run in message.known]
     unseen = {(type(m).__name__, name) for m in messages for name in type(m).__struct_fields__}

@@ -1,7 +1,7 @@
 """GET /api/events: everything a dashboard shows, as one stream of server-sent events.
 
 The state of the node is cut into sections (`node`, `peers`, `models`, `requests`,
-`downloads`, `work`). A reader gets each
+`downloads`, `shares`, `work`). A reader gets each
 of them once, whole, and again when it has changed. Whole sections instead of differences, because then a
 reader that is slow simply misses what was in between: nothing is queued for anybody, what a reader costs is
 one reference per section, and one that stops reading is cut off like every other client that stalls.
@@ -30,6 +30,7 @@ from swarmllm.api.admin.node_json import (
     worker_json,
 )
 from swarmllm.api.admin.progress import Works
+from swarmllm.api.admin.shares import shares_json
 from swarmllm.api.http.context import current_caller
 from swarmllm.api.http.request_tasks import own_feed
 from swarmllm.api.http.sliced_json import encoded
@@ -162,6 +163,7 @@ class Pulse:
                 "recent": [request_json(view) for view in node.requests.recent()],
             },
             "downloads": {"downloads": [download_json(view) for view in node.downloads.list()]},
+            "shares": {"shares": shares_json(node)},
             "work": {"running": [work_json(work) for work in self._works.running()]},
         }
 

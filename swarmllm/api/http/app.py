@@ -11,6 +11,7 @@ from werkzeug.exceptions import HTTPException
 from swarmllm.api.admin.endpoints import admin, dashboard, downloads
 from swarmllm.api.admin.events import PULSE, Pulse, events
 from swarmllm.api.admin.progress import Works
+from swarmllm.api.admin.shares import shares
 from swarmllm.api.anthropic.messages import anthropic
 from swarmllm.api.http.auth import Authenticator, Origins, check_admin_type, check_host, check_upgrade
 from swarmllm.api.http.context import NODE, WORKS, current_node
@@ -62,7 +63,7 @@ async def metrics() -> Response:
 
 OPENAI = (chat, completions, embeddings, responses)
 DIALECTS = (ollama, anthropic, text_tools)
-BLUEPRINTS = (*OPENAI, *DIALECTS, admin, downloads, events, dashboard, health, openapi)
+BLUEPRINTS = (*OPENAI, *DIALECTS, admin, downloads, shares, events, dashboard, health, openapi)
 
 
 class App(QuartTrio):

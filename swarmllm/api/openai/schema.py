@@ -354,6 +354,12 @@ class PinModel(Body, frozen=True):
     pinned: bool = True
 
 
+class ShareModel(Body, frozen=True):
+    """POST /api/admin/shares."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=200)]
+
+
 class AliasModel(Body, frozen=True):
     """POST /api/admin/models/{model}/alias."""
 

@@ -1,0 +1,108 @@
+"""/api/admin/shares: models that this node asks the others to hold parts of, and what it holds for others."""
+
+from __future__ import annotations
+
+from quart import Blueprint, Response
+
+from swarmllm.api.admin.node_json import Json, range_texts
+from swarmllm.api.http.context import current_node
+from swarmllm.api.http.errors import read_body
+from swarmllm.api.openai.chat_reply import encode
+from swarmllm.api.openai.schema import ShareModel
+from swarmllm.node import Node
+from swarmllm.node.share_plan import SharePlan
+from swarmllm.node.sharing import ShareView, no_room
+from swarmllm_proto.identifiers import NodeId
+
+shares = Blueprint("shares", __name__, url_prefix="/api/admin/shares")
+
+
+@shares.get("")
+async def all_of_them() -> Response:
+    node = current_node()
+    return _json({"shares": shares_json(node), "accepts": node.placing.accepts})
+
+
+@shares.post("")
+async def share() -> Response:
+    body = await read_body(ShareModel)
+    node = current_node()
+    return _json(_share_json(node, await node.sharing.share(body.model)))
+
+
+@shares.get("/<name>")
+async def one(name: str) -> Response:
+    node = current_node()
+    return _json(_share_json(node, await node.sharing.view(name)))
+
+
+@shares.get("/<name>/plan")
+async def plan(name: str) -> Response:
+    node = current_node()
+    return _json(_plan_json(node, *(await node.sharing.plan(name))))
+
+
+@shares.delete("/<name>")
+async def unshare(name: str) -> Response:
+    node = current_node()
+    return _json(_share_json(node, await node.sharing.unshare(name)))
+
+
+def shares_json(node: Node) -> list[Json]:
+    return [_share_json(node, view) for view in node.sharing.views()]
+
+
+def _share_json(node: Node, view: ShareView) -> Json:
+    return {
+        "model": view.model,
+        "model_id": view.model_id,
+        "n_layers": view.n_layers,
+        "n_ready": view.n_ready,
+        "complete": view.complete,
+        "own": any(share.model_id == view.model_id for share in node.placing.shares or ()),
+        "shared_by": [_node_json(node, node_id) for node_id in view.shared_by],
+        "state": view.state,
+        "arrived_bytes": view.arrived_bytes,
+        "total_bytes": view.total_bytes,
+        "members": [
+            _node_json(node, member.node_id)
+            | {"layers": range_texts(member.ready), "loading": range_texts(member.loading)}
+            for member in view.members
+        ],
+    }
+
+
+def _plan_json(node: Node, model: str, plan: SharePlan) -> Json:
+    return {
+        "model": model,
+        "model_id": plan.model_id,
+        "size_bytes": plan.size_bytes,
+        "complete": plan.is_complete,
+        "problem": "" if plan.is_complete else no_room(model, plan),
+        "parts": [
+            _node_json(node, part.node_id)
+            | {
+                "layers": range_texts(part.layers),
+                "size_bytes": part.n_bytes,
+                "fetch_bytes": part.fetch_bytes,
+                "room_bytes": part.room_bytes,
+            }
+            for part in plan.parts
+        ],
+        "tokens_per_s": plan.tokens_per_s,
+        "transfer_s": plan.transfer_s,
+        "transfer_measured": plan.is_transfer_measured,
+        "refusing": [_node_json(node, node_id) for node_id in plan.refusing],
+    }
+
+
+def _node_json(node: Node, node_id: NodeId) -> Json:
+    return {
+        "node_id": node_id,
+        "nickname": node.nickname_of(node_id),
+        "is_self": node_id == node.node_id,
+    }
+
+
+def _json(body: object) -> Response:
+    return Response(encode(body), content_type="application/json")

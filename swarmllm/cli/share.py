@@ -1,0 +1,166 @@
+"""`swarmllm share` and `unshare`: a model over the nodes of the swarm with one command."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import click
+from rich.progress import BarColumn, Progress, TextColumn
+
+from swarmllm.cli.client import Client, CommandFailed, WrongUsage
+from swarmllm.cli.display import duration, make_console, print_json, safe, short_id, size, table
+from swarmllm.cli.models import add_file
+from swarmllm.cli.options import api_option, json_option
+from swarmllm.cli.pull import fetch
+
+PATH = "/api/admin/shares"
+LOOK_EVERY_S = 0.3
+FROM_THE_WEB = ("hf:", "https://", "http://")
+COLUMNS = ("node", "id", "layers", "memory", "to fetch")
+
+
+@click.command(
+    short_help="Share a model out over the nodes of the swarm.",
+    epilog="""\b
+Examples:
+  swarmllm share guide
+  swarmllm share ~/models/llama-70b-Q4_K_M-00001-of-00004.gguf
+  swarmllm share hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0 --yes
+""",
+)
+@click.argument("model")
+@click.option("--name", help="What to call a model that is added or fetched.  [default: as in the file]")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@api_option
+def share(model: str, name: str | None, yes: bool, as_json: bool, api_url: str) -> None:
+    """Share MODEL out over the nodes of the swarm: each node that accepts it holds some of its layers.
+
+    MODEL is a name that the node knows, a GGUF file (which is added), or hf:ORG/REPO:FILE.gguf or an https
+    address (which is fetched to this node first). Shows who would take which layers, and asks once.
+
+    A node accepts what its configuration says (`auto_manage.accept`): by default, in a private swarm, what
+    its members share; in the open swarm, nothing. It gives `auto_manage.max_memory_gib` of memory and
+    `auto_manage.max_disk_gib` of disk, and fetches the bytes of its layers from the nodes that have them.
+
+    The nodes keep to it as others come and go, and when they start again, until `swarmllm unshare`. Ctrl-C
+    only ends the looking on.
+    """
+    if not (yes or can_ask()):
+        raise WrongUsage("Nobody can be asked here: look at the plan on a terminal, or say --yes.")
+    with Client(api_url) as client:
+        model = _known(client, model, name, show=not as_json)
+        plan = client.get(f"{PATH}/{quote(model, safe='')}/plan")
+        if not as_json:
+            _show(plan)
+        if plan["problem"]:
+            raise CommandFailed(safe(plan["problem"]))
+        if not yes and not click.confirm("Share it out like this?", default=True, err=as_json):
+            raise CommandFailed("Nothing was shared.")
+        view = client.post(PATH, {"model": plan["model_id"]})
+        view = _follow(client, view, show=not as_json)
+    if as_json:
+        print_json(view)
+        return
+    nodes = [f"{_name(each)} {', '.join(each['layers'])}" for each in view["members"] if each["layers"]]
+    click.echo(safe(f"{view['model']}: complete. {'; '.join(nodes)}."))
+    click.echo(f'Ask it: swarmllm chat --model {safe(view["model"])} "..."')
+
+
+@click.command(short_help="End sharing a model; the nodes drop their parts.")
+@click.argument("model")
+@json_option
+@api_option
+def unshare(model: str, as_json: bool, api_url: str) -> None:
+    """End sharing MODEL. Each node drops the layers that it loaded for it, and keeps what its user loaded.
+
+    What was fetched stays on the disks until its room is needed for another shared model.
+    """
+    with Client(api_url) as client:
+        view = client.delete(f"{PATH}/{quote(model, safe='')}")
+    if as_json:
+        print_json(view)
+    else:
+        click.echo(f"{safe(view['model'])}: not shared any more; the nodes drop what they loaded for it.")
+
+
+def can_ask() -> bool:
+    """Whether somebody may answer."""
+    return sys.stdin.isatty()
+
+
+def _known(client: Client, model: str, name: str | None, *, show: bool) -> str:
+    """The name of a model that the node knows then."""
+    if model.startswith(FROM_THE_WEB):
+        return str(fetch(client, model, name, show=show)["model"])
+    path = Path(model).expanduser()
+    if path.exists() and (os.sep in model or path.suffix == ".gguf"):
+        return str(add_file(client, path, name, show=show)["name"])
+    if name is not None:
+        raise WrongUsage(f"--name is for a file or an address, and {model!r} is neither.")
+    return model
+
+
+def _show(plan: dict[str, Any]) -> None:
+    click.echo(f"{safe(plan['model'])}, {size(plan['size_bytes'])}:")
+    rows = [
+        (
+            _name(part),
+            short_id(part["node_id"]),
+            ", ".join(part["layers"]) or "-",
+            f"{size(part['size_bytes'])} of {size(part['room_bytes'])}",
+            size(part["fetch_bytes"]) if part["fetch_bytes"] else "-",
+        )
+        for part in plan["parts"]
+    ]
+    make_console().print(table(COLUMNS, rows, right=("memory", "to fetch")))
+    for node in plan["refusing"]:
+        click.echo(safe(f"{_name(node)} does not accept what this node shares (auto_manage.accept)"))
+    if plan["tokens_per_s"] is not None:
+        click.echo(f"expected: {plan['tokens_per_s']:.1f} tokens/s for one request")
+    if plan["transfer_s"]:
+        guess = "" if plan["transfer_measured"] else ", if the lines carry 1 Gbit/s"
+        click.echo(f"transfer: {duration(plan['transfer_s'])}{guess}")
+
+
+def _follow(client: Client, view: dict[str, Any], *, show: bool) -> dict[str, Any]:
+    console = make_console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.completed:.0f} of {task.total:.0f} layers", markup=False),
+        TextColumn("{task.fields[doing]}", markup=False),
+        console=console,
+        transient=True,
+        disable=not (show and console.is_terminal),
+    )
+    path = f"{PATH}/{view['model_id']}"
+    try:
+        with bar:
+            task = bar.add_task(safe(view["model"]), total=view["n_layers"], doing="")
+            while not view["complete"]:
+                bar.update(
+                    task, completed=view["n_ready"], total=view["n_layers"] or None, doing=_doing(view)
+                )
+                time.sleep(LOOK_EVERY_S)
+                view = dict(client.get(path))
+    except KeyboardInterrupt:
+        click.echo("\nThe nodes go on; see: swarmllm status", err=True)
+        raise
+    return view
+
+
+def _doing(view: dict[str, Any]) -> str:
+    doing = [
+        f"{_name(each)} fetches {', '.join(each['loading'])}" for each in view["members"] if each["loading"]
+    ]
+    return safe("; ".join(doing) or view["state"])
+
+
+def _name(node: dict[str, Any]) -> str:
+    return str(node["nickname"] or short_id(node["node_id"]))

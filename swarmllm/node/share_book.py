@@ -1,0 +1,88 @@
+"""What sharing leaves behind, kept over restarts: `shares.json` in the data folder.
+
+Two lists of models: those that this node's user shares with the swarm by command, and those that were fetched
+here only because they were to be placed here. A file that cannot be read is ignored, and the log says so:
+then nothing is shared until the command is repeated, and what was fetched stays as if its user had it.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import trio
+from msgspec import Meta
+
+from swarmllm.errors import ConfigError
+from swarmllm.private_files import write_private
+from swarmllm_proto.identifiers import ModelId
+
+log = logging.getLogger("swarmllm.node")
+
+FILE_NAME = "shares.json"
+VERSION = 1
+MAX_FILE_BYTES = 2**20
+SHARED_MAX = 8
+"""As many as a record has room for."""
+FETCHED_MAX = 1024
+
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class _Shared(msgspec.Struct, frozen=True):
+    model_id: ModelId
+    name: Name
+
+
+class _File(msgspec.Struct, frozen=True):
+    version: int
+    shared: Annotated[tuple[_Shared, ...], Meta(max_length=SHARED_MAX)] = ()
+    fetched: Annotated[tuple[ModelId, ...], Meta(max_length=FETCHED_MAX)] = ()
+
+
+class ShareBook:
+    def __init__(self, path: Path | None = None) -> None:
+        """`path` None: nothing outlives the process."""
+        self.shared: dict[ModelId, str] = {}
+        """Model -> name. Changed by its owner, who calls `save`; so is `fetched`."""
+        self.fetched: dict[ModelId, None] = {}
+        """In the order in which they were begun."""
+        self._path = path
+        self._saving = trio.Lock()
+
+    async def save(self) -> None:
+        """Where it cannot be written the log says so."""
+        if self._path is None:
+            return
+        with trio.CancelScope(shield=True):
+            async with self._saving:
+                shared = tuple(_Shared(model_id, name) for model_id, name in self.shared.items())
+                content = msgspec.json.encode(_File(VERSION, shared, tuple(self.fetched)[-FETCHED_MAX:]))
+                try:
+                    await trio.to_thread.run_sync(write_private, self._path, content + b"\n")
+                except ConfigError as error:
+                    log.warning("the next start will not know what is shared now: %s", error.message)
+
+
+def open_share_book(data_dir: Path) -> ShareBook:
+    """As an earlier run left it; empty where the file cannot be used, which the log says. Blocking."""
+    path = data_dir / FILE_NAME
+    book = ShareBook(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+        read = msgspec.json.decode(content, type=_File)
+        if read.version != VERSION:
+            raise ValueError(f"it is of version {read.version}, and this program reads {VERSION}")
+    except FileNotFoundError:
+        return book
+    except (OSError, ValueError) as error:
+        log.warning("%s is ignored, so nothing is shared that was shared before: %s", path, error)
+        return book
+    book.shared = {each.model_id: each.name for each in read.shared}
+    book.fetched = dict.fromkeys(read.fetched)
+    return book

@@ -1,0 +1,154 @@
+"""Sharing a model with one act: what would become of it, doing it, how far it is, and ending it.
+
+The record of this node names the model from then on; each node that accepts that takes its part of the plan
+by itself (`auto_shard`), this node as well, and again whenever a node comes or goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import trio
+
+from swarmllm.errors import BadModel, Conflict, InvalidRequest
+from swarmllm.models import CatalogueEntry, LayerRange, covers, merge
+from swarmllm.node.auto_shard import AutoShardManager
+from swarmllm.node.share_plan import SharePlan, plan_share
+from swarmllm.swarm.records.registry import Registry
+from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.swarm import NodeRecord
+
+Find = Callable[[str], Awaitable[CatalogueEntry]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShareMember:
+    """A node that takes part, with what it holds of the model."""
+
+    node_id: NodeId
+    ready: tuple[LayerRange, ...]
+    loading: tuple[LayerRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShareView:
+    model: str
+    model_id: ModelId
+    n_layers: int
+    """0: not known yet."""
+    shared_by: tuple[NodeId, ...]
+    """This node or others; empty right after the last one has withdrawn it."""
+    n_ready: int
+    """Layers that some node holds, this one or a connected one."""
+    complete: bool
+    state: str
+    """What this node does for it; empty: nothing yet."""
+    arrived_bytes: int
+    total_bytes: int
+    """Of what this node is fetching for it."""
+    members: tuple[ShareMember, ...]
+
+
+class Sharing:
+    def __init__(self, placing: AutoShardManager, registry: Registry, node_id: NodeId, *, find: Find) -> None:
+        self._placing = placing
+        self._registry = registry
+        self._node_id = node_id
+        self._find = find
+
+    async def plan(self, name: str) -> tuple[str, SharePlan]:
+        """The model's name, and what would become of it. Raises what finding it raises, BadModel (its cuts
+        are not known)."""
+        entry = await self._find(name)
+        if entry.manifest.n_layers < 1:
+            raise BadModel(f"{entry.name} has no layers")
+        records = self._registry.working_nodes()
+        placing = self._placing
+        await placing.learn_shapes()
+        records.setdefault(self._node_id, NodeRecord(node_id=self._node_id))
+        plan = await trio.to_thread.run_sync(
+            plan_share, entry.manifest, self._node_id, records, placing.max_pipes, placing.own_room
+        )
+        return entry.name, plan
+
+    async def share(self, name: str) -> ShareView:
+        """Raises what finding it raises, Conflict (too many, or nobody could hold it)."""
+        entry = await self._find(name)
+        _, plan = await self.plan(entry.model_id)
+        if not plan.is_complete:
+            raise Conflict(no_room(entry.name, plan), field="model")
+        await self._placing.share(entry)
+        return self._view(entry.model_id, entry.name)
+
+    async def unshare(self, name_or_id: str) -> ShareView:
+        """Raises InvalidRequest (no such share), Conflict (the configuration shares it)."""
+        for share in self._placing.shares or ():
+            if name_or_id in (share.name, share.model_id):
+                await self._placing.unshare(share.model_id)
+                return self._view(share.model_id, share.name)
+        raise InvalidRequest(f"this node does not share a model {name_or_id[:80]!r}.", field="model")
+
+    def views(self) -> tuple[ShareView, ...]:
+        """Of what this node shares, and of what it holds for others; by name."""
+        names = {share.model_id: share.name for share in self._placing.shares or ()}
+        placed = {ModelId(model.name) for model in self._placing.models if model.shared}
+        views = [self._view(model_id, names.get(model_id, "")) for model_id in {*names, *placed}]
+        return tuple(sorted(views, key=lambda view: (view.model, view.model_id)))
+
+    async def view(self, name_or_id: str) -> ShareView:
+        """Of a model that nobody shares too. Raises what finding it raises."""
+        for view in self.views():
+            if name_or_id in (view.model, view.model_id):
+                return view
+        entry = await self._find(name_or_id)
+        return self._view(entry.model_id, entry.name)
+
+    def _view(self, model_id: ModelId, name: str) -> ShareView:
+        shared_by, members, n_layers = [], [], 0
+        for node_id, record in sorted(self._registry.working_nodes().items()):
+            shared = {share.model_id: share.name for share in record.shares or ()}
+            if model_id in shared:
+                shared_by.append(node_id)
+                name = name or shared[model_id]
+            for said in record.models:
+                if said.model_id == model_id:
+                    ready, loading = (_ranges(pairs) for pairs in (said.ranges, said.loading))
+                    members.append(ShareMember(node_id, ready, loading))
+                    n_layers = max(n_layers, said.n_layers)
+        placed = next((m for m in self._placing.models if m.shared and m.name == model_id), None)
+        if shape := self._placing.shape_of(model_id):
+            n_layers = shape.n_layers
+        ready = merge(layers for member in members for layers in member.ready)
+        done, total = placed.arrived if placed is not None else (0, 0)
+        return ShareView(
+            name or model_id[:12],
+            model_id,
+            n_layers,
+            tuple(shared_by),
+            sum(map(len, ready)),
+            n_layers > 0 and covers(ready, LayerRange(0, n_layers)),
+            placed.state if placed is not None else "",
+            done,
+            total,
+            tuple(members),
+        )
+
+
+def no_room(name: str, plan: SharePlan) -> str:
+    """Why nobody could hold a model, in a sentence."""
+    have, needs = sum(part.room_bytes for part in plan.parts), plan.size_bytes
+    text = (
+        f"{name} takes {needs / 2**30:.2f} GiB and the {len(plan.parts)} nodes that take part give"
+        f" {have / 2**30:.2f} GiB (auto_manage.max_memory_gib, auto_manage.max_disk_gib)"
+    )
+    if plan.refusing:
+        text += (
+            f"; {len(plan.refusing)} connected nodes do not accept what this one shares"
+            " (auto_manage.accept; in a private swarm they do)"
+        )
+    return f"{text}."
+
+
+def _ranges(pairs: tuple[tuple[int, int], ...]) -> tuple[LayerRange, ...]:
+    return merge(LayerRange(*pair) for pair in pairs)

@@ -1,0 +1,121 @@
+"""`swarmllm share` and `unshare`: what is asked of the node, and what a person is shown and asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from fake_node import FakeNode, ndjson
+
+from swarmllm.cli import share as share_module
+from swarmllm.cli.share import PATH
+
+Run = Callable[..., Result]
+MODEL_ID = "ab" * 32
+HERE = {"node_id": "12D3KooWhere", "nickname": "kitchen", "is_self": True}
+THERE = {"node_id": "12D3KooWthere", "nickname": "attic", "is_self": False}
+PLAN: dict[str, Any] = {
+    "model": "guide",
+    "model_id": MODEL_ID,
+    "size_bytes": 8_000_000,
+    "complete": True,
+    "problem": "",
+    "parts": [
+        HERE | {"layers": ["0:6"], "size_bytes": 4_000_000, "fetch_bytes": 0, "room_bytes": 5_000_000},
+        THERE | {"layers": ["6:12"], "size_bytes": 4_000_000, "fetch_bytes": 4_000_000, "room_bytes": 9e6},
+    ],
+    "tokens_per_s": 12.34,
+    "transfer_s": 3.0,
+    "transfer_measured": False,
+    "refusing": [THERE | {"nickname": "\x1b[31mgarage"}],
+}
+
+
+def view(n_ready: int) -> dict[str, Any]:
+    return {
+        "model": "guide",
+        "model_id": MODEL_ID,
+        "n_layers": 12,
+        "n_ready": n_ready,
+        "complete": n_ready == 12,
+        "own": True,
+        "shared_by": [HERE],
+        "state": "",
+        "arrived_bytes": 0,
+        "total_bytes": 0,
+        "members": [HERE | {"layers": ["0:6"], "loading": []}, THERE | {"layers": ["6:12"], "loading": []}],
+    }
+
+
+@pytest.fixture
+def ready(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> FakeNode:
+    monkeypatch.setattr(share_module, "LOOK_EVERY_S", 0.0)
+    node.on("GET", f"{PATH}/guide/plan", PLAN)
+    node.on("POST", PATH, view(6))
+    node.on("GET", f"{PATH}/{MODEL_ID}", view(12))
+    return node
+
+
+def test_it_shows_the_plan_and_looks_on_until_every_layer_is_held(ready: FakeNode, run: Run) -> None:
+    result = run("share", "guide", "--yes")
+    assert result.exit_code == 0, result.output
+    for shown in ("kitchen", "6:12", "12.3 tokens/s", "3.0 s, if the lines carry 1 Gbit/s", "complete"):
+        assert shown in result.stdout
+    assert "garage does not accept" in result.stdout
+    assert "\x1b[31m" not in result.stdout
+    assert ready.bodies(PATH) == [{"model": MODEL_ID}]
+
+
+@pytest.mark.parametrize(("answer", "shared"), [("y\n", True), ("n\n", False), ("", False)])
+def test_on_a_terminal_it_asks_once(
+    ready: FakeNode, run: Run, monkeypatch: pytest.MonkeyPatch, answer: str, shared: bool
+) -> None:
+    monkeypatch.setattr(share_module, "can_ask", lambda: True)
+    result = run("share", "guide", stdin=answer)
+    assert (result.exit_code == 0) == shared
+    assert bool(ready.bodies(PATH)) == shared
+
+
+def test_where_nobody_can_be_asked_it_wants_yes_and_does_nothing(ready: FakeNode, run: Run) -> None:
+    result = run("share", "guide")
+    assert result.exit_code == 2
+    assert "--yes" in result.stderr
+    assert ready.requests == []
+
+
+def test_a_plan_without_room_is_explained_and_nothing_is_shared(ready: FakeNode, run: Run) -> None:
+    ready.on("GET", f"{PATH}/guide/plan", PLAN | {"problem": "guide takes too much.", "tokens_per_s": None})
+    result = run("share", "guide", "--yes")
+    assert result.exit_code == 1
+    assert "guide takes too much." in result.stderr
+    assert ready.bodies(PATH) == []
+
+
+def test_a_file_is_added_first_under_its_name(ready: FakeNode, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.touch()
+    ready.on("POST", "/api/admin/models", ndjson({"type": "result", "model": {"name": "guide"}}))
+    assert run("share", str(path), "--name", "guide", "--yes").exit_code == 0
+    assert ready.bodies("/api/admin/models") == [{"path": str(path), "name": "guide"}]
+
+
+def test_a_model_from_the_web_is_fetched_first(ready: FakeNode, run: Run) -> None:
+    ready.on("POST", "/api/admin/downloads", {"id": "x", "state": "done", "model": "guide", "error": ""})
+    assert run("share", "hf:org/repo:Q8_0", "--yes").exit_code == 0
+    assert ready.bodies("/api/admin/downloads")[0]["source"] == "hf:org/repo:Q8_0"
+
+
+def test_a_name_is_not_given_to_a_model_that_has_one(ready: FakeNode, run: Run) -> None:
+    result = run("share", "guide", "--name", "other", "--yes")
+    assert result.exit_code == 2
+    assert ready.requests == []
+
+
+def test_unshare_says_what_happens(ready: FakeNode, run: Run) -> None:
+    ready.on("DELETE", f"{PATH}/guide", view(12))
+    result = run("unshare", "guide")
+    assert result.exit_code == 0
+    assert "not shared any more" in result.stdout

@@ -1,0 +1,196 @@
+"""Nodes that place models among themselves, with their gossip in memory, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from swarmllm.config import AutoManageTable
+from swarmllm.errors import NodeUnreachable
+from swarmllm.models import CatalogueEntry, LayerRange, Manifest, merge, subtract
+from swarmllm.models.manifest import Shard
+from swarmllm.models.model_files import FileState
+from swarmllm.node.auto_shard import AutoShardManager
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.workerpool import WorkerPool
+from swarmllm_proto.codec import decode_record, encode_record
+from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.swarm import NodeCapability, NodeRecord, ShardAnnounce, SharedModel
+
+LAYER_BYTES = 2**20
+
+
+WHOLE = LayerRange(0, 12)
+
+
+DIGEST = "0" * 64
+
+
+def make_entry() -> CatalogueEntry:
+    shards = tuple(
+        Shard(index=i, kind="layer", size_bytes=LAYER_BYTES, blake3=DIGEST, tensors=()) for i in range(12)
+    )
+    manifest = Manifest(
+        name="m",
+        architecture="arithmetic",
+        n_layers=12,
+        n_embd=4,
+        n_vocab=10,
+        context_length=100,
+        cut_alignment=1,
+        whole_reason="",
+        tied_embedding=False,
+        size_bytes=1,
+        shards=shards,
+    )
+    return CatalogueEntry(manifest.model_id, "m", Path("/nowhere"), manifest, FileState(1, 1))
+
+
+ENTRY = make_entry()
+
+
+def ranges(*texts: str) -> tuple[LayerRange, ...]:
+    return tuple(map(LayerRange.parse, texts))
+
+
+class MemoryPool:
+    """Holds whatever it is given."""
+
+    def __init__(self) -> None:
+        self.held: tuple[LayerRange, ...] = ()
+
+    def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
+        return self.held if model_id == ENTRY.model_id else ()
+
+    def models(self) -> dict[str, tuple[LayerRange, ...]]:
+        return {ENTRY.model_id: self.held} if self.held else {}
+
+
+class Member:
+    """A manager with its node's registry; `tell` is its gossip."""
+
+    def __init__(
+        self,
+        node_id: str,
+        n_layers: int,
+        max_pipes: int = 0,
+        may_work: Callable[[str], bool] = lambda node_id: True,
+    ) -> None:
+        self.node_id, self.pool = node_id, MemoryPool()
+        self.registry = Registry(node_id, may_work)
+        self.acts: list[str] = []
+        self.failure: NodeUnreachable | None = None
+        self.manager = AutoShardManager(
+            AutoManageTable(("m",), n_layers * LAYER_BYTES / 2**30, max_pipes),
+            node_id=node_id,
+            registry=self.registry,
+            pool=cast(WorkerPool, self.pool),
+            find=self._find,
+            load=self._load,
+            drop=self._drop,
+            on_change=lambda: None,
+        )
+
+    async def _find(self, name: str) -> CatalogueEntry:
+        return ENTRY
+
+    async def _load(self, entry: CatalogueEntry, layers: LayerRange) -> None:
+        self.acts.append(f"load {layers}")
+        assert self.manager.loading(ENTRY.model_id) == (layers,)
+        if self.failure is not None:
+            raise self.failure
+        self.pool.held = merge([*self.pool.held, layers])
+
+    async def _drop(self, entry: CatalogueEntry, layers: LayerRange) -> None:
+        self.acts.append(f"drop {layers}")
+        if self.failure is not None:
+            raise self.failure
+        self.pool.held = subtract(self.pool.held, [layers])
+
+    def record(self) -> bytes:
+        def pairs(held: tuple[LayerRange, ...]) -> tuple[tuple[int, int], ...]:
+            return tuple((each.start, each.end) for each in held)
+
+        announced = ShardAnnounce(
+            model_id=ENTRY.model_id,
+            name="m",
+            n_layers=12,
+            ranges=pairs(self.pool.held),
+            loading=pairs(self.manager.loading(ENTRY.model_id)),
+            pinned=pairs(self.manager.pinned(ENTRY.model_id)),
+        )
+        capability = NodeCapability(
+            placed_models=self.manager.model_ids, placing_free_bytes=self.manager.free_bytes
+        )
+        return encode_record(
+            NodeRecord(
+                node_id=self.node_id, models=(announced,) if self.pool.held else (), capability=capability
+            )
+        )
+
+
+def tell(member: Member, record: NodeRecord) -> None:
+    """What another node says of itself."""
+    member.registry.apply(record.node_id, encode_record(record))
+
+
+def holder(node_id: str, *, ready: str = "", loading: str = "") -> NodeRecord:
+    """It takes part and has no room left."""
+    announced = ShardAnnounce(
+        model_id=ENTRY.model_id,
+        name="m",
+        n_layers=12,
+        ranges=tuple((each.start, each.end) for each in ranges(*ready.split())),
+        loading=tuple((each.start, each.end) for each in ranges(*loading.split())),
+    )
+    capability = NodeCapability(placed_models=(ENTRY.model_id,))
+    return NodeRecord(node_id=node_id, models=(announced,), capability=capability)
+
+
+async def live(members: list[Member], n_ticks: int, since_s: float = 0.0, others: Iterable[str] = ()) -> None:
+    """Gossip, then one look of everybody, `n_ticks` times; `others` are connected too."""
+    for tick in range(n_ticks):
+        for member in members:
+            member.registry.set_connected(
+                {other.node_id for other in members} - {member.node_id} | set(others)
+            )
+            for other in members:
+                member.registry.apply(other.node_id, other.record())
+        for member in members:
+            await member.manager.tick(since_s + 5.0 * tick)
+
+
+def layers_of(members: list[Member]) -> list[LayerRange]:
+    return [layers for member in members for layers in member.pool.held]
+
+
+class SharingMember(Member):
+    """Nothing is configured to be placed on it but what others share."""
+
+    def __init__(self, node_id: str, n_layers: int, *accept: str, share: tuple[str, ...] = ()) -> None:
+        super().__init__(node_id, n_layers)
+        self.manager = AutoShardManager(
+            AutoManageTable((), n_layers * LAYER_BYTES / 2**30, share=share, accept=accept),
+            node_id=NodeId(node_id),
+            registry=self.registry,
+            pool=cast(WorkerPool, self.pool),
+            find=self._find,
+            load=self._load,
+            drop=self._drop,
+            on_change=lambda: None,
+        )
+
+    async def _find(self, name: str) -> CatalogueEntry:
+        if name not in (ENTRY.model_id, "m"):
+            raise NodeUnreachable("nobody has it")
+        return ENTRY
+
+    def record(self) -> bytes:
+        record = decode_record(super().record())
+        return encode_record(msgspec.structs.replace(record, shares=self.manager.shares))
+
+
+SHARE = SharedModel(model_id=ENTRY.model_id, name="m")

@@ -1,0 +1,205 @@
+"""What a node does about models that others share: whose, within what, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import trio
+import trio.testing
+from node_ids import A, B, C, D
+from placing_members import (
+    ENTRY,
+    SHARE,
+    WHOLE,
+    Member,
+    SharingMember,
+    layers_of,
+    live,
+    ranges,
+    tell,
+)
+
+from swarmllm.errors import Conflict
+from swarmllm.models import CatalogueEntry, LayerRange, merge
+from swarmllm.node.shares import ACCEPTED_MAX, GONE_S, SILENT_S
+from swarmllm_proto.codec import decode_record
+from swarmllm_proto.identifiers import ModelId
+from swarmllm_proto.swarm import NodeRecord, SharedModel
+
+
+async def test_those_that_accept_a_share_hold_it_within_their_budget_until_it_is_withdrawn() -> None:
+    members = [SharingMember(A, 5), SharingMember(B, 4, "members"), SharingMember(C, 4, A)]
+    refuses = SharingMember(D, 12, B)
+    everybody: list[Member] = [*members, refuses]
+    members[0].manager.shares = (SHARE,)
+    await live(everybody, 12)
+    assert merge(layers_of(everybody)) == (WHOLE,)
+    assert [sum(map(len, member.pool.held)) <= n for member, n in zip(members, (5, 4, 4), strict=True)] == [
+        True
+    ] * 3
+    assert refuses.acts == []
+    members[0].manager.shares = ()
+    await live(everybody, 2, 60.0)
+    assert layers_of(everybody) == []
+    assert all(not member.manager.models for member in everybody)
+
+
+async def test_what_a_person_loaded_stays_when_a_share_is_withdrawn() -> None:
+    members = [SharingMember(A, 12), SharingMember(B, 12, "members")]
+    members[1].pool.held = ranges("0:6")
+    members[0].manager.shares = (SHARE,)
+    await live([*members], 12)
+    members[0].manager.shares = ()
+    await live([*members], 2, 60.0)
+    assert members[1].pool.held == ranges("0:6")
+    assert members[0].pool.held == ()
+
+
+async def test_shares_that_nobody_can_fetch_take_a_bounded_number_of_places_and_no_memory() -> None:
+    member = SharingMember(A, 12, "members")
+    names = (B, C, D)
+    for at, name in enumerate(names):
+        shares = tuple(SharedModel(model_id=f"{at}{n}" * 32, name="x") for n in range(8))
+        if name == D:
+            shares = (SHARE, *shares[1:])
+        tell(member, NodeRecord(node_id=name, shares=shares))
+    await live([member], 12, others=names)
+    assert len(member.manager.models) == ACCEPTED_MAX
+    assert member.manager.model_ids == (ENTRY.model_id,)
+    assert member.acts == ["load 0:12"]
+
+
+async def test_a_share_outlasts_its_node_for_a_while() -> None:
+    member = SharingMember(A, 12, "members")
+    tell(member, NodeRecord(node_id=B, shares=(SHARE,)))
+    await live([member], 6, others=[B])
+    await live([member], 2, GONE_S - 60)
+    assert member.pool.held == (WHOLE,)
+    await live([member], 2, GONE_S + 60)
+    assert member.pool.held == ()
+
+
+async def test_what_the_configuration_shares_is_told_once_it_is_known() -> None:
+    member = SharingMember(A, 12, share=("absent", "m"))
+    await live([member], 1)
+    assert member.manager.shares == (SHARE,)
+    await live([member], 6)
+    assert member.pool.held == (WHOLE,)
+
+
+async def test_a_sharer_that_has_just_started_has_not_withdrawn_its_share() -> None:
+    """Its first record says nothing of shares, because it has not looked yet what is here."""
+    member = SharingMember(A, 12, "members")
+    tell(member, NodeRecord(node_id=B, shares=(SHARE,)))
+    await live([member], 6, others=[B])
+    tell(member, NodeRecord(node_id=B, sequence=1))
+    await live([member], 2, SILENT_S - 10, others=[B])
+    assert member.pool.held == (WHOLE,)
+    tell(member, NodeRecord(node_id=B, sequence=2, shares=(SHARE,)))
+    await live([member], 2, SILENT_S + 10, others=[B])
+    assert member.pool.held == (WHOLE,)
+    tell(member, NodeRecord(node_id=B, sequence=3))
+    await live([member], 2, 2 * SILENT_S + 20, others=[B])
+    assert member.pool.held == ()
+
+
+async def test_layers_that_a_person_loads_later_stay_when_a_share_is_withdrawn() -> None:
+    members = [SharingMember(A, 12), SharingMember(B, 12, "members")]
+    members[0].manager.shares = (SHARE,)
+    await live([*members], 12)
+    (held,) = members[1].pool.held
+    by_hand = LayerRange(held.start, held.start + 2)
+    members[1].manager.loaded_by_hand(ENTRY.model_id, by_hand)
+    members[0].manager.shares = ()
+    await live([*members], 2, 60.0)
+    assert members[1].pool.held == (by_hand,)
+
+
+async def test_a_share_that_cannot_be_fetched_gives_its_place_to_another() -> None:
+    """All places are taken by models that nobody has; the one that can be had comes after them."""
+    member = SharingMember(A, 12, "members")
+    for at, name in enumerate((B, C)):
+        unknown = tuple(SharedModel(model_id=f"{at}{n}" * 32, name="x") for n in range(8))
+        tell(member, NodeRecord(node_id=name, shares=unknown))
+    await live([member], 1, others=(B, C))
+    assert len(member.manager.models) == ACCEPTED_MAX
+    tell(member, NodeRecord(node_id=D, shares=(SHARE,)))
+    await live([member], 4, 5.0, others=(B, C, D))
+    assert member.acts == []
+    await live([member], 30, 30.0, others=(B, C, D))
+    assert member.acts == ["load 0:12"]
+
+
+class FetchingMember(SharingMember):
+    """Its fetches end when they are let."""
+
+    def __init__(self, node_id: str, n_layers: int, *accept: str) -> None:
+        super().__init__(node_id, n_layers, *accept)
+        self.fetching, self.let = trio.Event(), trio.Event()
+        self.manager._fetch = self._bring
+
+    async def _bring(
+        self, entry: CatalogueEntry, layers: LayerRange, progress: Callable[[int, int], None]
+    ) -> None:
+        self.acts.append(f"fetch {layers}")
+        self.fetching.set()
+        progress(1, 2)
+        try:
+            await self.let.wait()
+        except trio.Cancelled:
+            self.acts.append("cancelled")
+            raise
+
+
+async def test_a_model_that_takes_long_to_arrive_keeps_no_look_waiting_and_ends_with_its_share(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    member = FetchingMember(A, 12, "members")
+    tell(member, NodeRecord(node_id=B, shares=(SHARE,)))
+    member.registry.set_connected({B})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(member.manager.run)
+        with trio.fail_after(600):
+            while not member.fetching.is_set():
+                member.registry.apply(A, member.record())
+                await trio.sleep(1)
+            (model,) = member.manager.models
+            assert (model.state, model.arrived) == ("fetching 0:12", (1, 2))
+            other = SharedModel(model_id="1" * 64, name="other")
+            tell(member, NodeRecord(node_id=B, sequence=1, shares=(SHARE, other)))
+            while len(member.manager.models) < 2 or not member.manager.models[1].n_failures:  # noqa: ASYNC110
+                await trio.sleep(1)
+            tell(member, NodeRecord(node_id=B, sequence=2, shares=()))
+            while member.manager.models:  # noqa: ASYNC110
+                await trio.sleep(1)
+        assert member.acts == ["fetch 0:12", "cancelled"]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_share_by_command_is_told_and_written_down_and_ends_by_command() -> None:
+    member = SharingMember(A, 12)
+    await member.manager.share(ENTRY)
+    assert member.manager.shares == (SHARE,)
+    await live([member], 6)
+    assert member.pool.held == (WHOLE,)
+    with pytest.raises(Conflict, match="does not share"):
+        await member.manager.unshare(ModelId("1" * 64))
+    await member.manager.unshare(ENTRY.model_id)
+    assert member.manager.shares == ()
+    await live([member], 2, 60.0)
+    assert member.pool.held == ()
+    configured = SharingMember(A, 12, share=("m",))
+    await live([configured], 1)
+    with pytest.raises(Conflict, match=r"auto_manage\.share"):
+        await configured.manager.unshare(ENTRY.model_id)
+
+
+async def test_no_more_models_are_shared_than_a_record_has_room_for() -> None:
+    member = SharingMember(A, 12)
+    for n in range(8):
+        await member.manager.share(replace(ENTRY, model_id=ModelId(f"{n}" * 64)))
+    with pytest.raises(Conflict, match="8 models already"):
+        await member.manager.share(ENTRY)
+    assert len(decode_record(member.record()).shares or ()) == 8

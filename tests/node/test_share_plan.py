@@ -1,0 +1,83 @@
+"""What a share would come to, worked out from records: it is what the nodes then do, and who is left out."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from node_ids import A, B, C
+from placing_members import ENTRY, LAYER_BYTES
+
+from swarmllm.models import LayerRange, covers
+from swarmllm.node.share_plan import SharePlan, plan_share
+from swarmllm.node.sharing import no_room
+from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.swarm import FileAnnounce, NodeCapability, NodeRecord, ObservedLatency, ObservedLink
+
+MANIFEST = ENTRY.manifest
+
+
+def member(
+    node_id: NodeId, n_layers: int, *accepts: str, disk: int | None = None, decode_s: float = 0.001
+) -> NodeRecord:
+    latency = ObservedLatency(model_id=ENTRY.model_id, decode_s=decode_s, prefill_s=decode_s)
+    capability = NodeCapability(
+        placing_free_bytes=n_layers * LAYER_BYTES,
+        observed_latencies=(latency,),
+        accepts_shares_of=accepts,
+    )
+    if disk is not None:
+        capability = msgspec.structs.replace(capability, placing_free_disk_bytes=disk * LAYER_BYTES)
+    return NodeRecord(node_id=node_id, capability=capability)
+
+
+def plan(*records: NodeRecord, own_layers: int = 4) -> SharePlan:
+    """As A would see it, which has the file."""
+    whole = FileAnnounce(model_id=ENTRY.model_id, name="m", n_layers=12, layers=((0, 12),))
+    own = NodeRecord(node_id=A, files=(whole,))
+    said = {record.node_id: record for record in (own, *records)}
+    return plan_share(MANIFEST, A, said, None, (own_layers * LAYER_BYTES, 0))
+
+
+def test_those_that_accept_take_part_within_their_room_and_fetch_what_they_lack() -> None:
+    found = plan(member(B, 4, "members"), member(C, 5, A))
+    layers = {part.node_id: part.layers for part in found.parts}
+    assert found.is_complete
+    assert covers([each for ranges in layers.values() for each in ranges], LayerRange(0, 12))
+    assert {part.node_id: part.fetch_bytes == part.n_bytes for part in found.parts} == {
+        A: False,
+        B: True,
+        C: True,
+    }
+    assert next(part for part in found.parts if part.node_id == A).fetch_bytes == 0
+    assert found.tokens_per_s is not None
+    # 12 layers of a millisecond each, and what the hops take besides.
+    assert 1 < found.tokens_per_s < 1 / 0.012
+    assert found.refusing == ()
+
+
+@pytest.mark.parametrize("accepts", [(), (C,)])
+def test_who_does_not_accept_is_named_and_given_nothing(accepts: tuple[str, ...]) -> None:
+    found = plan(member(B, 12, *accepts))
+    assert not found.is_complete
+    assert found.refusing == (B,)
+    assert [part.node_id for part in found.parts] == [A]
+    assert found.tokens_per_s is None
+    assert "auto_manage.accept" in no_room("m", found)
+
+
+def test_a_node_is_given_no_more_than_its_disk_takes() -> None:
+    assert plan(member(B, 12, "members", disk=12), own_layers=0).is_complete
+    assert not plan(member(B, 12, "members", disk=11), own_layers=0).is_complete
+
+
+def test_the_transfer_takes_as_long_as_the_one_line_of_this_node_needs() -> None:
+    links = (ObservedLink(node_id=A, rtt_s=0.001, bytes_per_s=float(LAYER_BYTES)),)
+
+    def linked(record: NodeRecord) -> NodeRecord:
+        capability = msgspec.structs.replace(record.capability, observed_links=links)
+        return msgspec.structs.replace(record, capability=capability)
+
+    found = plan(linked(member(B, 6, "members")), linked(member(C, 6, "members")), own_layers=0)
+    assert found.is_transfer_measured
+    assert found.transfer_s == pytest.approx(12.0)
+    assert not plan(member(B, 12, "members"), own_layers=0).is_transfer_measured
