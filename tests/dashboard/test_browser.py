@@ -288,6 +288,33 @@ def test_a_model_is_fetched_from_the_web_and_a_mistake_is_explained(
     assert "tiny" in names
 
 
+def test_a_model_is_shared_out_and_taken_back_with_a_button(page: WebDriver, tmp_path: Path) -> None:
+    room = {"auto_manage": {"interval_s": 0.3, "accept": ["members"]}}
+    with (
+        running_daemon(tmp_path, "attic", load=[], **room) as attic,
+        running_daemon(tmp_path, "garage", load=[], bootstrap=attic.addresses, **room) as garage,
+    ):
+        wait_for(
+            lambda: len(attic.http.get("/api/admin/shares/guide/plan").json()["parts"]) == 2,
+            PATIENCE_S,
+            "both to know each other",
+        )
+        go(page, attic, "models")
+        seen(page, "guide")
+        find(page, "button[aria-label='Share guide']").click()
+        seen(page, "tokens/s expected")
+        seen(page, "garage")
+        assert not attic.http.get("/api/admin/shares").json()["shares"]
+        find(page, "button[aria-label='Share guide out']").click()
+        seen(page, "shared: all layers are held by")
+        assert list(nameless(page)) == []
+        picture(page, "shared")
+        find(page, "button[aria-label='Stop sharing guide']").click()
+        find(page, "button[aria-label='Share guide']")
+        for node in (attic, garage):
+            wait_for(lambda node=node: not node.stats()["models"], PATIENCE_S, "the layers to be dropped")
+
+
 @contextmanager
 def file_server(folder: Path) -> Iterator[str]:
     class Quiet(SimpleHTTPRequestHandler):

@@ -6,7 +6,7 @@ import { follow, store } from "./link.js";
 import { renderModels } from "./models.js";
 import { remember, renderSwarm } from "./swarm.js";
 
-const state = { link: { status: "connecting", detail: "" }, node: null, peers: null, models: null, requests: null, work: null, downloads: null };
+const state = { link: { status: "connecting", detail: "" }, node: null, peers: null, models: null, requests: null, work: null, downloads: null, shares: null };
 const views = { swarm: renderSwarm, models: renderModels, chat: renderChat };
 const $ = (id) => document.getElementById(id);
 let scheduled = false;

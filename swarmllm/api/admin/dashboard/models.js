@@ -1,6 +1,7 @@
 // What this node knows of models, and what can be done with them: fetch, load, unload, with progress.
 
 import { h, show } from "./dom.js";
+import { planOf, shareButton, shareState } from "./shares.js";
 import { bytes, layersIn, layerText, plural, rate, seconds } from "./format.js";
 import { call, pieces } from "./link.js";
 
@@ -14,12 +15,13 @@ export function renderModels(root, state) {
   }
   const again = () => renderModels(root, state);
   const work = state.work ? state.work.running : [];
+  const shares = state.shares ? state.shares.shares : [];
   show(root,
     state.downloads && pullPanel(state.downloads.downloads, again),
     h("section", { class: "panel", "data-key": "models", "aria-label": "Models of the swarm" },
       h("div", { class: "head row between" }, h("h2", null, "Models"), h("span", { class: "muted small" }, plural(state.models.models.length, "model") + (state.models.left_out ? `, and ${state.models.left_out} more that only others have` : ""))),
       state.models.models.length
-        ? state.models.models.map((model) => row(model, work, again))
+        ? state.models.models.map((model) => row(model, work, shares, again))
         : h("p", { class: "empty" }, "No models yet. Fetch one above, or run ", h("code", null, "swarmllm models add PATH.gguf"), ".")));
 }
 
@@ -46,7 +48,7 @@ function waitingRow(model) {
       waiting.contradictions.map((each) => h("div", { class: "small bad" }, `${each.nodes.join(" and ")} contradict each other`))));
 }
 
-function row(model, work, again) {
+function row(model, work, shares, again) {
   if (model.waiting) return waitingRow(model);
   const key = model.model_id;
   const running = work.find((each) => each.model === model.name);
@@ -55,16 +57,21 @@ function row(model, work, again) {
   const state = model.complete ? h("span", { class: "good" }, `ready: complete on ${plural(model.n_holders, "node")}`)
     : model.holders.length ? h("span", { class: "bad" }, missing ? `layers ${missing} missing in the swarm` : "its layers do not join up") : "not loaded anywhere";
   const message = messages.get(key);
+  const share = shares.find((each) => each.model_id === key);
+  const say = (text) => { text ? messages.set(key, text) : messages.delete(key); again(); };
   return h("div", { class: "model", "data-key": key },
     h("div", { class: "grow" },
-      h("div", { class: "row" }, h("strong", { class: "cut" }, model.name), model.loaded.length > 0 && h("span", { class: "tag" }, `here: layers ${model.loaded.map(layerText).join(", ")}`), model.pinned && h("span", { class: "tag" }, "pinned")),
+      h("div", { class: "row" }, h("strong", { class: "cut" }, model.name), model.loaded.length > 0 && h("span", { class: "tag" }, `here: layers ${model.loaded.map(layerText).join(", ")}`), model.pinned && h("span", { class: "tag" }, "pinned"), share && h("span", { class: "tag" }, share.own ? "shared" : "held for others")),
       h("div", { class: "muted small" }, facts.filter(Boolean).join(" · ")),
       h("div", { class: "small muted" }, state)),
     h("form", { class: "row", onsubmit: (event) => load(event, model, again) },
       h("label", { class: "sr", for: `layers-${key}` }, `Layers of ${model.name}`),
       h("input", { id: `layers-${key}`, class: "layers", name: "layers", autocomplete: "off", placeholder: "all layers", pattern: "[0-9]+:[0-9]+", title: `START:END, at most 0:${model.n_layers}` }),
       h("button", { type: "submit", disabled: Boolean(running), "aria-label": `Load ${model.name}` }, "Load"),
-      h("button", { type: "button", disabled: !model.loaded.length || Boolean(running), "aria-label": `Unload ${model.name}`, onclick: () => unload(model, again) }, "Unload")),
+      h("button", { type: "button", disabled: !model.loaded.length || Boolean(running), "aria-label": `Unload ${model.name}`, onclick: () => unload(model, again) }, "Unload"),
+      shareButton(model, share, say)),
+    planOf(model, say),
+    share && shareState(share),
     running && h("div", { class: "work" }, progress(`${running.phase || running.kind} ${model.name}`, running.done_bytes, running.total_bytes)),
     message && h("p", { class: "work bad", role: "alert" }, message));
 }
