@@ -117,8 +117,8 @@ def describe(
     room: Room,
     placed_models: tuple[ModelId, ...],
     placing_free_bytes: int,
-    placing_free_disk_bytes: int | UnsetType,
-    accepts_shares_of: tuple[str, ...],
+    placing_free_disk_bytes: int | UnsetType = UNSET,
+    accepts_shares_of: tuple[str, ...] = (),
 ) -> NodeCapability:
     total_bytes, free_bytes = memory_bytes()
     measured = sorted(
