@@ -182,7 +182,11 @@ class AutoShardManager:
         known = {model.name for model in self.models} | configured.keys()
         self.models += [PlacedModel(name, shared=True) for name in shared if name not in known]
         if self.takes_part:
-            await self._learn_shapes(self._pool.models())
+            try:
+                await self._learn_shapes(self._pool.models())
+            except SwarmLLMError as error:
+                # Of a loaded model whose file is gone, for example: nobody else's placement ends by it.
+                log.info("what is loaded is not all counted: %s", error.message)
             if self._disk is not None:
                 await self._disk.look()
 

@@ -203,3 +203,12 @@ async def test_no_more_models_are_shared_than_a_record_has_room_for() -> None:
     with pytest.raises(Conflict, match="8 models already"):
         await member.manager.share(ENTRY)
     assert len(decode_record(member.record()).shares or ()) == 8
+
+
+async def test_a_loaded_model_whose_file_is_gone_does_not_end_the_looks() -> None:
+    member = SharingMember(A, 12, "members")
+    gone = ModelId("9" * 64)
+    member.pool.models = lambda: {gone: ranges("0:1")}  # type: ignore[method-assign]
+    tell(member, NodeRecord(node_id=B, shares=(SHARE,)))
+    await live([member], 1, others=[B])
+    assert [model.name for model in member.manager.models] == [ENTRY.model_id]
