@@ -176,6 +176,11 @@ class InferenceTable:
     kernels: KernelMode = _setting(
         "auto", "Matrix products: auto (the fastest here, as measured), ggml, ours."
     )
+    exact: bool = _setting(
+        False,
+        "Compute every request of this node's clients so that its results do not depend on others; slower "
+        "where several run at once (docs/exactness.md).",
+    )
     ngram_lookup_enabled: bool = _setting(True, "Guess tokens from the text so far; the text stays the same.")
     ngram_max_size: Annotated[int, Meta(ge=2, le=16)] = _setting(4, "Longest run of tokens looked up.")
     ngram_num_pred_tokens: Guesses = _setting(10, "Guesses per lookup; a step checks at most 6 of any kind.")

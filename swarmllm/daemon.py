@@ -349,6 +349,7 @@ def pipeline_settings(config: Config) -> PipelineSettings:
         local_embedding_privacy=inference.local_embedding_privacy,
         activation_compression=inference.activation_compression,
         n_ctx=inference.n_ctx,
+        exact=inference.exact,
         max_requests_per_model=inference.n_slots,
         constraints=Constraints(inference.encrypted_pipeline, _pins(inference.pins)),
     )

@@ -104,6 +104,8 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_de
     """Text that stands behind it."""
     json_max: Annotated[int, Meta(ge=1, le=64)] = 1
     """The JSON with what stands around it comes this often at most, at least once."""
+    exact: bool = False
+    """The request's rows have the same bits whoever else is there: cells and batches of its own."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -159,6 +159,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         ipc.Generate(id=9, request_id=REQUEST_ID, sampling=SAMPLING, n_generated=2, session_id="Gespräch 1"),
         tensor_bytes(TOKEN_IDS),
     ),
+    (
+        "generate-exact",
+        ipc.Generate(id=9, request_id=REQUEST_ID, sampling=ipc.Sampling(exact=True)),
+        tensor_bytes(TOKEN_IDS),
+    ),
     ("cancel-request", ipc.CancelRequest(id=10, request_id=REQUEST_ID), b""),
     ("release-request-kv", ipc.ReleaseRequestKv(id=11, request_id=REQUEST_ID), b""),
     ("hold-request", ipc.HoldRequest(id=21, request_id=REQUEST_ID, hold_s=60.5), b""),

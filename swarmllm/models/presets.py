@@ -51,6 +51,7 @@ class SamplingDefaults(
     mirostat: Literal[0, 1, 2] | None = None
     mirostat_tau: Annotated[float, Meta(ge=0, le=100)] | None = None
     mirostat_eta: Share | None = None
+    exact: bool | None = None
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

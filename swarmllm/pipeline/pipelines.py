@@ -227,6 +227,8 @@ class Pipelines:
             tokens = token_ids(entry, prompt.tokens, prompt.field)
         tokenize_s = trio.current_time() - started_s
         sampling = self._fit(len(tokens), sampling, entry, prompt.field)
+        if self._settings.exact:
+            sampling = msgspec.structs.replace(sampling, exact=True)
         self._counts.generations += 1
         scored: ScoredPrompt | None = None
         if prompt.top_logprobs is not None:
@@ -250,6 +252,7 @@ class Pipelines:
             sampling,
             RetryPolicy(self._settings.failover_timeout_s),
             prompt.session,
+            is_exact=sampling.exact,
         )
         with self._requests.under_way(request):
             async with self._open(request) as source:
@@ -259,6 +262,7 @@ class Pipelines:
                     request_id=request_id,
                     n_prompt_tokens=len(tokens),
                     stop=sampling.stop,
+                    is_apart=sampling.exact,
                     queue_s=queue_s,
                     tokenize_s=tokenize_s,
                     prompt=None if scored is None else scored.values,
@@ -352,6 +356,9 @@ class Pipelines:
         if request.recovery.is_late and assembly.node_ids == request.tried[-1].assembly.node_ids:
             raise NoPipeline("no other nodes hold these layers")
         self._affinity.remember(model_id, conversation, assembly.stages)
+        is_chain = assembly.node_ids != {self._node_id} and self._settings.local_embedding_privacy
+        if request.sampling.exact and (len(assembly.stages) > 1 or is_chain):
+            raise NoPipeline("exact requests run as a whole on one node, which gets the prompt's tokens")
         assignment = request.assignment(assembly, self._node_id)
         request.tried.append(Attempt(assignment.request_id, assembly))
         if begins_stream and not is_first:
@@ -401,7 +408,7 @@ class Pipelines:
     ) -> Assembly:
         """Without those who may fail, as far as there are others. Raises NoPipeline."""
         n_output = min(request.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
-        entry, size = request.entry, RequestSize(len(request.tokens), n_output)
+        entry, size = request.entry, RequestSize(len(request.tokens), n_output, request.sampling.exact)
         load = self._load(entry, size, n_asking=1)
         suspects = dict.fromkeys((*sorted(suspected), *self._suspects.ordered(trio.current_time())))
         avoid = frozenset(request.recovery.avoid)

@@ -31,6 +31,8 @@ class PipelineSettings:
     """How rows may travel between stages. The daemon's default is another one."""
     n_ctx: int = 4096
     """KV cells per model: prompt and output of one request must fit."""
+    exact: bool = False
+    """All requests of this node's clients are exact, whatever they say."""
     max_stage_requests: int = 64
     """Requests of other nodes in which this node may take part at the same time."""
     max_requests_per_model: int = 8

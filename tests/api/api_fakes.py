@@ -75,8 +75,9 @@ class Script:
 
 
 class FakeGeneration:
-    def __init__(self, script: Script, queue_s: float) -> None:
+    def __init__(self, script: Script, queue_s: float, *, is_apart: bool = False) -> None:
         self._script = script
+        self.is_apart = is_apart
         self.shape = "local"
         self.n_cached_tokens = 4
         self.guesses = Guesses((GuessCount("lookup", 6, 5),))
@@ -131,7 +132,7 @@ class FakePipelines:
         if self.script.fail_before is not None:
             raise self.script.fail_before
         try:
-            yield FakeGeneration(self.script, queue_s)
+            yield FakeGeneration(self.script, queue_s, is_apart=sampling.exact)
             call.outcome = "completed"
         except BaseException as error:
             call.outcome = type(error).__name__

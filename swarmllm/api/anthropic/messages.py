@@ -216,6 +216,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: Share | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**20)] | None = None
+    exact: bool | None = None
     # accepted and without effect on the answer
     metadata: Json | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
@@ -234,6 +235,7 @@ async def messages() -> Response:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
+        exact=body.exact,
     )
     ask, (spoken,) = await prepare(call, effort_field="thinking")
     reply = AnthropicReply(body.model, spoken, shows_thoughts=shows_thoughts(body.thinking))

@@ -287,6 +287,8 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     mirostat_eta: Share | None = None
     grammar: Annotated[str, Meta(max_length=65536)] | None = None
     ignore_eos: bool | None = None
+    exact: bool | None = None
+    """The answer depends on no other request: docs/exactness.md."""
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):

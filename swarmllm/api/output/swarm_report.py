@@ -18,6 +18,7 @@ def swarm_object(generation: Generation) -> Json:
     return {
         "shape": generation.shape,
         "exact": generation.is_exact,
+        "apart": generation.is_apart,
         "route": [stage_json(stage) for stage in generation.route],
         "queue_ms": milliseconds(timings.queue_s),
         "tokenize_ms": milliseconds(timings.tokenize_s),

@@ -111,7 +111,7 @@ class TokenTask:
     def sampling(self) -> Sampling:
         """As asked for, but nothing ends it, and the likeliest tokens are told."""
         return msgspec.structs.replace(
-            self.context.sampling, max_tokens=2**20, stop=(), logprobs=True, top_logprobs=20
+            self.context.sampling, max_tokens=2**20, stop=(), logprobs=True, top_logprobs=20, exact=False
         )
 
     def batches(self) -> Iterator[slice]:

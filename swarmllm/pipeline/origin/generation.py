@@ -257,9 +257,12 @@ class Generation:
         stop: Sequence[str] = (),
         queue_s: float = 0.0,
         tokenize_s: float = 0.0,
+        is_apart: bool = False,
         prompt: PromptScores | None = None,
     ) -> None:
         """`first` None: there is nothing to come. `prompt`: where that was asked for."""
+        self.is_apart = is_apart
+        """Computed in cells and batches of its own."""
         self.request_id = request_id
         self.n_prompt_tokens = n_prompt_tokens
         self.prompt = prompt

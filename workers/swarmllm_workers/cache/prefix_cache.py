@@ -58,7 +58,6 @@ def _let_others_step() -> None:
 
 class PrefixCache:
     def __init__(self, settings: EngineSettings, slots: Slots) -> None:
-        self._n_ctx = settings.n_ctx
         self._min_tokens = settings.prefixes.min_tokens
         self._is_on = settings.prefixes.n_entries > 0
         self._slots = slots
@@ -89,7 +88,7 @@ class PrefixCache:
 
     def n_free(self, where: Segments) -> int:
         """KV rows that every segment has left."""
-        return min(self._n_ctx - segment.n_rows for segment in where)
+        return min(segment.n_free for segment in where)
 
     def make_room(self, where: Segments, n_rows: int) -> int:
         """Move kept rows out of their cells, the least wanted first, until `n_rows` are free or none are

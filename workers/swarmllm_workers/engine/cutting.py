@@ -74,7 +74,7 @@ class Cuts:
     ) -> tuple[Segment, Segment] | None:
         """Two parts of one file that have no rows and may be one segment, because they do not meet at one of
         these boundaries: those that were asked for longest ago. None: there are none."""
-        idle = sorted((each for each in segments if not each.n_rows), key=lambda each: each.start)
+        idle = sorted((each for each in segments if each.is_idle), key=lambda each: each.start)
         pairs = [
             (first, second)
             for first, second in pairwise(idle)

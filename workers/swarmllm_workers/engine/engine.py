@@ -32,6 +32,7 @@ from swarmllm_workers.cache.prefix_cache import PrefixCache
 from swarmllm_workers.cache.prefixes import token_name
 from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
+from swarmllm_workers.engine.apart import SegmentsApart
 from swarmllm_workers.engine.cutting import Cuts
 from swarmllm_workers.engine.embedding import Embedding
 from swarmllm_workers.engine.footprint import Footprint, around, weighing
@@ -101,6 +102,7 @@ class Engine:
         self._n_routes = 0
         self._routes: dict[str, dict[Range, Route]] = {}
         """Where each request's rows are: a request keeps to its segments, retired or not."""
+        self.apart = SegmentsApart(self._footprint)
         self.begin: Callable[[Operation[None]], None] = complete
         """Begins an operation that a request leaves behind when it ends. It comes after all others."""
 
@@ -149,7 +151,7 @@ class Engine:
         where there is no room for that; then all is as before, loaded again at its next use."""
         self.prefixes.clear()
         whole, before, old = [(0, self.n_layers)], self.cuts.skip_ratio, self._segments
-        is_idle = not any(segment.n_rows for segment in old)
+        is_idle = all(segment.is_idle for segment in old)
         if is_idle:
             yield from self._closing(old)
         self.cuts.leave_out(skip_ratio)
@@ -170,7 +172,7 @@ class Engine:
     @property
     def memory(self) -> Memory:
         """What the segments take, as predicted."""
-        return self._footprint.of(self._open)
+        return self._footprint.of(self._open) + self.apart.memory
 
     @property
     def _open(self) -> list[Segment]:
@@ -232,6 +234,8 @@ class Engine:
         self._n_routes += 1
         for segment in path:
             segment.n_route = self._n_routes
+        if request_id in self.apart:
+            path = self.apart.open(request_id, path, self.memory)
         route = Route(start, end, path)
         self._routes.setdefault(request_id, {})[start, end] = route
         return route
@@ -336,7 +340,8 @@ class Engine:
         self.empty(request_id)
         self._routes.pop(request_id, None)
         self.slots.release(request_id)
-        if idle := [segment for segment in self._retired if segment.n_rows == 0]:
+        self.apart.close(request_id)
+        if idle := [segment for segment in self._retired if segment.is_idle]:
             self._set_aside(idle)
             self.begin(self._closing(idle))
 
@@ -344,14 +349,18 @@ class Engine:
         """Free the request's rows from `length` on in every segment; it keeps its slot and its segments."""
         slot = self.slots.get(request_id)
         if slot is not None:
-            for segment in self._open:
+            for segment in self._with_rows_of(request_id):
                 segment.truncate(slot, length)
 
     def release_if_empty(self, request_id: str) -> None:
         """Free the slot of a request that has no rows anywhere: one whose first forward was refused."""
         slot = self.slots.get(request_id)
-        if slot is None or not any(segment.lengths[slot] for segment in self._open):
+        if slot is None or not any(segment.lengths[slot] for segment in self._with_rows_of(request_id)):
             self.release(request_id)
+
+    def _with_rows_of(self, request_id: str) -> list[Segment]:
+        """The segments where it may have rows."""
+        return self.apart.of(request_id) if request_id in self.apart else self._open
 
     def check(self, route: Route, spans: Sequence[Span]) -> None:
         """Raises CallError position_gap, context_full, or not_loaded where the route has been unloaded."""
@@ -426,7 +435,7 @@ class Engine:
             for piece in self.cuts.pieces(pairwise([segment.start, *inside, segment.end])):
                 if find_path(staying, *piece) is None and piece not in missing:
                     missing.append(piece)
-        idle = [segment for segment in cut if not segment.n_rows]
+        idle = [segment for segment in cut if segment.is_idle]
         sharing = [segment for segment in cut if segment not in idle and self._maker.shares(segment)]
         self._footprint.refuse(missing, self._open, idle, sharing)
         self.prefixes.clear()
@@ -468,8 +477,8 @@ class Engine:
         """Nobody begins in these any more."""
         segments = [segment for segment in segments if not segment.is_closed]
         self._segments = [segment for segment in self._segments if segment not in segments]
-        self._retired += [segment for segment in segments if segment.n_rows]
-        yield from self._closing([segment for segment in segments if not segment.n_rows])
+        self._retired += [segment for segment in segments if not segment.is_idle]
+        yield from self._closing([segment for segment in segments if segment.is_idle])
 
     def _closing(self, segments: list[Segment]) -> Operation[None]:
         """Nobody finds these any more, and their memory is given back."""
@@ -481,7 +490,8 @@ class Engine:
 
     def _set_aside(self, segments: list[Segment]) -> None:
         for segment in segments:
-            segment.is_closed = True
+            for each in (segment, *segment.apart_segments):
+                each.is_closed = True
         self._segments = [segment for segment in self._segments if not segment.is_closed]
         self._retired = [segment for segment in self._retired if not segment.is_closed]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.memory import Memory, predict, refuse_beside
 from swarmllm_workers.engine.ranges import Range, join, merge
-from swarmllm_workers.engine.segment import EngineSettings, Segment
+from swarmllm_workers.engine.segment import EngineSettings, Segment, exact_settings, rows_of_exact_batch
 
 
 class Footprint:
@@ -27,6 +27,17 @@ class Footprint:
         """As predicted."""
         alone = self.predicted(_ranges(segments))
         return replace(alone, weights_bytes=self.predicted(_ranges(weighing(segments))).weights_bytes)
+
+    def apart(self, pieces: Iterable[Range], n_rows: int) -> Memory:
+        """Of segments of these ranges for one exact request of so many rows, over weights that are there."""
+        settings = exact_settings(self._settings, n_rows)
+        memory = predict(self._source, self._n_layers, pieces, settings, n_batch=rows_of_exact_batch(settings))
+        return replace(memory, weights_bytes=0)
+
+    def refuse_apart(self, pieces: Sequence[Range], n_rows: int, held: Memory) -> None:
+        """Raises CallError out_of_memory where there is no room for those."""
+        what = f"cells for an exact request of {n_rows} rows of {self._name}"
+        refuse_beside(self.apart(pieces, n_rows), what, held, Memory(), self._settings)
 
     def refuse(
         self,

@@ -226,6 +226,8 @@ class ContextSettings:
     kv_type: KvType = "f16"
     flash_attention: FlashAttention = "off"
     n_outputs_max: int = N_BATCH
+    n_batch: int = N_BATCH
+    """Rows of one `decode`, at most N_BATCH."""
     eval_callback: Any = None
     """A `ggml_backend_sched_eval_callback` and the pointer it is called with; both must outlive the
     context."""
@@ -240,7 +242,7 @@ class Context:
     def __init__(self, model: Model, settings: ContextSettings) -> None:
         params = lib.llama_context_default_params()
         params.n_ctx = settings.n_ctx
-        params.n_batch = params.n_ubatch = N_BATCH
+        params.n_batch = params.n_ubatch = settings.n_batch
         params.n_seq_max = settings.n_slots
         params.n_outputs_max = settings.n_outputs_max
         params.n_threads = params.n_threads_batch = settings.n_threads

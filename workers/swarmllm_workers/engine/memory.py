@@ -51,14 +51,22 @@ class Memory:
         )
 
 
-def predict(source: GgufFile, n_layers: int, pieces: Iterable[Range], settings: EngineSettings) -> Memory:
-    """Of segments of these ranges, each with a KV cache and work space of its own."""
+def predict(
+    source: GgufFile,
+    n_layers: int,
+    pieces: Iterable[Range],
+    settings: EngineSettings,
+    *,
+    n_batch: int = N_BATCH,
+) -> Memory:
+    """Of segments of these ranges, each with a KV cache and work space of its own for batches of so many
+    rows."""
     total = Memory()
     for start, end in pieces:
         has_head = end == n_layers
         kv_bytes = sum(_kv_bytes(source, layer, settings) for layer in range(start, end))
         weights_bytes = _weights_bytes(source, start, end, has_head=has_head)
-        total += Memory(weights_bytes, kv_bytes, _work_bytes(source, settings, has_head=has_head))
+        total += Memory(weights_bytes, kv_bytes, _work_bytes(source, settings, n_batch, has_head=has_head))
     return total
 
 
@@ -89,7 +97,7 @@ def _kv_bytes(source: GgufFile, layer: int, settings: EngineSettings) -> int:
     return cells + settings.n_slots * inner * state * _F32
 
 
-def _work_bytes(source: GgufFile, settings: EngineSettings, *, has_head: bool) -> int:
+def _work_bytes(source: GgufFile, settings: EngineSettings, n_batch: int, *, has_head: bool) -> int:
     n_layers = _number(source, "block_count")
     n_heads = max((_number(source, "attention.head_count", layer) for layer in range(n_layers)), default=0)
     n_masks = 2 if _number(source, "attention.sliding_window") else 1
@@ -99,7 +107,7 @@ def _work_bytes(source: GgufFile, settings: EngineSettings, *, has_head: bool) -
     width = 2 * n_ff + 4 * _number(source, "embedding_length")
     n_outputs = settings.n_slots + settings.prefixes.n_cells_entries if has_head else 0
     n_vocab = source.tensors["token_embd.weight"].shape[-1] if "token_embd.weight" in source.tensors else 0
-    return int(N_BATCH * _F32 * (n_scores * settings.n_ctx + width)) + n_outputs * n_vocab * _F32
+    return int(n_batch * _F32 * (n_scores * settings.n_ctx + width)) + n_outputs * n_vocab * _F32
 
 
 def _is_fused(settings: EngineSettings, source: GgufFile) -> bool:

@@ -9,7 +9,9 @@ happens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from copy import copy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -18,6 +20,7 @@ import numpy as np
 from swarmllm_proto.architectures import Architecture
 from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_workers.cache.prefixes import PrefixSettings
+from swarmllm_workers.engine import small_batches
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
 from swarmllm_workers.engine.shared_weights import Part
 from swarmllm_workers.engine.slots import Cells
@@ -26,6 +29,12 @@ from swarmllm_workers.engine.tap import Rescaling, Tap
 from swarmllm_workers.errors import CallError
 
 Want: TypeAlias = Literal["hidden", "none", "logits", "rows", "normed"]
+
+EXACT_ROWS: Final = 64
+"""Rows of a prompt in one batch, of requests whose bits depend on nobody else. Always as many, from the
+beginning on: some products and attention round otherwise in batches of other sizes."""
+_CELLS_MULTIPLE: Final = 256
+"""libllama attends in whole multiples of so many cells."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,23 @@ class EngineSettings:
     """Of a model whose architecture is not in the table: as many layers a self-check found exact; 0: none."""
     is_unwanted: Callable[[], bool] | None = None
     """Asked while a long batch runs: whether to leave it."""
+
+
+def rows_of_exact_batch(settings: EngineSettings) -> int:
+    """That a context has room for: no fewer than sequences, or libllama aborts."""
+    return max(EXACT_ROWS, settings.n_slots)
+
+
+def exact_settings(settings: EngineSettings, n_rows: int) -> EngineSettings:
+    """Of the segments of an exact request of so many rows. Fused attention adds up in an order that depends
+    on the number of threads; quantised values have no other."""
+    attention: FlashAttention = "off" if settings.kv_type == "f16" else settings.flash_attention
+    return replace(
+        settings,
+        n_ctx=-(-n_rows // _CELLS_MULTIPLE) * _CELLS_MULTIPLE,
+        flash_attention=attention,
+        prefixes=PrefixSettings(n_entries=0, n_cells_entries=0),
+    )
 
 
 class Span(NamedTuple):
@@ -92,8 +118,12 @@ class Segment:
         self.is_closed = False
         self.n_route = 0
         """The number of the latest request's route through it, as the engine counts them."""
+        self._whole: Segment | None = None
+        """Whose weights these are, where they are not its own."""
+        self.apart_segments: list[Segment] = []
         self._n_layers = n_layers
         self._settings = settings
+        self._architecture = architecture
         self._feeds_tokens = architecture is not None and architecture.feeds_tokens
         self._model = Model(
             path,
@@ -124,23 +154,43 @@ class Segment:
             if self._model.has_encoder or not self._model.has_decoder:
                 raise CallError("bad_model", f"{path.name} is an encoder: it generates nothing")
             self._tap = self._make_tap(architecture)
-            self._context = Context(
-                self._model,
-                ContextSettings(
-                    n_ctx=settings.n_ctx,
-                    n_slots=n_sequences,
-                    n_threads=settings.n_threads,
-                    kv_type=settings.kv_type,
-                    flash_attention=settings.flash_attention,
-                    n_outputs_max=self.n_outputs_max,
-                    eval_callback=self._tap.callback if self._tap else None,
-                    eval_user_data=self._tap.user_data if self._tap else None,
-                    is_unwanted=settings.is_unwanted,
-                ),
-            )
+            self._context = self._make_context(n_sequences)
         except CallError:
             self._model.close()
             raise
+
+    def _make_context(self, n_sequences: int, n_batch: int = N_BATCH) -> Context:
+        settings = self._settings
+        return Context(
+            self._model,
+            ContextSettings(
+                n_ctx=settings.n_ctx,
+                n_slots=n_sequences,
+                n_threads=settings.n_threads,
+                kv_type=settings.kv_type,
+                flash_attention=settings.flash_attention,
+                n_outputs_max=min(self.n_outputs_max, n_batch),
+                n_batch=n_batch,
+                eval_callback=self._tap.callback if self._tap else None,
+                eval_user_data=self._tap.user_data if self._tap else None,
+                is_unwanted=settings.is_unwanted,
+            ),
+        )
+
+    def apart(self, n_ctx: int) -> Segment:
+        """The same layers for one request, with cells and a work space of its own, so that its rows have the
+        same bits whoever else is there. Closed by itself, or with this segment. Raises CallError."""
+        other = copy(self)
+        other._settings = exact_settings(self._settings, n_ctx)
+        other._whole, other.apart_segments = self, []
+        other.n_route = 0
+        n_sequences = self._settings.n_slots
+        other._cells = Cells(n_sequences)
+        other.lengths = other._cells.lengths
+        other._tap = other._make_tap(self._architecture)
+        other._context = other._make_context(n_sequences, rows_of_exact_batch(self._settings))
+        self.apart_segments.append(other)
+        return other
 
     def __repr__(self) -> str:
         return f"<Segment {self.start}:{self.end} rows={self.n_rows}>"
@@ -184,6 +234,16 @@ class Segment:
     def n_rows(self) -> int:
         """Cells in use; what several sequences share counts once."""
         return self._cells.n_used
+
+    @property
+    def n_free(self) -> int:
+        """Cells."""
+        return self._settings.n_ctx - self._cells.n_used
+
+    @property
+    def is_idle(self) -> bool:
+        """No request has rows here, or segments apart over these weights."""
+        return not self._cells.n_used and not self.apart_segments
 
     def n_alone(self, slot: int) -> int:
         """Cells that become free when the slot is emptied."""
@@ -302,7 +362,8 @@ class Segment:
             if self._feeds_tokens and fed.ndim == 2:
                 fed = np.zeros(rows.n, np.int32)
         try:
-            self._context.decode(fed, rows.positions, rows.slots, outputs, normed=normed)
+            with small_batches.alike() if self._whole is not None else _AS_MEASURED:
+                self._context.decode(fed, rows.positions, rows.slots, outputs, normed=normed)
             hidden = self._tap.take(rows.n) if self._tap is not None else None
         except CallError:
             for span in spans:  # some of the rows may be in the KV: none of them counts
@@ -338,12 +399,18 @@ class Segment:
         return self._context.logits(last) if span.want == "logits" else _NOTHING
 
     def close(self) -> None:
+        for other in [*self.apart_segments]:
+            other.close()
         self.is_closed = True
         self._context.close()
-        self._model.close()
+        if self._whole is None:
+            self._model.close()
+        elif self in self._whole.apart_segments:
+            self._whole.apart_segments.remove(self)
 
 
 _NOTHING: Final = np.empty(0, np.float32)
+_AS_MEASURED: Final = nullcontext()
 
 
 def _outputs(spans: Sequence[Span], rows: _Rows) -> np.ndarray | bool:

@@ -30,7 +30,8 @@ Where no compiler was at hand, or another module had loaded libllama before, eve
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -136,6 +137,21 @@ def force(way: Way | None) -> None:
     """From now on every product, whatever the table says; None: the table counts again."""
     if _library is not None and has_ways():
         ctypes.c_int64.in_dll(_library, "swarmllm_forced").value = -1 if way is None else way
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """Within, the way of a product depends on neither the number of rows nor what was measured: dot products,
+    or ours with their bits."""
+    if _library is None or not has_ways():
+        yield
+        return
+    forced = ctypes.c_int64.in_dll(_library, "swarmllm_forced")
+    before, forced.value = forced.value, last_way() if last_way() > Way.TILES else Way.DOTS
+    try:
+        yield
+    finally:
+        forced.value = before
 
 
 def connect() -> None:

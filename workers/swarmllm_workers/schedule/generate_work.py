@@ -68,6 +68,7 @@ class GenerateWork:
         self.has_tokens = True
         self._session = message.session_id
         self.wants_alone = False
+        self.is_exact = message.sampling.exact
         self.arrived_at = time.perf_counter()
         self._n_given = len(tokens)
         """The prompt, and what was generated elsewhere."""
@@ -78,6 +79,8 @@ class GenerateWork:
         self._history[: len(tokens)] = tokens
         self._n_history = len(tokens)
         self._engine = engine
+        if self.is_exact:
+            engine.apart.add(self.request_id, min(len(self._history), n_ctx))
         self._send = send
         self._decoding = Decoding(engine.vocabulary, message.sampling)
         self._decoding.resume(tokens[self._n_prompt :].tolist())
@@ -88,7 +91,8 @@ class GenerateWork:
         """Rows of the prompt that an earlier request had computed."""
         self._prefill_s = 0.0
         self._decode_s = 0.0
-        self._speculation = speculation
+        # What is guessed is checked in batches of other sizes.
+        self._speculation = None if self.is_exact else speculation
         self._guesser: Guesser | None = None
         self._guesses: tuple[int, ...] = ()
         """To be checked in this step, behind the last token."""
@@ -113,6 +117,10 @@ class GenerateWork:
 
     @property
     def n_waiting(self) -> int:
+        if self.is_exact:
+            # Tokens that were generated before run one by one, as they did.
+            is_prompt = self._position < self._n_prompt
+            return self._n_prompt - self._position if is_prompt else 1
         return self._n_history + len(self._guesses) - self._position
 
     @property

@@ -57,6 +57,8 @@ class Demand:
     """KV rows that it has."""
     can_restart: bool = False
     """Its KV may be dropped: it computes it again."""
+    rows_of_piece: int = 0
+    """Pieces of a prompt have exactly so many rows, but for the last; 0: as many as there is room for."""
     can_wait: bool = False
     """For others to free what it needs, although none of them is sure to."""
 
@@ -153,7 +155,11 @@ class Planner:
         for demand in prompts:
             used = n_rows.get(demand.lane, 0)
             end = ends.setdefault(demand.lane, self._end(used) if has_readers else self._capacity)
-            n = min(self._piece(demand), n_prompt_rows, end - used)
+            n = self._piece(demand)
+            if not demand.rows_of_piece:
+                n = min(n, n_prompt_rows, end - used)
+            elif n_prompt_rows <= 0:
+                n = 0
             if n > 0:
                 shares.setdefault(demand.lane, []).append(Share(demand.key, n))
                 n_rows[demand.lane] = used + n
@@ -242,4 +248,6 @@ class Planner:
         self._turns.pop(key, None)
 
     def _piece(self, demand: Demand) -> int:
-        return demand.n_rows if demand.is_decode else min(demand.n_rows, self._chunk)
+        if demand.is_decode:
+            return demand.n_rows
+        return min(demand.n_rows, demand.rows_of_piece or self._chunk)

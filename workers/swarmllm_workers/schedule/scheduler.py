@@ -22,7 +22,7 @@ from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.libllama import WATCHED_ROWS_MIN
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.ranges import Range, Route
-from swarmllm_workers.engine.segment import Span
+from swarmllm_workers.engine.segment import EXACT_ROWS, Span
 from swarmllm_workers.errors import CallError, Interrupted
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.planner import Batch, Demand, Planner
@@ -269,6 +269,7 @@ class Scheduler:
             work.is_decode,
             n_cells=_n_cells(route, slot),
             can_restart=work.can_restart,
+            rows_of_piece=EXACT_ROWS if work.is_exact else 0,
             can_wait=self._can_wait(key),
         )
 

@@ -48,6 +48,8 @@ class Work(Protocol):
     """Token ids, as opposed to hidden states, are what it feeds."""
     wants_alone: bool
     """Its rows share no batch."""
+    is_exact: bool
+    """Its pieces are as long as ever, whoever else is there."""
     arrived_at: float
     """By `time.perf_counter`."""
 
@@ -116,6 +118,7 @@ class ForwardWork:
         self.can_restart = False
         self.has_tokens = data.ndim == 1
         self.wants_alone = message.want in ("normed", "scores")
+        self.is_exact = False
         self.layers = message.start, message.end
         self.is_parked = False
         self.arrived_at = time.perf_counter()

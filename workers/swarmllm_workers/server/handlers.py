@@ -317,6 +317,7 @@ class Handlers:
     def _check_forward(self, message: ipc.Forward, position: int, data: np.ndarray) -> None:
         """That it is f32 [n, n_embd] or i32 [n], n at least 1, and fit for the message. Raises CallError."""
         engine = self._opened()
+        _refuse_exact(message.sampling)
         if data.dtype == np.int32:
             if message.start != 0:
                 raise CallError(
@@ -367,6 +368,7 @@ class Handlers:
             raise CallError("bad_message", f"the model has {self._opened().n_layers} layers", "end")
         if (message.sampling is not None) != (message.end == self._opened().n_layers):
             raise CallError("bad_message", "the last stage samples, and no other", "sampling")
+        _refuse_exact(message.sampling)
         self.ring.take_seat(message)
         self._send(ipc.Done(id=message.id))
 
@@ -451,6 +453,12 @@ class Handlers:
             self._speculation.close()
         if self._engine is not None:
             self._engine.close()
+
+
+def _refuse_exact(sampling: ipc.Sampling | None) -> None:
+    """Rows that come piece by piece have batches that others decided about."""
+    if sampling is not None and sampling.exact:
+        raise CallError("bad_message", "exact requests run as a whole, in one worker", "sampling.exact")
 
 
 def _log_failure(error: Exception) -> None:

@@ -1,0 +1,80 @@
+"""What exact requests have of their own: segments apart, over the weights that all use.
+
+The bits of a row depend on more than the request: on where its cells lie among others' (fused attention adds
+up in tiles of cells, plain attention multiplies with all cells up to the last one in use), and on how many
+rows share its batch (from some number of rows on, most types of matrices have other kernels). An exact
+request has cells and batches that it shares with nobody, pieces of its prompt that are always as long, and
+kernels that are not chosen by the clock. That holds for every type and architecture, and costs batching:
+exact requests are computed one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swarmllm_workers.engine.footprint import Footprint
+from swarmllm_workers.engine.memory import Memory
+from swarmllm_workers.engine.ranges import Range
+from swarmllm_workers.engine.segment import Segment
+from swarmllm_workers.errors import CallError
+
+
+@dataclass
+class _Apart:
+    """The segments of one request, as far as it has run."""
+
+    n_rows: int
+    """At most."""
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def ranges(self) -> list[Range]:
+        return [(segment.start, segment.end) for segment in self.segments if not segment.is_closed]
+
+
+class SegmentsApart:
+    def __init__(self, footprint: Footprint) -> None:
+        self._footprint = footprint
+        self._requests: dict[str, _Apart] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def add(self, request_id: str, n_rows: int) -> None:
+        """The request, which has nothing yet, will have at most `n_rows` rows, all apart."""
+        self._requests[request_id] = _Apart(n_rows)
+
+    def open(self, request_id: str, path: tuple[Segment, ...], held: Memory) -> tuple[Segment, ...]:
+        """The request's own in place of those. Raises CallError out_of_memory where they do not fit beside
+        what is `held`."""
+        apart = self._requests[request_id]
+        ranges = [(segment.start, segment.end) for segment in path]
+        self._footprint.refuse_apart(ranges, apart.n_rows, held)
+        n_before = len(apart.segments)
+        try:
+            apart.segments.extend(segment.apart(apart.n_rows) for segment in path)
+        except CallError:
+            for segment in apart.segments[n_before:]:
+                segment.close()
+            del apart.segments[n_before:]
+            raise
+        return tuple(apart.segments[n_before:])
+
+    def of(self, request_id: str) -> list[Segment]:
+        """Those that are open."""
+        return [segment for segment in self._requests[request_id].segments if not segment.is_closed]
+
+    def close(self, request_id: str) -> None:
+        """A request that has none is fine."""
+        if request_id in self._requests:
+            for segment in self.of(request_id):
+                segment.close()
+            del self._requests[request_id]
+
+    @property
+    def memory(self) -> Memory:
+        """What they take beside the weights, as predicted."""
+        memory = Memory()
+        for apart in self._requests.values():
+            memory += self._footprint.apart(apart.ranges, apart.n_rows)
+        return memory
