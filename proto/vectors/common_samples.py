@@ -44,6 +44,7 @@ SAMPLING = ipc.Sampling(
     logprobs=True,
     top_logprobs=1,
 )
+EXACT = ipc.Sampling(exact=True)
 LOGPROBS = (
     ipc.TokenLogprob(token=15043, logprob=-1.5, piece="世".encode()[:2]),
     ipc.TokenLogprob(token=2, logprob=-9999.0, piece=b"<|im_end|>"),

@@ -4,6 +4,7 @@ is not the default."""
 from __future__ import annotations
 
 from common_samples import (
+    EXACT,
     HIDDEN,
     LOGPROBS,
     MODEL_ID,
@@ -161,7 +162,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ),
     (
         "generate-exact",
-        ipc.Generate(id=9, request_id=REQUEST_ID, sampling=ipc.Sampling(exact=True)),
+        ipc.Generate(id=9, request_id=REQUEST_ID, sampling=EXACT),
         tensor_bytes(TOKEN_IDS),
     ),
     ("cancel-request", ipc.CancelRequest(id=10, request_id=REQUEST_ID), b""),

@@ -232,6 +232,8 @@ class Pipelines:
         self._counts.generations += 1
         scored: ScoredPrompt | None = None
         if prompt.top_logprobs is not None:
+            if sampling.exact:
+                raise InvalidRequest("log-probabilities of a prompt are not exact", field="exact")
             scoring = msgspec.structs.replace(sampling, top_logprobs=prompt.top_logprobs)
             scored = await self._prompt_rows.score(request_id, tokens, entry, scoring, prompt.field)
             if not prompt.is_answered:

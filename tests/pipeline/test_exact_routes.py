@@ -8,7 +8,7 @@ from deadlines import PATIENCE_S
 from node_ids import A, B, C
 
 from bench.arithmetic import uncut
-from swarmllm.errors import NoPipeline
+from swarmllm.errors import InvalidRequest, NoPipeline
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm_proto.ipc import Sampling
@@ -77,3 +77,12 @@ async def test_it_goes_on_where_another_node_has_everything() -> None:
         assert nodes
         assert set(nodes) <= {B, C}
         await swarm.quiet()
+
+
+async def test_scores_of_a_prompt_are_not_called_exact() -> None:
+    async with open_swarm(pools_of(a="0:12"), settings=SETTINGS) as swarm:
+        prompt = Prompt(text=PROMPT, top_logprobs=1)
+        with pytest.raises(InvalidRequest, match="not exact") as caught:
+            async with swarm[A].pipelines.generate(prompt, swarm.entry, EXACT):
+                pass
+        assert caught.value.field == "exact"

@@ -120,7 +120,9 @@ def test_other_kinds_of_state_are_exact_too(open_room: OpenRoom, tmp_path: Path,
     assert told(rooms[0], "this") == told(rooms[1], "this")
 
 
-@pytest.mark.parametrize("settings", [{"n_ctx": 1024}, {"prefill_chunk_tokens": 16}, {"n_slots": 2}])
+@pytest.mark.parametrize(
+    "settings", [{"n_ctx": 1024}, {"prefill_chunk_tokens": 16}, {"n_slots": 2}, {"n_slots": 100}]
+)
 def test_other_settings_give_the_same_bits(open_room: OpenRoom, settings: dict[str, Any]) -> None:
     prompt = prompts()[-1]
     assert alone(open_room, GUIDE, 12, prompt, **settings) == alone(open_room, GUIDE, 12, prompt)
