@@ -31,7 +31,9 @@ class Footprint:
     def apart(self, pieces: Iterable[Range], n_rows: int) -> Memory:
         """Of segments of these ranges for one exact request of so many rows, over weights that are there."""
         settings = exact_settings(self._settings, n_rows)
-        memory = predict(self._source, self._n_layers, pieces, settings, n_batch=rows_of_exact_batch(settings))
+        memory = predict(
+            self._source, self._n_layers, pieces, settings, n_batch=rows_of_exact_batch(settings)
+        )
         return replace(memory, weights_bytes=0)
 
     def refuse_apart(self, pieces: Sequence[Range], n_rows: int, held: Memory) -> None:
