@@ -16,8 +16,9 @@ from gguf import GGMLQuantizationType as Type
 
 from swarmllm_proto import ipc
 from swarmllm_workers.engine import memory, small_batches
+from swarmllm_workers.engine.kernel_choice import Way
 from swarmllm_workers.engine.segment import EXACT_ROWS
-from swarmllm_workers.engine.small_batches import Way, alike, force, last_way
+from swarmllm_workers.engine.small_batches import alike, force, last_way
 from swarmllm_workers.errors import CallError
 
 from .blueprint import write

@@ -223,7 +223,9 @@ def _whole(
 ) -> dict[NodeId, tuple[LayerRange, ...]]:
     """Those that have all layers. Raises NoPipeline."""
     whole = LayerRange(0, entry.manifest.n_layers)
-    found = {node_id: (whole,) for node_id, ranges in held.items() if covers(ranges, whole)}
+    found: dict[NodeId, tuple[LayerRange, ...]] = {
+        node_id: (whole,) for node_id, ranges in held.items() if covers(ranges, whole)
+    }
     if not found:
         raise NoPipeline(
             f"exact requests need a node that has all {whole.end} layers of {entry.name} loaded, and none has"
