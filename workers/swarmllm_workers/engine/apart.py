@@ -60,16 +60,18 @@ class SegmentsApart:
             raise
         return tuple(apart.segments[n_before:])
 
-    def of(self, request_id: str) -> list[Segment]:
-        """Those that are open."""
-        return [segment for segment in self._requests[request_id].segments if not segment.is_closed]
+    def of(self, request_id: str, others: list[Segment]) -> list[Segment]:
+        """Where the request may have rows: its own that are open, or `others` where it is not apart."""
+        apart = self._requests.get(request_id)
+        if apart is None:
+            return others
+        return [segment for segment in apart.segments if not segment.is_closed]
 
     def close(self, request_id: str) -> None:
         """A request that has none is fine."""
-        if request_id in self._requests:
-            for segment in self.of(request_id):
-                segment.close()
-            del self._requests[request_id]
+        for segment in self.of(request_id, []):
+            segment.close()
+        self._requests.pop(request_id, None)
 
     @property
     def memory(self) -> Memory:

@@ -349,18 +349,16 @@ class Engine:
         """Free the request's rows from `length` on in every segment; it keeps its slot and its segments."""
         slot = self.slots.get(request_id)
         if slot is not None:
-            for segment in self._with_rows_of(request_id):
+            for segment in self.apart.of(request_id, self._open):
                 segment.truncate(slot, length)
 
     def release_if_empty(self, request_id: str) -> None:
         """Free the slot of a request that has no rows anywhere: one whose first forward was refused."""
         slot = self.slots.get(request_id)
-        if slot is None or not any(segment.lengths[slot] for segment in self._with_rows_of(request_id)):
+        if slot is None or not any(
+            segment.lengths[slot] for segment in self.apart.of(request_id, self._open)
+        ):
             self.release(request_id)
-
-    def _with_rows_of(self, request_id: str) -> list[Segment]:
-        """The segments where it may have rows."""
-        return self.apart.of(request_id) if request_id in self.apart else self._open
 
     def check(self, route: Route, spans: Sequence[Span]) -> None:
         """Raises CallError position_gap, context_full, or not_loaded where the route has been unloaded."""
