@@ -139,7 +139,7 @@ class Engine:
         then."""
         self.cuts.check(start, end)
         missing = subtract([(start, end)], self._held)
-        self._refuse_what_does_not_fit(missing)
+        self._footprint.refuse(self.cuts.pieces(missing), self._open)
         opened = yield partial(self._maker.open_all, self.cuts.pieces(missing), progress)
         self._segments += opened
         self._held = merge([*self._held, *missing])
@@ -157,7 +157,7 @@ class Engine:
         self.cuts.leave_out(skip_ratio)
         try:
             if not is_idle:
-                self._refuse_what_does_not_fit(whole)
+                self._footprint.refuse(self.cuts.pieces(whole), self._open)
             opened = yield partial(self._maker.open_all, self.cuts.pieces(whole), progress)
         except CallError:
             self.cuts.leave_out(before)
@@ -165,9 +165,6 @@ class Engine:
         yield from self._retiring(old)
         self._segments += opened
         yield from self._settling()
-
-    def _refuse_what_does_not_fit(self, missing: list[Range]) -> None:
-        self._footprint.refuse(self.cuts.pieces(missing), self._open)
 
     @property
     def memory(self) -> Memory:
@@ -417,7 +414,7 @@ class Engine:
         """Load what is held and has lost its segment, for want of room at the time."""
         gaps = subtract(self._held, [(segment.start, segment.end) for segment in self._segments])
         if gaps:
-            self._refuse_what_does_not_fit(gaps)
+            self._footprint.refuse(self.cuts.pieces(gaps), self._open)
             opened = yield partial(self._maker.open_all, self.cuts.pieces(gaps))
             self._segments += opened
 
