@@ -18,7 +18,7 @@ from trio.testing import MockClock
 from bench.arithmetic import FakePool, uncut
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, TURN_S, WANT_S, Place, Shares
+from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, KEPT_OF, TURN_S, WANT_S, Place, Shares
 from swarmllm.pipeline.stage.session_queue import OWN_MAX, Put, Relay, SessionQueue
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_response, encode_job, encode_request
@@ -188,6 +188,12 @@ def test_one_place_stays_free_for_an_origin_that_was_served_lately() -> None:
     assert not shares.ask(A, places(a=7), 101.0).is_granted
     assert shares.ask(A, places(a=6), 101.0).is_granted
     assert shares.ask(A, places(a=7), 100.0 + WANT_S).is_granted
+
+
+def test_of_few_places_none_stays_free() -> None:
+    shares = Shares(KEPT_OF - 1)
+    assert shares.ask(B, [], 100.0).is_granted
+    assert shares.ask(A, places(a=KEPT_OF - 2), 101.0).is_granted
 
 
 @given(

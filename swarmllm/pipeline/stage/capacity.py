@@ -7,10 +7,11 @@ in this node's record; the worker itself remains the one that refuses.
 `Shares` shares the places for requests of other nodes among the nodes that ask for them. It is pure: the
 clock comes in as `now_s`. While nobody else asks, one origin may have every place. When all are taken and
 another origin is turned away, its want is remembered for a while, and origins that have their fair share get
-no more until it is served. For one that was served lately and holds nothing, one place stays free of those
-who have their share. Places that were assigned and never used are given up for others: after FIRST_JOB_S
-always, before that where their origin has more than its share. Requests that run are given up where their
-origin has more than its share, after TURN_S: one that gives a job now and then would keep its place for ever.
+no more until it is served. Of `KEPT_OF` places or more, one stays free of those who have their share, for
+an origin that was served lately and holds nothing. Places that were assigned and never used are given up for
+others: after FIRST_JOB_S always, before that where their origin has more than its share. Requests that run
+are given up where their origin has more than its share, after TURN_S: one that gives a job now and then would
+keep its place for ever.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ FIRST_JOB_S = 5.0
 that: the stages before it may take their time."""
 TURN_S = 60.0
 """So long a running request keeps a place above its origin's share that another origin asks for."""
+KEPT_OF = 4
+"""Of fewer places none stays empty: one of three is too much for an origin that may not come again."""
 WANT_S = 30.0
 WANTING_MAX = 256
 
@@ -134,8 +137,8 @@ class Shares:
         if held[origin] >= fair and any(held[each] < fair for each in others):
             return Admission(is_granted=False)
         n_free = self.capacity - len(taken)
-        n_kept = sum(not held[each] for each in self._served if each != origin)
-        if n_free > (min(n_kept, 1) if held[origin] >= fair else 0):
+        is_kept = self.capacity >= KEPT_OF and any(not held[each] for each in self._served if each != origin)
+        if n_free > int(is_kept and held[origin] >= fair):
             return self._granted(origin, now_s)
         given_up = [
             place
