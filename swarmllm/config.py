@@ -48,6 +48,10 @@ class NodeTable:
     log_level: Literal["debug", "info", "warning", "error"] = _setting(
         "info", "How much is written to stderr; prompts and secrets never are.", reload=True
     )
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=600)] = _setting(
+        30.0,
+        "How long running requests may go on after SIGTERM or SIGINT; a second signal does not wait.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

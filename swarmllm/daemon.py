@@ -1,9 +1,10 @@
 """The daemon: every room of the house in one nursery, and the order in which they open and close.
 
 From the bottom up: catalogue, router, worker pool, registry, pipelines, node, HTTP. They close in reverse,
-because each only uses those before it; a stop (SIGINT, SIGTERM) is the cancellation of the whole. A second
-signal while stopping is left to Python's default and ends the process at once; workers notice by themselves
-that their parent is gone.
+because each only uses those before it; a stop is the cancellation of the whole. The first SIGINT or SIGTERM
+lets the node finish its requests (`Node.drain`) before; the second stops at once, and so does the first while
+the daemon starts. Any later one is left to Python's default and ends the process; workers notice by
+themselves that their parent is gone.
 
 `daemon.json` in the data folder tells other programs of this machine where the daemon listens (port 0 takes
 any free one). It is written when HTTP answers and removed at the end; a daemon that was killed leaves it
@@ -76,6 +77,8 @@ log = logging.getLogger(__name__)
 DAEMON_FILE = "daemon.json"
 MACHINE_FILE = "machine.json"
 OPEN_FILES = 65_536
+STOP_S = 15.0
+"""What a stop may take after the requests have ended."""
 
 
 class DaemonInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,8 +119,11 @@ async def run_daemon(
     try:
         with Supervision().active():
             async with trio.open_nursery() as nursery:
-                await supervise_started(nursery, "stop on signal", _stop_on_signal, nursery.cancel_scope)
-                async with open_daemon(config, reread, manager) as whereabouts:
+                first_signal, nodes = trio.Event(), list[Node]()
+                await supervise_started(
+                    nursery, "stop on signal", _stop_on_signal, nursery.cancel_scope, first_signal, nodes
+                )
+                async with open_daemon(config, reread, manager, nodes.append) as whereabouts:
                     # What lives as long as the daemon need not be looked through between two tokens.
                     gc.collect()
                     gc.freeze()
@@ -126,18 +132,29 @@ async def run_daemon(
                     manager.tell(READY=1, STATUS=whereabouts.api_url)
                     supervise(nursery, "systemd watchdog", manager.feed_watchdog)
                     try:
-                        await trio.sleep_forever()
+                        await first_signal.wait()
+                        limit_s = config.node.drain_timeout_s
+                        manager.tell(STOPPING=1, EXTEND_TIMEOUT_USEC=int((limit_s + STOP_S) * 1e6))
+                        await nodes[0].drain(limit_s)
                     finally:
                         manager.tell(STOPPING=1)
+                # Not before: the HTTP server still writes the ends of answers.
+                nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise _only_cause(group) from group
 
 
 @asynccontextmanager
 async def open_daemon(
-    config: Config, reread: Callable[[], Config] | None = None, manager: ServiceManager | None = None
+    config: Config,
+    reread: Callable[[], Config] | None = None,
+    manager: ServiceManager | None = None,
+    on_open: Callable[[Node], None] = lambda node: None,
 ) -> AsyncIterator[DaemonInfo]:
-    """A running daemon; leaving the block stops it. Raises ConfigError where folder or ports are taken."""
+    """A running daemon; leaving the block stops it. `on_open` gets its node.
+
+    Raises ConfigError where folder or ports are taken.
+    """
     data_dir = await trio.to_thread.run_sync(prepare_data_dir, config.data_dir)
     catalogue = await when_free(open_catalogue, data_dir)
     settings = swarm_settings(config, data_dir)
@@ -146,7 +163,7 @@ async def open_daemon(
     async with (
         open_trust(data_dir, settings.lists, directory.trust) as trust,
         open_libp2p_router(settings, trust, directory) as router,
-        _open_rooms(config, data_dir, catalogue, router, trust, watchdog) as (whereabouts, apply),
+        _open_rooms(config, data_dir, catalogue, router, trust, watchdog) as (whereabouts, apply, node),
         trio.open_nursery() as nursery,
     ):
         if reread is not None:
@@ -156,6 +173,7 @@ async def open_daemon(
             )
         # From here on, because imports at the start are slow steps that delay nobody.
         with watchdog.watching():
+            on_open(node)
             yield whereabouts
         nursery.cancel_scope.cancel()
 
@@ -168,8 +186,8 @@ async def _open_rooms(
     router: Libp2pRouter,
     trust: Trust,
     watchdog: LoopWatchdog,
-) -> AsyncIterator[tuple[DaemonInfo, Callable[[Config], None]]]:
-    """Everything above the network, bottom up; yields also what takes over a changed configuration."""
+) -> AsyncIterator[tuple[DaemonInfo, Callable[[Config], None], Node]]:
+    """Everything above the network, bottom up; yields also what takes over a configuration, and the node."""
     settings = worker_settings(config, data_dir)
     pool = WorkerPool(settings, data_dir / "run", on_change=lambda: node.holdings_changed())
     async with pool.running(), trio.open_nursery() as nursery:
@@ -255,7 +273,7 @@ async def _open_rooms(
                 supervise(nursery, "repeated loads", node.keep_trying)
                 supervise(nursery, "unused models", node.on_demand.run)
                 supervise(nursery, "placement", node.placing.run)
-                yield whereabouts, apply
+                yield whereabouts, apply, node
             finally:
                 log.info("stopping")
                 file.unlink(missing_ok=True)
@@ -383,12 +401,17 @@ def set_up_logging(level: str) -> None:
     logging.getLogger("swarmllm").setLevel(level.upper())
 
 
-async def _stop_on_signal(scope: trio.CancelScope, *, task_status: TaskStatus[None]) -> None:
+async def _stop_on_signal(
+    scope: trio.CancelScope, first: trio.Event, nodes: list[Node], *, task_status: TaskStatus[None]
+) -> None:
+    """The first signal sets `first` where there is a node already; the next cancels `scope`."""
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()
         async for number in signals:
             log.info("%s received", signal.Signals(number).name)
-            break
+            if first.is_set() or not nodes:
+                break
+            first.set()
     scope.cancel()
 
 

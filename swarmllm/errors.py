@@ -75,6 +75,16 @@ class Overloaded(SwarmLLMError):
         self.retry_after_s = retry_after_s
 
 
+class NodeStopping(SwarmLLMError):
+    """This node was told to stop: it takes no new requests, or had to end one that took too long."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    code = "node_stopping"
+    retry_after_s = 10.0
+    """About what a restart takes."""
+
+
 class StoreFull(SwarmLLMError):
     """There is no room for what was to be stored: the quota, or the disk. What is there is intact."""
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import trio
 
-from swarmllm.errors import Overloaded
+from swarmllm.errors import NodeStopping, Overloaded
 from swarmllm.keys import Tier
 from swarmllm.scheduling.tiers import LOCAL, Caller, Full, Moves, RateLimits, Ticket, TurnQueue
 
@@ -35,6 +35,10 @@ class Admission:
         self._news: dict[Ticket, trio.Event] = {}
         self._run_s = 0.0
         """Moving average."""
+        self.is_closed = False
+        self._scopes: set[trio.CancelScope] = set()
+        """Of those that wait or have a turn."""
+        self._left = trio.lowlevel.ParkingLot()
 
     @property
     def max_running(self) -> int:
@@ -57,7 +61,37 @@ class Admission:
 
     @asynccontextmanager
     async def turn(self, caller: Caller = LOCAL) -> AsyncIterator[float]:
-        """Holds one turn; yields the seconds waited for it. Raises Overloaded."""
+        """Holds one turn; yields the seconds waited for it. Raises Overloaded, and NodeStopping after `close`
+        and where `end_all` ended it."""
+        if self.is_closed:
+            raise NodeStopping("This node is about to stop; ask again in a moment, or another node.")
+        with trio.CancelScope() as scope:
+            self._scopes.add(scope)
+            try:
+                async with self._held_turn(caller) as queue_s:
+                    yield queue_s
+            finally:
+                self._scopes.discard(scope)
+                self._left.unpark_all()
+        if scope.cancelled_caught:
+            raise NodeStopping("This node stopped before the answer was complete.")
+
+    def close(self) -> None:
+        """Refuse every turn from now on; those that wait for one or hold one go on."""
+        self.is_closed = True
+
+    async def wait_empty(self) -> None:
+        """Until nobody waits for a turn or holds one."""
+        while self._scopes:
+            await self._left.park()
+
+    def end_all(self) -> None:
+        """Cancel those that wait for a turn or hold one; they raise NodeStopping."""
+        for scope in self._scopes:
+            scope.cancel()
+
+    @asynccontextmanager
+    async def _held_turn(self, caller: Caller) -> AsyncIterator[float]:
         since_s = trio.current_time()
         wait_s = self._rates.wait_s(caller, since_s)
         if wait_s:

@@ -103,6 +103,7 @@ class Announcer:
         self._observations = observations
         self._describe = describe
         self._placing = placing
+        self._leaves = False
         self._sequence = 0
         self._published: Holdings | None = None
         self._capability = NodeCapability()
@@ -146,6 +147,11 @@ class Announcer:
         """Something may be news: compare now, not only in a few seconds."""
         self._changed.set()
 
+    async def leave(self) -> None:
+        """Tell the swarm that no layers are ready here, so that no new request is planned over them."""
+        self._leaves = True
+        await self.publish()
+
     async def publish(self) -> None:
         """Tell the swarm what this node holds and how it fares, if that is news. One at a time: the last
         word is the newest.
@@ -163,7 +169,7 @@ class Announcer:
 
     async def _holdings(self) -> Holdings:
         entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
-        held = self._pool.models()
+        held = {} if self._leaves else self._pool.models()
         ready = tuple(
             ShardAnnounce(
                 model_id=model_id,
@@ -174,7 +180,9 @@ class Announcer:
                 pinned=_pairs(self._placing.pinned(model_id)),
             )
             for model_id in sorted({*held, *self._placing.model_ids})
-            if model_id in entries and (model_id in held or self._placing.loading(model_id))
+            if not self._leaves
+            and model_id in entries
+            and (model_id in held or self._placing.loading(model_id))
         )
         # No call of `look` follows a request: what is kept changes with each, and is told every FLOAT_S.
         kept = prefix_announcements(self._pool.kept_prefixes(), ready)

@@ -69,6 +69,8 @@ MAX_TOKENS = 2**20
 JOINING_S = 30.0
 """How long after the start a model that others have is waited for."""
 LOOK_AGAIN_S = 0.25
+ENDING_S = 5.0
+"""How long requests that are ended before the node stops may take to tell other nodes."""
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
@@ -213,6 +215,8 @@ class Node:
         return self._router.reachability
 
     def readiness(self) -> Readiness:
+        if self.admission.is_closed:
+            return Readiness("stopping", "the node finishes what runs, and stops")
         if self._readiness.status == "ready" and (missing := self._restoring.missing()):
             return Readiness("failed", missing)
         return self._readiness
@@ -308,6 +312,23 @@ class Node:
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the swarm informed of holdings, load and speed; started once it knows this node."""
         await self._announcer.run(task_status=task_status)
+
+    async def drain(self, limit_s: float) -> None:
+        """Before the node stops: take no new requests, tell the swarm that no layers are ready here, and wait
+        until the requests of this node's users and those of other nodes that use its layers have ended. After
+        `limit_s` seconds the former end with NodeStopping, and the latter go on over other nodes."""
+        self.admission.close()
+        with trio.move_on_after(limit_s):
+            try:
+                await self._announcer.leave()
+            except SwarmLLMError as error:
+                log.warning("the swarm is not told that this node stops: %s", error.message)
+            await self.admission.wait_empty()
+            while self._pipelines.statistics().active_stage_requests:  # noqa: ASYNC110 (nobody tells)
+                await trio.sleep(LOOK_AGAIN_S)
+        self.admission.end_all()
+        with trio.move_on_after(ENDING_S):
+            await self.admission.wait_empty()
 
     async def measure(self, file: Path) -> None:
         """Learn how fast this machine is, from `file` or by a probe of a second."""

@@ -24,7 +24,7 @@ from swarmllm_proto.swarm import FileAnnounce, NodeRecord
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    status: Literal["starting", "ready", "failed"]
+    status: Literal["starting", "ready", "failed", "stopping"]
     reason: str = ""
 
 

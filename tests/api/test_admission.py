@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from swarmllm.errors import Overloaded
+from swarmllm.errors import NodeStopping, Overloaded
 from swarmllm.keys import Tier
 from swarmllm.node import Admission
 from swarmllm.scheduling.tiers import LOCAL, TIERS, Caller, tier_caps
@@ -221,3 +221,37 @@ async def test_where_nobody_has_a_key_all_turns_are_taken(autojump_clock: object
     single = admission_of(1, 2, 30.0)
     async with single.turn(Caller("a")):
         assert single.n_active == 1
+
+
+async def test_after_closing_those_inside_go_on_until_they_are_ended(autojump_clock: object) -> None:
+    admission = admission_of(1, 10, 100.0)
+    ends: list[str] = []
+
+    async def request(name: str, seconds: float) -> None:
+        try:
+            async with admission.turn():
+                await trio.sleep(seconds)
+                ends.append(f"{name} complete")
+        except NodeStopping:
+            ends.append(f"{name} stopped")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(request, "short", 1)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(request, "long", 50)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(request, "waiting", 1)
+        await trio.testing.wait_all_tasks_blocked()
+        admission.close()
+        with pytest.raises(NodeStopping):
+            async with admission.turn():
+                ends.append("never")
+        with trio.move_on_after(5) as patience:
+            await admission.wait_empty()
+        assert patience.cancelled_caught
+        assert ends == ["short complete"]
+        admission.end_all()
+        await admission.wait_empty()
+    assert ends[0] == "short complete"
+    assert sorted(ends[1:]) == ["long stopped", "waiting stopped"]
+    assert (admission.n_active, admission.n_queued) == (0, 0)

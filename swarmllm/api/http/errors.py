@@ -22,7 +22,7 @@ import msgspec
 from quart import Response, request
 from werkzeug.exceptions import HTTPException
 
-from swarmllm.errors import InvalidRequest, Overloaded, SwarmLLMError
+from swarmllm.errors import InvalidRequest, NodeStopping, Overloaded, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 _AT = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"^Object (?P<fault>contains unknown|missing required) field `(?P<name>[^`]*)`")
-DEFAULT_RETRY_AFTER_S = 1
+DEFAULT_RETRY_AFTER_S = 1.0
 N_FRAMES = 8
 
 
@@ -105,8 +105,10 @@ def error_response(error: SwarmLLMError) -> Response:
 def failure_response(error: SwarmLLMError, body: bytes) -> Response:
     """`body` with the status and the headers of the error, whatever dialect words it."""
     response = Response(body, status=error.http_status, content_type="application/json")
-    if error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
-        wait_s = error.retry_after_s if isinstance(error, Overloaded) else DEFAULT_RETRY_AFTER_S
+    if error.http_status == HTTPStatus.TOO_MANY_REQUESTS or isinstance(error, NodeStopping):
+        wait_s = DEFAULT_RETRY_AFTER_S
+        if isinstance(error, Overloaded | NodeStopping):
+            wait_s = error.retry_after_s
         response.headers["Retry-After"] = str(math.ceil(wait_s))
     if error.http_status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
