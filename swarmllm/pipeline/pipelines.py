@@ -412,7 +412,8 @@ class Pipelines:
         n_output = min(request.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
         entry, size = request.entry, RequestSize(len(request.tokens), n_output, request.sampling.exact)
         load = self._load(entry, size, n_asking=1)
-        suspects = dict.fromkeys((*sorted(suspected), *self._suspects.ordered(trio.current_time())))
+        ordered = self._suspects.ordered(trio.current_time(), self._trust.score)
+        suspects = dict.fromkeys((*sorted(suspected, key=self._trust.score), *ordered))
         avoid = frozenset(request.recovery.avoid)
         return await self._routes.choose(
             entry,

@@ -6,14 +6,14 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from node_ids import A, B, C, F, M
+from node_ids import LIAR, A, B, C, F, M
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from bench.arithmetic import uncut
-from swarmllm.errors import NodeUnreachable, WorkerDied
+from swarmllm.errors import NodeUnreachable, NoPipeline, WorkerDied
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.route.suspects import MAX_ACCUSERS, MAX_PER_ACCUSER, SUSPECT_S, Suspects
+from swarmllm.pipeline.route.suspects import MAX_ACCUSERS, MAX_PER_ACCUSER, SUSPECT_S, Suspects, sparing
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm_proto.codec import decode_job
 from swarmllm_proto.ipc import Sampling
@@ -208,3 +208,27 @@ def test_what_one_node_may_say_of_others_is_bounded(accusations: list[tuple[int,
         suspects.accuse(str(accuser), str(node_id), now_s)
         n_accusers = len({accuser for accuser, _, _ in accusations})
         assert len(suspects.now(now_s)) <= MAX_PER_ACCUSER * n_accusers
+
+
+def test_a_stranger_is_more_doubtful_than_a_trusted_node_that_more_pipelines_broke_with() -> None:
+    """The stranger holds all that the two trusted ones hold: doing without one of those first would leave it
+    in the route, and then it could not be spared any more."""
+    suspects, trust = Suspects(), {LIAR: 0.5, B: 0.9, C: 0.9}
+    for _ in range(2):
+        suspects.doubt([B, C], 0.0)
+    suspects.doubt([LIAR], 0.0)
+    assert suspects.ordered(0.0) == [*sorted([B, C]), LIAR]
+    ordered = suspects.ordered(0.0, trust.__getitem__)
+    assert ordered == [LIAR, *sorted([B, C])]
+
+    def choose(avoided: set[str]) -> list[str]:
+        route = [next((n for n in each if n not in avoided), "") for each in ((B, LIAR), (C, LIAR))]
+        if "" in route:
+            raise NoPipeline("nobody")
+        return route
+
+    assert sparing(choose, (), ordered) == [B, C]
+    # Who breaks pipeline after pipeline is doubted in spite of its merits.
+    for _ in range(4):
+        suspects.doubt([B], 0.0)
+    assert suspects.ordered(0.0, trust.__getitem__)[0] == B

@@ -67,12 +67,16 @@ class Suspects:
     def now(self, now_s: float) -> frozenset[NodeId]:
         return frozenset(self.ordered(now_s))
 
-    def ordered(self, now_s: float) -> list[NodeId]:
-        """The same, the most doubtful first."""
+    def ordered(self, now_s: float, trust: Callable[[NodeId], float] = lambda node_id: 0.0) -> list[NodeId]:
+        """The same, the most doubtful first: doubts weigh less, the more a node is trusted (`trust`: 0 to 1).
+        A node that has served long takes part in many pipelines, and so in many that break; one that breaks
+        them may have a new name each time."""
         self._forget_old(now_s)
         heard = {node_id for said in self._until_s.values() for node_id in said}
-        counts = {node_id: count for node_id, (_, count) in self._doubts.items()}
-        return sorted(heard | counts.keys(), key=lambda node_id: (-counts.get(node_id, 0), node_id))
+        weights = dict.fromkeys(heard, 0.0) | {
+            node_id: count * (1 - trust(node_id)) for node_id, (_, count) in self._doubts.items()
+        }
+        return sorted(weights, key=lambda node_id: (-weights[node_id], trust(node_id), node_id))
 
     def _forget_old(self, now_s: float) -> None:
         for node_id in [node_id for node_id, (until_s, _) in self._doubts.items() if until_s <= now_s]:
