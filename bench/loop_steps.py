@@ -9,7 +9,8 @@ what a task does between two checkpoints, and no other task runs meanwhile. Time
 loop's thread; the longest by the clock says more about the machine where that is busy. Scenarios:
 
 quiet     nobody else is there
-liars     32 peers, each with 256 models of 1,000 layers of which it holds 60 ranges, other ones every second
+liars     32 peers, each with 256 models of 1,000 layers of which it holds 8 ranges (as many as one record may
+          have), other ones every second
 honest    256 peers that hold the same 20 models, and tell their load every 5 s
 one model 256 peers that claim 60 ranges each of the model that is asked for, other ones every 10 s
 """
@@ -59,7 +60,15 @@ from swarmllm.workerpool.settings import WorkerSettings
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.envelope import Envelope, seal
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ObservedLink, ShardAnnounce
+from swarmllm_proto.swarm import (
+    RECORD_MODELS_MAX,
+    RECORD_RANGES_MAX,
+    NodeCapability,
+    NodeRecord,
+    ObservedLatency,
+    ObservedLink,
+    ShardAnnounce,
+)
 
 COLUMNS = (
     "scenario", "peers", "steps", "p50 ms", "p99 ms", "p99.9 ms", "longest ms", "whose",
@@ -163,7 +172,9 @@ def announced(model_id: str, name: str, n_layers: int, ranges: tuple[tuple[int, 
 
 def lies(node_id: str, turn: int) -> NodeRecord:
     number = hash((node_id, 0)) % 10**9
-    ranges = tuple((2 * n + turn % 2, 2 * n + 1 + turn % 2) for n in range(60))
+    ranges = tuple(
+        (2 * n + turn % 2, 2 * n + 1 + turn % 2) for n in range(RECORD_RANGES_MAX // RECORD_MODELS_MAX)
+    )
     models = tuple(
         announced(f"{number * 1000 + each:064x}", f"m-{number}-{each}", 1000, ranges) for each in range(256)
     )

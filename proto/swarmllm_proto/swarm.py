@@ -11,7 +11,7 @@ cycle, and a collection that looks at each stops everything else.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -53,6 +53,15 @@ from swarmllm_proto.swarm_base import TensorName as TensorName
 from swarmllm_proto.swarm_base import VisionEncodeRequest as VisionEncodeRequest
 from swarmllm_proto.swarm_base import VisionEncodeResponse as VisionEncodeResponse
 
+RECORD_MODELS_MAX: Final = 256
+MODEL_RANGES_MAX: Final = 64
+"""In one list of a record."""
+RECORD_RANGES_MAX: Final = 2048
+"""In all lists of a record: its readers decode and index it in one step of their event loop."""
+
+HeldRanges = Annotated[tuple[tuple[LayerIndex, LayerIndex], ...], Meta(max_length=MODEL_RANGES_MAX)]
+"""[start, end) of layers."""
+
 
 class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """One model of which a node holds layers, ready to run."""
@@ -60,10 +69,10 @@ class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=Fals
     model_id: ModelId
     name: ShortText
     n_layers: LayerIndex
-    ranges: Annotated[tuple[tuple[LayerIndex, LayerIndex], ...], Meta(max_length=256)]
-    loading: Annotated[tuple[tuple[LayerIndex, LayerIndex], ...], Meta(max_length=256)] = ()
+    ranges: HeldRanges
+    loading: HeldRanges = ()
     """What it is about to hold: nobody else need begin with it."""
-    pinned: Annotated[tuple[tuple[LayerIndex, LayerIndex], ...], Meta(max_length=256)] = ()
+    pinned: HeldRanges = ()
     """Of `ranges`, what its user loaded and the swarm does not move."""
 
     def __post_init__(self) -> None:
@@ -80,7 +89,7 @@ class FileAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False
     model_id: ModelId
     name: ShortText
     n_layers: LayerIndex
-    layers: Annotated[tuple[tuple[LayerIndex, LayerIndex], ...], Meta(max_length=256)] = ()
+    layers: HeldRanges = ()
     embedding: bool = False
     head: bool = False
 
@@ -174,13 +183,19 @@ class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     started_at: Annotated[float, Meta(ge=0, le=1e11)] = 0.0
     """Unix time in seconds of the daemon's start."""
     sequence: Count = 0
-    models: Annotated[tuple[ShardAnnounce, ...], Meta(max_length=256)] = ()
+    models: Annotated[tuple[ShardAnnounce, ...], Meta(max_length=RECORD_MODELS_MAX)] = ()
     capability: NodeCapability = NodeCapability()
-    files: Annotated[tuple[FileAnnounce, ...], Meta(max_length=256)] = ()
+    files: Annotated[tuple[FileAnnounce, ...], Meta(max_length=RECORD_MODELS_MAX)] = ()
     prefix_caches: Annotated[tuple[PrefixCacheAnnounce, ...], Meta(max_length=PREFIX_MODELS_MAX)] = ()
     """Only where its user wants others to know."""
     shares: Annotated[tuple[SharedModel, ...], Meta(max_length=8)] | UnsetType = UNSET
     """Withdrawn when a newer record does not have it; unset: none."""
+
+    def __post_init__(self) -> None:
+        n_ranges = sum(len(m.ranges) + len(m.loading) + len(m.pinned) for m in self.models)
+        n_ranges += sum(len(file.layers) for file in self.files)
+        if n_ranges > RECORD_RANGES_MAX:
+            raise ValueError(f"field `models`: {n_ranges} ranges, above the limit of {RECORD_RANGES_MAX}")
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,9 @@ from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.swarm import (
+    MODEL_RANGES_MAX,
+    RECORD_MODELS_MAX,
+    RECORD_RANGES_MAX,
     FileAnnounce,
     KeptPrefix,
     NodeCapability,
@@ -58,6 +62,24 @@ def prefix_announcements(
     return tuple(
         PrefixCacheAnnounce(model_id=model_id, prefixes=kept[model_id][:n_each]) for model_id in told
     )
+
+
+def within_limits(
+    ready: Iterable[ShardAnnounce], files: Iterable[FileAnnounce]
+) -> tuple[tuple[ShardAnnounce, ...], tuple[FileAnnounce, ...]]:
+    """As many as one record may have: first what is ready to run, in the order in which it comes."""
+    left = RECORD_RANGES_MAX
+    models: list[ShardAnnounce] = []
+    for model in islice(ready, RECORD_MODELS_MAX):
+        if (n_ranges := len(model.ranges) + len(model.loading) + len(model.pinned)) <= left:
+            left -= n_ranges
+            models.append(model)
+    told: list[FileAnnounce] = []
+    for file in islice(files, RECORD_MODELS_MAX):
+        if len(file.layers) <= left:
+            left -= len(file.layers)
+            told.append(file)
+    return tuple(models), tuple(told)
 
 
 log = logging.getLogger(__name__)
@@ -186,7 +208,8 @@ class Announcer:
         )
         # No call of `look` follows a request: what is kept changes with each, and is told every FLOAT_S.
         kept = prefix_announcements(self._pool.kept_prefixes(), ready)
-        return ready, self._travel.announcements(entries.values()), kept, self._placing.shares
+        ready, files = within_limits(ready, self._travel.announcements(entries.values()))
+        return ready, files, kept, self._placing.shares
 
     def _record(self, holdings: Holdings, capability: NodeCapability) -> NodeRecord:
         return NodeRecord(
@@ -204,4 +227,4 @@ class Announcer:
 
 
 def _pairs(ranges: Iterable[LayerRange]) -> tuple[tuple[int, int], ...]:
-    return tuple((layers.start, layers.end) for layers in ranges)
+    return tuple((layers.start, layers.end) for layers in ranges)[:MODEL_RANGES_MAX]

@@ -38,12 +38,10 @@ from swarmllm.transfer.fetch import Asking, Fetch, fetch_container
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm.transfer.uploads import Uploads
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.swarm import FetchPiece, FileAnnounce, Piece
+from swarmllm_proto.swarm import MODEL_RANGES_MAX, FetchPiece, FileAnnounce, Piece
 
 log = logging.getLogger(__name__)
 
-MAX_ANNOUNCED = 256
-"""Models, and ranges of each, that a record has room for."""
 _REGISTERED_S = 3.0
 _LOOK_AGAIN_S = 0.05
 T = TypeVar("T")
@@ -116,7 +114,7 @@ class ModelTransfer:
         """What this node has to give, of everything it knows."""
         if not self._settings.share:
             return ()
-        return tuple(announcement(entry) for entry in entries)[:MAX_ANNOUNCED]
+        return tuple(announcement(entry) for entry in entries)
 
     def sources(self, model_id: ModelId) -> tuple[str, ...]:
         """The connected nodes that have files of a model."""
@@ -355,7 +353,7 @@ def announcement(entry: CatalogueEntry) -> FileAnnounce:
         model_id=entry.model_id,
         name=entry.name,
         n_layers=entry.manifest.n_layers,
-        layers=tuple((each.start, each.end) for each in layers)[:MAX_ANNOUNCED],
+        layers=tuple((each.start, each.end) for each in layers)[:MODEL_RANGES_MAX],
         embedding=EMBEDDING_INDEX in whole,
         head=HEAD_INDEX in whole,
     )

@@ -144,6 +144,19 @@ Decode = Callable[[bytes], object]
         ),
         (
             codec.decode_record,
+            pack(
+                {
+                    **RECORD,
+                    "models": [
+                        {"model_id": f"{n:064x}", "name": "m", "n_layers": 4, "ranges": [[0, 1]] * 9}
+                        for n in range(228)
+                    ],
+                }
+            ),
+            "models",
+        ),
+        (
+            codec.decode_record,
             pack({**RECORD, "models": [{"model_id": "AB" * 32, "name": "m", "n_layers": 4, "ranges": []}]}),
             "models[0].model_id",
         ),
@@ -301,8 +314,11 @@ def test_bytes_of_a_model_are_not_copied_out_of_the_answer_that_brought_them() -
 
 
 def test_senders_and_readers_share_the_size_limits() -> None:
-    announce = swarm.ShardAnnounce(model_id=MODEL_ID, name="m" * 200, n_layers=9, ranges=((0, 1),) * 256)
-    record = swarm.NodeRecord(node_id=A, models=(announce,) * 256)
+    announce = swarm.ShardAnnounce(
+        model_id=MODEL_ID, name="\N{GRINNING FACE}" * 200, n_layers=9, ranges=((0, 1),) * 8
+    )
+    file = swarm.FileAnnounce(model_id=MODEL_ID, name=announce.name, n_layers=9)
+    record = swarm.NodeRecord(node_id=A, models=(announce,) * 256, files=(file,) * 256)
     with pytest.raises(FrameTooLarge, match="record"):
         codec.encode_record(record)
     with pytest.raises(FrameTooLarge, match="record"):

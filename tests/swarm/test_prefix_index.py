@@ -8,13 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from node_ids import N, node_id_named
 
-from swarmllm.node.announcer import prefix_announcements
+from swarmllm.node.announcer import prefix_announcements, within_limits
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX, PrefixIndex, PrefixMatch
 from swarmllm.swarm.records.registry import Registry
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.codec import decode_record, encode_record
 from swarmllm_proto.errors import BadMessage
-from swarmllm_proto.swarm import KeptPrefix, NodeRecord, PrefixCacheAnnounce, ShardAnnounce
+from swarmllm_proto.swarm import (
+    RECORD_RANGES_MAX,
+    FileAnnounce,
+    KeptPrefix,
+    NodeRecord,
+    PrefixCacheAnnounce,
+    ShardAnnounce,
+)
 
 LIAR, ME, NEAR, GONE = map(node_id_named, ("liar", "me", "near", "gone"))
 
@@ -129,3 +136,30 @@ def test_what_is_told_fits_what_is_taken_and_is_of_whole_models(models: list[tup
         assert models[int(each.model_id, 16)][1]
         assert each.prefixes == kept[each.model_id][: len(each.prefixes)] != ()
     assert decode_record(encode_record(NodeRecord(node_id=N, prefix_caches=told))).prefix_caches == told
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 64), st.integers(0, 64), st.integers(0, 64)), max_size=300),
+    st.lists(st.integers(0, 64), max_size=300),
+)
+def test_a_node_tells_no_more_ranges_than_others_read(
+    models: list[tuple[int, int, int]], files: list[int]
+) -> None:
+    def pairs(n: int) -> tuple[tuple[int, int], ...]:
+        return tuple((2 * each, 2 * each + 1) for each in range(n))
+
+    ready = [
+        ShardAnnounce(
+            model_id=f"{i:064x}", name="m", n_layers=200, ranges=pairs(a), loading=pairs(b), pinned=pairs(c)
+        )
+        for i, (a, b, c) in enumerate(models)
+    ]
+    held = [
+        FileAnnounce(model_id=f"{i:064x}", name="m", n_layers=200, layers=pairs(n))
+        for i, n in enumerate(files)
+    ]
+    told, told_files = within_limits(ready, held)
+    record = NodeRecord(node_id=N, models=told, files=told_files)
+    assert decode_record(encode_record(record)) == record
+    if sum(a + b + c for a, b, c in models[:256]) + sum(files[:256]) <= RECORD_RANGES_MAX:
+        assert (told, told_files) == (tuple(ready[:256]), tuple(held[:256]))

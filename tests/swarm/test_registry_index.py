@@ -14,7 +14,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.swarm.records.model_index import NODE_MODELS_MAX, NODE_RANGES_MAX, Contradiction
 from swarmllm.swarm.records.registry import LISTED_MAX, Registry
 from swarmllm_proto.codec import encode_record
-from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
+from swarmllm_proto.swarm import MODEL_RANGES_MAX, FileAnnounce, NodeRecord, ShardAnnounce
 
 ME, ZOE, LIAR = map(node_id_named, ("me", "zoe", "liar"))
 
@@ -241,7 +241,7 @@ def test_strangers_cannot_push_others_models_out_of_the_list() -> None:
 
 def test_what_one_node_can_put_into_the_index_is_bounded() -> None:
     registry = Registry(ME)
-    ranges = tuple((start, end) for start in range(20) for end in range(start + 1, 21))[:200]
+    ranges = tuple((start, end) for start in range(20) for end in range(start + 1, 21))[:MODEL_RANGES_MAX]
     models = tuple(a_model(each) for each in range(200))
     wide = ShardAnnounce(model_id="f" * 64, name="wide", n_layers=20, ranges=ranges)
     files = tuple(FileAnnounce(model_id=f"{1000 + n:064x}", name="f", n_layers=8) for n in range(256))
