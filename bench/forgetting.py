@@ -26,8 +26,7 @@ import trio
 from bench.figures import Figure, table, write
 from swarmllm.swarm.data.keepalive import PING_S
 from swarmllm.swarm.libp2p_router import open_libp2p_router
-from swarmllm.swarm.records.registry import Registry
-from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce

@@ -20,7 +20,7 @@ from bench.simulated_swarm import make_manifest
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.route.inputs import LEAN, Links, Load, circumstances, workload
 from swarmllm.scheduling.cheapest import cheapest_route
-from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.speeds import Observations
 from swarmllm_proto.swarm import NodeCapability, ObservedLatency
 
 N_LAYERS, N_PER_HALF, N_ORIGINS, N_REQUESTS = 24, 8, 32, 64

@@ -50,8 +50,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.libp2p.gossip import MODELS
 from swarmllm.swarm.membership.identity import Identity, verify
-from swarmllm.swarm.records.registry import Registry
-from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.swarm.records.spread import RecordSpread
 from swarmllm.swarm.router import Change, PeerInfo
 from swarmllm.transfer import ModelTransfer, TransferSettings

@@ -40,13 +40,12 @@ from swarmllm.node.remembered_loads import open_remembered_loads
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.in_memory.router import InMemoryRouter
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm.swarm.peers.trust_keeper import Trust
-from swarmllm.swarm.records.registry import Registry
-from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import LoadOptions, WorkerStatistics
 from swarmllm.workerpool.settings import ModelMemory

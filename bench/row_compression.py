@@ -38,8 +38,7 @@ from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.route.row_formats import Compression
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.swarm.records.registry import Registry
-from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.ipc import Sampling

@@ -25,9 +25,8 @@ from swarmllm.node.placing_plan import next_step, plan_of, shape_of
 from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
 from swarmllm.scheduling.coordinates import Coordinate, moved
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs
-from swarmllm.scheduling.hysteresis import Hysteresis
-from swarmllm.scheduling.observation import Observations
-from swarmllm.scheduling.placement import Placement
+from swarmllm.scheduling.placement import Hysteresis, Placement
+from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm_proto.codec import decode_record, encode_record
 from swarmllm_proto.swarm import (

@@ -22,7 +22,7 @@ from bench.figures import RESULTS, machine
 from swarmllm.swarm.byte_budget import LIMITS, TOTAL_MIB, ByteBudget
 from swarmllm.swarm.discovery.dht.messages import Contact
 from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE, ProviderBook
-from swarmllm.swarm.libp2p.unsigned_pubsub import RECENT_MAX_BYTES, _ContentCache
+from swarmllm.swarm.libp2p.gossip import RECENT_MAX_BYTES, _ContentCache
 from swarmllm_proto.limits import MIB
 
 PEERS = (1, 64)

@@ -53,7 +53,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.links import StageLinks
 from swarmllm.reloading import reload_on_sighup
 from swarmllm.scheduling.constraints import Constraints, Pin
-from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.speeds import Observations
 from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
 from swarmllm.supervision import Supervision, supervise, supervise_started
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
@@ -62,8 +62,7 @@ from swarmllm.swarm.membership.peer_lists import PeerLists
 from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm.swarm.peers.trust_keeper import Trust, open_trust
-from swarmllm.swarm.records.registry import Registry
-from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import WorkerPool, WorkerSettings

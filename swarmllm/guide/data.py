@@ -1,4 +1,4 @@
-"""From conversations to batches.
+"""From conversations to tokens and batches.
 
 Conversations are not packed into long rows: conversations of like length share a batch instead. Nothing
 is attended to across samples, every one starts at position 0 as it will in use, and attention over short
@@ -8,25 +8,53 @@ rows costs little, which on a CPU is a third of the time.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from . import corpus
-from .template import ANSWER_PREFIX, END_OF_TEXT, IM_END, render
+from .template import ANSWER_PREFIX, END_OF_TEXT, IM_END, SPECIAL_TOKENS, render
 
+PRE_TOKENIZER = "qwen2"
+PATTERN = (
+    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 IGNORED = -100
 """Target of a position that is not learned."""
-
 MAX_TOKENS = 640
 """Longer conversations are left out; there are hardly any."""
-
 N_SAMPLES_PER_POOL = 6000
 """Batches are made within pools of this many conversations."""
+
+
+def train_tokenizer(texts: Iterable[str], n_vocab: int) -> Tokenizer:
+    """A byte-level BPE of exactly `n_vocab` tokens; the special ones come first.
+
+    All 256 bytes are tokens, so any UTF-8 text makes the round trip. libllama's pre-tokenizer "qwen2" splits
+    numbers into single digits, which makes copying a number the same task as copying a word. Qwen's own NFC
+    normaliser is left out, as libllama has none. Raises ValueError where the texts give fewer tokens.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_vocab,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != n_vocab:
+        raise ValueError(f"the texts give {tokenizer.get_vocab_size()} tokens, not {n_vocab}")
+    return tokenizer
 
 
 def render_sample(sample: corpus.Sample, rng: random.Random) -> str:

@@ -23,7 +23,7 @@ from swarmllm.errors import StoreLocked
 from swarmllm.models import Catalogue, LayerRange
 from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import float_among, is_news, is_news_of_work, machine_speed
-from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router

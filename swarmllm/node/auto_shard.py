@@ -26,9 +26,8 @@ from swarmllm.node.placing_disk import PlacingDisk, memory_budget_bytes
 from swarmllm.node.placing_plan import next_step, plan_of, shape_of
 from swarmllm.node.share_book import SHARED_MAX, ShareBook
 from swarmllm.node.shares import ACCEPTED_MAX, AcceptedShares, accepted_writers
-from swarmllm.scheduling.hysteresis import CONSISTENT_TICKS, Hysteresis
-from swarmllm.scheduling.observation import MAX_MODELS
-from swarmllm.scheduling.placement import ModelShape
+from swarmllm.scheduling.placement import CONSISTENT_TICKS, Hysteresis, ModelShape
+from swarmllm.scheduling.speeds import MAX_MODELS
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.identifiers import ModelId, NodeId

@@ -27,7 +27,7 @@ from swarmllm.memory_info import memory_bytes
 from swarmllm.node.admission import Admission
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.scheduling.coordinates import TRUSTED_ERROR, Coordinate, moved
-from swarmllm.scheduling.observation import MAX_MODELS, MachineSpeed, Observations
+from swarmllm.scheduling.speeds import MAX_MODELS, MachineSpeed, Observations
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import PeerInfo
 from swarmllm_proto.identifiers import ModelId

@@ -47,8 +47,8 @@ from swarmllm.pipeline.origin.generation import Generation, Prompt
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.plan import Plan
+from swarmllm.scheduling.speeds import Observations
 from swarmllm.scheduling.tiers import LOCAL, Caller, tier_caps
 from swarmllm.supervision import current as current_supervision
 from swarmllm.swarm.peers.trust_keeper import Trust

@@ -17,8 +17,8 @@ from swarmllm.models import LayerRange, Manifest, covers, merge, subtract
 from swarmllm.pipeline.route.inputs import Links, Load, circumstances
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import Workload
-from swarmllm.scheduling.observation import Observations
 from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode, place
+from swarmllm.scheduling.speeds import Observations
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
 

@@ -19,7 +19,7 @@ from swarmllm.node.shares import accepts
 from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.holdings import Held
-from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.speeds import Observations
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import NodeCapability, NodeRecord
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from swarmllm.downloads import WaitingView
 from swarmllm.models import CatalogueEntry, LayerRange, merge
-from swarmllm.scheduling.pieces import runnable
+from swarmllm.scheduling.candidates import runnable
 from swarmllm.scheduling.route import is_complete, missing_layers
 from swarmllm.swarm.peers.trust import Explanation
 from swarmllm.swarm.records.registry import SwarmModel

@@ -44,9 +44,8 @@ from swarmllm.pipeline.stage.inbox import Inbox
 from swarmllm.pipeline.stage.links import LinkNotices, NoStageLinks, StageLinks
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.scheduling.observation import Observations
-from swarmllm.scheduling.peer_speeds import PeerSpeeds
 from swarmllm.scheduling.plan import Plan
+from swarmllm.scheduling.speeds import Observations, PeerSpeeds
 from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import NodeTrust, NoOpinion

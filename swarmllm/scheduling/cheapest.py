@@ -22,8 +22,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from swarmllm.models.layers import LayerRange
+from swarmllm.scheduling.candidates import Piece, pieces_of, runnable
 from swarmllm.scheduling.cost import CostTable, Indices, RouteInputs, Seconds
-from swarmllm.scheduling.pieces import Piece, pieces_of, runnable
 from swarmllm.scheduling.route import MAX_STAGES, RouteStage, choose_route
 from swarmllm_proto.identifiers import NodeId
 

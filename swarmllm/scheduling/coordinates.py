@@ -1,4 +1,4 @@
-"""Network coordinates: how far apart two nodes are that have never measured it.
+"""Network coordinates: how far apart two nodes are that have never measured it, and which nodes are near.
 
 Vivaldi (Dabek, Cox, Kaashoek, Morris: "Vivaldi: a decentralized network coordinate system", SIGCOMM 2004):
 every node floats at a point, and each measured round trip pulls it towards or pushes it from the other's
@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from swarmllm_proto.identifiers import NodeId
 
 DIMENSIONS = 3
 ERROR_GAIN = 0.25
@@ -28,6 +31,9 @@ REACH_S = 30.0
 """No coordinate lies farther out: round trips are shorter, and a liar must not drag others to infinity."""
 TRUSTED_ERROR = 0.5
 """A node that is less sure of its place is not believed to be there."""
+REGION_RTT_S = 0.03
+"""Within this round trip two nodes complement each other; farther apart each side better has its own copy."""
+NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +86,30 @@ def _direction(origin: tuple[float, ...], target: tuple[float, ...], pair: str) 
     parts = [byte - 127.5 for byte in digest[:DIMENSIONS]]
     length = math.hypot(*parts)
     return [part / length for part in parts], 0.0
+
+
+def regions_of(places: Mapping[NodeId, Coordinate | None]) -> dict[NodeId, int]:
+    """Region by node id: numbers from 0 in the order of their founders, `NOWHERE` for the unsure.
+
+    A pipeline should not cross an ocean for every token. Every node computes the regions from the same
+    coordinates, so the answer must not depend on who computes it: nodes are taken in the order of their ids,
+    and each joins the first region whose first node is near enough, or founds one. Nodes that are not sure of
+    their place share a region of their own, apart from all others.
+    """
+    founders: list[Coordinate] = []
+    regions: dict[NodeId, int] = {}
+    for node_id in sorted(places):
+        place = places[node_id]
+        if place is None or not place.is_settled:
+            regions[node_id] = NOWHERE
+            continue
+        near = (
+            number
+            for number, founder in enumerate(founders)
+            if predicted_rtt_s(founder, place) <= REGION_RTT_S
+        )
+        number = next(near, len(founders))
+        if number == len(founders):
+            founders.append(place)
+        regions[node_id] = number
+    return regions

@@ -3,8 +3,8 @@ leader.
 
 What is there stays: a plan from nothing would be better by some measure after every join, and would have
 everybody move. So the order is: gaps in pipelines that exist are filled; then nodes that hold nothing form
-new pipelines, near ones together (`regions`), as many as is best (`pipes`), each node as many layers as its
-speed and its memory say (`water_filling`); who is left over doubles the layers that have fewest holders.
+new pipelines, near ones together (`regions_of`), as many as is best (`pipes`), each node as many layers as
+its speed and its memory say (`water_fill`); who is left over doubles the layers that have fewest holders.
 A node that leaves opens one gap, a node that joins changes nobody's part but its own.
 
 Nobody is given more than it has room for; what its user loaded ("pinned") is counted and never moved; nodes
@@ -20,17 +20,71 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from swarmllm.models.layers import LayerRange, merge
-from swarmllm.scheduling.coordinates import Coordinate
+from swarmllm.scheduling.coordinates import Coordinate, regions_of
 from swarmllm.scheduling.holdings import Held, Row, rows_of
 from swarmllm.scheduling.pipes import best_groups
-from swarmllm.scheduling.regions import regions_of
 from swarmllm.scheduling.route import usable
-from swarmllm.scheduling.water_filling import water_fill
 from swarmllm_proto.identifiers import NodeId
 
+CONSISTENT_TICKS = 3
 FRAGMENTS_TRIED = 8
 """Pipelines with the smallest gaps that a node which leaves a fragment may help; what helps none of these
 rarely helps a larger gap, and a thousand nodes must not try everything with everything."""
+
+
+def water_fill(n_units: int, capacities: Sequence[int], speeds: Sequence[float]) -> list[int] | None:
+    """Units for each node, n_units together, none above its capacity; None where they have no room.
+
+    Parallax (arXiv 2509.26182), phase 1: the level lambda for which sum(min(c_i, lambda F_i)) is the number
+    of layers. All nodes below their capacity then take the same time. Nodes reach their capacity in the order
+    of c_i / F_i, so one pass finds the level, where the paper bisects. Shares are rounded down to whole
+    layers, and what is left goes to the largest remainders.
+
+    `speeds`: units per second, positive. Ties go to the earlier node.
+    """
+    if sum(capacities) < n_units:
+        return None
+    level = _level(n_units, capacities, speeds)
+    shares = [min(capacity, level * speed) for capacity, speed in zip(capacities, speeds, strict=True)]
+    units = [min(capacity, int(share + 1e-9)) for capacity, share in zip(capacities, shares, strict=True)]
+    while sum(units) > n_units:
+        # Rounding of the level, not of the shares.
+        units[max(range(len(units)), key=lambda i: (units[i] - shares[i], -i))] -= 1
+    while sum(units) < n_units:
+        open_ = [i for i, capacity in enumerate(capacities) if units[i] < capacity]
+        units[max(open_, key=lambda i: (shares[i] - units[i], -i))] += 1
+    return units
+
+
+def _level(n_units: int, capacities: Sequence[int], speeds: Sequence[float]) -> float:
+    order = sorted(range(len(speeds)), key=lambda i: capacities[i] / speeds[i])
+    left, width = float(n_units), sum(speeds)
+    level = 0.0
+    for i in order:
+        level = left / width
+        if level * speeds[i] <= capacities[i]:
+            break
+        left -= capacities[i]
+        width = max(width - speeds[i], speeds[i] * 1e-12)
+    return level
+
+
+@dataclass(slots=True)
+class Hysteresis:
+    """Lets a decision be acted on only when it has stayed the same for a while. Gossip arrives at different
+    times, and what looks like a gap for a moment is often a record that is late."""
+
+    n_seen: int = 0
+    _last: object = None
+
+    def see(self, wish: object) -> bool:
+        """Whether this wish has now been seen so many times in a row that it may be acted on."""
+        self.n_seen = self.n_seen + 1 if wish == self._last else 1
+        self._last = wish
+        return self.n_seen >= CONSISTENT_TICKS
+
+    def forget(self) -> None:
+        self.n_seen, self._last = 0, None
 
 
 @dataclass(frozen=True, slots=True)

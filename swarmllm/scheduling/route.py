@@ -21,7 +21,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.scheduling.pieces import pieces_of, runnable
+from swarmllm.scheduling.candidates import pieces_of, runnable
 from swarmllm_proto.identifiers import NodeId
 
 MAX_STAGES = 256

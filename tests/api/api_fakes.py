@@ -43,8 +43,7 @@ from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.plan import Plan, make_plan
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.in_memory.router import InMemoryRouter
-from swarmllm.swarm.records.registry import Registry
-from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerStatistics
 from swarmllm.workerpool.settings import ModelMemory

@@ -28,8 +28,8 @@ from swarmllm.node.capability import (
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.scheduling.coordinates import Coordinate, predicted_rtt_s
-from swarmllm.scheduling.observation import MAX_MODELS, MachineSpeed, Observations
 from swarmllm.scheduling.plan import Plan
+from swarmllm.scheduling.speeds import MAX_MODELS, MachineSpeed, Observations
 from swarmllm.scheduling.tiers import tier_caps
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import PeerInfo

@@ -14,9 +14,9 @@ import trio
 from deadlines import PATIENCE_S
 
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dht.core import DhtNode
 from swarmllm.swarm.discovery.dht.dht import Dht
 from swarmllm.swarm.discovery.dht.messages import model_key, name_key
+from swarmllm.swarm.discovery.dht.serving import DhtNode
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip, run_gossip
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
 from swarmllm.swarm.membership.connection_gater import ConnectionGater

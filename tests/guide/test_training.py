@@ -16,12 +16,11 @@ import llama_cpp
 from tokenizers import AddedToken, Tokenizer, models
 
 from swarmllm.guide import data
-from swarmllm.guide.data import IGNORED, AnswerMask, batches, sample_texts
+from swarmllm.guide.data import IGNORED, AnswerMask, batches, sample_texts, train_tokenizer
 from swarmllm.guide.export import export_gguf
 from swarmllm.guide.model import Llama, Shape
 from swarmllm.guide.recipe import Phase, Recipe
 from swarmllm.guide.template import ANSWER_PREFIX, SPECIAL_TOKENS, render
-from swarmllm.guide.tokens import train_tokenizer
 from swarmllm.guide.train import Training, weights_hash
 
 pytestmark = pytest.mark.slow

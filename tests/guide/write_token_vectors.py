@@ -9,10 +9,9 @@ import json
 from pathlib import Path
 
 from swarmllm.guide import corpus
-from swarmllm.guide.data import sample_texts
+from swarmllm.guide.data import sample_texts, train_tokenizer
 from swarmllm.guide.model import GUIDE_SHAPE
 from swarmllm.guide.template import render
-from swarmllm.guide.tokens import train_tokenizer
 from swarmllm.guide.train import N_TOKENIZER_SAMPLES, TOKENIZER_SEED
 
 TEXTS = (

@@ -27,8 +27,7 @@ from swarmllm.models import LayerRange, covers
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
 from swarmllm.node.auto_shard import RETRY_S
 from swarmllm.node.placing_plan import HELD_MAX, Step, next_step, plan_of, shape_of
-from swarmllm.scheduling.hysteresis import CONSISTENT_TICKS, Hysteresis
-from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode
+from swarmllm.scheduling.placement import CONSISTENT_TICKS, Hysteresis, ModelShape, Placement, PlacementNode
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
 

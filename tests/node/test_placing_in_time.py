@@ -10,8 +10,7 @@ import pytest
 
 from swarmllm.models.layers import LayerRange, covers, merge, subtract
 from swarmllm.node.placing_plan import next_step
-from swarmllm.scheduling.hysteresis import Hysteresis
-from swarmllm.scheduling.placement import ModelShape, PlacementNode, place
+from swarmllm.scheduling.placement import Hysteresis, ModelShape, PlacementNode, place
 
 SHAPE = ModelShape(12, 1, 100, embedding_bytes=90, head_bytes=90)
 WHOLE = LayerRange(0, 12)

@@ -21,8 +21,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.in_memory.router import InMemoryRouter
 from swarmllm.swarm.peers.trust_keeper import Trust
-from swarmllm.swarm.records.registry import Registry
-from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
 

@@ -26,7 +26,7 @@ from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.retry_policy import FIRST_PAUSE_S, RetryPolicy
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.route.measuring import ObservedCompute
-from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import encode_response

@@ -11,7 +11,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.origin.generation import Source, StageReport
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.measuring import measure, travel_s
-from swarmllm.scheduling.peer_speeds import LEAST_TOKENS, PeerSpeeds
+from swarmllm.scheduling.speeds import LEAST_TOKENS, PeerSpeeds
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.identifiers import NodeId

@@ -21,7 +21,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import Held, Room, room_left
 from swarmllm.scheduling.cheapest import cheapest_route
 from swarmllm.scheduling.cost import LINK_BYTES_PER_S, UNMEASURED_RTT_S, RouteInputs
-from swarmllm.scheduling.observation import MachineSpeed, Observations
+from swarmllm.scheduling.speeds import MachineSpeed, Observations
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling

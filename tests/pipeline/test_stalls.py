@@ -16,7 +16,7 @@ from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.repair.probing import judge_states
 from swarmllm.pipeline.repair.retry_policy import Pace
 from swarmllm.pipeline.route.inputs import FASTEST_BYTES_PER_S, Links, Load, circumstances, workload
-from swarmllm.scheduling.observation import PREFILL_ROWS, Observations
+from swarmllm.scheduling.speeds import PREFILL_ROWS, Observations
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN
 from swarmllm_proto.codec import decode_job, decode_request, encode_job, encode_response
 from swarmllm_proto.identifiers import NodeId

@@ -7,10 +7,9 @@ import random
 import pytest
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.scheduling.candidates import PAIRS_MAX, candidates
+from swarmllm.scheduling.candidates import PAIRS_MAX, Piece, candidates, n_pairs, pieces_of, runnable
 from swarmllm.scheduling.cheapest import SEARCHED_MAX, _Search, cheapest_route, part_cost_s, route_cost_s
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
-from swarmllm.scheduling.pieces import Piece, n_pairs, pieces_of, runnable
 from swarmllm.scheduling.route import RouteStage, choose_route, is_complete
 
 N_LAYERS = 100

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.models.layers import LayerRange, covers
+from swarmllm.scheduling.candidates import runnable
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import (
@@ -21,7 +22,6 @@ from swarmllm.scheduling.cost import (
     RouteInputs,
     Workload,
 )
-from swarmllm.scheduling.pieces import runnable
 from swarmllm.scheduling.route import RouteStage, choose_route
 
 from .test_route import N_LAYERS, Holders, every_route

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.scheduling.peer_speeds import (
+from swarmllm.scheduling.speeds import (
     BELIEVED_S,
     CONTRADICTION,
     CONTRADICTIONS_MIN,

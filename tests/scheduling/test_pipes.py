@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.scheduling.pipes import best_groups, fewest_stages
-from swarmllm.scheduling.water_filling import water_fill
+from swarmllm.scheduling.placement import water_fill
 
 
 def every_partition(n: int, k: int, n_used: int = 0) -> Iterator[list[int]]:

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 
 from swarmllm.models.layers import LayerRange, covers, subtract
-from swarmllm.scheduling.alternatives import MAX_ALTERNATIVES
+from swarmllm.scheduling.candidates import runnable
 from swarmllm.scheduling.cheapest import cheapest_route
 from swarmllm.scheduling.constraints import Refusal
 from swarmllm.scheduling.cost import RouteInputs
-from swarmllm.scheduling.pieces import runnable
-from swarmllm.scheduling.plan import make_plan
+from swarmllm.scheduling.plan import MAX_ALTERNATIVES, make_plan
 from swarmllm.scheduling.route import RouteStage
 
 from .test_cheapest import (

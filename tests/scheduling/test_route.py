@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.models.layers import LayerRange, covers
-from swarmllm.scheduling.pieces import runnable
+from swarmllm.scheduling.candidates import runnable
 from swarmllm.scheduling.route import RouteStage, choose_route, is_complete, missing_layers
 
 Holders = Mapping[str, Sequence[LayerRange]]

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 
-from swarmllm.swarm.libp2p.gossip_budget import (
+from swarmllm.swarm.libp2p.gossip import (
     BYTES_BURST,
     BYTES_PER_S,
     MESSAGES_BURST,
     MESSAGES_PER_S,
     GossipBudget,
+    UnsignedPubsub,
 )
-from swarmllm.swarm.libp2p.unsigned_pubsub import UnsignedPubsub
 from swarmllm.swarm.peers.trust import Deed
 
 

@@ -30,7 +30,7 @@ from swarmllm.swarm.discovery.reachability import DIAL_BACK_EVERY_S, DialBackTur
 from swarmllm.swarm.discovery.relay.relaying import ASK_AGAIN_S, RelayUse
 from swarmllm.swarm.discovery.relay.service import RelayBook, Reservation
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.libp2p.gossip_budget import MESSAGES_BURST, MESSAGES_PER_S, GossipAllowance, GossipBudget
+from swarmllm.swarm.libp2p.gossip import MESSAGES_BURST, MESSAGES_PER_S, GossipAllowance, GossipBudget
 from swarmllm.swarm.libp2p_router import open_libp2p_router
 from swarmllm.swarm.membership.identity import Identity, verify
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
@@ -39,8 +39,7 @@ from swarmllm.swarm.peers.directory import Peer, PeerDirectory
 from swarmllm.swarm.peers.parts import Parts, PassingParts, PeerTable
 from swarmllm.swarm.peers.trust import Deed, TrustBook
 from swarmllm.swarm.records.envelope_book import EnvelopeBook
-from swarmllm.swarm.records.registry import Registry
-from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.envelope import Envelope, seal

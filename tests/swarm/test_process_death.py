@@ -17,8 +17,7 @@ import trio
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.libp2p_router import open_libp2p_router
-from swarmllm.swarm.records.registry import Registry
-from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.swarm.router import Router
 from swarmllm.swarm.settings import SwarmSettings
 

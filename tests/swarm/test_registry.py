@@ -8,8 +8,7 @@ from node_ids import X, Y, Z, node_id_named
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
-from swarmllm.swarm.records.registry import Holder, Registry
-from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.swarm.records.registry import Holder, Registry, follow_router
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.errors import BadMessage, ProtocolError
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce

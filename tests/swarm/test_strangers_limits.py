@@ -20,9 +20,9 @@ from swarmllm.swarm.discovery.dht import table
 from swarmllm.swarm.discovery.dht.messages import Contact
 from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE, ProviderBook
 from swarmllm.swarm.discovery.reachability import AT_ONCE_MAX, DialBacks
-from swarmllm.swarm.libp2p import bounded_yamux, unsigned_pubsub
+from swarmllm.swarm.libp2p import bounded_yamux, gossip
 from swarmllm.swarm.libp2p.bounded_yamux import BoundedYamux, Overrun
-from swarmllm.swarm.libp2p.unsigned_pubsub import RECENT_MAX_BYTES, UnsignedPubsub, _ContentCache
+from swarmllm.swarm.libp2p.gossip import RECENT_MAX_BYTES, UnsignedPubsub, _ContentCache
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX, PrefixIndex
 from swarmllm.swarm.router import RequestRefused
@@ -94,7 +94,7 @@ def test_recent_gossip_holds_so_many_bytes_and_forgets_them() -> None:
 
 
 def test_so_many_ids_of_messages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unsigned_pubsub, "SEEN_MAX", 100)
+    monkeypatch.setattr(gossip, "SEEN_MAX", 100)
     pubsub = UnsignedPubsub.__new__(UnsignedPubsub)
     pubsub.seen_messages = LastSeenCache(120, 3600)
     pubsub._msg_id_constructor = lambda each: each.data[:8]

@@ -21,9 +21,8 @@ from libp2p.tools.anyio_service.trio_tasks import FunctionTask
 from libp2p.utils import encode_varint_prefixed
 
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.libp2p.gossip import MODELS, Gossip, run_gossip
+from swarmllm.swarm.libp2p.gossip import MODELS, Gossip, UnsignedGossipSub, run_gossip
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
-from swarmllm.swarm.libp2p.unsigned_pubsub import UnsignedGossipSub
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import load_or_create_identity
 

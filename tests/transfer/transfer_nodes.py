@@ -17,8 +17,7 @@ from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.in_memory.router import InMemoryRouter
 from swarmllm.swarm.peers.trust_keeper import Trust
-from swarmllm.swarm.records.registry import Registry
-from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm_proto.codec import decode_request, encode_record, encode_response
 from swarmllm_proto.limits import PIECE_MAX

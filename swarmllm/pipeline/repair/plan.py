@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.route.assembly import AFFINITY, Assembly, Question, alive
+from swarmllm.scheduling.candidates import runnable
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.constraints import permitted
 from swarmllm.scheduling.cost import RouteInputs
-from swarmllm.scheduling.pieces import runnable
 from swarmllm.scheduling.plan import standbys_of
 from swarmllm.scheduling.route import RouteStage
 from swarmllm_proto.identifiers import NodeId

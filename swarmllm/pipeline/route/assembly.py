@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 from swarmllm.errors import NoPipeline
 from swarmllm.models.layers import LayerRange, covers
+from swarmllm.scheduling.candidates import runnable
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.constraints import Constraints, Refusal, permitted
 from swarmllm.scheduling.cost import RouteInputs
-from swarmllm.scheduling.pieces import runnable
 from swarmllm.scheduling.plan import Plan, make_plan, standbys_of
 from swarmllm.scheduling.route import MAX_STAGES, RouteStage, missing_layers, usable
 from swarmllm_proto.identifiers import ModelId, NodeId

@@ -1,7 +1,7 @@
 """From what this node knows of itself and its peers to what the route is chosen by.
 
 Each latency is taken from the best source there is: forwards observed on that node; else its roofline (see
-`scheduling.observation`), scaled by how far the rooflines of the observed nodes were from the truth, so that
+`scheduling.speeds`), scaled by how far the rooflines of the observed nodes were from the truth, so that
 an estimate competes with measurements on the same footing; else the median of what is known of others. Where
 nothing at all is known, all nodes are equal and the network decides.
 
@@ -22,7 +22,7 @@ from swarmllm.models.manifest import Manifest
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import HOP_HANDLING_S, NodeSpeed, RouteInputs, Workload
-from swarmllm.scheduling.observation import PREFILL_ROWS, Latency, MachineSpeed, Observations, roofline
+from swarmllm.scheduling.speeds import PREFILL_ROWS, Latency, MachineSpeed, Observations, roofline
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import NodeCapability
 

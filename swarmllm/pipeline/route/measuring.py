@@ -29,8 +29,14 @@ from swarmllm.pipeline.stage.compute import (
     LocalGeneration,
 )
 from swarmllm.scheduling.cost import RouteInputs
-from swarmllm.scheduling.observation import Observations
-from swarmllm.scheduling.peer_speeds import HANDLING_S, LEAST_TOKENS, PeerSpeeds, StageTime, layer_times
+from swarmllm.scheduling.speeds import (
+    HANDLING_S,
+    LEAST_TOKENS,
+    Observations,
+    PeerSpeeds,
+    StageTime,
+    layer_times,
+)
 from swarmllm.swarm.peers.trust import Deed, Note
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import ModelId, NodeId

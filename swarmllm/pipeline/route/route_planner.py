@@ -33,15 +33,13 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.capacity import Held, Room, room_left
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.scheduling.candidates import candidates
+from swarmllm.scheduling.candidates import candidates, runnable
 from swarmllm.scheduling.cheapest import route_cost_s
 from swarmllm.scheduling.constraints import Constraints
 from swarmllm.scheduling.cost import RouteInputs
-from swarmllm.scheduling.observation import Observations
-from swarmllm.scheduling.peer_speeds import PeerSpeeds
-from swarmllm.scheduling.pieces import runnable
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.route import RouteStage
+from swarmllm.scheduling.speeds import Observations, PeerSpeeds
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import ModelId, NodeId

@@ -22,7 +22,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.admission import Sessions
-from swarmllm.scheduling.observation import Observations
+from swarmllm.scheduling.speeds import Observations
 from swarmllm.supervision import spawn
 from swarmllm.swarm.router import LinkEnd, LinkMaker
 from swarmllm.workerpool.faults import worker_fault

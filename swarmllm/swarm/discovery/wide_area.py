@@ -20,9 +20,9 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dht.core import DhtNode
 from swarmllm.swarm.discovery.dht.dht import Dht, DhtParts
 from swarmllm.swarm.discovery.dht.messages import Contact, keys_of, model_key, name_key
+from swarmllm.swarm.discovery.dht.serving import DhtNode
 from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE
 from swarmllm.swarm.discovery.relay.punching import Punching
 from swarmllm.swarm.discovery.relay.relaying import Circuits, Relaying, RelayUse

@@ -3,38 +3,59 @@
 Topics: `swarm/models` carries envelopes (on change), `swarm/health` heartbeats (every few seconds); in a
 private swarm each is followed by `/{network_id}`.
 
-Messages carry their own signature (see envelope.py), so gossipsub's is off (see unsigned_pubsub.py): with it,
+Messages carry their own signature (see envelope.py), so gossipsub's is off (see `UnsignedPubsub`): with it,
 every receiver parses a key of the sender's making, which is one of the ways a message kills a stock host.
 They are identified by their content, not by the sender's claim of origin and number: such a claim is free,
 and with it anybody could have another node's next message taken for a repeat. What does not verify is not
 forwarded.
+
+Each peer may pass on so many messages and bytes (`GossipBudget`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
 
 import trio
+from libp2p.peer.id import ID
 from libp2p.pubsub import gossipsub
+from libp2p.pubsub.mcache import CacheEntry, MessageCache
+from libp2p.pubsub.pb import rpc_pb2
+from libp2p.pubsub.pubsub import Pubsub
 from libp2p.tools.anyio_service import background_trio_service
 
 from swarmllm.log_filter import provoked_by
-from swarmllm.swarm.libp2p.gossip_budget import GossipAllowance, GossipBudget
 from swarmllm.swarm.libp2p.host import Host
-from swarmllm.swarm.libp2p.unsigned_pubsub import UnsignedGossipSub, UnsignedPubsub
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
+
+MESSAGES_PER_S: Final = 500.0
+MESSAGES_BURST: Final = 5_000.0
+BYTES_PER_S: Final = 2.0 * 2**20
+BYTES_BURST: Final = 32.0 * 2**20
+PEERS_MAX: Final = 1024
+_WORTH_REFUSING_BYTES = 1024
+SEEN_MAX = 65_536
+"""Ids of messages, each kept for two minutes after it was heard last: about 12 MiB. One that is forgotten and
+comes again is checked again, and is no news."""
+RECENT_MAX_BYTES = 32 * 2**20
+"""Of messages, each kept for some seconds for neighbours that missed it. What does not fit is passed on
+all the same, and a node that missed it learns of it by comparing records."""
+_sender: ContextVar[NodeId | None] = ContextVar("gossip_sender", default=None)
+"""The peer whose stream this task reads."""
 MODELS = "swarm/models"
 HEALTH = "swarm/health"
-
 _HEARTBEAT_S = 1
 """Of the mesh's upkeep. The library's default of 120 s leaves a new node deaf for minutes."""
 _VERDICTS_MAX = 128
@@ -42,10 +63,167 @@ _VERDICTS_MAX = 128
 thousand is searched from its beginning for each message."""
 _MESSAGES_PER_TOPIC_PER_S = 1000
 """Counted on the forwarder, who in a mesh speaks for everybody: the default of 10 silences honest nodes."""
-
 Validate = Callable[[str, bytes], bool | None]
 """(topic, content) -> whether to pass it on. None: no, and its forwarder is not to blame."""
 Receive = Callable[[str, bytes], None]
+
+
+@dataclass(slots=True)
+class GossipAllowance:
+    """Of one peer, at `at_s`; it grows from there."""
+
+    at_s: float
+    n_messages: float = MESSAGES_BURST
+    n_bytes: float = BYTES_BURST
+
+    def grow(self, now: float) -> None:
+        passed_s = max(0.0, now - self.at_s)
+        self.at_s = max(self.at_s, now)
+        self.n_messages = min(MESSAGES_BURST, self.n_messages + passed_s * MESSAGES_PER_S)
+        self.n_bytes = min(BYTES_BURST, self.n_bytes + passed_s * BYTES_PER_S)
+
+    def is_over(self, now: float) -> bool:
+        """It is full again, as that of a peer that was never heard."""
+        self.grow(now)
+        return self.n_messages >= MESSAGES_BURST and self.n_bytes >= BYTES_BURST
+
+
+class GossipBudget:
+    """How much gossip each peer may pass on: pure. `now` is any clock that does not run backwards, in
+    seconds.
+
+    Each peer has a bucket of messages and one of bytes. Every message counts for the peer that passes it on,
+    whether it is new, a duplicate or a replay. The rates are those of the largest swarm that is a full mesh:
+    256 nodes that each publish a record of some KiB every second.
+    """
+
+    def __init__(self, peers_max: int = PEERS_MAX, *, peers: Parts[GossipAllowance] | None = None) -> None:
+        self._peers_max = peers_max
+        self._peers: Parts[GossipAllowance] = Parts.alone() if peers is None else peers
+        """The peer that was heard longest ago comes first, and is forgotten first."""
+
+    def __repr__(self) -> str:
+        return f"<GossipBudget {len(self._peers)} peers>"
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def admit(self, peer: NodeId, n_bytes: int, now: float) -> bool:
+        """Whether the peer may pass on this message."""
+        known = self._peers.get(peer)
+        if known is None:
+            while len(self._peers) >= self._peers_max:
+                self._peers.drop_first()
+            known = GossipAllowance(now)
+        self._peers.put_last(peer, known)
+        known.grow(now)
+        if known.n_messages < 1 or known.n_bytes < n_bytes:
+            return False
+        known.n_messages -= 1
+        known.n_bytes -= n_bytes
+        return True
+
+
+class UnsignedPubsub(Pubsub):  # type: ignore[misc]
+    """Gossip without gossipsub's own signatures, as its specification has it (StrictNoSign). To be made with
+    `strict_signing=False` and a message id made of the content.
+
+    The library's unsigned messages still carry an author and a number that nobody can check. Other
+    implementations refuse them, and three of the library's own parts believe them: its cache of recent
+    messages names them by these two, so that what a peer offers (IHAVE) can never be recognised by content;
+    its check for equivocation drops a node's next message once somebody else has sent anything in its name;
+    and a node is put on a black list by a name that costs nothing. So neither field is sent here, and a
+    message with one of them is dropped before anything looks at it.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.latest: dict[str, Any] = {}
+        """What this node itself said last, by topic."""
+        self.budget = GossipBudget()
+        self.note: Note = unnoted
+
+    async def publish(self, topic_id: str, data: bytes) -> None:
+        self.latest[topic_id] = message = rpc_pb2.Message(data=data, topicIDs=[topic_id])
+        await self.push_msg(self.my_id, message)
+
+    async def continuously_read_stream(self, stream: Any) -> None:
+        """Each stream is read by a task of its own."""
+        _sender.set(NodeId(str(stream.muxed_conn.peer_id)))
+        await super().continuously_read_stream(stream)
+
+    def _is_subscribed_to_msg(self, msg: Any) -> bool:
+        """Asked before a task is made for a message: of those that several neighbours send, one is enough."""
+        sender = _sender.get()
+        if sender and not self.budget.admit(sender, len(msg.data), trio.current_time()):
+            self.note(sender, Deed.FLOODED)
+            return False
+        return super()._is_subscribed_to_msg(msg) and not self._is_msg_seen(msg)
+
+    def _mark_msg_seen(self, msg: Any) -> None:
+        super()._mark_msg_seen(msg)
+        seen = self.seen_messages
+        with seen.lock:
+            while len(seen.cache) > SEEN_MAX:
+                del seen.cache[next(iter(seen.cache))]
+
+    async def push_msg(self, msg_forwarder: ID, msg: Any) -> None:
+        if msg.from_id or msg.seqno or msg.signature or msg.key:
+            return
+        await super().push_msg(msg_forwarder, msg)
+
+
+class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
+    """The router below it. `window`s as the library's constructor has them."""
+
+    def attach(self, pubsub: Any) -> None:
+        super().attach(pubsub)
+        stock: Any = self.mcache
+        self.mcache: Any = _ContentCache(stock.window_size, stock.history_size, pubsub)
+        # Of each message and each connection a time is kept for the library's opinion of the mesh's health,
+        # which nobody asks for, and only asking for it would ever clear them away.
+        self.recent_message_deliveries: Any = defaultdict(lambda: deque(maxlen=0))
+        self.recent_peer_connections: Any = deque(maxlen=0)
+        self.recent_peer_disconnections: Any = deque(maxlen=0)
+
+    async def send_recent_messages(self, peer_id: ID, topic: str) -> None:
+        """To who has just subscribed. The library tells everything that it heard from anybody in the last
+        seconds: in a swarm of n that finds itself, n(n-1) nodes tell each other of n. Nodes that meet compare
+        what they know anyway; only what this one says in that very moment might pass the other by."""
+        message, stream = self.pubsub.latest.get(topic), self.pubsub.peers.get(peer_id)
+        if message is not None and stream is not None:
+            await self.pubsub.write_msg(stream, rpc_pb2.RPC(publish=[message]))
+
+    async def _emit_idontwant_for_message(self, msg_id: bytes, topics: Any) -> None:
+        """To tell six neighbours that a message need not be sent again is worth it where the message is
+        larger than the telling, of which the library makes no difference."""
+        message = self.mcache.get(msg_id)
+        if message is not None and len(message.data) >= _WORTH_REFUSING_BYTES:
+            await super()._emit_idontwant_for_message(msg_id, topics)
+
+    def _check_equivocation(self, msg: Any) -> bool:
+        """Nobody is named who could contradict himself."""
+        return True
+
+
+class _ContentCache(MessageCache):  # type: ignore[misc]
+    """Recent messages under the ids by which they are offered and asked for."""
+
+    def __init__(self, window_size: int, history_size: int, pubsub: Any) -> None:
+        super().__init__(window_size, history_size)
+        self._pubsub = pubsub
+        self.n_bytes = 0
+
+    def put(self, msg: Any) -> None:
+        message_id = self._pubsub.get_message_id(msg)
+        if message_id not in self.msgs and self.n_bytes + len(msg.data) <= RECENT_MAX_BYTES:
+            self.msgs[message_id] = msg
+            self.n_bytes += len(msg.data)
+            self.history[0].append(CacheEntry(message_id, msg.topicIDs))
+
+    def shift(self) -> None:
+        self.n_bytes -= sum(len(self.msgs[entry.mid].data) for entry in self.history[-1])
+        super().shift()
 
 
 class Gossip:

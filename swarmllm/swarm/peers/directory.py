@@ -22,7 +22,7 @@ from swarmllm.swarm.discovery.reachability import DialBackTurn
 from swarmllm.swarm.discovery.relay.relaying import RelayUse
 from swarmllm.swarm.discovery.relay.service import Reservation
 from swarmllm.swarm.discovery.wide_area import WideAreaParts
-from swarmllm.swarm.libp2p.gossip_budget import GossipAllowance
+from swarmllm.swarm.libp2p.gossip import GossipAllowance
 from swarmllm.swarm.libp2p.requests import PeerRequests
 from swarmllm.swarm.peers.liveness import LivenessParts, PeerLiveness
 from swarmllm.swarm.peers.parts import Parts, PassingParts, PeerTable

@@ -1,9 +1,9 @@
 """Who holds which layers of which model: what a node makes of the records it hears.
 
-Pure state. Two things flow in: records (what nodes say about themselves) and the set of connected nodes (what
-this node knows about liveness); everything that comes out is restricted to nodes that are connected now,
-because a record outlives its writer. Which record of a node is the newest is the router's business: the one
-applied last counts.
+`Registry` is pure state. Two things flow in: records (what nodes say about themselves) and the set of
+connected nodes (what this node knows about liveness); everything that comes out is restricted to nodes that
+are connected now, because a record outlives its writer. Which record of a node is the newest is the router's
+business: the one applied last counts.
 
 Everything is indexed by model (see model_index.py) and kept incrementally: a record costs what differs from
 the node's previous one, and an answer costs what is in it. What a model looks like is worked out when
@@ -16,9 +16,14 @@ is about with the trust of now; a node whose trust has changed enters or leaves 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import trio
+
+from swarmllm.log_filter import provoked_by
 from swarmllm.models.layers import LayerRange
 from swarmllm.swarm.peers.parts import Parts
 from swarmllm.swarm.records.model_index import Contradiction as Contradiction
@@ -26,10 +31,17 @@ from swarmllm.swarm.records.model_index import Holder as Holder
 from swarmllm.swarm.records.model_index import IndexedRecord, ModelIndex
 from swarmllm.swarm.records.model_index import SwarmModel as SwarmModel
 from swarmllm.swarm.records.prefix_index import Beginning, PrefixIndex, PrefixMatch
+from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_record
-from swarmllm_proto.errors import BadMessage
+from swarmllm_proto.errors import BadMessage, ProtocolError
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+log = logging.getLogger(__name__)
+
 
 LISTED_MAX = 256
 """Models of the swarm in one list. How many there are is for strangers to decide."""
@@ -291,3 +303,47 @@ class Registry:
 
     def _counts(self, node_id: NodeId) -> bool:
         return node_id == self._node_id or (node_id in self._present and self._may_work(node_id))
+
+
+async def follow_router(
+    registry: Registry, router: Router, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Keep the registry in step with the router. Runs for ever; started once the registry holds everything
+    the router knew at the call.
+
+    On any change it looks at all records, not only at the one the change names: changes may be lost when
+    their reader is slow, records never are, and comparing a few thousand identities takes well under a
+    millisecond. Between two records that it takes over, other tasks run: one record is at most
+    `limits.RECORD_MAX` bytes, but how many come at once is not bounded.
+    """
+    async with router.changes() as changes:
+        await _catch_up(registry, router)
+        task_status.started()
+        async for _ in changes:
+            await _catch_up(registry, router)
+
+
+async def _catch_up(registry: Registry, router: Router) -> None:
+    records = dict(router.records().items())
+    await _take_over_connections(registry, router)
+    for node_id in [each for each in registry.announcers() if each not in records]:
+        registry.forget(node_id)
+    for node_id in [n for n, record in records.items() if registry.content(n) is not record]:
+        _apply(registry, node_id, records[node_id])
+        await trio.lowlevel.checkpoint()
+    await _take_over_connections(registry, router)
+
+
+async def _take_over_connections(registry: Registry, router: Router) -> None:
+    """One node at a time, those that have left first: each takes its announcements along."""
+    known, now = registry.connected(), router.connected()
+    for node_id in (*(known - now), *(now - known)):
+        registry.set_present(node_id, node_id in now)
+        await trio.lowlevel.checkpoint()
+
+
+def _apply(registry: Registry, node_id: NodeId, record: bytes) -> None:
+    try:
+        registry.apply(node_id, record)
+    except ProtocolError as error:
+        provoked_by(log, node_id).warning("record of node %s refused: %s", node_id, error)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import pytest
 
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dht.core import DhtCore, DhtNode
 from swarmllm.swarm.discovery.dht.messages import (
     Contact,
     Kind,
@@ -18,6 +17,7 @@ from swarmllm.swarm.discovery.dht.messages import (
     node_place,
     place,
 )
+from swarmllm.swarm.discovery.dht.serving import DhtCore, DhtNode
 from swarmllm.swarm.discovery.dht.table import (
     ASKED_MAX,
     BUCKET_SIZE,

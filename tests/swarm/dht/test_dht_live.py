@@ -21,8 +21,8 @@ from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dht import asking, serving
-from swarmllm.swarm.discovery.dht.core import DhtNode
+from swarmllm.swarm.discovery.dht import dht as dht_module
+from swarmllm.swarm.discovery.dht import serving
 from swarmllm.swarm.discovery.dht.dht import PROTOCOL, Dht, protocol_name
 from swarmllm.swarm.discovery.dht.messages import (
     MESSAGE_MAX_BYTES,
@@ -33,6 +33,7 @@ from swarmllm.swarm.discovery.dht.messages import (
     name_key,
     node_key,
 )
+from swarmllm.swarm.discovery.dht.serving import DhtNode
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
 from swarmllm.swarm.libp2p.stream_framing import framed
@@ -321,6 +322,6 @@ async def test_a_node_that_never_answers_holds_up_nothing(
         silent = Contact(str(attacker.get_id()))
         dht.core.table.answered(silent, trio.current_time())
         with monkeypatch.context() as patched, trio.fail_after(DEADLINE_S):
-            patched.setattr(asking, "ASK_S", 0.5)
+            patched.setattr(dht_module, "ASK_S", 0.5)
             assert await dht.find_providers(name_key("nobody has it")) == []
         assert silent.node_id not in dht.core.table

@@ -14,8 +14,7 @@ from swarmllm.errors import ModelNotFound
 from swarmllm.models import Catalogue, Store
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
-from swarmllm.swarm.records.registry import Registry
-from swarmllm.swarm.records.registry_feed import follow_router
+from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.swarm.router import DhtMode
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm.transfer import ModelTransfer, TransferSettings

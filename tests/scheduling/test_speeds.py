@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.scheduling.observation import (
+from swarmllm.scheduling.speeds import (
     MAX_MODELS,
     SLOWEST_HOP_S,
     Latency,
