@@ -9,9 +9,9 @@ import gguf
 import numpy as np
 from tokenizers import Tokenizer
 
+from .data import PRE_TOKENIZER
 from .model import Llama
 from .template import END_OF_TEXT, IM_END, SPECIAL_TOKENS, TEMPLATE, TOOL_TAGS
-from .tokens import PRE_TOKENIZER
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
