@@ -167,6 +167,9 @@ def check_build(
             "build it with one: CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-binary "
             "llama-cpp-python llama-cpp-python",
         )
+    for shortcoming in info.get("shortcomings", ()):
+        remedy = "install a C compiler, then swarmllm again" if "part" in shortcoming.split() else ""
+        yield Finding("libllama", "warning", shortcoming, remedy)
     used = ", ".join(info["features"]) or "no extensions of the processor"
     yield Finding(
         "libllama", "ok", f"llama-cpp-python {info['version']}: {used}{', GPU' if info['gpu'] else ''}"

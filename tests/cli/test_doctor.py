@@ -116,6 +116,15 @@ def test_how_libllama_was_built_is_held_against_the_processor() -> None:
     assert levels(doctor.check_build(built, frozenset(), 20))[0] == ("libllama", "problem")
     assert levels(doctor.check_build(built | {"gpu": True}, frozenset(), 20)) == [("libllama", "ok")]
     assert levels(doctor.check_build(None, frozenset(), 0)) == [("libllama", "problem")]
+    lacking = built | {"shortcomings": ["the compiled part tap is missing: slower", "not tried"]}
+    missing, untried, rest = doctor.check_build(lacking, frozenset(), 0)
+    assert (missing.level, missing.remedy != "", untried.level, untried.remedy) == (
+        "warning",
+        True,
+        "warning",
+        "",
+    )
+    assert rest.level == "ok"
 
 
 @pytest.mark.slow
@@ -124,6 +133,7 @@ def test_the_libllama_that_is_installed_here_is_described() -> None:
     assert info is not None
     assert info["version"]
     assert isinstance(info["features"], list)
+    assert info["shortcomings"] == []
 
 
 @pytest.mark.parametrize(

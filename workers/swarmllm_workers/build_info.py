@@ -11,9 +11,12 @@ import re
 import llama_cpp
 from llama_cpp import llama_cpp as lib
 
+from swarmllm_workers.engine import runtime_check
+
 
 def build_info() -> dict[str, object]:
-    """`features`: what libllama says that it uses of the processor, by name."""
+    """`features`: what libllama says that it uses of the processor, by name. `shortcomings`: what a worker
+    does without here, a sentence each."""
     described = lib.llama_print_system_info().decode("utf-8", "replace")
     features = dict(re.findall(r"(\w+) = (\d+)", described))
     return {
@@ -21,6 +24,7 @@ def build_info() -> dict[str, object]:
         "features": sorted(name for name, value in features.items() if value != "0"),
         "gpu": bool(lib.llama_supports_gpu_offload()),
         "mmap": bool(lib.llama_supports_mmap()),
+        "shortcomings": runtime_check.shortcomings(),
     }
 
 

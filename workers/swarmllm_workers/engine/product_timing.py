@@ -13,18 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from swarmllm_workers.engine import interposing, repacking
+from swarmllm_workers.engine import repacking
+from swarmllm_workers.engine.ggml_functions import F32, InitParams, functions, no_memory
 from swarmllm_workers.engine.gguf_file import GgufFile, TensorInfo
 from swarmllm_workers.engine.kernel_choice import Kind
 
-_F32: Final = 0
 _KINDS: Final = frozenset(Kind)
 _TENSOR_BYTES: Final = 1024
 """More than ggml needs to describe a tensor."""
@@ -40,58 +39,6 @@ _CACHE_BYTES_MAX: Final = 64 * 2**20
 
 Clock = Callable[[], int]
 """Nanoseconds."""
-
-
-class _InitParams(ctypes.Structure):
-    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
-
-
-_FUNCTIONS: Final[dict[str, tuple[str, Any, tuple[Any, ...]]]] = {
-    "ggml_init": ("libggml-base", ctypes.c_void_p, (_InitParams,)),
-    "ggml_free": ("libggml-base", None, (ctypes.c_void_p,)),
-    "ggml_new_tensor_2d": (
-        "libggml-base",
-        ctypes.c_void_p,
-        (ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
-    ),
-    "ggml_mul_mat": ("libggml-base", ctypes.c_void_p, (ctypes.c_void_p,) * 3),
-    "ggml_get_data": ("libggml-base", ctypes.c_void_p, (ctypes.c_void_p,)),
-    "ggml_new_graph_custom": (
-        "libggml-base",
-        ctypes.c_void_p,
-        (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_bool),
-    ),
-    "ggml_build_forward_expand": ("libggml-base", None, (ctypes.c_void_p, ctypes.c_void_p)),
-    "ggml_backend_graph_compute": ("libggml-base", ctypes.c_int, (ctypes.c_void_p, ctypes.c_void_p)),
-    "ggml_backend_tensor_alloc": ("libggml-base", ctypes.c_int, (ctypes.c_void_p,) * 3),
-    "ggml_backend_cpu_buffer_from_ptr": (
-        "libggml-base",
-        ctypes.c_void_p,
-        (ctypes.c_void_p, ctypes.c_size_t),
-    ),
-    "ggml_backend_buffer_free": ("libggml-base", None, (ctypes.c_void_p,)),
-    "ggml_backend_free": ("libggml-base", None, (ctypes.c_void_p,)),
-    "ggml_backend_cpu_init": ("libggml-cpu", ctypes.c_void_p, ()),
-    "ggml_backend_cpu_set_n_threads": ("libggml-cpu", None, (ctypes.c_void_p, ctypes.c_int)),
-}
-
-
-@cache
-def _ggml() -> dict[str, Any]:
-    """Functions of the ggml that libllama uses, by name. Raises LookupError where one is missing."""
-    libraries: dict[str, ctypes.CDLL] = {}
-    found = {}
-    for name, (library, result, arguments) in _FUNCTIONS.items():
-        if library not in libraries:
-            libraries[library] = next(iter(interposing.mapped_libraries(library)), None) or _missing(library)
-        function = getattr(libraries[library], name, None) or _missing(name)
-        function.restype, function.argtypes = result, arguments
-        found[name] = function
-    return found
-
-
-def _missing(what: str) -> Any:
-    raise LookupError(f"{what} is not in this build of libllama")
 
 
 @dataclass(frozen=True)
@@ -126,7 +73,7 @@ class ProductBench:
     ) -> None:
         """`k`: numbers of a row. `cached_bytes`: size of the last cache. Raises LookupError where ggml or
         the file has not got what is needed, MemoryError."""
-        self._ggml = _ggml()
+        self._ggml = functions()
         self._kind, self._k = kind, k
         tensors = [each for each in matrices(source) if (each.type, each.shape[0]) == (kind, k)]
         if not tensors:
@@ -155,14 +102,14 @@ class ProductBench:
 
     def _build(self, source: GgufFile, offsets: Sequence[int], slice_bytes: int, n_threads: int) -> None:
         ggml = self._ggml
-        self._backend = ggml["ggml_backend_cpu_init"]() or _no_memory()
+        self._backend = ggml["ggml_backend_cpu_init"]() or no_memory()
         self._closing.callback(ggml["ggml_backend_free"], self._backend)
         ggml["ggml_backend_cpu_set_n_threads"](self._backend, n_threads)
         mapped = np.frombuffer(source.map, np.uint8)
         address = mapped.ctypes.data
         for offset in offsets:
             mapped[offset : offset + slice_bytes : _PAGE].max()  # no page is met for the first time later
-        buffer = ggml["ggml_backend_cpu_buffer_from_ptr"](address, len(mapped)) or _no_memory()
+        buffer = ggml["ggml_backend_cpu_buffer_from_ptr"](address, len(mapped)) or no_memory()
         self._closing.callback(ggml["ggml_backend_buffer_free"], buffer)
         context = self._context(len(offsets) * _TENSOR_BYTES, no_alloc=True)
         self._matrices = []
@@ -183,12 +130,12 @@ class ProductBench:
         self._closing.close()
 
     def _context(self, n_bytes: int, *, no_alloc: bool) -> int:
-        context = self._ggml["ggml_init"](_InitParams(n_bytes, None, no_alloc)) or _no_memory()
+        context = self._ggml["ggml_init"](InitParams(n_bytes, None, no_alloc)) or no_memory()
         self._closing.callback(self._ggml["ggml_free"], context)
         return int(context)
 
     def _tensor(self, context: int, type_: int, n_rows: int) -> int:
-        return int(self._ggml["ggml_new_tensor_2d"](context, type_, self._k, n_rows) or _no_memory())
+        return int(self._ggml["ggml_new_tensor_2d"](context, type_, self._k, n_rows) or no_memory())
 
     def _graphs_of(self, n_rows: int) -> list[_Graph]:
         if n_rows in self._graphs:
@@ -198,15 +145,15 @@ class ProductBench:
         groups = [self._matrices[at : at + _N_PRODUCTS] for at in range(0, len(self._matrices), _N_PRODUCTS)]
         n_bytes = n_rows * self._k * 4 + len(self._matrices) * (output_bytes + _TENSOR_BYTES)
         context = self._context(n_bytes + len(groups) * _GRAPH_BYTES + _TENSOR_BYTES, no_alloc=False)
-        rows = self._tensor(context, _F32, n_rows)
+        rows = self._tensor(context, F32, n_rows)
         values = np.random.default_rng(n_rows).normal(0, 1, (n_rows, self._k)).astype(np.float32)
         ctypes.memmove(ggml["ggml_get_data"](rows), values.ctypes.data, values.nbytes)
         graphs = []
         for group in groups:
-            handle = ggml["ggml_new_graph_custom"](context, 2 * _N_PRODUCTS + 8, False) or _no_memory()
+            handle = ggml["ggml_new_graph_custom"](context, 2 * _N_PRODUCTS + 8, False) or no_memory()
             outputs = []
             for matrix in group:
-                product = ggml["ggml_mul_mat"](context, matrix, rows) or _no_memory()
+                product = ggml["ggml_mul_mat"](context, matrix, rows) or no_memory()
                 ggml["ggml_build_forward_expand"](handle, product)
                 outputs.append(ggml["ggml_get_data"](product))
             graphs.append(_Graph(handle, tuple(outputs), output_bytes))
@@ -247,7 +194,3 @@ def matrices(source: GgufFile) -> list[TensorInfo]:
         and len(tensor.shape) == 2
         and (tensor.name != "token_embd.weight" or "output.weight" not in source.tensors)
     ]
-
-
-def _no_memory() -> Any:
-    raise MemoryError("ggml gave no memory")

@@ -35,6 +35,12 @@ def is_installed() -> bool:
     return _library is not None
 
 
+def leave_out() -> None:
+    """This build of libllama never asks here."""
+    global _library
+    _library = None
+
+
 def chosen(setting: FlashAttention, kv_type: KvType) -> FlashAttention:
     """Fused attention is not taken by itself where it would give a row other bits alone than in a batch."""
     return "off" if setting == "auto" and kv_type == "f16" and not is_installed() else setting

@@ -62,7 +62,7 @@ class _State(ctypes.Structure):
     )
 
 
-class _Tensor(ctypes.Structure):
+class TensorHead(ctypes.Structure):
     """The first fields of `struct ggml_tensor`."""
 
     _fields_ = (
@@ -125,8 +125,8 @@ class Tap:
         self._rescaling = rescaling
         if rescaling is not None:
             self._state.op_name = _address(_op_name)
-            self._state.operand_offset = _Tensor.operand.offset
-            self._state.factor_offset = _Tensor.factor.offset
+            self._state.operand_offset = TensorHead.operand.offset
+            self._state.factor_offset = TensorHead.factor.offset
             self._state.wrong_factor, self._state.right_factor = rescaling.wrong, rescaling.right
         library = find_library() if native else None
         self.is_native = library is not None
@@ -172,7 +172,7 @@ class Tap:
         name = _get_name(tensor)
         state = self._state
         if ask and self._rescaling is not None:
-            self._rescale(_Tensor.from_address(tensor), self._rescaling)
+            self._rescale(TensorHead.from_address(tensor), self._rescaling)
         if name == self._names[0]:
             if not ask:
                 if _n_bytes(tensor) == state.output_size:
@@ -191,7 +191,7 @@ class Tap:
             return True
         return not ask
 
-    def _rescale(self, tensor: _Tensor, rescaling: Rescaling) -> None:
+    def _rescale(self, tensor: TensorHead, rescaling: Rescaling) -> None:
         is_scaling = _op_name(ctypes.addressof(tensor)) == b"SCALE"
         if not is_scaling or not _get_name(tensor.operand).startswith(b"Qcur-"):
             return

@@ -30,6 +30,7 @@ from swarmllm_proto.codec import decode_daemon_message, encode_ipc
 from swarmllm_proto.errors import BadMessage, ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_workers import __version__
+from swarmllm_workers.engine import runtime_check
 from swarmllm_workers.engine.libllama import engine_version
 from swarmllm_workers.server.background import BackgroundThread, Inbox
 from swarmllm_workers.server.handlers import Handlers
@@ -127,6 +128,8 @@ class Server:
     def serve(self) -> None:
         """Until Shutdown, the last Unload, or the end of the stream."""
         self._connection.setblocking(False)
+        for shortcoming in runtime_check.shortcomings():
+            log.warning("%s", shortcoming)
         self.send(ipc.Ready(pid=self._pid, version=__version__, engine=engine_version()))
         poll, own, watched, inbox = self._poll, self._connection.fileno(), 0, self._inbox.descriptor
         poll.register(inbox, select.POLLIN)
