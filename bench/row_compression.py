@@ -42,8 +42,8 @@ from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.packed_rows import ROW_FORMATS
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, ShardAnnounce
+from swarmllm_proto.tensors import ROW_FORMATS
 
 THIRDS = (LayerRange(0, 4), LayerRange(4, 8), LayerRange(8, 12))
 N_CONVERSATIONS = 400

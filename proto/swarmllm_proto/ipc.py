@@ -218,7 +218,7 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     resent: bool = False
     """A link broke behind this job: it may have come by that already, and is then answered with Done."""
     rounded: bool = False
-    """Of "hidden": the rows are to be what q8_0 can carry (see `packed_rows`), in the answer as in what is
+    """Of "hidden": the rows are to be what q8_0 can carry (see `tensors`), in the answer as in what is
     kept of them."""
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ StopIndex = Annotated[int, Meta(ge=0, le=STOPS_MAX - 1)]
 GeneratedTokens = Annotated[tuple[TokenId, ...], Meta(max_length=2**19)]
 """What a request has generated already, where another process goes on with it; at most 5 bytes each."""
 RowFormat = Literal["f32", "lossless", "q8_0"]
-"""How rows go to the next stage (see `packed_rows`)."""
+"""How rows go to the next stage (see `tensors`)."""
 StageIndex = Annotated[int, Meta(ge=0, le=255)]
 
 

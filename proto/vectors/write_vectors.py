@@ -42,9 +42,8 @@ from swarmllm_proto.envelope import seal
 from swarmllm_proto.frames import Kind, encode_frame
 from swarmllm_proto.ipc_base import RowFormat
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
-from swarmllm_proto.packed_rows import pack_rows, rounded
 from swarmllm_proto.router_messages import encode_neighbour
-from swarmllm_proto.tensors import Tensor, tensor_bytes
+from swarmllm_proto.tensors import Tensor, pack_rows, rounded, tensor_bytes
 
 FOLDER = Path(__file__).resolve().parent
 

@@ -31,8 +31,8 @@ from swarmllm.scheduling.speeds import MAX_MODELS, MachineSpeed, Observations
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import PeerInfo
 from swarmllm_proto.identifiers import ModelId
-from swarmllm_proto.packed_rows import ROW_FORMATS
 from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, ObservedLatency, ObservedLink
+from swarmllm_proto.tensors import ROW_FORMATS
 
 MEMORY_BUDGET_S = 0.75
 """Decode is bound by it, and it wavers more than arithmetic does."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from swarmllm.workerpool.calls import TokenStream
 from swarmllm.workerpool.forward_result import ForwardResult
-from swarmllm.workerpool.pool import WorkerPool
+from swarmllm.workerpool.pool import WorkerPool, WorkerStatistics
 from swarmllm.workerpool.settings import AS_CONFIGURED, LoadOptions, ModelFile, WorkerSettings
-from swarmllm.workerpool.statistics import WorkerStatistics
 
 __all__ = [
     "AS_CONFIGURED",

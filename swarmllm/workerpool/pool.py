@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,12 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.calls import TokenStream
 from swarmllm.workerpool.cut_check import CutTrials
 from swarmllm.workerpool.forward_result import ForwardResult, Hidden, Want, checked_tensor, forward_result
+from swarmllm.workerpool.hosted import HostedModel
 from swarmllm.workerpool.hosts import Hosts
+from swarmllm.workerpool.kept_kv import KeptPrefixes, Repairs
 from swarmllm.workerpool.layers import HeldLayers
-from swarmllm.workerpool.prefixes import KeptPrefixes
-from swarmllm.workerpool.repairs import Repairs
 from swarmllm.workerpool.ring import NO_RING, RingCalls, RingHint
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
-from swarmllm.workerpool.statistics import WorkerStatistics, statistics_of
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.frames import Payload
 from swarmllm_proto.identifiers import ModelId
@@ -45,6 +45,7 @@ from swarmllm_proto.ipc import (
     Embed,
     Forward,
     Generate,
+    KernelChoice,
     LayerResult,
     Opened,
     PrefixManifestUpdate,
@@ -61,8 +62,45 @@ log = logging.getLogger("swarmllm.workerpool")
 
 # -P: the folder the daemon was started in must not provide modules to its workers.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "swarmllm_workers")
-
 TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatistics:
+    """One model's worker at one moment."""
+
+    model_id: ModelId
+    pid: int | None
+    """None where no worker is up."""
+    loaded: tuple[LayerRange, ...]
+    weights_bytes: int
+    n_pending: int
+    n_calls: int
+    """Of the present process, like the byte counts."""
+    bytes_sent: int
+    bytes_received: int
+    n_starts: int
+    last_end: str
+    """How the previous process ended."""
+    kernels: tuple[KernelChoice, ...] = ()
+    """What it measured of its matrix products."""
+
+
+def statistics_of(hosted: HostedModel) -> WorkerStatistics:
+    worker = hosted.worker
+    return WorkerStatistics(
+        model_id=hosted.model.model_id,
+        pid=worker.pid if worker else None,
+        loaded=hosted.wanted,
+        weights_bytes=hosted.memory.weights_bytes,
+        n_pending=worker.n_pending if worker else 0,
+        n_calls=worker.n_calls if worker else 0,
+        bytes_sent=worker.bytes_sent if worker else 0,
+        bytes_received=worker.bytes_received if worker else 0,
+        n_starts=hosted.n_starts,
+        last_end=hosted.last_end,
+        kernels=hosted.kernels,
+    )
 
 
 class WorkerPool:

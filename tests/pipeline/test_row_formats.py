@@ -39,7 +39,6 @@ from swarmllm_proto import codec
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.ipc_base import RowFormat
-from swarmllm_proto.packed_rows import HEAD, ROW_FORMATS, rounded
 from swarmllm_proto.swarm import (
     LayerForward,
     NodeCapability,
@@ -47,6 +46,7 @@ from swarmllm_proto.swarm import (
     PipelineAssignment,
     Stage,
 )
+from swarmllm_proto.tensors import HEAD, ROW_FORMATS, rounded
 
 from .fakes import Swarm
 from .test_guide_over_nodes import QUESTIONS, THIRDS, ask, expected_tokens, guide_swarm

@@ -9,18 +9,20 @@ from hypothesis import strategies as st
 
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.limits import PACKED_ROWS_MAX
-from swarmllm_proto.packed_rows import (
+from swarmllm_proto.tensors import (
     BLOCK_BYTES,
     HEAD,
     LOSSLESS_TAG,
     Q8_0_TAG,
     ROW_FORMATS,
+    Tensor,
+    decode_tensor,
     is_packed,
     pack_rows,
     rounded,
+    tensor_bytes,
     unpack_rows,
 )
-from swarmllm_proto.tensors import Tensor, decode_tensor, tensor_bytes
 
 WIDTH = 64
 any_bits = hnp.arrays(np.uint32, (2, WIDTH)).map(lambda bits: bits.view(np.float32))

@@ -15,9 +15,8 @@ from swarmllm_proto import codec, file_digests, ipc, swarm
 from swarmllm_proto.envelope import Envelope, Heartbeat, unseal
 from swarmllm_proto.file_digests import FetchDigests
 from swarmllm_proto.frames import Frame, FrameDecoder, Hello, Kind
-from swarmllm_proto.packed_rows import unpack_rows
 from swarmllm_proto.router_messages import decode_neighbour
-from swarmllm_proto.tensors import Tensor, decode_tensor
+from swarmllm_proto.tensors import Tensor, decode_tensor, unpack_rows
 
 VECTORS = Path(__file__).resolve().parents[2] / "proto" / "vectors"
 

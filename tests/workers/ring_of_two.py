@@ -17,9 +17,8 @@ from swarmllm_proto.codec import decode_job, encode_ipc
 from swarmllm_proto.frames import FrameDecoder
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc_base import RowFormat
-from swarmllm_proto.packed_rows import is_packed, unpack_rows
 from swarmllm_proto.swarm import LayerForward, StreamingToken
-from swarmllm_proto.tensors import decode_tensor, encode_tensor, tensor_bytes
+from swarmllm_proto.tensors import decode_tensor, encode_tensor, is_packed, tensor_bytes, unpack_rows
 
 from .client import DEADLINE_S, Answer, Worker
 

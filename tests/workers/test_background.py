@@ -400,7 +400,7 @@ def test_what_a_load_will_take_is_judged_beside_what_the_one_before_it_took(
     def refuse(needed: Any, what: str, memory: Any, leaving: Any, settings: Any) -> None:
         held.append(memory.total_bytes)
 
-    monkeypatch.setattr("swarmllm_workers.engine.footprint.refuse_beside", refuse)
+    monkeypatch.setattr("swarmllm_workers.engine.memory.refuse_beside", refuse)
     room.call(ipc.Load, start=0, end=2)
     gate.until_arrived(room.inbox)
     room.call(ipc.Load, start=2, end=4)

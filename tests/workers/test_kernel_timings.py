@@ -11,9 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm_workers.engine import kernel_timings
+from swarmllm_workers.engine import kernel_tuning
 from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, RowChoice, Way
-from swarmllm_workers.engine.kernel_timings import FILE_BYTES_MAX, SHAPES_MAX, Shape, Timings, read, write
+from swarmllm_workers.engine.kernel_tuning import (
+    FILE_BYTES_MAX,
+    SHAPES_MAX,
+    Shape,
+    Timings,
+    read_timings,
+    write_timings,
+)
 
 MACHINE = "EPYC (family 25, model 17); 00"
 SHAPE = Shape(896, 2, False)
@@ -30,22 +37,24 @@ def choices(way: Way = Way.AVX512) -> tuple[RowChoice, ...]:
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     timings: Timings = {SHAPE: choices(), Shape(4864, 1, True): choices(Way.DOTS)}
-    write(tmp_path / "t.json", MACHINE, timings)
-    assert read(tmp_path / "t.json", MACHINE, ALL) == timings
+    write_timings(tmp_path / "t.json", MACHINE, timings)
+    assert read_timings(tmp_path / "t.json", MACHINE, ALL) == timings
     assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
     assert (tmp_path / "t.json").stat().st_mode & 0o077 == 0
 
 
 def test_of_another_machine_there_is_nothing(tmp_path: Path) -> None:
-    write(tmp_path / "t.json", MACHINE, {SHAPE: choices()})
-    assert read(tmp_path / "t.json", MACHINE + "1", ALL) == {}
+    write_timings(tmp_path / "t.json", MACHINE, {SHAPE: choices()})
+    assert read_timings(tmp_path / "t.json", MACHINE + "1", ALL) == {}
 
 
 def test_ways_that_this_processor_has_not_are_measured_anew(tmp_path: Path) -> None:
     """Else it would meet an instruction that it does not know."""
     timings: Timings = {SHAPE: choices(Way.AVX512), Shape(64, 1, True): choices(Way.AVX2)}
-    write(tmp_path / "t.json", MACHINE, timings)
-    assert set(read(tmp_path / "t.json", MACHINE, (Way.DOTS, Way.TILES, Way.AVX2))) == {Shape(64, 1, True)}
+    write_timings(tmp_path / "t.json", MACHINE, timings)
+    assert set(read_timings(tmp_path / "t.json", MACHINE, (Way.DOTS, Way.TILES, Way.AVX2))) == {
+        Shape(64, 1, True)
+    }
 
 
 def valid() -> dict[str, Any]:
@@ -89,10 +98,10 @@ def test_what_is_not_possible_is_measured_anew(
 ) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps(valid()))
-    assert set(read(path, MACHINE, ALL)) == {Shape(896, 1, False)}
+    assert set(read_timings(path, MACHINE, ALL)) == {Shape(896, 1, False)}
     path.write_text(json.dumps(broken(change)))
     with caplog.at_level(logging.WARNING):
-        assert read(path, MACHINE, ALL) == {}
+        assert read_timings(path, MACHINE, ALL) == {}
     assert "measured anew" in caplog.text
 
 
@@ -104,29 +113,29 @@ def test_what_is_not_possible_is_measured_anew(
 def test_any_bytes_are_read(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_bytes(data)
-    assert set(read(path, MACHINE, ALL)) in (set(), {Shape(896, 1, False)})
+    assert set(read_timings(path, MACHINE, ALL)) in (set(), {Shape(896, 1, False)})
 
 
 def test_nothing_is_read_of_what_is_too_large_or_no_file(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps(valid()) + " " * FILE_BYTES_MAX)
-    assert read(path, MACHINE, ALL) == {}
-    assert read(tmp_path, MACHINE, ALL) == {}
-    assert read(tmp_path / "none.json", MACHINE, ALL) == {}
+    assert read_timings(path, MACHINE, ALL) == {}
+    assert read_timings(tmp_path, MACHINE, ALL) == {}
+    assert read_timings(tmp_path / "none.json", MACHINE, ALL) == {}
 
 
 def test_what_cannot_be_written_is_measured_next_time(tmp_path: Path) -> None:
-    write(tmp_path / "no" / "t.json", MACHINE, {SHAPE: choices()})
+    write_timings(tmp_path / "no" / "t.json", MACHINE, {SHAPE: choices()})
     (tmp_path / "folder").mkdir()
-    write(tmp_path / "folder", MACHINE, {SHAPE: choices()})
+    write_timings(tmp_path / "folder", MACHINE, {SHAPE: choices()})
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_the_key_names_processor_and_builds(tmp_path: Path) -> None:
-    name, _ = kernel_timings.processor()
+    name, _ = kernel_tuning.processor()
     (tmp_path / "a.so").write_bytes(b"1")
-    first = kernel_timings.machine_key([tmp_path / "a.so"])
+    first = kernel_tuning.machine_key([tmp_path / "a.so"])
     assert first.startswith(f"{name}; ")
-    assert first == kernel_timings.machine_key([tmp_path / "a.so"])
+    assert first == kernel_tuning.machine_key([tmp_path / "a.so"])
     (tmp_path / "a.so").write_bytes(b"2")
-    assert first != kernel_timings.machine_key([tmp_path / "a.so"])
+    assert first != kernel_tuning.machine_key([tmp_path / "a.so"])

@@ -14,8 +14,7 @@ from split_gguf import split_gguf
 from swarmllm.models import Catalogue
 from swarmllm.models.verification import segments_of
 from swarmllm_proto import ipc
-from swarmllm_workers.engine.gguf_file import GgufFile
-from swarmllm_workers.engine.split_source import open_source
+from swarmllm_workers.engine.gguf_file import GgufFile, open_source
 from swarmllm_workers.errors import CallError
 
 from .client import GREEDY, Worker

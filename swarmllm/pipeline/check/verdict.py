@@ -18,8 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from swarmllm_proto.packed_rows import BLOCK_VALUES, rounded
-from swarmllm_proto.tensors import Tensor
+from swarmllm_proto.tensors import BLOCK_VALUES, Tensor, rounded
 
 TOLERANCE: Final = 0.05
 """Mean over the rows of a stretch: length of the difference / length of what the layers added to the row."""

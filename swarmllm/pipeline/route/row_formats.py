@@ -20,8 +20,8 @@ import numpy as np
 
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc_base import RowFormat
-from swarmllm_proto.packed_rows import BLOCK_VALUES, ROW_FORMATS, pack_rows, unpack_rows
 from swarmllm_proto.swarm import NodeCapability, Stage
+from swarmllm_proto.tensors import BLOCK_VALUES, ROW_FORMATS, pack_rows, unpack_rows
 
 Compression: TypeAlias = Literal["off", "lossless", "q8_0", "auto"]
 """What `inference.activation_compression` may say."""

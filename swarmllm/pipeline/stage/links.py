@@ -25,7 +25,7 @@ from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.supervision import spawn
 from swarmllm.swarm.router import LinkEnd, LinkMaker
-from swarmllm.workerpool.faults import worker_fault
+from swarmllm.workerpool.calls import worker_fault
 from swarmllm.workerpool.ring import RingCalls
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder

@@ -26,9 +26,8 @@ from swarmllm.pipeline.request import RequestContext
 from swarmllm.swarm.byte_budget import ByteBudget, Grant, Kind
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.packed_rows import unpack_rows
 from swarmllm_proto.swarm import LayerForward, PipelineError, RemoteGenerateRequest, ReplayRows
-from swarmllm_proto.tensors import Tensor, decode_tensor
+from swarmllm_proto.tensors import Tensor, decode_tensor, unpack_rows
 
 SPARE_JOBS: Final = 8
 """Room beyond the window: repeats and credits."""

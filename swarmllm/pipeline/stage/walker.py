@@ -42,7 +42,6 @@ from swarmllm_proto.codec import decode_job, encode_job, encode_scores
 from swarmllm_proto.frames import Payload
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Token
-from swarmllm_proto.packed_rows import pack_rows
 from swarmllm_proto.swarm import (
     CancelInference,
     JobMessage,
@@ -54,7 +53,7 @@ from swarmllm_proto.swarm import (
     StageTiming,
     StreamingToken,
 )
-from swarmllm_proto.tensors import Tensor, encode_tensor
+from swarmllm_proto.tensors import Tensor, encode_tensor, pack_rows
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarmllm_workers.engine.footprint import Footprint
-from swarmllm_workers.engine.memory import Memory
+from swarmllm_workers.engine.memory import Footprint, Memory
 from swarmllm_workers.engine.ranges import Range
 from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.errors import CallError

@@ -4,19 +4,30 @@ Measured when layers are loaded, for each type and row length of the model's mat
 first whether all ways give the same bits, then how long they take (`product_timing.py`), which is some tenths
 of a second for a model, once per machine and number of threads. What was chosen stands in a table of
 `small_batches.c`; a step looks nothing up here.
+
+The times are kept in a file, so that a machine measures once. They hold for one processor, one build of
+libllama and one build of our kernels; with another of these the file is ignored. What it contains is checked
+like any other input: what is not a whole and possible measurement is measured anew.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import platform
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Annotated, Final, Protocol, cast
 
-from swarmllm_proto.ipc_base import KernelChoice, KernelMode, KernelType, KernelWay
-from swarmllm_workers.engine import interposing, kernel_timings, small_batches
-from swarmllm_workers.engine.gguf_file import GgufFile
+import msgspec
+from msgspec import Meta
+
+from swarmllm_proto.ipc_base import KernelChoice, KernelMode, KernelType, KernelWay, Nanoseconds
+from swarmllm_workers.engine import interposing, small_batches
+from swarmllm_workers.engine.gguf_file import GgufFile, files_of
 from swarmllm_workers.engine.kernel_choice import (
     ROW_CLASSES,
     Kind,
@@ -29,18 +40,18 @@ from swarmllm_workers.engine.kernel_choice import (
     reference,
     ways_of,
 )
-from swarmllm_workers.engine.kernel_timings import Shape, Timings
 from swarmllm_workers.engine.product_timing import ProductBench, matrices
-from swarmllm_workers.engine.split_source import files_of
 from swarmllm_workers.errors import CallError
 
 log = logging.getLogger(__name__)
 
+FILE_BYTES_MAX: Final = 2**18
+SHAPES_MAX: Final = 128
+_CPUINFO_BYTES_MAX: Final = 2**16
 BUDGET_S: Final = 0.06
 """For a row length, beside what the first round takes."""
 LENGTHS_MAX: Final = 8
 """Types and row lengths of one file that are measured: those with the most bytes. Models have two to six."""
-
 NAMES: Final[dict[Way, KernelWay]] = {
     Way.DOTS: "ggml-dots",
     Way.TILES: "ggml-tiles",
@@ -48,6 +59,121 @@ NAMES: Final[dict[Way, KernelWay]] = {
     Way.AVX512: "avx512",
     Way.IN_ORDER: "avx512-in-order",
 }
+
+
+class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What products take the same time for."""
+
+    k: Annotated[int, Meta(ge=32, le=2**31 - 1)]
+    """Numbers of a matrix row."""
+    n_threads: Annotated[int, Meta(ge=1, le=1024)]
+    is_cached: bool
+    """All matrices of the model fit in the processor's last cache."""
+    type: KernelType = "Q8_0"
+    """Of the matrices."""
+
+
+class _Measured(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    way: Annotated[int, Meta(ge=0, le=4)]
+    ggml_ns: Nanoseconds
+    ours_ns: Nanoseconds | None
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    shape: Shape
+    classes: Annotated[tuple[_Measured, ...], Meta(min_length=len(ROW_CLASSES), max_length=len(ROW_CLASSES))]
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    machine: Annotated[str, Meta(max_length=512)]
+    entries: Annotated[tuple[_Entry, ...], Meta(max_length=SHAPES_MAX)]
+
+
+Timings = dict[Shape, tuple[RowChoice, ...]]
+
+
+def read_timings(path: Path, machine: str, ways: Iterable[Way]) -> Timings:
+    """Empty where there is no such file, or it is another machine's, or not a whole one."""
+    possible = set(ways)
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+        if len(data) > FILE_BYTES_MAX:
+            raise ValueError("too large")
+        found = msgspec.json.decode(data, type=_File)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("kernel timings in %s cannot be used and are measured anew: %s", path.name, error)
+        return {}
+    if found.machine != machine:
+        return {}
+    return {
+        entry.shape: tuple(
+            RowChoice(rows, Way(each.way), each.ggml_ns, each.ours_ns)
+            for rows, each in zip(ROW_CLASSES, entry.classes, strict=True)
+        )
+        for entry in found.entries
+        if all(Way(each.way) in possible for each in entry.classes)
+    }
+
+
+def write_timings(path: Path, machine: str, timings: Timings) -> None:
+    """Whole or not at all. What goes wrong costs the next load its measurement, and nothing else."""
+    entries = tuple(
+        _Entry(shape, tuple(_Measured(each.way, each.ggml_ns, each.ours_ns) for each in choices))
+        for shape, choices in list(timings.items())[-SHAPES_MAX:]
+    )
+    data = msgspec.json.encode(_File(machine, entries))
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            Path(name).replace(path)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        log.info("kernel timings cannot be kept in %s: %s", path.name, error.strerror)
+
+
+def machine_key(libraries: Iterable[Path]) -> str:
+    """The processor's name, and a digest of its features and of these libraries."""
+    name, features = processor()
+    digest = hashlib.sha256(features.encode())
+    for path in libraries:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return f"{name}; {digest.hexdigest()[:32]}"
+
+
+def processor() -> tuple[str, str]:
+    """Its name with family and model, and its features."""
+    try:
+        with Path("/proc/cpuinfo").open("rb") as file:
+            text = file.read(_CPUINFO_BYTES_MAX).decode("utf-8", "replace")
+    except OSError:
+        return platform.processor() or platform.machine(), ""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name") or platform.machine()
+    numbers = f"family {fields.get('cpu family', '?')}, model {fields.get('model', '?')}"
+    return f"{name[:200]} ({numbers[:80]})", fields.get("flags") or fields.get("Features") or ""
+
+
+def cache_bytes() -> int:
+    """Of the processor's last cache; 0 where the system does not say."""
+    sizes = [0]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        try:
+            text = path.read_text()[:32].strip()
+        except OSError:
+            continue
+        if text[:-1].isdecimal() and text[-1:] in "KM":
+            sizes.append(int(text[:-1]) * (2**20 if text[-1] == "M" else 2**10))
+    return max(sizes)
 
 
 class Bench(Protocol):
@@ -107,7 +233,7 @@ class KernelTuning:
         for tensor in matrices(source):
             key = Kind(tensor.type), tensor.shape[0]
             sizes[key] = sizes.get(key, 0) + tensor.size_bytes
-        cached_bytes = kernel_timings.cache_bytes()
+        cached_bytes = cache_bytes()
         is_cached = sum(sizes.values()) <= cached_bytes
         has_new, is_known = False, True
         for kind, k in sorted(sizes, key=lambda key: -sizes[key])[:LENGTHS_MAX]:
@@ -130,7 +256,7 @@ class KernelTuning:
                 has_new = True
             self._in_use[kind, k] = shape
         if has_new and self._kept_in is not None and self._machine is not None:
-            kernel_timings.write(self._kept_in, self._machine, self._chosen)
+            write_timings(self._kept_in, self._machine, self._chosen)
         return is_known
 
     def _read(self) -> None:
@@ -139,12 +265,12 @@ class KernelTuning:
             return
         libraries = [small_batches.find_library(), *interposing.mapped_paths("libggml-cpu")]
         try:
-            self._machine = kernel_timings.machine_key(path for path in libraries if path is not None)
+            self._machine = machine_key(path for path in libraries if path is not None)
         except OSError as error:
             log.info("kernel timings are not kept: %s", error)
             self._kept_in = None
             return
-        self._chosen = kernel_timings.read(self._kept_in, self._machine, ways()) | self._chosen
+        self._chosen = read_timings(self._kept_in, self._machine, ways()) | self._chosen
 
 
 def _stopwatch() -> Callable[[], float]:

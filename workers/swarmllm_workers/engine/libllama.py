@@ -31,7 +31,7 @@ from llama_cpp import llama_cpp as lib
 from swarmllm_proto.errors import without_folders
 from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_workers.engine import huge_pages, repacking, row_attention, shared_weights, small_batches
-from swarmllm_workers.engine.split_source import files_of
+from swarmllm_workers.engine.gguf_file import files_of
 from swarmllm_workers.errors import CallError, Interrupted, Stopped
 
 log = logging.getLogger(__name__)

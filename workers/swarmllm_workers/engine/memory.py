@@ -5,15 +5,16 @@ libllama reserves for the largest graph, 512 rows: without flash attention mostl
 layer, which no header states; the factors here are those of libllama's own figures (`compute buffer size` in
 its log) for models of 12 to 24 layers, rounded up.
 
-Mapped weights count in full: they are read for every token, and a model that does not fit crawls.
+Pages of a file that several segments have count once. Mapped weights count in full: they are read for every
+token, and a model that does not fit crawls.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -23,14 +24,19 @@ from llama_cpp import llama_cpp as lib
 from swarmllm_workers.engine import row_attention
 from swarmllm_workers.engine.gguf_file import ARRAY, STRING, GgufFile
 from swarmllm_workers.engine.libllama import N_BATCH
-from swarmllm_workers.engine.ranges import Range
-from swarmllm_workers.engine.segment import EngineSettings
+from swarmllm_workers.engine.ranges import Range, join, merge
+from swarmllm_workers.engine.segment import EngineSettings, Segment, exact_settings, rows_of_exact_batch
 from swarmllm_workers.errors import CallError
 
 _F32: Final = 4
 _VALUE_BYTES: Final = {"f16": 2.0, "q8_0": 34 / 32}
 _NO_LIMIT: Final = 2**60
 """What a control group without a limit says, or more."""
+AVAILABLE: Final = "are available"
+WITH_GPU: Final = "are available on this machine and its GPUs together"
+ALLOWED: Final = "are allowed (resources.max_model_gib)"
+_GPU: Final = 1
+"""GGML_BACKEND_DEVICE_TYPE_GPU: with memory of its own. Integrated ones (2) use the machine's."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +136,6 @@ def _number(source: GgufFile, key: str, layer: int = 0, default: int = 0) -> int
     return max(int(numbers[layer]), 0) if layer < len(numbers) else default
 
 
-AVAILABLE: Final = "are available"
-WITH_GPU: Final = "are available on this machine and its GPUs together"
-ALLOWED: Final = "are allowed (resources.max_model_gib)"
-
-
 def refuse_what_does_not_fit(needed: Memory, what: str, limit_bytes: int, whose: str = AVAILABLE) -> None:
     """Raises CallError out_of_memory."""
     if needed.total_bytes > limit_bytes:
@@ -203,10 +204,6 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-_GPU: Final = 1
-"""GGML_BACKEND_DEVICE_TYPE_GPU: with memory of its own. Integrated ones (2) use the machine's."""
-
-
 def gpu_free_bytes() -> int:
     """Of all GPUs with memory of their own together; 0 where libllama was built for none or sees none."""
     if not lib.llama_supports_gpu_offload() or (ggml := _ggml()) is None:
@@ -238,3 +235,73 @@ def _ggml() -> ctypes.CDLL | None:
     ggml.ggml_backend_dev_memory.argtypes = (ctypes.c_void_p, pointer, pointer)
     ggml.ggml_backend_dev_memory.restype = None
     return ggml
+
+
+class Footprint:
+    """What the segments of a model take, and whether more fit beside them."""
+
+    def __init__(self, source: GgufFile, name: str, n_layers: int, settings: EngineSettings) -> None:
+        self._source = source
+        self._name = name
+        self._n_layers = n_layers
+        self._settings = settings
+
+    def predicted(self, pieces: Iterable[Range]) -> Memory:
+        """Of segments of these ranges that share nothing."""
+        return predict(self._source, self._n_layers, pieces, self._settings)
+
+    def of(self, segments: Sequence[Segment]) -> Memory:
+        """As predicted."""
+        alone = self.predicted(_ranges(segments))
+        return replace(alone, weights_bytes=self.predicted(_ranges(weighing(segments))).weights_bytes)
+
+    def apart(self, pieces: Iterable[Range], n_rows: int) -> Memory:
+        """Of segments of these ranges for one exact request of so many rows, over weights that are there."""
+        settings = exact_settings(self._settings, n_rows)
+        memory = predict(
+            self._source, self._n_layers, pieces, settings, n_batch=rows_of_exact_batch(settings)
+        )
+        return replace(memory, weights_bytes=0)
+
+    def refuse_apart(self, pieces: Sequence[Range], n_rows: int, held: Memory) -> None:
+        """Raises CallError out_of_memory where there is no room for those."""
+        what = f"cells for an exact request of {n_rows} rows of {self._name}"
+        refuse_beside(self.apart(pieces, n_rows), what, held, Memory(), self._settings)
+
+    def refuse(
+        self,
+        pieces: Sequence[Range],
+        held: Sequence[Segment],
+        leaving: Sequence[Segment] = (),
+        sharing: Sequence[Segment] = (),
+    ) -> None:
+        """Raises CallError out_of_memory where pieces do not fit beside the segments that are `held`.
+        `leaving`: those of them that are closed before. `sharing`: those that stay, and of which pieces have
+        the pages."""
+        new = [piece for piece in pieces if not any(_holds(segment, piece) for segment in sharing)]
+        needed = replace(self.predicted(pieces), weights_bytes=self.predicted(new).weights_bytes)
+        what = f"layers {join(merge(pieces))} of {self._name}"
+        refuse_beside(needed, what, self.of(held), self.of(leaving), self._settings)
+
+
+def weighing(segments: Sequence[Segment]) -> list[Segment]:
+    """Those whose weights are not pages of another one's, too."""
+    found: list[Segment] = []
+    for each in sorted(segments, key=lambda segment: segment.start - segment.end):
+        others = [other for other in found if other.is_shared and other.path == each.path]
+        if not each.is_shared or not any(_holds(other, (each.start, each.end)) for other in others):
+            found.append(each)
+    return found
+
+
+def around(piece: Range, segments: Sequence[Segment]) -> Segment:
+    """The one that has these layers."""
+    return next(segment for segment in segments if _holds(segment, piece))
+
+
+def _holds(segment: Segment, piece: Range) -> bool:
+    return segment.start <= piece[0] and piece[1] <= segment.end
+
+
+def _ranges(segments: Iterable[Segment]) -> list[Range]:
+    return [(segment.start, segment.end) for segment in segments]

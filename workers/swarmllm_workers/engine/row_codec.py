@@ -1,8 +1,8 @@
-"""Rows of hidden states as they leave for the next stage and come from the one before: `packed_rows`, by
-`row_codec.c` where it was built, which a decode step waits for.
+"""Packs and unpacks rows of hidden states for their way between stages, with `row_codec.c` where it was
+built.
 
-Both ways have the same bits. After a step that has read every weight, each call of numpy costs as much as all
-that the C does.
+Without it `swarmllm_proto.tensors` does the same. Both ways have the same bits. After a step that has read
+every weight, each call of numpy costs as much as all that the C does.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 
 from swarmllm_proto.ipc_base import RowFormat
-from swarmllm_proto.packed_rows import BLOCK_BYTES, BLOCK_VALUES, HEAD, Q8_0_TAG, pack_rows, rounded
+from swarmllm_proto.tensors import BLOCK_BYTES, BLOCK_VALUES, HEAD, Q8_0_TAG, pack_rows, rounded
 from swarmllm_workers.engine.interposing import find_library
 
 
 def round_rows(rows: np.ndarray) -> np.ndarray:
-    """`packed_rows.rounded`."""
+    """`tensors.rounded`."""
     packed = _native_q8_0(rows)
     return rounded(rows) if packed is None else packed[1]
 
 
 def pack(rows: np.ndarray, row_format: RowFormat) -> bytes:
-    """`packed_rows.pack_rows`."""
+    """`tensors.pack_rows`."""
     packed = _pack_rounded(rows) if row_format == "q8_0" else None
     return packed or pack_rows(rows, row_format)
 

@@ -22,9 +22,8 @@ import numpy as np
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.ipc import Forward, LayerResult, StageTiming
 from swarmllm_proto.ipc_base import RowFormat
-from swarmllm_proto.packed_rows import is_packed, unpack_rows
 from swarmllm_proto.swarm import LayerForward
-from swarmllm_proto.tensors import encode_tensor
+from swarmllm_proto.tensors import encode_tensor, is_packed, unpack_rows
 from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.interposing import find_library

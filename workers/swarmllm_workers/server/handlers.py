@@ -16,9 +16,8 @@ import numpy as np
 
 from swarmllm_proto import ipc
 from swarmllm_proto.errors import BadMessage, BadTensor
-from swarmllm_proto.packed_rows import unpack_rows
 from swarmllm_proto.swarm import LayerForward
-from swarmllm_proto.tensors import decode_tensor
+from swarmllm_proto.tensors import decode_tensor, unpack_rows
 from swarmllm_workers.cache.prefix_cache import PrefixManifest
 from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
@@ -32,9 +31,8 @@ from swarmllm_workers.schedule.planner import CAPACITY, Planner
 from swarmllm_workers.schedule.scheduler import Scheduler
 from swarmllm_workers.schedule.work import ForwardWork, Send, Work
 from swarmllm_workers.server.background import InPlace, Place
-from swarmllm_workers.server.ending_handlers import EndingHandlers
+from swarmllm_workers.server.kv_handlers import EndingHandlers, PrefixHandlers
 from swarmllm_workers.server.load_handlers import LoadHandlers, engine_settings, speculation_settings
-from swarmllm_workers.server.prefix_handlers import PrefixHandlers
 from swarmllm_workers.server.read_ahead import ReadAhead
 from swarmllm_workers.server.text_handlers import GrammarHandlers, TextHandlers
 from swarmllm_workers.speculation.speculation import Speculation

@@ -1,4 +1,4 @@
-/* Rows of hidden states as q8_0, ggml's blocks of 32 values, and back: what swarmllm_proto/packed_rows.py does with
+/* Rows of hidden states as q8_0, ggml's blocks of 32 values, and back: what swarmllm_proto/tensors.py does with
  * numpy where this file was not built, with the same bits. A stage does it to every row that it sends on. It includes
  * no header of Python and links to nothing. Compiled with -ffp-contract=off: a fused product would round otherwise.
  */
