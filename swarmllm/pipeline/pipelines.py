@@ -35,7 +35,7 @@ from swarmllm.pipeline.route.assembly import Affinity, Assembly
 from swarmllm.pipeline.route.inputs import Load
 from swarmllm.pipeline.route.measuring import ObservedCompute, learn, measure
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
-from swarmllm.pipeline.route.suspects import Suspects
+from swarmllm.pipeline.route.suspects import Suspects, by_doubts
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS, Room
@@ -412,7 +412,14 @@ class Pipelines:
         entry, size = request.entry, RequestSize(len(request.tokens), n_output, request.sampling.exact)
         load = self._load(entry, size, n_asking=1)
         ordered = self._suspects.ordered(trio.current_time(), self._trust.score)
-        suspects = dict.fromkeys((*sorted(suspected, key=self._trust.score), *ordered))
+        suspects = dict.fromkeys(
+            (
+                *sorted(suspected, key=self._trust.score),
+                # What broke this request's pipelines will break the next: others' doubts count less.
+                *by_doubts(request.recovery.doubted, self._trust.score),
+                *ordered,
+            )
+        )
         avoid = frozenset(request.recovery.avoid)
         return await self._routes.choose(
             entry,

@@ -254,6 +254,32 @@ async def test_a_stage_that_stays_silent_is_not_asked_again_while_there_are_othe
         assert all(swarm[A].trust.score(other) >= NEUTRAL for other in (M, H))
 
 
+async def test_a_retry_does_without_the_nodes_of_this_requests_pipeline_before_others_that_are_doubted(
+    patient_clock: MockClock,
+) -> None:
+    """Nobody can know which of the two other stages is to blame. The honest holder of the same layers is
+    doubted more, because of earlier pipelines: without it the retry would have the liar again."""
+    pools = {LIAR: FakePool("0:4"), M: FakePool("0:4"), A: FakePool("4:8"), H: FakePool("8:12")}
+    async with open_swarm(pools) as swarm:
+        node = swarm[LIAR]
+        real = node.pipelines.on_request
+
+        async def seem_idle(sender: str, body: bytes) -> bytes:
+            request = decode_request(body)
+            if isinstance(request, ProbeStage):
+                return encode_response(StageState(request_id=request.request_id, known=True, busy=False))
+            return await real(sender, body)
+
+        async def nothing(sender: str, header: bytes, payload: memoryview) -> None:
+            pass
+
+        node.router.serve(seem_idle, nothing)
+        for _ in range(2):
+            swarm[A].pipelines._suspects.doubt([M], trio.current_time())
+        assert await ask(swarm) == await uncut(PROMPT, 6)
+        assert swarm[A].pipelines.statistics().retries == 1
+
+
 async def test_progress_that_is_none_resets_no_deadline(patient_clock: MockClock) -> None:
     pools = {A: FakePool("0:4"), LIAR: FakePool("4:12"), M: FakePool("4:12")}
     async with open_swarm(pools) as swarm:

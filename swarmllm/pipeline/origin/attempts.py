@@ -145,9 +145,9 @@ class Attempts:
                     self._tell_everybody(context.request_id, chain.blamed.culprit, error)
             elif isinstance(error, RemoteError | DeadlineExceeded) and not isinstance(error, NodeBusy):
                 here = {self._router.node_id}
-                self._suspects.doubt(
-                    sorted(chain.blamed.doubted or chain.node_ids - here), trio.current_time()
-                )
+                doubted = sorted(chain.blamed.doubted or chain.node_ids - here)
+                request.recovery.doubted.update(doubted)
+                self._suspects.doubt(doubted, trio.current_time())
             raise
         finally:
             request.chain = None

@@ -17,6 +17,7 @@ elsewhere only where others can do it, once the client has waited for as long as
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
@@ -66,6 +67,9 @@ class RetryPolicy:
     """0: a stream ends with its pipeline."""
     avoid: set[NodeId] = field(default_factory=set)
     """Node ids that have failed since the last token; the next pipeline is to do without them."""
+    doubted: Counter[NodeId] = field(default_factory=Counter)
+    """How many of this request's pipelines broke with a node since the last token, where nobody knows which
+    of several is to blame; the next one does without as many as can be spared."""
     n_recoveries: int = 0
     """Pipelines that took over after a token."""
     _has_begun: bool = False
@@ -91,6 +95,7 @@ class RetryPolicy:
             self._cause = None
             self._n_failures = self._n_faults = 0
             self.avoid.clear()
+            self.doubted.clear()
         self._has_begun = True
 
     def failed(self, error: SwarmLLMError, now_s: float) -> float:

@@ -10,7 +10,7 @@ for some seconds, never longer than until it connects anew, and what one node ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -73,10 +73,8 @@ class Suspects:
         them may have a new name each time."""
         self._forget_old(now_s)
         heard = {node_id for said in self._until_s.values() for node_id in said}
-        weights = dict.fromkeys(heard, 0.0) | {
-            node_id: count * (1 - trust(node_id)) for node_id, (_, count) in self._doubts.items()
-        }
-        return sorted(weights, key=lambda node_id: (-weights[node_id], trust(node_id), node_id))
+        doubts = {node_id: count for node_id, (_, count) in self._doubts.items()}
+        return by_doubts(dict.fromkeys(heard, 0) | doubts, trust)
 
     def _forget_old(self, now_s: float) -> None:
         for node_id in [node_id for node_id, (until_s, _) in self._doubts.items() if until_s <= now_s]:
@@ -86,6 +84,12 @@ class Suspects:
                 del said[node_id]
             if not said:
                 del self._until_s[accuser]
+
+
+def by_doubts(doubts: Mapping[NodeId, int], trust: Callable[[NodeId], float]) -> list[NodeId]:
+    """The most doubtful first: `doubts` is how many pipelines broke with a node, `trust` is 0 to 1."""
+    weights = {node_id: count * (1 - trust(node_id)) for node_id, count in doubts.items()}
+    return sorted(weights, key=lambda node_id: (-weights[node_id], trust(node_id), node_id))
 
 
 def sparing(
