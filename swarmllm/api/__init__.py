@@ -1,9 +1,9 @@
 """The HTTP edge: OpenAI's API, administration, health. The only room that knows quart and h11.
 
-`open_api` serves a `Node` on a loopback port; everything below it is split by job: `schema` says what a body
-may look like, `chat_request` turns one into a prompt and sampling (or refuses it by name), `chat_reply`
-writes answers, `tool_calls` finds calls in text, `feed` runs a generation beside its HTTP response, `guard`
-refuses strangers.
+`open_api` serves a `Node`. `http` is the server: connections, keys, errors, limits. `openai`, `anthropic`,
+`ollama` and `llamacpp` are the dialects: each parses a body into a prompt and sampling, or refuses it with
+the name of the field, and words the answer. `output` is what they share: it runs the generation beside its
+HTTP response, and finds reasoning and tool calls in the text. `admin` is for operators.
 """
 
 from __future__ import annotations

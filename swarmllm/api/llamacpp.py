@@ -15,9 +15,9 @@ from swarmllm import __version__
 from swarmllm.api.http.context import current_config, current_node, model_or_only_one, session_of
 from swarmllm.api.http.errors import error_object
 from swarmllm.api.http.fields import read_request
+from swarmllm.api.http.json import encode
 from swarmllm.api.openai.chat import completions as chat_completions
 from swarmllm.api.openai.chat import input_tokens, models
-from swarmllm.api.openai.chat_reply import WAITING, encode
 from swarmllm.api.openai.chat_request import chat_call, json_schema, limit_of
 from swarmllm.api.openai.completions import prompts_of
 from swarmllm.api.openai.embeddings import embed
@@ -37,7 +37,7 @@ from swarmllm.api.openai.schema import (
 )
 from swarmllm.api.output.feed import Passage
 from swarmllm.api.output.presets import call_with_preset, preset_of, sampling_with
-from swarmllm.api.output.response import EVENT_STREAM, Ask, answer
+from swarmllm.api.output.response import EVENT_STREAM, WAITING, Ask, answer
 from swarmllm.api.output.sampling import sampling_of
 from swarmllm.api.output.swarm_report import llamacpp_timings, swarm_object
 from swarmllm.errors import InvalidRequest, ModelNotFound, SwarmLLMError

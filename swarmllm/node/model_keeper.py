@@ -6,6 +6,8 @@ nodes and the registry (what others hold); the swarm is told after each change.
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -14,22 +16,93 @@ from pathlib import Path
 import trio
 
 from swarmllm.downloads import SharedDigests
-from swarmllm.errors import BadModel, Conflict, ModelNotFound
+from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, SwarmLLMError
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
-from swarmllm.node.cut_checks import CutChecks
-from swarmllm.node.named_presets import NamedPresets
+from swarmllm.models.manifest import needs_check, with_verdict
+from swarmllm.models.presets import NO_PRESET, Preset, Presets
 from swarmllm.node.remembered_loads import RememberedLoads
-from swarmllm.node.request_messages import check_layers
 from swarmllm.node.views import Coverages, ModelView, view_model, view_waiting
 from swarmllm.swarm.records.registry import Registry, SwarmModel
 from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, ModelFile, WorkerPool
+from swarmllm.workerpool.cut_check import engine_version
 from swarmllm_proto.identifiers import ModelId, NodeId
 
+log = logging.getLogger("swarmllm.node")
 Progress = Callable[[int, int], None]
 Then = Callable[[], Awaitable[object]]
 _Views = list[ModelView]
 """By a name of its own: `ModelKeeper.list` hides the other."""
+
+
+class CutChecks:
+    """Has the cuts of a model tried whose architecture is not in the table: as soon as this node has the
+    whole file, at the latest when a part of it is to be loaded. The verdict goes into the catalogue, so that
+    is once per model and version of the engine."""
+
+    def __init__(self, pool: WorkerPool, catalogue: Catalogue) -> None:
+        self._pool = pool
+        self._catalogue = catalogue
+        self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
+
+    def forget(self, model_id: ModelId) -> None:
+        """The model is no longer known here."""
+        if model_id in self._locks and not self._locks[model_id].locked():
+            del self._locks[model_id]
+
+    @staticmethod
+    def is_due(entry: CatalogueEntry) -> bool:
+        """Whether the entry may say more about its cuts once it is tried."""
+        tensors = entry.manifest.tensors
+        return needs_check(entry.manifest, engine_version()) and not entry.absent(tensors)
+
+    async def ensure(self, entry: CatalogueEntry, progress: Callable[[int, int], None]) -> CatalogueEntry:
+        """The entry with what is known of its cuts, tried now where that is due. `progress` is called on the
+        trio thread. Where it cannot be tried now, the entry stays as it is."""
+        if not self.is_due(entry):
+            return entry
+        async with self._locks[entry.model_id]:
+            entry = await trio.to_thread.run_sync(self._catalogue.get, entry.model_id)
+            if not self.is_due(entry):
+                return entry
+            try:
+                verdict = await self._pool.cuts.check(ModelFile.of(entry), progress)
+            except SwarmLLMError as error:
+                log.warning("where %s may be cut cannot be tried now: %s", entry.name, error.message)
+                return entry
+            manifest = with_verdict(
+                entry.manifest, verdict.cut_alignment, verdict.whole_reason, engine_version()
+            )
+            log.info("%s: %s", entry.name, verdict.whole_reason or f"cuts every {verdict.cut_alignment}")
+            return await trio.to_thread.run_sync(self._catalogue.revise, entry.model_id, manifest)
+
+
+class NamedPresets:
+    """The presets of this node's models by name: read once from the catalogue's database, changed by its
+    user."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._stored = Presets(catalogue)
+        self._by_name: dict[str, Preset] | None = None
+        self._reading = trio.Lock()
+
+    async def get(self, name: str) -> Preset:
+        """An empty one where there is none. Raises BadModel where the database cannot be read."""
+        if self._by_name is None:
+            async with self._reading:
+                if self._by_name is None:
+                    self._by_name = await trio.to_thread.run_sync(self._stored.all)
+        return self._by_name.get(name, NO_PRESET)
+
+    async def put(self, name: str, preset: Preset) -> None:
+        """Raises ModelNotFound."""
+        await trio.to_thread.run_sync(self._stored.put, name, preset)
+        self._by_name = None
+
+    async def drop(self, *names: str) -> None:
+        """These names lead to no model any more."""
+        await trio.to_thread.run_sync(self._stored.drop, *names)
+        self._by_name = None
 
 
 class ModelKeeper:
@@ -296,3 +369,13 @@ class ModelKeeper:
             memory=self._pool.memory(model_id),
             settings=self._pool.loaded_with(model_id),
         )
+
+
+def check_layers(entry: CatalogueEntry, layers: LayerRange, *, may_cut: bool = False) -> None:
+    """Raises InvalidRequest, BadModel. `may_cut`: whether it may be cut so is found out later."""
+    manifest = entry.manifest
+    if layers not in manifest.whole:
+        raise InvalidRequest(f"{entry.name} has layers {manifest.whole}, not {layers}.", field="layers")
+    if not may_cut and not (manifest.can_cut_at(layers.start) and manifest.can_cut_at(layers.end)):
+        why = manifest.whole_reason or f"cuts are possible at multiples of {manifest.cut_alignment}"
+        raise BadModel(f"{entry.name} cannot be cut at {layers}: {why}.", field="layers")

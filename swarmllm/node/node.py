@@ -35,14 +35,13 @@ from swarmllm.node.embeddings import Embeddings
 from swarmllm.node.metrics import Metrics
 from swarmllm.node.model_keeper import ModelKeeper
 from swarmllm.node.on_demand import FOREVER_S, OnDemand
-from swarmllm.node.peer_lookup import PeerLookup
 from swarmllm.node.placing_disk import PlacingDisk, disk_budget_bytes
 from swarmllm.node.remembered_loads import LoadRestorer, RememberedLoads
 from swarmllm.node.requests import UserRequests
 from swarmllm.node.share_book import ShareBook
 from swarmllm.node.sharing import Sharing
 from swarmllm.node.texts import Texts
-from swarmllm.node.views import PeerView, Readiness, RequestCounts
+from swarmllm.node.views import PeerLookup, PeerView, Readiness, RequestCounts
 from swarmllm.pipeline.origin.generation import Generation, Prompt
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.route.route_planner import RequestSize

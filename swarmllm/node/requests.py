@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Literal
 import trio
 
 from swarmllm.errors import InvalidRequest, SwarmLLMError
-from swarmllm.node.request_messages import account
 from swarmllm.node.views import RequestCounts
 from swarmllm.pipeline.request import further_id, new_request_id
 
@@ -165,3 +164,14 @@ class UserRequests:
         if generation is not None:
             self.counts.generated_tokens += generation.n_generated
             log.info("request %s of %s: %s", request.id, request.model, account(generation))
+
+
+def account(generation: Generation) -> str:
+    """One line for the log; nothing of what was said."""
+    timings, n_generated = generation.timings, generation.n_generated
+    nodes = " ".join(f"{stage.layers}@{stage.nickname or stage.node_id}" for stage in generation.route)
+    return (
+        f"{generation.n_prompt_tokens} + {n_generated} tokens, {generation.finish_reason or 'left early'}, "
+        f"queue {timings.queue_s:.3f} s, prefill {timings.prefill_s:.3f} s, decode {timings.decode_s:.3f} s, "
+        f"{generation.shape} {nodes}"
+    )

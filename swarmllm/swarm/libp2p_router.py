@@ -17,13 +17,13 @@ from typing import Any
 import trio
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
+from swarmllm.private_files import locked_data_dir
 from swarmllm.supervision import spawn, supervise, supervise_started
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.bulk import NoBulkWay
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.data.neighbour import peer_info
-from swarmllm.swarm.data_dir_lock import locked_data_dir
 from swarmllm.swarm.discovery.address_sources import AddressSources, usable
 from swarmllm.swarm.discovery.addresses import Address, NodeAddress, announced_ips, is_loopback
 from swarmllm.swarm.discovery.dialler import Dialler

@@ -22,8 +22,8 @@ from deadlines import PATIENCE_S
 from http_attacks import ATTACKS, CHAT, H2_KILL, JSON, Attack, head
 
 from swarmllm.api.http import app as app_module
-from swarmllm.api.http import connection as http_connection
 from swarmllm.api.http import exchange as http_exchange
+from swarmllm.api.http import server as http_server
 from swarmllm.api.http import wire as http_wire
 from swarmllm.api.http.limits import HttpLimits
 from swarmllm.api.http.request_tasks import RequestTasks
@@ -158,7 +158,7 @@ async def test_a_client_that_makes_faults_does_not_fill_the_log(
         async def broken(*_: Any) -> None:
             raise Fault
 
-        monkeypatch.setattr(http_connection.HttpConnection, "run", broken)
+        monkeypatch.setattr(http_server.HttpConnection, "run", broken)
         for _ in range(50):
             async with await connect(stand) as connection:
                 assert await all_of(connection) == b""

@@ -11,7 +11,7 @@ from api_fakes import Stand, open_node, serve_node
 from node_ids import node_id_named
 
 from swarmllm.api.admin.node_json import HOLDERS_SHOWN, PEER_MODELS_SHOWN, RANGES_SHOWN
-from swarmllm.api.http.sliced_json import SLICE_BYTES, encoded
+from swarmllm.api.http.json import SLICE_BYTES, encoded
 from swarmllm.models import LayerRange
 from swarmllm.swarm.in_memory.router import InMemoryRouter
 from swarmllm.swarm.records.registry import LISTED_MAX

@@ -18,7 +18,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.chain import Chain
-from swarmllm.pipeline.origin.embedding_rows import RowsChain
+from swarmllm.pipeline.origin.prompt_rows import RowsChain
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.workerpool import ModelFile
 from swarmllm_proto.ipc import Sampling

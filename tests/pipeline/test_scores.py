@@ -20,8 +20,8 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.assignment import assign
-from swarmllm.pipeline.origin.embedding_rows import ScoresChain
 from swarmllm.pipeline.origin.generation import Generation
+from swarmllm.pipeline.origin.prompt_rows import ScoresChain
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.workerpool import ModelFile

@@ -10,8 +10,8 @@ import pytest
 import trio
 
 from swarmllm.errors import ConfigError, InvalidRequest
+from swarmllm.private_files import locked_data_dir
 from swarmllm.swarm.change_feed import QUEUE_MAX, ChangeFeed
-from swarmllm.swarm.data_dir_lock import locked_data_dir
 from swarmllm.swarm.discovery.addresses import Address, NodeAddress, announced_ips
 from swarmllm.swarm.libp2p_router import open_libp2p_router
 from swarmllm.swarm.membership.identity import KEY_NAME, load_or_create_identity, verify
@@ -53,7 +53,7 @@ def test_a_damaged_key_is_an_error_and_never_replaced(tmp_path: Path, content: b
 
 def test_a_folder_is_locked_against_another_process_and_free_after_its_end(tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom pathlib import Path\nfrom swarmllm.swarm.data_dir_lock import locked_data_dir\n"
+        "import sys\nfrom pathlib import Path\nfrom swarmllm.private_files import locked_data_dir\n"
         "with locked_data_dir(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
     )
     with subprocess.Popen(

@@ -31,9 +31,8 @@ from swarmllm.api.admin.node_json import (
 from swarmllm.api.admin.progress import Work
 from swarmllm.api.http.context import current_config, current_node, current_works
 from swarmllm.api.http.errors import error_object, read_body
+from swarmllm.api.http.json import encode, encoded
 from swarmllm.api.http.request_tasks import own_feed
-from swarmllm.api.http.sliced_json import encoded
-from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.schema import AddModel, AliasModel, LoadModel, PinModel, StartDownload, UnloadModel
 from swarmllm.config import as_dict
 from swarmllm.downloads import DownloadView

@@ -32,9 +32,8 @@ from swarmllm.api.admin.node_json import (
 from swarmllm.api.admin.progress import Works
 from swarmllm.api.admin.shares import shares_json
 from swarmllm.api.http.context import current_caller
+from swarmllm.api.http.json import encode, encoded
 from swarmllm.api.http.request_tasks import own_feed
-from swarmllm.api.http.sliced_json import encoded
-from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.output.response import EVENT_STREAM
 from swarmllm.errors import Overloaded
 from swarmllm.memory_info import memory_bytes, resident_bytes

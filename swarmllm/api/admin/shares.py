@@ -7,7 +7,7 @@ from quart import Blueprint, Response
 from swarmllm.api.admin.node_json import Json, range_texts
 from swarmllm.api.http.context import current_node
 from swarmllm.api.http.errors import read_body
-from swarmllm.api.openai.chat_reply import encode
+from swarmllm.api.http.json import encode
 from swarmllm.api.openai.schema import ShareModel
 from swarmllm.node import Node
 from swarmllm.node.share_plan import SharePlan

@@ -21,8 +21,8 @@ from swarmllm.api.anthropic.reply import AnthropicReply, error_body
 from swarmllm.api.http.context import current_node
 from swarmllm.api.http.errors import as_swarmllm_error, failure_response
 from swarmllm.api.http.fields import note_ignored, read_request
+from swarmllm.api.http.json import encode
 from swarmllm.api.openai import schema
-from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.chat_request import ChatCall, chat_call, no_eyes
 from swarmllm.api.openai.schema import (
     Body,

@@ -10,7 +10,7 @@ import secrets
 
 import msgspec
 
-from swarmllm.api.openai.chat_reply import encode
+from swarmllm.api.http.json import encode
 from swarmllm.api.openai.schema import Json
 from swarmllm.api.output.feed import Passage
 from swarmllm.api.output.output_parser import Item, OutputParser, Thought

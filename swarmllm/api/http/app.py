@@ -24,12 +24,12 @@ from swarmllm.api.http.errors import (
 )
 from swarmllm.api.http.fields import HEADER as IGNORED_HEADER
 from swarmllm.api.http.fields import ignored_header
+from swarmllm.api.http.json import encode
 from swarmllm.api.http.openapi import openapi
 from swarmllm.api.http.request_tasks import RequestTasks
 from swarmllm.api.llamacpp import text_tools
 from swarmllm.api.ollama.endpoints import ollama
 from swarmllm.api.openai.chat import chat
-from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.completions import completions
 from swarmllm.api.openai.embeddings import embeddings
 from swarmllm.api.openai.responses import RESPONSES, ResponseStore, responses

@@ -17,10 +17,10 @@ from quart import Blueprint, Response
 
 from swarmllm import __version__
 from swarmllm.api.anthropic.messages import CountRequest, MessagesRequest
+from swarmllm.api.http.json import encode
 from swarmllm.api.llamacpp import DetokenizeRequest, NativeCompletion, TemplateRequest, TokenizeRequest
 from swarmllm.api.ollama.endpoints import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate
 from swarmllm.api.ollama.managing import OllamaCopy, OllamaCreate, OllamaDelete, OllamaShow
-from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.completions import CompletionRequest
 from swarmllm.api.openai.embeddings import EmbeddingRequest
 from swarmllm.api.openai.responses_request import ResponsesRequest

@@ -22,10 +22,10 @@ from werkzeug.exceptions import HTTPException
 from swarmllm.api.http.context import current_caller, current_config, current_node, current_request_id
 from swarmllm.api.http.errors import as_swarmllm_error, failure_response
 from swarmllm.api.http.fields import read_request
+from swarmllm.api.http.json import encode
 from swarmllm.api.ollama import managing
 from swarmllm.api.ollama.managing import TAG, catalogue_name, details, modified
 from swarmllm.api.ollama.reply import ChatWords, GenerateWords, OllamaReply, timestamp
-from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.chat_request import chat_call, json_schema, no_eyes
 from swarmllm.api.openai.schema import (
     AssistantMessage,

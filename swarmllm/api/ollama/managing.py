@@ -17,8 +17,8 @@ from quart import Response
 from swarmllm.api.http.context import current_node
 from swarmllm.api.http.errors import read_body
 from swarmllm.api.http.fields import read_request
+from swarmllm.api.http.json import encode
 from swarmllm.api.ollama.reply import timestamp
-from swarmllm.api.openai.chat_reply import encode
 from swarmllm.api.openai.schema import Json, ModelName
 from swarmllm.errors import InvalidRequest, ModelNotFound
 from swarmllm.models.entry import n_parameters, parameter_size, quantisation

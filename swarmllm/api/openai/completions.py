@@ -14,7 +14,7 @@ from quart import Blueprint, Response
 from swarmllm.api.http.context import current_node, session_of
 from swarmllm.api.http.errors import error_object
 from swarmllm.api.http.fields import read_request
-from swarmllm.api.openai.chat_reply import DONE, WAITING, encode
+from swarmllm.api.http.json import encode
 from swarmllm.api.openai.chat_request import refuse_unless_neutral
 from swarmllm.api.openai.embeddings import texts_of
 from swarmllm.api.openai.schema import (
@@ -30,7 +30,7 @@ from swarmllm.api.openai.schema import (
 from swarmllm.api.output.choices import answer_choices, usage
 from swarmllm.api.output.feed import Passage
 from swarmllm.api.output.presets import preset_of, sampling_with
-from swarmllm.api.output.response import EVENT_STREAM, Ask
+from swarmllm.api.output.response import DONE, EVENT_STREAM, WAITING, Ask
 from swarmllm.api.output.sampling import sampling_of
 from swarmllm.api.output.swarm_report import FINGERPRINT, llamacpp_timings, swarm_object
 from swarmllm.errors import InvalidRequest, SwarmLLMError

@@ -11,7 +11,7 @@ from quart import Blueprint, Response
 
 from swarmllm.api.http.context import current_caller, current_node, current_request_id
 from swarmllm.api.http.fields import read_request
-from swarmllm.api.openai.chat_reply import encode
+from swarmllm.api.http.json import encode
 from swarmllm.api.openai.schema import Body, Json, ModelName, Text
 from swarmllm.api.output.swarm_report import embedding_headers
 from swarmllm.errors import InvalidRequest

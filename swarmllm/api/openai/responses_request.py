@@ -56,7 +56,7 @@ class TextItem(msgspec.Struct, frozen=True):
     refusal: Text | None = None
 
 
-class Item(msgspec.Struct, frozen=True):
+class InputItem(msgspec.Struct, frozen=True):
     """One entry of `input`. Which fields it needs depends on its `type`; clients echo what they got, with
     fields that only their version knows."""
 
@@ -137,7 +137,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
 
     model: ModelName = ""
     """"": the only one that can answer."""
-    input: Text | Annotated[list[Item], Meta(min_length=1, max_length=4096)]
+    input: Text | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
     instructions: Text | None = None
     previous_response_id: Name | None = None
     store: bool | None = None
@@ -236,7 +236,7 @@ def _tool_choice(choice: str | NamedFunction | AllowedTools | None) -> schema.To
     return choice  # type: ignore[return-value]
 
 
-def messages_of(value: str | list[Item]) -> list[schema.Message]:
+def messages_of(value: str | list[InputItem]) -> list[schema.Message]:
     """Items as messages; neighbouring calls are one message of the assistant, as they were when it spoke."""
     if isinstance(value, str):
         return [schema.UserMessage(content=value)]
@@ -269,7 +269,7 @@ def messages_of(value: str | list[Item]) -> list[schema.Message]:
     return messages
 
 
-def _message(item: Item, path: str) -> schema.Message:
+def _message(item: InputItem, path: str) -> schema.Message:
     text = _text(item.content, f"{path}.content")
     match _due(item.role, f"{path}.role"):
         case "user":

@@ -28,6 +28,10 @@ HEADERS_AFTER_S = 10.0
 WAITING_EVERY_S = 10.0
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
+WAITING = b": waiting\n\n"
+"""A comment, which keeps a stream open that has nothing to say yet."""
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream of OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True)

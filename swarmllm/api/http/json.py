@@ -1,4 +1,4 @@
-"""Long lists as JSON, made piece by piece: how many models and peers there are is for strangers to decide."""
+"""JSON of answers. Long lists are encoded in slices: strangers decide how many models and peers there are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 import trio
 
-from swarmllm.api.openai.chat_reply import encode
+encode = msgspec.json.encode
 
 SLICE_BYTES = 16 * 1024
 """Of JSON, about a tenth of a millisecond of encoding and a few of making what is encoded."""
