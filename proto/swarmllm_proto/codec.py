@@ -10,16 +10,17 @@ field is blamed.
 
 from __future__ import annotations
 
+import re
 from struct import Struct
 from typing import Any, Final, TypeVar
 
 import msgspec
 from blake3 import blake3
 
-from swarmllm_proto.decoding_errors import field_and_reason
 from swarmllm_proto.errors import BadMessage, DamagedJob, FrameTooLarge, UnsupportedVersion
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse
 from swarmllm_proto.frames import Buffer, Frame, Payload, Pieces, as_pieces, encode_frame
+from swarmllm_proto.identifiers import MEANINGS
 from swarmllm_proto.ipc import AnyDaemonMessage, AnyWorkerMessage, Scores
 from swarmllm_proto.limits import RECORD_MAX, REQUEST_MAX, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 from swarmllm_proto.swarm import (
@@ -34,6 +35,27 @@ T = TypeVar("T")
 
 NO_DIGEST: Final = bytes(DIGEST_SIZE)
 """What a job has for one before it is encoded; one that was made with it need not be copied for that."""
+_PATH: Final = re.compile(r" - at (?:`([^`]*)` in )?`\$?\.?([^`]*)`$")
+_NAMED: Final = re.compile(r"(?:Object missing required )?field `([^`]+)`")
+_MEANINGS: Final = {f"matching regex {pattern!r}": meaning for pattern, meaning in MEANINGS.items()}
+REASON_MAX: Final = 200
+
+
+def field_and_reason(error: Exception, whole: str) -> tuple[str, str]:
+    """The field that msgspec refused, from the path and from the field that the text of its error names;
+    `whole` where all of it is unreadable. And the reason: msgspec quotes the pattern that a text does not
+    match; people get what it should have been."""
+    if isinstance(error, RecursionError):
+        return whole, "nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return whole, "contains text that is not UTF-8"
+    text = str(error)
+    path = _PATH.search(text)
+    reason = text[: path.start()] if path else text
+    reason = next((meaning for quoted, meaning in _MEANINGS.items() if quoted in reason), reason)
+    named = _NAMED.match(reason)
+    parts = [path.group(2) if path else "", named.group(1) if named else ""]
+    return ".".join(part for part in parts if part) or whole, reason[:REASON_MAX]
 
 
 class _Versioned(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from swarmllm_proto.decoding_errors import field_and_reason
+from swarmllm_proto.codec import field_and_reason
 from swarmllm_proto.errors import BadMessage, UnsupportedVersion
 from swarmllm_proto.identifiers import Multiaddr, NodeId, require_multiaddrs
 from swarmllm_proto.limits import RECORD_MAX

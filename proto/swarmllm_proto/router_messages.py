@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from swarmllm_proto.decoding_errors import field_and_reason
+from swarmllm_proto.codec import field_and_reason
 from swarmllm_proto.errors import BadMessage, UnsupportedVersion
 from swarmllm_proto.identifiers import Multiaddr, NodeId, parse_ip, require_multiaddrs
 from swarmllm_proto.swarm_base import WIRE_VERSION

@@ -34,11 +34,11 @@ from swarmllm.api.openai.schema import (
     SessionName,
     Text,
     Tool,
+    sampling_of,
 )
 from swarmllm.api.output.feed import Passage
 from swarmllm.api.output.presets import call_with_preset, preset_of, sampling_with
 from swarmllm.api.output.response import EVENT_STREAM, WAITING, Ask, answer
-from swarmllm.api.output.sampling import sampling_of
 from swarmllm.api.output.swarm_report import llamacpp_timings, swarm_object
 from swarmllm.errors import InvalidRequest, ModelNotFound, SwarmLLMError
 from swarmllm.pipeline.origin.generation import Generation

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import trio
 
-from swarmllm.downloads.fetch_layers import FetchLayers
-from swarmllm.downloads.parts import Parts, check_same_file
+from swarmllm.downloads.fetch_layers import FetchLayers, Parts, check_same_file
 from swarmllm.downloads.remote import Facts, FileRemote, Remote, open_http
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.shared_digests import SharedDigests

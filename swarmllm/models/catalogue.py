@@ -30,10 +30,10 @@ from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, S
 from swarmllm.models import names
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.hashing import CHUNK_BYTES, DIGEST_BYTES, Progress, hash_model
-from swarmllm.models.identity import is_same_content
 from swarmllm.models.manifest import Manifest, TensorEntry
 from swarmllm.models.model_files import FileState, PartFile, first_file
 from swarmllm.models.names import check_name, normalise_name
+from swarmllm.models.verification import is_same_content
 from swarmllm_proto.identifiers import ModelId
 
 SCHEMA_VERSION = 2

@@ -14,7 +14,6 @@ from swarmllm.errors import BadModel
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.hashing import Progress
-from swarmllm.models.identity import header_is_right
 from swarmllm.models.model_files import MTIME_STEP_NS
 from swarmllm.models.tensor_locations import Places
 from swarmllm.models.tensor_writer import disk_faults
@@ -22,6 +21,7 @@ from swarmllm.models.verification import (
     HEADER,
     SegmentPlace,
     Verification,
+    header_is_right,
     seal_is_right,
     segments_of,
 )

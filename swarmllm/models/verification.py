@@ -1,24 +1,31 @@
-"""What of a model's files is not what it should be: every byte that is used is read and held against a hash.
+"""Compares a model's files with its manifest, in full or in samples.
 
-Tensors have theirs in the manifest. The header of the GGUF has none of its own; it is right if it gives the
-ModelId together with the tensors' digests. A segment file's header is the worker's work and carries its own
-hash (`segment_names`); beside the layers that moved there it holds copies of small tensors, which are read
-too. What nobody reads (padding, holes, the dummy vocabulary of a segment) is not looked at. Blocking.
+A full verification (`swarmllm models verify`) reads every byte that is used. Tensors have their hash in the
+manifest. The header of the GGUF has none of its own; it is right if it gives the ModelId together with the
+tensors' digests. A segment file's header is the worker's work and carries its own hash (`segment_names`);
+beside the layers that moved there it holds copies of small tensors, which are read too. What nobody reads
+(padding, holes, the dummy vocabulary of a segment) is not looked at.
+
+A file whose modification time has changed (a copy put in its place, a `touch`, a restored backup) is compared
+in samples (`is_same_content`): the whole header, and the data of as many chunks as are quickly read, spread
+over the file at random. A small model is read whole. Blocking.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from swarmllm.errors import BadModel
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.gguf_header import GgufHeader, read_header
-from swarmllm.models.hashing import READ_BYTES, Progress, TensorHasher
-from swarmllm.models.manifest import TensorEntry
+from swarmllm.models.hashing import CHUNK_BYTES, READ_BYTES, Progress, TensorHasher, is_chunk, manifest_of
+from swarmllm.models.manifest import Manifest, TensorEntry
+from swarmllm.models.model_files import ModelFiles, open_model
 from swarmllm.models.tensor_locations import Places
 from swarmllm_proto.segment_names import (
     FOLDER,
@@ -34,9 +41,66 @@ from swarmllm_proto.segment_names import (
     parse_segment_name,
 )
 
+N_CHUNKS: Final = 64
+"""Chunks of 1 MiB that are read of a file; one that has fewer is read whole."""
 HEADER = "header"
 """How a damaged header is called among damaged tensors."""
 _STRING_HEAD_BYTES = 4 + 8
+
+
+def header_is_right(path: Path, manifest: Manifest) -> bool:
+    """Whether `path` begins with the header of this model, in the same layout; of parts, their headers
+    together."""
+    try:
+        with open_model(path) as files:
+            return _has_header(files, manifest)
+    except BadModel:
+        return False
+
+
+def _has_header(files: ModelFiles, manifest: Manifest) -> bool:
+    """Raises BadModel."""
+    digests = {tensor.name: tensor.blake3 for tensor in manifest.tensors}
+    found = manifest_of(files.header_file, files.header, digests, manifest.name)
+    offsets = {tensor.name: tensor.offset for tensor in manifest.tensors}
+    return (
+        found.model_id == manifest.model_id
+        and {tensor.name: tensor.offset for tensor in found.tensors} == offsets
+    )
+
+
+def is_same_content(
+    path: Path, manifest: Manifest, chunk_list: Callable[[TensorEntry], bytes | None]
+) -> bool:
+    """`chunk_list`: of a tensor, None where it is not known; such a tensor is read whole if it is chosen."""
+    chunks = [
+        (tensor, start) for tensor in manifest.tensors for start in range(0, tensor.size_bytes, CHUNK_BYTES)
+    ]
+    try:
+        with open_model(path) as files:
+            if not _has_header(files, manifest):
+                return False
+            known: dict[str, bytes | None] = {}
+            for tensor, start in random.sample(chunks, min(N_CHUNKS, len(chunks))):
+                if tensor.name not in known:
+                    known[tensor.name] = chunk_list(tensor)
+                if not _is_right(files, tensor, start, known[tensor.name]):
+                    return False
+    except BadModel:
+        return False
+    return True
+
+
+def _is_right(files: ModelFiles, tensor: TensorEntry, start: int, chunk_list: bytes | None) -> bool:
+    file, offset = files.place(tensor.name, tensor.offset)
+    if chunk_list is not None:
+        n_bytes = min(CHUNK_BYTES, tensor.size_bytes - start)
+        return is_chunk(chunk_list, start, os.pread(file, n_bytes, offset + start))
+    hasher = TensorHasher()
+    for at in range(0, tensor.size_bytes, CHUNK_BYTES):
+        n_bytes = min(CHUNK_BYTES, tensor.size_bytes - at)
+        hasher.update(os.pread(file, n_bytes, offset + at))
+    return hasher.hexdigest() == tensor.blake3
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from gguf_parts import write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.api.output.sampling import SAMPLING_NAMES
+from swarmllm.api.openai.schema import SAMPLING_NAMES
 from swarmllm.errors import Conflict, InvalidRequest, ModelNotFound
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import Catalogue, build_manifest

@@ -244,7 +244,8 @@ def test_a_split_model_is_added_once_and_found_again(tmp_path: Path) -> None:
 def test_a_part_that_changed_or_went_is_noticed_and_one_that_was_touched_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarmllm.models.identity.N_CHUNKS", 10**6)  # all of them, not some that chance picks
+    # All of them, not some that chance picks.
+    monkeypatch.setattr("swarmllm.models.verification.N_CHUNKS", 10**6)
     catalogue = open_catalogue(tmp_path)
     parts = split_gguf(GUIDE_PATH, tmp_path, (20, 40))
     before = catalogue.add(parts[0], "split")

@@ -11,8 +11,7 @@ from gguf_parts import LLAMA, gguf_bytes, string, value
 from swarmllm.errors import BadModel
 from swarmllm.models import Catalogue, CatalogueEntry, Store
 from swarmllm.models.damage import FILE_NAME as HEADER_COPY
-from swarmllm.models.identity import header_is_right
-from swarmllm.models.verification import HEADER
+from swarmllm.models.verification import HEADER, header_is_right
 from swarmllm_proto.segment_names import FOLDER, SegmentName
 
 KEYS = {**LLAMA, "general.alignment": 32, "llama.rope.freq_base": 10000.0}

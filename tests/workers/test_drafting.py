@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmllm_workers.engine.cutting import plan
+from swarmllm_workers.engine.ranges import plan
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.drafting import NgramLookup
 

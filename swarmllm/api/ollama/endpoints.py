@@ -28,6 +28,7 @@ from swarmllm.api.ollama.managing import TAG, catalogue_name, details, modified
 from swarmllm.api.ollama.reply import ChatWords, GenerateWords, OllamaReply, timestamp
 from swarmllm.api.openai.chat_request import chat_call, json_schema, no_eyes
 from swarmllm.api.openai.schema import (
+    SAMPLING_NAMES,
     AssistantMessage,
     Body,
     ChatRequest,
@@ -47,11 +48,11 @@ from swarmllm.api.openai.schema import (
     ToolCall,
     ToolMessage,
     UserMessage,
+    sampling_of,
 )
 from swarmllm.api.output.output_parser import OutputParser, opened_thought, prepare
 from swarmllm.api.output.presets import preset_of, sampling_with
 from swarmllm.api.output.response import Ask, answer
-from swarmllm.api.output.sampling import SAMPLING_NAMES, sampling_of
 from swarmllm.api.output.swarm_report import embedding_headers
 from swarmllm.errors import InvalidRequest
 from swarmllm.node import ModelView

@@ -10,7 +10,7 @@ import msgspec
 
 from swarmllm.api.openai import schema
 from swarmllm.api.openai.forced_call import SCHEMA_MAX
-from swarmllm.api.output.sampling import sampling_of
+from swarmllm.api.openai.schema import sampling_of
 from swarmllm.errors import InvalidRequest, VisionEncoderUnavailable
 from swarmllm.models.presets import SamplingDefaults
 from swarmllm_proto.ipc import Effort, Sampling

@@ -26,12 +26,12 @@ from swarmllm.api.openai.schema import (
     StreamOptions,
     Text,
     TopLogprobs,
+    sampling_of,
 )
 from swarmllm.api.output.choices import answer_choices, usage
 from swarmllm.api.output.feed import Passage
 from swarmllm.api.output.presets import preset_of, sampling_with
 from swarmllm.api.output.response import DONE, EVENT_STREAM, WAITING, Ask
-from swarmllm.api.output.sampling import sampling_of
 from swarmllm.api.output.swarm_report import FINGERPRINT, llamacpp_timings, swarm_object
 from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.pipeline.origin.generation import Generation, Prompt

@@ -1,4 +1,4 @@
-"""Bodies of requests, as msgspec Structs.
+"""Bodies of requests, as msgspec Structs, and the sampling settings that their fields become.
 
 Fields that a Struct does not have are told in a header and ignored, or refused (`http.fields`): a misspelt
 `temprature` that is silently ignored costs an afternoon. Fields that OpenAI documents and this node does not
@@ -13,8 +13,9 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from swarmllm.errors import InvalidRequest
 from swarmllm.workerpool.settings import ContextCells, GpuLayers, Threads
-from swarmllm_proto.ipc import Effort, FlashAttention, KvType
+from swarmllm_proto.ipc import Effort, FlashAttention, KvType, Sampling
 
 Text = Annotated[str, Meta(max_length=4 * 2**20)]
 Json = dict[str, object]
@@ -398,3 +399,33 @@ class StartDownload(Body, frozen=True):
     hf_token: Annotated[str, Meta(pattern="^[!-~]{1,512}$")] | None = None
     """Used for this download instead of the node's own; never written down."""
     hf_endpoint: Annotated[str, Meta(max_length=512)] | None = None
+
+
+SAMPLING_NAMES = tuple(field.name for field in msgspec.structs.fields(SamplingFields))
+
+
+def sampling_of(
+    body: SamplingFields, *, logprobs: bool = False, top_logprobs: int = 0, json_schema: str = ""
+) -> Sampling:
+    """What a worker's sampler takes. Raises InvalidRequest for a bias of what is no token, and for one
+    setting said twice."""
+    chosen = {name: value for name in SAMPLING_NAMES if (value := getattr(body, name)) is not None}
+    other_name = chosen.pop("repetition_penalty", None)
+    if other_name is not None and chosen.setdefault("repeat_penalty", other_name) != other_name:
+        raise InvalidRequest("repeat_penalty and repetition_penalty disagree.", field="repetition_penalty")
+    chosen["top_k"] = max(0, body.top_k) if body.top_k is not None else Sampling().top_k
+    chosen["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    chosen["logit_bias"] = _biases(body.logit_bias or {})
+    if body.seed is not None:
+        # OpenAI's seeds are 64-bit and signed, libllama's 32-bit.
+        chosen["seed"] = body.seed % 2**32
+    return msgspec.structs.replace(
+        Sampling(), **chosen, logprobs=logprobs, top_logprobs=top_logprobs, json_schema=json_schema
+    )
+
+
+def _biases(by_token: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    for token in by_token:
+        if not (token.isascii() and token.isdigit() and len(token) <= 9):
+            raise InvalidRequest(f"logit_bias: {token[:20]!r} is no token id.", field="logit_bias")
+    return tuple((int(token), bias) for token, bias in by_token.items())

@@ -18,7 +18,7 @@ from swarmllm.errors import RemoteError
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.records.envelope_book import NODES_MAX, Digests, EnvelopeBook
 from swarmllm.swarm.router import RequestRefused, UnreadableRequest
-from swarmllm_proto.decoding_errors import field_and_reason
+from swarmllm_proto.codec import field_and_reason
 from swarmllm_proto.envelope import ENVELOPE_MAX
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import NodeId

@@ -33,14 +33,13 @@ from swarmllm_workers.cache.prefixes import token_name
 from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.engine.apart import SegmentsApart
-from swarmllm_workers.engine.cutting import Cuts
 from swarmllm_workers.engine.embedding import Embedding
 from swarmllm_workers.engine.gguf_file import open_source
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.engine.memory import Footprint, Memory, around, weighing
 from swarmllm_workers.engine.operation import Operation, complete
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
-from swarmllm_workers.engine.ranges import Range, Route, find_path, join, merge, subtract
+from swarmllm_workers.engine.ranges import Cuts, Range, Route, find_path, join, merge, subtract
 from swarmllm_workers.engine.segment import EngineSettings, Segment, Span
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.engine.segment_maker import LoadProgress, SegmentMaker

@@ -1,12 +1,17 @@
-"""Layer ranges [start, end): their unions and differences, and routes through segments that cover them."""
+"""Layer ranges [start, end): sums of them, paths through segments that cover them, and where a model may be
+cut."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
-from swarmllm_workers.engine.segment import Segment
+from swarmllm_proto.architectures import ARCHITECTURES, cut_rule, generic
+from swarmllm_workers.engine.gguf_file import GgufFile
+from swarmllm_workers.engine.segment import EngineSettings, Segment
+from swarmllm_workers.errors import CallError
 
 Range: TypeAlias = tuple[int, int]
 
@@ -63,3 +68,113 @@ def find_path(segments: Sequence[Segment], start: int, end: int) -> list[Segment
         if rest is not None:
             return [segment, *rest]
     return None
+
+
+class Cuts:
+    """Where one model may be cut, which segments a range of its layers becomes, and which layers guesses
+    leave out."""
+
+    def __init__(self, source: GgufFile, name: str, n_layers: int, settings: EngineSettings) -> None:
+        architecture = source.text("general.architecture")
+        self._name = name
+        self._n_layers = n_layers
+        self.skip_ratio = 0.0
+        self.rule = cut_rule(architecture, n_layers, source.number, source.numbers, settings.checked_unit)
+        self.architecture = ARCHITECTURES.get(architecture)
+        """None where nothing is known; then the model runs whole."""
+        if self.architecture is None and self.rule.cut_alignment:
+            self.architecture = generic(architecture)
+        self.skipped: frozenset[Range] = frozenset()
+        """Segments of the whole model that guesses leave out (`swift.py`)."""
+
+    @property
+    def is_fed_tokens(self) -> bool:
+        return self.architecture is not None and self.architecture.feeds_tokens
+
+    def leave_out(self, skip_ratio: float) -> None:
+        """From now on the whole model is in pieces, so that guesses can leave out this share of its layers;
+        0: in one."""
+        self.skip_ratio = skip_ratio
+        self.skipped = frozenset()
+
+    def check(self, start: int, end: int) -> None:
+        """Raises CallError cannot_cut."""
+        if not 0 <= start < end <= self._n_layers:
+            field = "start" if start >= min(end, self._n_layers) else "end"
+            raise CallError(
+                "cannot_cut", f"layers {start}:{end} of a model of {self._n_layers} layers", field
+            )
+        if (start, end) == (0, self._n_layers):
+            return
+        alignment = self.rule.cut_alignment
+        if alignment == 0:
+            raise CallError("cannot_cut", f"{self._name} runs whole only: {self.rule.whole_reason}", "start")
+        for field, boundary in (("start", start), ("end", end)):
+            if boundary % alignment and boundary != self._n_layers:
+                raise CallError(
+                    "cannot_cut", f"{self._name} can be cut at multiples of {alignment} only", field
+                )
+
+    def pieces(self, ranges: Iterable[Range]) -> list[Range]:
+        """The ranges, those in several pieces that no single segment may hold."""
+        if self.architecture is None or self.rule.cut_alignment == 0:
+            return list(ranges)
+        return [
+            piece
+            for start, end in ranges
+            for piece in (
+                self._whole_pieces()
+                if (start, end) == (0, self._n_layers)
+                else self.architecture.pieces(start, end, self.rule.cut_alignment)
+            )
+        ]
+
+    def unused_neighbours(
+        self, segments: Sequence[Segment], boundaries: Sequence[int]
+    ) -> tuple[Segment, Segment] | None:
+        """Two parts of one file that have no rows and may be one segment, because they do not meet at one of
+        these boundaries: those that were asked for longest ago. None: there are none."""
+        idle = sorted((each for each in segments if each.is_idle), key=lambda each: each.start)
+        pairs = [
+            (first, second)
+            for first, second in pairwise(idle)
+            if first.end == second.start not in boundaries
+            and (first.path, first.file_layers) == (second.path, second.file_layers)
+            and self.pieces([(first.start, second.end)]) == [(first.start, second.end)]
+        ]
+        return min(pairs, key=lambda pair: max(segment.n_route for segment in pair), default=None)
+
+    def _whole_pieces(self) -> Sequence[Range]:
+        alignment = self.rule.cut_alignment
+        pieces, skipped = plan(self._n_layers, alignment, self.skip_ratio)
+        assert self.architecture is not None
+        if any(self.architecture.pieces(*piece, alignment) != (piece,) for piece in pieces):
+            return ((0, self._n_layers),)
+        self.skipped = skipped
+        return pieces
+
+
+def plan(n_layers: int, cut_alignment: int, skip_ratio: float) -> tuple[tuple[Range, ...], frozenset[Range]]:
+    """The pieces to load a model in, and those of them that guesses leave out; one piece where nothing can
+    be left out."""
+    units = [(at, min(at + cut_alignment, n_layers)) for at in range(0, n_layers, cut_alignment)]
+    inner = units[1 : -2 if cut_alignment == 1 else -1]
+    n_skipped = min(round(skip_ratio * n_layers / cut_alignment), len(inner))
+    if n_skipped < 1:
+        return ((0, n_layers),), frozenset()
+    chosen = {inner[(2 * i + 1) * len(inner) // (2 * n_skipped)] for i in range(n_skipped)}
+    pieces = _joined(units, chosen)
+    return tuple(pieces), frozenset(p for p in pieces if any(p[0] <= unit[0] < p[1] for unit in chosen))
+
+
+def _joined(units: Sequence[Range], chosen: set[Range]) -> list[Range]:
+    """Neighbours that share a fate as one piece."""
+    pieces: list[Range] = []
+    previous: bool | None = None
+    for unit in units:
+        if (unit in chosen) == previous:
+            pieces[-1] = (pieces[-1][0], unit[1])
+        else:
+            pieces.append(unit)
+        previous = unit in chosen
+    return pieces

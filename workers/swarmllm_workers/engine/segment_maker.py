@@ -22,10 +22,9 @@ from swarmllm_proto.segment_names import copy_name, copy_prefix
 from swarmllm_proto.split_files import joint_mtime_ns
 from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.engine import segment_file, shared_weights
-from swarmllm_workers.engine.cutting import Cuts
 from swarmllm_workers.engine.gguf_file import GgufFile, files_of
 from swarmllm_workers.engine.memory import predict
-from swarmllm_workers.engine.ranges import Range
+from swarmllm_workers.engine.ranges import Cuts, Range
 from swarmllm_workers.engine.segment import EngineSettings, Segment
 from swarmllm_workers.engine.segment_home import SegmentHome
 from swarmllm_workers.errors import CallError
