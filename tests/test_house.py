@@ -61,7 +61,7 @@ LAYERS = (
 PURE = (
     "swarmllm.api.http.limits",
     "swarmllm.scheduling",
-    "swarmllm.swarm.peers.parts",
+    "swarmllm.swarm.peers.peer_table",
     "swarmllm.log_limit",
     "swarmllm.transfer.fetch_plan",
     "swarmllm.downloads.digest_book",

@@ -25,7 +25,7 @@ WAITED_FOR = {
     "swarm/discovery/dht/dht.py": {"run", "_search", "_tell_all"},
     "swarm/discovery/dialler.py": {"first_to_answer"},
     "swarm/discovery/reachability.py": {"answer"},
-    "swarm/discovery/relay/punching.py": {"_dial_all"},
+    "swarm/discovery/relay/hole_punching.py": {"_dial_all"},
     "swarm/discovery/wide_area.py": {"_meet_all"},
     # Both directions or all parts of one connection, session, worker, answer, transfer.
     "api/http/server.py": {"serve", "_accept"},

@@ -38,7 +38,7 @@ from swarmllm.downloads.source import (
 )
 from swarmllm.downloads.split_remote import SplitRemote, open_remote
 from swarmllm.downloads.unidentified_model import Notes, UnidentifiedModel, read_waiting
-from swarmllm.downloads.whole import WholeFile
+from swarmllm.downloads.whole_file import WholeFile
 from swarmllm.errors import Conflict, InvalidRequest, ModelNotFound, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.models.model_files import allocated_bytes

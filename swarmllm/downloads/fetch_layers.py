@@ -22,7 +22,7 @@ from swarmllm.downloads.remote import Facts, FileRemote
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.source import Broken, FileChanged
 from swarmllm.downloads.unidentified_model import UnidentifiedModel
-from swarmllm.downloads.whole import write_at
+from swarmllm.downloads.whole_file import write_at
 from swarmllm.errors import BadModel
 from swarmllm.models import CatalogueEntry, LayerRange, Store, TensorEntry
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES

@@ -22,10 +22,10 @@ from msgspec import UNSET, UnsetType
 from swarmllm.config import AutoManageTable
 from swarmllm.errors import Conflict, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange, merge, subtract
+from swarmllm.node.accepted_shares import ACCEPTED_MAX, AcceptedShares, accepted_writers
 from swarmllm.node.placing_disk import PlacingDisk, memory_budget_bytes
 from swarmllm.node.placing_plan import next_step, plan_of, shape_of
 from swarmllm.node.share_book import SHARED_MAX, ShareBook
-from swarmllm.node.shares import ACCEPTED_MAX, AcceptedShares, accepted_writers
 from swarmllm.scheduling.placement import CONSISTENT_TICKS, Hysteresis, ModelShape
 from swarmllm.scheduling.speeds import MAX_MODELS
 from swarmllm.swarm.records.registry import Registry

@@ -40,7 +40,7 @@ from swarmllm.node.remembered_loads import LoadRestorer, RememberedLoads
 from swarmllm.node.requests import UserRequests
 from swarmllm.node.share_book import ShareBook
 from swarmllm.node.sharing import Sharing
-from swarmllm.node.texts import Texts
+from swarmllm.node.tokenization import Texts
 from swarmllm.node.views import PeerLookup, PeerView, Readiness, RequestCounts
 from swarmllm.pipeline.origin.generation import Generation, Prompt
 from swarmllm.pipeline.pipelines import Pipelines

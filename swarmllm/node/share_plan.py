@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from swarmllm.models import LayerRange, Manifest, merge, subtract
+from swarmllm.node.accepted_shares import accepts
 from swarmllm.node.placing_plan import NOBODY, plan_of, shape_of
-from swarmllm.node.shares import accepts
 from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.holdings import Held

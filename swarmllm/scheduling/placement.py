@@ -3,9 +3,9 @@ leader.
 
 What is there stays: a plan from nothing would be better by some measure after every join, and would have
 everybody move. So the order is: gaps in pipelines that exist are filled; then nodes that hold nothing form
-new pipelines, near ones together (`regions_of`), as many as is best (`pipes`), each node as many layers as
-its speed and its memory say (`water_fill`); who is left over doubles the layers that have fewest holders.
-A node that leaves opens one gap, a node that joins changes nobody's part but its own.
+new pipelines, near ones together (`regions_of`), as many as is best (`pipeline_groups`), each node as many
+layers as its speed and its memory say (`water_fill`); who is left over doubles the layers that have fewest
+holders. A node that leaves opens one gap, a node that joins changes nobody's part but its own.
 
 Nobody is given more than it has room for; what its user loaded ("pinned") is counted and never moved; nodes
 that are not trusted are neither counted nor asked. Whoever drops layers keeps the last copy: that is for the
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from swarmllm.models.layers import LayerRange, merge
 from swarmllm.scheduling.coordinates import Coordinate, regions_of
 from swarmllm.scheduling.holdings import Held, Row, rows_of
-from swarmllm.scheduling.pipes import best_groups
+from swarmllm.scheduling.pipeline_groups import best_groups
 from swarmllm.scheduling.route import usable
 from swarmllm_proto.identifiers import NodeId
 

@@ -23,7 +23,7 @@ from typing import Final, Protocol
 import trio
 
 from swarmllm.swarm.data.wire import WireClosed
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import MIB, SWARM_PAYLOAD_MAX
 

@@ -14,7 +14,7 @@ import trio
 
 from swarmllm.errors import BadModel, SwarmLLMError, WorkerDied
 from swarmllm.workerpool.calls import OnProgress
-from swarmllm.workerpool.hosts import Hosts
+from swarmllm.workerpool.hosted_models import Hosts
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.architectures import units_to_try

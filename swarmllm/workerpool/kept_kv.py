@@ -8,7 +8,7 @@ import numpy as np
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.forward_result import Hidden, checked_tensor
-from swarmllm.workerpool.hosts import Hosts
+from swarmllm.workerpool.hosted_models import Hosts
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.errors import BadMessage

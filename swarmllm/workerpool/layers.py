@@ -10,7 +10,7 @@ from swarmllm.errors import Conflict
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.calls import OnProgress
 from swarmllm.workerpool.hosted import inode_of
-from swarmllm.workerpool.hosts import Hosts
+from swarmllm.workerpool.hosted_models import Hosts
 from swarmllm.workerpool.settings import (
     AS_CONFIGURED,
     LoadOptions,

@@ -25,7 +25,7 @@ from swarmllm.workerpool.calls import TokenStream
 from swarmllm.workerpool.cut_check import CutTrials
 from swarmllm.workerpool.forward_result import ForwardResult, Hidden, Want, checked_tensor, forward_result
 from swarmllm.workerpool.hosted import HostedModel
-from swarmllm.workerpool.hosts import Hosts
+from swarmllm.workerpool.hosted_models import Hosts
 from swarmllm.workerpool.kept_kv import KeptPrefixes, Repairs
 from swarmllm.workerpool.layers import HeldLayers
 from swarmllm.workerpool.ring import NO_RING, RingCalls, RingHint

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import Final, Literal
 
-from swarmllm.workerpool.hosts import Hosts
+from swarmllm.workerpool.hosted_models import Hosts
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import CloseLinks, Done, Sampling, StageTiming, TakeLink, TakeSeat
 from swarmllm_proto.ipc_base import RowFormat

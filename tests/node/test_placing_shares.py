@@ -23,7 +23,7 @@ from placing_members import (
 
 from swarmllm.errors import Conflict
 from swarmllm.models import CatalogueEntry, LayerRange, merge
-from swarmllm.node.shares import ACCEPTED_MAX, GONE_S, SILENT_S
+from swarmllm.node.accepted_shares import ACCEPTED_MAX, GONE_S, SILENT_S
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.swarm import NodeRecord, SharedModel

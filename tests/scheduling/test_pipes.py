@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.scheduling.pipes import best_groups, fewest_stages
+from swarmllm.scheduling.pipeline_groups import best_groups, fewest_stages
 from swarmllm.scheduling.placement import water_fill
 
 

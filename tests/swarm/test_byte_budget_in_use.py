@@ -28,7 +28,7 @@ from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.wire import WireClosed
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.libp2p.requests import EXCHANGES_PER_PEER, PeerRequests, RequestProtocol
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import MIB, REQUEST_MAX

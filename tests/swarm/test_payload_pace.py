@@ -24,7 +24,7 @@ from swarmllm.swarm.data.transfer_pacing import (
 )
 from swarmllm.swarm.data.wire import VERSION, Hello
 from swarmllm.swarm.data.wire import Kind as FrameKind
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.frames import encode_frame
 from swarmllm_proto.limits import KIB, MIB, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX

@@ -27,7 +27,7 @@ from swarmllm.swarm.discovery.dht.serving import BURST, QUESTIONS_PER_S, DhtAske
 from swarmllm.swarm.discovery.dht.table import ProviderBook
 from swarmllm.swarm.discovery.dialler import Dialler
 from swarmllm.swarm.discovery.reachability import DIAL_BACK_EVERY_S, DialBackTurn
-from swarmllm.swarm.discovery.relay.relaying import ASK_AGAIN_S, RelayUse
+from swarmllm.swarm.discovery.relay.client import ASK_AGAIN_S, RelayUse
 from swarmllm.swarm.discovery.relay.service import RelayBook, Reservation
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.libp2p.gossip import MESSAGES_BURST, MESSAGES_PER_S, GossipAllowance, GossipBudget
@@ -36,7 +36,7 @@ from swarmllm.swarm.membership.identity import Identity, verify
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
 from swarmllm.swarm.peers import directory
 from swarmllm.swarm.peers.directory import Peer, PeerDirectory
-from swarmllm.swarm.peers.parts import Parts, PassingParts, PeerTable
+from swarmllm.swarm.peers.peer_table import Parts, PassingParts, PeerTable
 from swarmllm.swarm.peers.trust import Deed, TrustBook
 from swarmllm.swarm.records.envelope_book import EnvelopeBook
 from swarmllm.swarm.records.registry import Registry, follow_router

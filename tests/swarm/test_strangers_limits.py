@@ -23,7 +23,7 @@ from swarmllm.swarm.discovery.reachability import AT_ONCE_MAX, DialBacks
 from swarmllm.swarm.libp2p import bounded_yamux, gossip
 from swarmllm.swarm.libp2p.bounded_yamux import BoundedYamux, Overrun
 from swarmllm.swarm.libp2p.gossip import RECENT_MAX_BYTES, UnsignedPubsub, _ContentCache
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX, PrefixIndex
 from swarmllm.swarm.router import RequestRefused
 from swarmllm_proto.identifiers import NodeId

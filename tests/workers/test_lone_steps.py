@@ -20,7 +20,7 @@ from swarmllm_proto.tensors import tensor_bytes
 from swarmllm_workers.engine.interposing import find_library
 from swarmllm_workers.ring import ring_work
 from swarmllm_workers.ring.link import ReceivingLink, SendingLink
-from swarmllm_workers.ring.seats import TURNED_INTERVAL_S
+from swarmllm_workers.ring.ring import TURNED_INTERVAL_S
 from swarmllm_workers.schedule import cohorts
 from swarmllm_workers.server.handlers import Handlers
 

@@ -19,7 +19,7 @@ from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.ring.link import SendingLink
-from swarmllm_workers.ring.seats import Ring
+from swarmllm_workers.ring.ring import Ring
 
 from .client import Worker
 from .conftest import StartWorker

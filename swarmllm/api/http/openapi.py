@@ -20,7 +20,7 @@ from swarmllm.api.anthropic.messages import CountRequest, MessagesRequest
 from swarmllm.api.http.json import encode
 from swarmllm.api.llamacpp import DetokenizeRequest, NativeCompletion, TemplateRequest, TokenizeRequest
 from swarmllm.api.ollama.endpoints import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate
-from swarmllm.api.ollama.managing import OllamaCopy, OllamaCreate, OllamaDelete, OllamaShow
+from swarmllm.api.ollama.models import OllamaCopy, OllamaCreate, OllamaDelete, OllamaShow
 from swarmllm.api.openai.completions import CompletionRequest
 from swarmllm.api.openai.embeddings import EmbeddingRequest
 from swarmllm.api.openai.responses_request import ResponsesRequest

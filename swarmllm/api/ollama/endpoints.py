@@ -23,8 +23,8 @@ from swarmllm.api.http.context import current_caller, current_config, current_no
 from swarmllm.api.http.errors import as_swarmllm_error, failure_response
 from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
-from swarmllm.api.ollama import managing
-from swarmllm.api.ollama.managing import TAG, catalogue_name, details, modified
+from swarmllm.api.ollama import models
+from swarmllm.api.ollama.models import TAG, catalogue_name, details, modified
 from swarmllm.api.ollama.reply import ChatWords, GenerateWords, OllamaReply, timestamp
 from swarmllm.api.openai.chat_request import chat_call, json_schema, no_eyes
 from swarmllm.api.openai.schema import (
@@ -299,10 +299,10 @@ async def running() -> Response:
     return _json({"models": listed})
 
 
-ollama.post("/show")(managing.show)
-ollama.post("/copy")(managing.copy)
-ollama.post("/create")(managing.create)
-ollama.delete("/delete")(managing.delete)
+ollama.post("/show")(models.show)
+ollama.post("/copy")(models.copy)
+ollama.post("/create")(models.create)
+ollama.delete("/delete")(models.delete)
 
 
 @ollama.errorhandler(HTTPException)

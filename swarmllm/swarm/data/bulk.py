@@ -33,7 +33,7 @@ from swarmllm.supervision import Outcome, spawn
 from swarmllm.swarm.byte_budget import ByteBudget, Grant, Kind
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.stream_fallback import StreamWire
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import RequestRefused
 from swarmllm_proto.identifiers import NodeId

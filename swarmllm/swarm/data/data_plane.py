@@ -39,7 +39,7 @@ from swarmllm.swarm.libp2p.host import Host, Stream, open_listeners
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.peers.connection_limits import GAVE_WAY, Standing, who_makes_room
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm_proto.identifiers import NodeId

@@ -27,7 +27,7 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.neighbour import Neighbour
 from swarmllm.swarm.data.wire import VERSION, Hello, Kind, NoiseWire, WireClosed
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import FrameDecoder, encode_frame

@@ -26,7 +26,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.supervision import spawn
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.peers.connection_limits import EVERYBODY, Admission, Standing
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import Reachability, RequestRefused, UnreadableRequest
 from swarmllm_proto.envelope import Envelope

@@ -24,12 +24,12 @@ from swarmllm.swarm.discovery.dht.dht import Dht, DhtParts
 from swarmllm.swarm.discovery.dht.messages import Contact, keys_of, model_key, name_key
 from swarmllm.swarm.discovery.dht.serving import DhtNode
 from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE
-from swarmllm.swarm.discovery.relay.punching import Punching
-from swarmllm.swarm.discovery.relay.relaying import Circuits, Relaying, RelayUse
+from swarmllm.swarm.discovery.relay.client import Circuits, Relaying, RelayUse
+from swarmllm.swarm.discovery.relay.hole_punching import Punching
 from swarmllm.swarm.discovery.relay.service import RelayService, Reservation
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.records.spread import RecordSpread
 from swarmllm.swarm.router import DhtStatistics, Reachability
 from swarmllm.swarm.settings import SwarmSettings

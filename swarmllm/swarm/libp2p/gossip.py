@@ -33,7 +33,7 @@ from libp2p.tools.anyio_service import background_trio_service
 
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.libp2p.host import Host
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm_proto.identifiers import NodeId
 

@@ -35,8 +35,8 @@ from multiaddr import Multiaddr
 from swarmllm.errors import ConfigError, NodeUnreachable
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import first_to_answer
+from swarmllm.swarm.libp2p import fast_paths
 from swarmllm.swarm.libp2p import guards as host_guards
-from swarmllm.swarm.libp2p import shortcuts as host_shortcuts
 from swarmllm.swarm.libp2p.bounded_yamux import hold_peers_to_their_windows
 from swarmllm.swarm.libp2p.negotiation import propose_at_once
 from swarmllm.swarm.membership.connection_gater import ConnectionGater, GuardedNoise
@@ -373,7 +373,7 @@ async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) ->
     host_guards.contain_task_failures()
     host_guards.find_parents_of_tasks_at_once()
     host_guards.quieten_expected_failures()
-    host_shortcuts.take_shortcuts()
+    fast_paths.take_shortcuts()
     refuse_taken_port(listen_host, port)
     listen = Multiaddr(f"/ip{6 if ':' in listen_host else 4}/{listen_host}/tcp/{port}")
     libp2p_host = new_host(

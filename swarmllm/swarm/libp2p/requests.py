@@ -31,7 +31,7 @@ from swarmllm.supervision import Outcome, spawn
 from swarmllm.swarm.byte_budget import ByteBudget, Kind, reserve_within
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import RequestRefused, UnreadableRequest
 from swarmllm_proto.identifiers import NodeId

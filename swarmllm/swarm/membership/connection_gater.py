@@ -35,7 +35,7 @@ from swarmllm.errors import ConfigError
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.membership.network_key import KEYS_MAX, OPEN_SWARM, Network, NetworkFile
 from swarmllm.swarm.peers.connection_limits import EVERYBODY, Admission, Standing
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.identifiers import NodeId, is_node_id
 
 log = logging.getLogger(__name__)

@@ -19,13 +19,13 @@ from swarmllm.swarm.discovery.dht.dht import DhtParts
 from swarmllm.swarm.discovery.dht.serving import DhtAsker
 from swarmllm.swarm.discovery.dialler import DialCandidate
 from swarmllm.swarm.discovery.reachability import DialBackTurn
-from swarmllm.swarm.discovery.relay.relaying import RelayUse
+from swarmllm.swarm.discovery.relay.client import RelayUse
 from swarmllm.swarm.discovery.relay.service import Reservation
 from swarmllm.swarm.discovery.wide_area import WideAreaParts
 from swarmllm.swarm.libp2p.gossip import GossipAllowance
 from swarmllm.swarm.libp2p.requests import PeerRequests
 from swarmllm.swarm.peers.liveness import LivenessParts, PeerLiveness
-from swarmllm.swarm.peers.parts import Parts, PassingParts, PeerTable
+from swarmllm.swarm.peers.peer_table import Parts, PassingParts, PeerTable
 from swarmllm.swarm.peers.store import Addresses
 from swarmllm.swarm.peers.trust import Reputation
 from swarmllm.swarm.records.envelope_book import HeldEnvelope

@@ -40,7 +40,7 @@ from swarmllm.swarm.peers.connection_limits import (
     network_of,
     who_gives_way,
 )
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.router import Change
 from swarmllm_proto.identifiers import NodeId
 

@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from swarmllm.database import open_database
 from swarmllm.errors import StoreLocked
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import KEPT_DEEDS, NODES_MAX, Deed, Entry, Reputation
 from swarmllm_proto.identifiers import Multiaddr, NodeId, usable_multiaddrs
 

@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.identifiers import NodeId
 
 NEUTRAL: Final = 0.5

@@ -15,7 +15,7 @@ from swarmllm.errors import StoreLocked
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import supervise
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.store import PeerStore
 from swarmllm.swarm.peers.trust import (
     EFFECTS,

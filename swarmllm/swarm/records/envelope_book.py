@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.envelope import Envelope, Verify, unseal
 from swarmllm_proto.identifiers import NodeId
 

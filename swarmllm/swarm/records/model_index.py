@@ -23,7 +23,7 @@ import msgspec
 
 from swarmllm.models.catalogue import MIN_ID_PREFIX
 from swarmllm.models.layers import LayerRange
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.identifiers import ModelId, NodeId, is_model_id
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import PrefixCacheAnnounce
 

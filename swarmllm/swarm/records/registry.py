@@ -25,7 +25,7 @@ import trio
 
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.layers import LayerRange
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.records.model_index import Contradiction as Contradiction
 from swarmllm.swarm.records.model_index import Holder as Holder
 from swarmllm.swarm.records.model_index import IndexedRecord, ModelIndex

@@ -23,7 +23,7 @@ from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import CircuitAddress
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.records.envelope_book import EnvelopeBook, HeldEnvelope, VerifyOnce
 from swarmllm.swarm.records.exchange import Ask, RecordExchange

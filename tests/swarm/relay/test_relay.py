@@ -14,7 +14,8 @@ from libp2p.peer.id import ID
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery import reachability
-from swarmllm.swarm.discovery.relay import relaying, service
+from swarmllm.swarm.discovery.relay import client, service
+from swarmllm.swarm.discovery.relay.client import RelayUse
 from swarmllm.swarm.discovery.relay.messages import (
     HOP,
     MESSAGE_MAX_BYTES,
@@ -27,7 +28,6 @@ from swarmllm.swarm.discovery.relay.messages import (
     encode_hop,
     encode_stop,
 )
-from swarmllm.swarm.discovery.relay.relaying import RelayUse
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
@@ -46,7 +46,7 @@ NOWHERE = "127.77.0.1"
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaying, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.1)
     monkeypatch.setattr(reachability, "_FIRST_CHECK_S", 0.2)
     monkeypatch.setattr(reachability, "_RETRY_S", 0.2)
     monkeypatch.setattr(reachability, "DIAL_BACK_EVERY_S", 0.1)
@@ -242,7 +242,7 @@ async def test_a_relays_other_end_must_be_who_was_announced(
 ) -> None:
     """The relay itself plays the node that dials, under another name than it proves."""
     # A look would find that the victim needs no relay.
-    monkeypatch.setattr(relaying, "LOOK_EVERY_S", 3600.0)
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 3600.0)
     async with node(tmp_path, "victim", hidden=False, secret=None) as victim, stranger(victim) as host:
         relay_id = str(host.get_id())
         now = trio.current_time()
@@ -262,7 +262,7 @@ async def test_transfers_leave_half_of_what_a_relay_carries_to_messages(
 ) -> None:
     carried_bytes, piece = 4 * 2**20, bytes(2**18)
     monkeypatch.setattr(service, "CIRCUIT_BYTES", carried_bytes)
-    monkeypatch.setattr(relaying, "CIRCUIT_BYTES", carried_bytes)
+    monkeypatch.setattr(client, "CIRCUIT_BYTES", carried_bytes)
     arrived = trio.Event()
 
     async def answer(sender: str, body: bytes) -> bytes:

@@ -11,8 +11,8 @@ import trio
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.relay import relaying
-from swarmllm.swarm.discovery.relay.relaying import (
+from swarmllm.swarm.discovery.relay import client
+from swarmllm.swarm.discovery.relay.client import (
     ACCEPTING_MAX,
     ANSWER_S,
     ASK_AGAIN_S,
@@ -22,7 +22,7 @@ from swarmllm.swarm.discovery.relay.relaying import (
     RelayUse,
 )
 from swarmllm.swarm.discovery.wide_area import _Node
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.identifiers import NodeId
 
 from ..dht.swarm_of import contacts
@@ -204,7 +204,7 @@ async def test_so_many_connections_through_relays_are_taken_at_a_time_also_after
     autojump_clock: trio.abc.Clock,
 ) -> None:
     host = Listening()
-    relaying.Circuits(host)  # type: ignore[arg-type]
+    client.Circuits(host)  # type: ignore[arg-type]
     for _ in range(2):
         began_s = trio.current_time()
         streams = [Silent() for _ in range(ACCEPTING_MAX + 3)]

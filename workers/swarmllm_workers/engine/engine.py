@@ -32,8 +32,8 @@ from swarmllm_workers.cache.prefix_cache import PrefixCache
 from swarmllm_workers.cache.prefixes import token_name
 from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
-from swarmllm_workers.engine.apart import SegmentsApart
 from swarmllm_workers.engine.embedding import Embedding
+from swarmllm_workers.engine.exact_segments import SegmentsApart
 from swarmllm_workers.engine.gguf_file import open_source
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.engine.memory import Footprint, Memory, around, weighing

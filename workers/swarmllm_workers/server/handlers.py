@@ -23,8 +23,8 @@ from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.kernel_tuning import KernelTuning
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.ring.ring import TURNED_INTERVAL_S, Ring, Seat, Watch
 from swarmllm_workers.ring.ring_work import LoneSteps, RingWork
-from swarmllm_workers.ring.seats import TURNED_INTERVAL_S, Ring, Seat, Watch
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.generate_work import GenerateWork
 from swarmllm_workers.schedule.planner import CAPACITY, Planner

@@ -32,7 +32,7 @@ from swarmllm.swarm.discovery.dht.table import PARALLEL, Lookup
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.router import DhtMode, DhtStatistics
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import NodeId

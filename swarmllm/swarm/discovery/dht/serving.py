@@ -28,7 +28,7 @@ from swarmllm.swarm.discovery.dht.messages import (
 from swarmllm.swarm.discovery.dht.table import BUCKET_SIZE, PROVIDERS_PER_KEY, ProviderBook, RoutingTable
 from swarmllm.swarm.libp2p.host import Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
-from swarmllm.swarm.peers.parts import Parts
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.errors import BadMessage, FrameTruncated, ProtocolError
 from swarmllm_proto.identifiers import NodeId
 

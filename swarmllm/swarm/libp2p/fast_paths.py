@@ -1,9 +1,9 @@
-"""Where py-libp2p 0.8.1 takes many steps for what can be done in one.
+"""Patches that make py-libp2p 0.8.1 do in one step what it does in many.
 
 What a swarm of n nodes does to find itself is n(n-1)/2 times what a pair does, and a pair spends it on the
 way of some dozens of small frames through the library: seven locks for a frame that nobody contends for, each
 of which gives all other tasks a turn, a message and a system call for each twelve bytes that open a stream,
-two calls to receive what came in one. As in host_guards.py each shortcut is a patch that names its weakness,
+two calls to receive what came in one. As in guards.py each shortcut is a patch that names its weakness,
 and behaviour is the library's own.
 """
 

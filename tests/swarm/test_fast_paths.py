@@ -20,10 +20,10 @@ from libp2p.tools.anyio_service import Service, background_trio_service
 from trio_typing import TaskStatus
 
 from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.libp2p import fast_paths
 from swarmllm.swarm.libp2p import guards as host_guards
-from swarmllm.swarm.libp2p import shortcuts as host_shortcuts
+from swarmllm.swarm.libp2p.fast_paths import PromptLock
 from swarmllm.swarm.libp2p.host import Host, Stream, run_libp2p
-from swarmllm.swarm.libp2p.shortcuts import PromptLock
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import load_or_create_identity
 
@@ -186,7 +186,7 @@ async def test_a_free_lock_makes_nobody_wait_and_a_taken_one_does() -> None:
 
 @pytest.mark.parametrize("belongs_to_yamux", [False, True])
 async def test_what_is_read_comes_in_order_and_before_the_end(belongs_to_yamux: bool) -> None:
-    host_shortcuts.take_shortcuts()
+    fast_paths.take_shortcuts()
     ours, theirs = (trio.SocketStream(trio.socket.from_stdlib_socket(s)) for s in socket.socketpair())
     stream = TrioTCPStream(ours)
     under: Any = SimpleNamespace(
@@ -209,5 +209,5 @@ async def test_what_is_read_comes_in_order_and_before_the_end(belongs_to_yamux: 
 
 
 def test_the_librarys_yamux_is_still_what_the_shortcuts_expect() -> None:
-    host_shortcuts.take_shortcuts()
-    assert Yamux._write_frame is host_shortcuts._write_frame
+    fast_paths.take_shortcuts()
+    assert Yamux._write_frame is fast_paths._write_frame
