@@ -18,7 +18,7 @@ from random import Random
 from bench.figures import RESULTS, Figure, machine, ratios, table
 from bench.simulated_swarm import make_manifest
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.route.inputs import LEAN, Links, Load, circumstances, workload
+from swarmllm.pipeline.route.inputs import LEAN, Links, Load, route_inputs, workload
 from swarmllm.scheduling.cheapest import cheapest_route
 from swarmllm.scheduling.speeds import Observations
 from swarmllm_proto.swarm import NodeCapability, ObservedLatency
@@ -50,7 +50,7 @@ def second(spread: float, way: str, seed: int) -> Counter[str]:
     own: dict[str, Counter[str]] = {f"o{seed}-{i}": Counter() for i in range(N_ORIGINS)}
     for _ in range(N_REQUESTS):
         origin = random.choice(list(own))
-        known = circumstances(
+        known = route_inputs(
             origin,
             manifest,
             workload(manifest, 128, 128),

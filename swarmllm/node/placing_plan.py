@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from swarmllm.models import LayerRange, Manifest, covers, merge, subtract
-from swarmllm.pipeline.route.inputs import Links, Load, circumstances
+from swarmllm.pipeline.route.inputs import Links, Load, route_inputs
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import Workload
 from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode, place
@@ -69,7 +69,7 @@ def plan_of(manifest: Manifest, records: Mapping[NodeId, NodeRecord], max_pipes:
         for node_id, record in records.items()
         if node_id in said or model_id in record.capability.placed_models
     }
-    speeds = circumstances(
+    speeds = route_inputs(
         NOBODY,
         manifest,
         Workload(),

@@ -16,7 +16,7 @@ import msgspec
 from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.node.accepted_shares import accepts
 from swarmllm.node.placing_plan import NOBODY, plan_of, shape_of
-from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
+from swarmllm.pipeline.route.inputs import Links, Load, route_inputs, workload
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.holdings import Held
 from swarmllm.scheduling.speeds import Observations
@@ -86,7 +86,7 @@ def plan_share(
         room_bytes = supposed[node_id].capability.placing_free_bytes + sum(map(shape.n_bytes, held))
         parts.append(SharePart(node_id, layers, n_bytes, fetch_bytes, room_bytes))
     parts.sort(key=lambda part: (not part.layers, part.layers, part.node_id))
-    lines = circumstances(
+    lines = route_inputs(
         NOBODY,
         manifest,
         workload(manifest, 0, 1),

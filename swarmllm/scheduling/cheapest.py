@@ -32,7 +32,7 @@ def cheapest_route(
     n_layers: int,
     cut_alignment: int,
     holders: Mapping[NodeId, Iterable[LayerRange]],
-    circumstances: RouteInputs,
+    inputs: RouteInputs,
     *,
     max_stages: int = MAX_STAGES,
 ) -> tuple[RouteStage, ...] | None:
@@ -46,9 +46,9 @@ def cheapest_route(
     pieces = _with_room(
         n_layers,
         pieces_of({node: runnable(ranges, n_layers, cut_alignment) for node, ranges in holders.items()}),
-        {node_id for node_id in holders if circumstances.speeds[node_id].is_full},
+        {node_id for node_id in holders if inputs.speeds[node_id].is_full},
     )
-    path = _Search(n_layers, pieces, circumstances).cheapest()
+    path = _Search(n_layers, pieces, inputs).cheapest()
     if path is None:
         return None
     route = _merged([pieces[i] for i in path])
@@ -57,34 +57,32 @@ def cheapest_route(
     candidates: dict[NodeId, list[LayerRange]] = defaultdict(list)
     for piece in pieces:
         candidates[piece.node_id].append(LayerRange(piece.start, piece.end))
-    return choose_route(n_layers, cut_alignment, candidates, circumstances.origin, max_stages=max_stages)
+    return choose_route(n_layers, cut_alignment, candidates, inputs.origin, max_stages=max_stages)
 
 
-def route_cost_s(route: Sequence[RouteStage], circumstances: RouteInputs) -> float:
+def route_cost_s(route: Sequence[RouteStage], inputs: RouteInputs) -> float:
     """What this route costs the request."""
     node_ids = [stage.node_id for stage in route]
     return (
-        circumstances.entry_s(node_ids[0])
-        + sum(circumstances.layer_s(stage.node_id) * len(stage.layers) for stage in route)
-        + sum(circumstances.hop_s(a, b) for a, b in itertools.pairwise(node_ids))
-        + circumstances.closing_s(node_ids[-1], node_ids[0])
-        + circumstances.exit_s(node_ids[-1])
+        inputs.entry_s(node_ids[0])
+        + sum(inputs.layer_s(stage.node_id) * len(stage.layers) for stage in route)
+        + sum(inputs.hop_s(a, b) for a, b in itertools.pairwise(node_ids))
+        + inputs.closing_s(node_ids[-1], node_ids[0])
+        + inputs.exit_s(node_ids[-1])
     )
 
 
-def part_cost_s(
-    route: Sequence[RouteStage], index: int, node_id: NodeId, circumstances: RouteInputs
-) -> float:
+def part_cost_s(route: Sequence[RouteStage], index: int, node_id: NodeId, inputs: RouteInputs) -> float:
     """Of `route_cost_s` what depends on the node of one stage, if `node_id` ran it."""
     before = route[index - 1].node_id if index else None
     after = route[index + 1].node_id if index + 1 < len(route) else None
-    cost_s = circumstances.layer_s(node_id) * len(route[index].layers)
-    cost_s += circumstances.entry_s(node_id) if before is None else circumstances.hop_s(before, node_id)
-    cost_s += circumstances.exit_s(node_id) if after is None else circumstances.hop_s(node_id, after)
+    cost_s = inputs.layer_s(node_id) * len(route[index].layers)
+    cost_s += inputs.entry_s(node_id) if before is None else inputs.hop_s(before, node_id)
+    cost_s += inputs.exit_s(node_id) if after is None else inputs.hop_s(node_id, after)
     if before is None and after is not None:
-        cost_s += circumstances.closing_s(route[-1].node_id, node_id)
+        cost_s += inputs.closing_s(route[-1].node_id, node_id)
     elif after is None and before is not None:
-        cost_s += circumstances.closing_s(node_id, route[0].node_id)
+        cost_s += inputs.closing_s(node_id, route[0].node_id)
     return cost_s
 
 
@@ -118,10 +116,10 @@ class _Joint(NamedTuple):
 class _Search:
     """Pieces are counted in their sorted order; ties go to the lower number, so all nodes agree."""
 
-    def __init__(self, n_layers: int, pieces: Sequence[Piece], circumstances: RouteInputs) -> None:
+    def __init__(self, n_layers: int, pieces: Sequence[Piece], inputs: RouteInputs) -> None:
         node_ids = sorted({piece.node_id for piece in pieces})
         index = {node_id: i for i, node_id in enumerate(node_ids)}
-        self._costs = CostTable(circumstances, node_ids)
+        self._costs = CostTable(inputs, node_ids)
         self._node: Indices = np.array([index[piece.node_id] for piece in pieces], np.intp)
         lengths = np.array([piece.end - piece.start for piece in pieces], np.float64)
         self._compute: Seconds = self._costs.layer[self._node] * lengths

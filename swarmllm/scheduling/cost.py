@@ -153,8 +153,8 @@ class CostTable:
     """The same costs as arrays over `node_ids`, for the search. What lies between two nodes is worked out for
     the pairs that a search asks for: of a thousand nodes, most pairs never meet at a boundary."""
 
-    def __init__(self, circumstances: RouteInputs, node_ids: Sequence[NodeId]) -> None:
-        self._known = known = circumstances
+    def __init__(self, inputs: RouteInputs, node_ids: Sequence[NodeId]) -> None:
+        self._known = known = inputs
         self._index = {node_id: i for i, node_id in enumerate(node_ids)}
         self._origin = self._index.get(known.origin, -1)
         self._rtt: Seconds = np.array([known.rtt_s(known.origin, node_id) for node_id in node_ids])

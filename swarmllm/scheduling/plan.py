@@ -48,15 +48,15 @@ def same_cuts(
     route: Sequence[RouteStage],
     index: int,
     allowed: Mapping[NodeId, Iterable[LayerRange]],
-    circumstances: RouteInputs,
+    inputs: RouteInputs,
 ) -> tuple[Alternative, ...]:
     stage = route[index]
-    cost_s = part_cost_s(route, index, stage.node_id, circumstances)
+    cost_s = part_cost_s(route, index, stage.node_id, inputs)
     found = []
     for node_id, ranges in allowed.items():
         if node_id != stage.node_id and covers(ranges, stage.layers):
-            extra_s = part_cost_s(route, index, node_id, circumstances) - cost_s
-            is_full = circumstances.speeds[node_id].is_full
+            extra_s = part_cost_s(route, index, node_id, inputs) - cost_s
+            is_full = inputs.speeds[node_id].is_full
             found.append(Alternative(node_id, stage.layers, extra_s, is_full))
     return _best(found)
 
@@ -69,13 +69,11 @@ def _best(found: Iterable[Alternative]) -> tuple[Alternative, ...]:
 class OtherCuts:
     """What routes would cost through ranges that have some layers of a stage, but not all."""
 
-    def __init__(
-        self, n_layers: int, cut_alignment: int, allowed: Holders, circumstances: RouteInputs
-    ) -> None:
+    def __init__(self, n_layers: int, cut_alignment: int, allowed: Holders, inputs: RouteInputs) -> None:
         self._n_layers = n_layers
         self._cut_alignment = cut_alignment
         self._allowed = allowed
-        self._known = circumstances
+        self._known = inputs
         self._n_searches = 0
 
     def of(self, stage: RouteStage, cost_s: float) -> tuple[Alternative, ...]:
@@ -107,31 +105,29 @@ class OtherCuts:
 
 
 def best_with_others(
-    n_layers: int, cut_alignment: int, allowed: Holders, circumstances: RouteInputs
+    n_layers: int, cut_alignment: int, allowed: Holders, inputs: RouteInputs
 ) -> tuple[RouteStage, ...] | None:
     """The cheapest route that is not all at home: one in which some piece of home is not used. Of many pieces
     the longest are tried."""
-    home = circumstances.origin
+    home = inputs.origin
     held = {node: runnable(ranges, n_layers, cut_alignment) for node, ranges in allowed.items()}
     pieces = sorted(
         (LayerRange(piece.start, piece.end) for piece in pieces_of(held) if piece.node_id == home),
         key=lambda layers: (-len(layers), layers.start),
     )
     routes = [
-        cheapest_route(
-            n_layers, cut_alignment, {**allowed, home: subtract(allowed[home], [piece])}, circumstances
-        )
+        cheapest_route(n_layers, cut_alignment, {**allowed, home: subtract(allowed[home], [piece])}, inputs)
         for piece in pieces[:MAX_SEARCHES]
     ]
     return min(
         (route for route in routes if route is not None),
-        key=lambda route: route_cost_s(route, circumstances),
+        key=lambda route: route_cost_s(route, inputs),
         default=None,
     )
 
 
-def is_at_home(route: Sequence[RouteStage], circumstances: RouteInputs) -> bool:
-    return all(stage.node_id == circumstances.origin for stage in route)
+def is_at_home(route: Sequence[RouteStage], inputs: RouteInputs) -> bool:
+    return all(stage.node_id == inputs.origin for stage in route)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,48 +187,46 @@ def make_plan(
     n_layers: int,
     cut_alignment: int,
     holders: Mapping[NodeId, Sequence[LayerRange]],
-    circumstances: RouteInputs,
+    inputs: RouteInputs,
     refused: tuple[Refusal, ...] = (),
 ) -> Plan | None:
     """The route a request would take and its reasons; None where there is none."""
-    route = cheapest_route(n_layers, cut_alignment, holders, circumstances)
+    route = cheapest_route(n_layers, cut_alignment, holders, inputs)
     if route is None:
         return None
     allowed = {node_id: runnable(ranges, n_layers, cut_alignment) for node_id, ranges in holders.items()}
-    cost_s, speeds = route_cost_s(route, circumstances), circumstances.speeds
-    others = OtherCuts(n_layers, cut_alignment, allowed, circumstances)
+    cost_s, speeds = route_cost_s(route, inputs), inputs.speeds
+    others = OtherCuts(n_layers, cut_alignment, allowed, inputs)
     stages = tuple(
         PlannedStage(
             node_id=stage.node_id,
             layers=stage.layers,
-            compute_s=circumstances.layer_s(stage.node_id) * len(stage.layers),
-            network_s=_network_s(route, index, circumstances),
+            compute_s=inputs.layer_s(stage.node_id) * len(stage.layers),
+            network_s=_network_s(route, index, inputs),
             is_measured=speeds[stage.node_id].is_measured,
             lacks=speeds[stage.node_id].lacks,
             alternatives=(
-                *same_cuts(route, index, allowed, circumstances),
+                *same_cuts(route, index, allowed, inputs),
                 *others.of(stage, cost_s),
             ),
         )
         for index, stage in enumerate(route)
     )
-    home = {circumstances.origin: allowed.get(circumstances.origin, ())}
+    home = {inputs.origin: allowed.get(inputs.origin, ())}
     rivals = [
-        _rival(
-            "all at home", choose_route(n_layers, cut_alignment, home, circumstances.origin), circumstances
-        ),
+        _rival("all at home", choose_route(n_layers, cut_alignment, home, inputs.origin), inputs),
         _rival(
             "fewest stages",
-            choose_route(n_layers, cut_alignment, allowed, circumstances.origin),
-            circumstances,
+            choose_route(n_layers, cut_alignment, allowed, inputs.origin),
+            inputs,
         ),
     ]
-    if is_at_home(route, circumstances):
+    if is_at_home(route, inputs):
         others_free = {node_id: allowed[node_id] for node_id in allowed if not speeds[node_id].is_full}
         if any(others_free[node_id] for node_id in others_free.keys() - home):
-            away = best_with_others(n_layers, cut_alignment, home | others_free, circumstances)
-            rivals.append(_rival("with other nodes", away, circumstances))
-    ends_s = circumstances.entry_s(route[0].node_id) + circumstances.exit_s(route[-1].node_id)
+            away = best_with_others(n_layers, cut_alignment, home | others_free, inputs)
+            rivals.append(_rival("with other nodes", away, inputs))
+    ends_s = inputs.entry_s(route[0].node_id) + inputs.exit_s(route[-1].node_id)
     used = {stage.node_id for stage in route}
     without_room = tuple(
         Refusal(node_id, layers, speeds[node_id].lacks)
@@ -244,7 +238,7 @@ def make_plan(
 
 
 def standbys_of(
-    route: Sequence[RouteStage], holders: Mapping[NodeId, Iterable[LayerRange]], circumstances: RouteInputs
+    route: Sequence[RouteStage], holders: Mapping[NodeId, Iterable[LayerRange]], inputs: RouteInputs
 ) -> tuple[NodeId | None, ...]:
     """For each stage the other holder with which the request would be least slower; None: there is none that
     has room."""
@@ -257,17 +251,17 @@ def standbys_of(
     for index, stage in enumerate(route):
         first, last = stage.layers.start, stage.layers.end
         able = {node_id: (layers,) for start, end, node_id, layers in held if start <= first and last <= end}
-        others = same_cuts(route, index, able, circumstances)
+        others = same_cuts(route, index, able, inputs)
         found.append(next((other.node_id for other in others if not other.is_full), None))
     return tuple(found)
 
 
-def _network_s(route: Sequence[RouteStage], index: int, circumstances: RouteInputs) -> float:
+def _network_s(route: Sequence[RouteStage], index: int, inputs: RouteInputs) -> float:
     here = route[index].node_id
     if index + 1 < len(route):
-        return circumstances.hop_s(here, route[index + 1].node_id)
-    return circumstances.closing_s(here, route[0].node_id)
+        return inputs.hop_s(here, route[index + 1].node_id)
+    return inputs.closing_s(here, route[0].node_id)
 
 
-def _rival(name: str, route: tuple[RouteStage, ...] | None, circumstances: RouteInputs) -> Rival:
-    return Rival(name, route or (), route_cost_s(route, circumstances) if route else None)
+def _rival(name: str, route: tuple[RouteStage, ...] | None, inputs: RouteInputs) -> Rival:
+    return Rival(name, route or (), route_cost_s(route, inputs) if route else None)

@@ -76,12 +76,12 @@ def test_step_2_a_conversation_goes_where_it_was_if_that_is_at_most_half_as_slow
 @pytest.mark.parametrize(("times", "is_reused"), [(1.49, True), (1.51, False)])
 def test_step_2_half_as_slow_again_is_counted_on_the_whole_route(times: float, is_reused: bool) -> None:
     question = ask(held(b="0:12", c="0:12"), previous=stages("c 0:12"), rtt_s=0.0)
-    known = question.circumstances
+    known = question.inputs
     best_s = route_cost_s((RouteStage(B, LayerRange(0, 12)),), known)
     ends_s = known.entry_s(C) + known.exit_s(C)
     scale = (times * best_s - ends_s) / (best_s - ends_s)
     speeds = {**known.speeds, C: NodeSpeed(0.001 * scale, 0.0001 * scale)}
-    slower = replace(question, circumstances=replace(known, speeds=speeds))
+    slower = replace(question, inputs=replace(known, speeds=speeds))
     assert assemble(slower).is_reused is is_reused
 
 

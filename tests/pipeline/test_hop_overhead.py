@@ -24,7 +24,7 @@ RING = stages("a 0:4", "b 4:8", "c 8:12")
 
 
 def test_a_token_travels_half_of_every_round_trip_of_the_ring() -> None:
-    known = replace(ask(held(a="0:4", b="4:8", c="8:12")).circumstances, pair_rtt_s={(C, B): 0.05})
+    known = replace(ask(held(a="0:4", b="4:8", c="8:12")).inputs, pair_rtt_s={(C, B): 0.05})
     assert undisturbed_ways_s(RING, known) == pytest.approx((0.001 + 0.05 + 0.001) / 2)
     assert undisturbed_ways_s(stages("a 0:12"), known) == 0.0
     # b and c have not told how far they are from each other.
@@ -57,6 +57,6 @@ async def test_an_origin_learns_what_its_hops_take_besides_the_way(patient_clock
 
 
 def test_stages_in_a_row_on_one_node_are_no_hops() -> None:
-    known = ask(held(a="0:12", b="4:8")).circumstances
+    known = ask(held(a="0:12", b="4:8")).inputs
     ring = (*stages("a 0:4", "b 4:8"), Stage(node_id=A, start=8, end=12))
     assert undisturbed_ways_s(ring, known) == pytest.approx(0.001)

@@ -14,7 +14,7 @@ from bench.arithmetic import FakePool, fake_entry
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard, TensorEntry
 from swarmllm.pipeline.origin.generation import Prompt
-from swarmllm.pipeline.route.inputs import PAIRS_MAX, SLOWEST_LAYER_S, Links, Load, circumstances, workload
+from swarmllm.pipeline.route.inputs import PAIRS_MAX, SLOWEST_LAYER_S, Links, Load, route_inputs, workload
 from swarmllm.pipeline.route.measuring import ObservedCompute
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.settings import PipelineSettings
@@ -56,7 +56,7 @@ def believed(
     origin: str = O,
 ) -> RouteInputs:
     model = manifest()
-    return circumstances(
+    return route_inputs(
         origin,
         model,
         workload(model, 10, 20),
@@ -89,7 +89,7 @@ def test_what_this_node_measured_counts_where_it_is_much_slower(measured_s: floa
     work, links = workload(model, 10, 20), Links()
     said = {"a": ran(0.004), "b": ran(0.005)}
     observations, measured = Observations(), {NodeId("a"): measured_s, NodeId("gone"): 1.0}
-    known = circumstances("o", model, work, ["o", "a", "b"], said, links, observations, Load(), measured)
+    known = route_inputs("o", model, work, ["o", "a", "b"], said, links, observations, Load(), measured)
     assert known.speeds[NodeId("a")].decode_s == pytest.approx(believed_s)
     expected_s = (
         min(0.0004 * max(measured_s, 0.004) / 0.004, SLOWEST_LAYER_S) if measured_s > 0.008 else 0.0004

@@ -38,7 +38,7 @@ def random_case(rng: random.Random) -> tuple[Holders, RouteInputs, int]:
     }
     others = [node_id for node_id in node_ids if node_id != ORIGIN]
     pairs = [pair for pair in itertools.combinations(others, 2) if rng.random() < 0.5]
-    circumstances = RouteInputs(
+    inputs = RouteInputs(
         ORIGIN,
         Workload(rng.choice([1, 50, 1000]), rng.choice([1, 20, 300]), rng.choice([0, 256, 32768])),
         {
@@ -57,7 +57,7 @@ def random_case(rng: random.Random) -> tuple[Holders, RouteInputs, int]:
         {pair: rng.choice([1e6, 1e9]) for pair in pairs if rng.random() < 0.3},
         rng.choice([0.0, HOP_HANDLING_S, 0.02]),
     )
-    return held, circumstances, rng.choice([0, 1, 1, 1, 2, 3])
+    return held, inputs, rng.choice([0, 1, 1, 1, 2, 3])
 
 
 def random_place(rng: random.Random) -> Coordinate:

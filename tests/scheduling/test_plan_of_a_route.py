@@ -32,9 +32,9 @@ from .test_route import N_LAYERS, Holders, every_route
 
 @given(CASES)
 def test_a_plan_adds_up_and_no_alternative_in_it_is_better(case: tuple[Holders, RouteInputs, int]) -> None:
-    held, circumstances, alignment = case
-    plan = make_plan(N_LAYERS, alignment, held, circumstances)
-    route = cheapest_route(N_LAYERS, alignment, held, circumstances)
+    held, inputs, alignment = case
+    plan = make_plan(N_LAYERS, alignment, held, inputs)
+    route = cheapest_route(N_LAYERS, alignment, held, inputs)
     assert (plan is None) == (route is None)
     if plan is None or route is None:
         return
@@ -46,9 +46,9 @@ def test_a_plan_adds_up_and_no_alternative_in_it_is_better(case: tuple[Holders, 
             assert other.is_full or other.extra_s >= -1e-7
             assert other.layers.overlaps(stage.layers)
             assert covers(held[other.node_id], other.layers)
-    n_full = n_on_full_nodes(as_segments(route), circumstances)
+    n_full = n_on_full_nodes(as_segments(route), inputs)
     for rival in plan.rivals:
-        if rival.cost_s is not None and n_on_full_nodes(as_segments(rival.stages), circumstances) <= n_full:
+        if rival.cost_s is not None and n_on_full_nodes(as_segments(rival.stages), inputs) <= n_full:
             assert rival.cost_s >= plan.cost_s - 1e-7
 
 
@@ -67,13 +67,13 @@ def test_the_standby_of_a_stage_is_the_best_other_holder_that_is_not_full() -> N
 def test_what_else_there_is_has_the_cost_of_the_best_route_through_it(
     case: tuple[Holders, RouteInputs, int],
 ) -> None:
-    held, circumstances, alignment = case
-    plan = make_plan(N_LAYERS, alignment, held, circumstances)
+    held, inputs, alignment = case
+    plan = make_plan(N_LAYERS, alignment, held, inputs)
     if plan is None:
         return
     allowed = {node_id: runnable(ranges, N_LAYERS, alignment) for node_id, ranges in held.items()}
     routes = [
-        (n_on_full_nodes(segments, circumstances), felt_s(segments, circumstances), segments)
+        (n_on_full_nodes(segments, inputs), felt_s(segments, inputs), segments)
         for segments in every_route(held, alignment)
     ]
     for index, stage in enumerate(plan.stages):
@@ -81,7 +81,7 @@ def test_what_else_there_is_has_the_cost_of_the_best_route_through_it(
             if other.layers == stage.layers:
                 instead = [(each.node_id, each.layers) for each in plan.stages]
                 instead[index] = (other.node_id, stage.layers)
-                cost_s = felt_s(instead, circumstances)
+                cost_s = felt_s(instead, inputs)
                 assert other.extra_s + plan.cost_s == pytest.approx(cost_s, rel=1e-9, abs=1e-7)
             else:
                 assert not covers(allowed[other.node_id], stage.layers)
@@ -97,9 +97,9 @@ def test_what_else_there_is_has_the_cost_of_the_best_route_through_it(
                 ]
                 assert other.extra_s + plan.cost_s == pytest.approx(min(through)[1], rel=1e-9, abs=1e-7)
     away = [rival.cost_s for rival in plan.rivals if rival.name == "with other nodes"]
-    free = {node_id for node_id, speed in circumstances.speeds.items() if not speed.is_full} - {ORIGIN}
+    free = {node_id for node_id, speed in inputs.speeds.items() if not speed.is_full} - {ORIGIN}
     if {stage.node_id for stage in plan.stages} == {ORIGIN}:
-        if circumstances.speeds[ORIGIN].is_full:
+        if inputs.speeds[ORIGIN].is_full:
             return
         others = [
             (not changes_at_ends(segments, held, alignment), cost_s)
@@ -120,8 +120,8 @@ def test_what_else_there_is_has_the_cost_of_the_best_route_through_it(
 
 def test_a_plan_that_stays_at_home_says_what_the_split_would_cost() -> None:
     halves = {"a": [LayerRange(0, 3)], "b": [LayerRange(3, 6)]}
-    circumstances = known({"o": SLOW, "a": QUICK, "b": QUICK}, {"a": 0.2, "b": 0.2})
-    plan = make_plan(6, 1, {"o": [WHOLE], **halves}, circumstances)
+    inputs = known({"o": SLOW, "a": QUICK, "b": QUICK}, {"a": 0.2, "b": 0.2})
+    plan = make_plan(6, 1, {"o": [WHOLE], **halves}, inputs)
     assert plan is not None
     assert [stage.node_id for stage in plan.stages] == ["o"]
     split = plan.rivals[-1]
@@ -133,7 +133,7 @@ def test_a_plan_that_stays_at_home_says_what_the_split_would_cost() -> None:
         assert (other.node_id, other.layers, other.is_full) == (node_id, layers, False)
         assert other.extra_s == pytest.approx(split.cost_s - plan.cost_s)
     assert plan.stages[0].standby is None
-    full = replace(circumstances, speeds={**circumstances.speeds, "b": replace(QUICK, lacks="no free slot")})
+    full = replace(inputs, speeds={**inputs.speeds, "b": replace(QUICK, lacks="no free slot")})
     plan = make_plan(6, 1, {"o": [WHOLE], **halves}, full)
     assert plan is not None
     assert [other.is_full for other in plan.stages[0].alternatives] == [False, True]

@@ -77,7 +77,7 @@ def mend(question: Question, broken: Assembly) -> Assembly | None:
     standbys where they can, else the best there is. None where that cannot be, where no node of it would
     stay, or where the best of all pipelines is so much faster that it is worth computing everything
     again."""
-    known = question.circumstances
+    known = question.inputs
     holders = {node: ranges for node, ranges in question.holders.items() if node not in question.avoid}
     allowed, _ = permitted(
         alive(holders, question.connected, known.origin),

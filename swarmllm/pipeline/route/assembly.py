@@ -65,7 +65,7 @@ class Question:
     """What every node says it holds, alive or not, this one included."""
     connected: Collection[NodeId]
     """Node ids that can be reached now."""
-    circumstances: RouteInputs
+    inputs: RouteInputs
     """Names every holder."""
     model_name: str = "the model"
     avoid: Collection[NodeId] = ()
@@ -115,25 +115,25 @@ def assemble(question: Question) -> Assembly:
     # 3. Holders, without those that have just failed.
     holders = {node: ranges for node, ranges in question.holders.items() if node not in question.avoid}
     # 4. Liveness: connected now. A record outlives its writer, and so does what a DHT returns.
-    holders = alive(holders, question.connected, question.circumstances.origin)
+    holders = alive(holders, question.connected, question.inputs.origin)
     # 7. The encrypted pipeline and pins take ranges away, so they come before the choice.
     allowed, refused = permitted(
         holders,
         question.constraints,
         model=question.model_name,
         n_layers=n_layers,
-        origin=question.circumstances.origin,
+        origin=question.inputs.origin,
     )
-    # 5., 6. and 8. Load and latency are in the circumstances; Parallax chooses which part of what each node
+    # 5., 6. and 8. Load and latency are in the inputs; Parallax chooses which part of what each node
     # holds is a stage.
-    route = cheapest_route(n_layers, cut_alignment, allowed, question.circumstances)
+    route = cheapest_route(n_layers, cut_alignment, allowed, question.inputs)
     if route is None:
         raise _no_pipeline(question, holders, allowed, refused)
     is_reused = may_be_reused(previous, route, question, allowed)
     if is_reused:
         route = previous
     # 9. Standbys, per stage.
-    standbys = standbys_of(route, allowed, question.circumstances)
+    standbys = standbys_of(route, allowed, question.inputs)
     # 10. The caller assigns the stages, waits for every ACK, and only then forwards.
     stages = tuple(
         Stage(node_id=stage.node_id, start=stage.layers.start, end=stage.layers.end) for stage in route
@@ -154,7 +154,7 @@ def may_be_reused(
     and it is expected to cost at most `AFFINITY` times what the best costs."""
     if not previous or tuple(previous) == tuple(best):
         return bool(previous)
-    known = question.circumstances
+    known = question.inputs
     for stage in previous:
         ranges = runnable(allowed.get(stage.node_id, ()), question.n_layers, question.cut_alignment)
         if not covers(ranges, stage.layers) or known.speeds[stage.node_id].is_full:
@@ -164,7 +164,7 @@ def may_be_reused(
 
 def plan_route(question: Question) -> Plan:
     """The same choice with its reasons. Raises NoPipeline."""
-    known = question.circumstances
+    known = question.inputs
     holders = alive(question.holders, question.connected, known.origin)
     allowed, refused = permitted(
         holders,
@@ -184,7 +184,7 @@ def _no_pipeline(
 ) -> NoPipeline:
     n_layers, cut_alignment = question.n_layers, question.cut_alignment
     why = _why_not(question, allowed)
-    known = question.circumstances
+    known = question.inputs
     if refused and cheapest_route(n_layers, cut_alignment, holders, known) is not None:
         reasons = ", ".join(sorted({refusal.reason for refusal in refused}))
         why = f"{len(refused)} held ranges may not be used ({reasons}); of the others, {why}"

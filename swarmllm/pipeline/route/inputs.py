@@ -72,7 +72,7 @@ def workload(manifest: Manifest, n_prompt_tokens: int, n_output_tokens: int) -> 
     return Workload(n_prompt_tokens, n_output_tokens, manifest.n_embd * ROW_BYTES_PER_VALUE)
 
 
-def circumstances(
+def route_inputs(
     origin: NodeId,
     manifest: Manifest,
     work: Workload,

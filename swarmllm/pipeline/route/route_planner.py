@@ -20,7 +20,7 @@ from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.origin.requests import OriginRequests
 from swarmllm.pipeline.repair.plan import mend
 from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route
-from swarmllm.pipeline.route.inputs import Links, Load, circumstances, workload
+from swarmllm.pipeline.route.inputs import Links, Load, route_inputs, workload
 from swarmllm.pipeline.route.measuring import travel_s, undisturbed_ways_s
 from swarmllm.pipeline.route.row_formats import (
     Compression,
@@ -268,10 +268,10 @@ def _choose(
         mended = mend(asked, broken) if broken is not None else None
         return mended or assemble(asked)
 
-    chosen = _timed(sparing(choose, avoid, suspects), question.circumstances)
+    chosen = _timed(sparing(choose, avoid, suspects), question.inputs)
     if broken is not None:
         return chosen
-    return replace(chosen, ways_s=undisturbed_ways_s(chosen.stages, question.circumstances))
+    return replace(chosen, ways_s=undisturbed_ways_s(chosen.stages, question.inputs))
 
 
 def _question(known: _Known) -> Question:
@@ -290,7 +290,7 @@ def _question(known: _Known) -> Question:
         manifest.cut_alignment,
         holders,
         known.connected,
-        circumstances(
+        route_inputs(
             known.node_id,
             manifest,
             workload(manifest, known.size.n_prompt_tokens, known.size.n_output_tokens),
