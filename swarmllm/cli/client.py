@@ -1,4 +1,4 @@
-"""What the commands ask of a daemon over HTTP; every failure is a sentence and an exit code.
+"""The HTTP client of the commands; every failure becomes a sentence and an exit code.
 
 Synchronous httpx: a command does one thing at a time. The environment's proxies are not used; a node's
 endpoint is on the loopback interface, where a proxy can only be in the way.

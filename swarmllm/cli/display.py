@@ -1,4 +1,4 @@
-"""How things look in a terminal: numbers with units, plain tables, wrapped text, foreign text made harmless.
+"""Formats terminal output: numbers with units, plain tables, wrapped text, escaped foreign text.
 
 Names of models and nodes come from other machines, so everything goes through `safe`: control characters
 (which could move the cursor or rename the window) are shown as what they are, and nothing is read as rich's

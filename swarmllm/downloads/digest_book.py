@@ -1,4 +1,6 @@
-"""Who says what about the tensors of a file, and what that comes to. Pure.
+"""Collects the digests of a file's tensors that nodes tell each other, and decides which of them hold.
+
+Pure.
 
 Tensors are numbered in the order of their offsets. What this node hashed itself is the truth about its file.
 A node that contradicts it speaks of another file, or lies; of two others that contradict each other, it is

@@ -1,4 +1,4 @@
-"""All downloads of a node: asked for once, they go on whoever looks, and asking again continues.
+"""Starts, continues and lists the downloads of a node.
 
 What a download needs comes from two rooms: `find` knows the models of this node
 and of the swarm, the store behind travel keeps what has come.

@@ -1,4 +1,6 @@
-"""What people write for a model on the web, and the address it means. Pure.
+"""Parses what a user writes for a model on the web (`hf:ORG/REPO:FILE`, an https address).
+
+Pure.
 
 `hf:ORG/REPO:FILE.gguf` is a file of a repository, `hf:ORG/REPO:Q4_K_M` the one file whose name says so,
 `hf:ORG/REPO` the only one. `https://...` is an address. Plain http is for this machine only: elsewhere

@@ -1,4 +1,4 @@
-"""A model in parts on a web server, read as the one file that the parts would be joined.
+"""Reads a model in several files on a web server as the one file that they would be when joined.
 
 All headers are fetched first, and whatever they show to be wrong ends the download there, with a few
 megabytes fetched at most. From then on this reads like a `Remote`: its header is put together here, its

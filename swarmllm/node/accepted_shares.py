@@ -1,4 +1,4 @@
-"""Which models that other nodes share are placed on this node, and until when.
+"""Decides which models that other nodes share are placed on this node, and until when.
 
 What is in a record is only a wish of its writer. This node follows it if its configuration accepts that
 writer, for a bounded number of models, of which each writer has an equal part. Each model that a writer

@@ -1,4 +1,4 @@
-"""What this node tells the swarm about itself: what it holds, how it fares, how fast it is.
+"""Announces this node to the swarm: what it holds, its load and its speed.
 
 One record, which this node alone writes. It is published when something in it is news (see `capability`);
 holdings are compared at once when somebody says that they changed, load and speed every few seconds.

@@ -1,4 +1,4 @@
-"""What a node tells the swarm about its load and its speed, and when that is news.
+"""Puts together what a node announces of its load and speed, and decides when a change is announced.
 
 Latencies wander with every forward and round trips with every ping; a record for each of them would be
 noise on every node of the swarm. So a change counts when a route could feel it.

@@ -1,4 +1,4 @@
-"""Texts as vectors: the model's states after its final norm, pooled over the text and brought to length 1.
+"""Embeds texts: the model's states after its final norm, pooled over the text and normalised to length 1.
 
 Any model can be asked; whether its vectors tell anything about meaning is a matter of its training. Each
 text is computed alone, in the requests' own order, under one turn: a batch of a thousand does not keep

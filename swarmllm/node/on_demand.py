@@ -1,4 +1,4 @@
-"""Loads a model because a request asks for it, and drops it when it has not been asked for some time.
+"""Loads a model when a request asks for it, and unloads it when it has not been used for some time.
 
 Only where nobody decided otherwise: the whole model is on this disk, none of its layers is loaded here, the
 connected nodes do not hold all of them, and no placement manages it. What a person loads stays until a person

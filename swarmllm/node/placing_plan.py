@@ -1,4 +1,4 @@
-"""What should be held here of a model, and the next step towards it: from records to a plan, without I/O.
+"""Decides which layers of a model this node should hold, and the next step towards that: pure.
 
 Everything that goes into a plan comes from records, this node's own included, so that all nodes plan from the
 same. Speeds wander with every forward; they go in as powers of the square root of two, or the plan would

@@ -1,4 +1,4 @@
-"""What sharing leaves behind, kept over restarts: `shares.json` in the data folder.
+"""Keeps shares over restarts: `shares.json` in the data folder.
 
 Two lists of models: those that this node's user shares with the swarm by command, and those that were fetched
 here only because they were to be placed here. A file that cannot be read is ignored, and the log says so:

@@ -1,4 +1,4 @@
-"""What would become of a model if this node shared it: who takes which layers, how fast, after how long.
+"""Forecasts how a model would be shared out: who takes which layers, how fast, after how long.
 
 It is the plan that the nodes will make once the model is in this node's record, made beforehand from the
 records there are, as if all that accept this node's shares took part already. What a record says of room and

@@ -1,4 +1,4 @@
-"""Sharing a model with one act: what would become of it, doing it, how far it is, and ending it.
+"""Shares a model over the swarm: forecast, start, progress and end of a share.
 
 The record of this node names the model from then on; each node that accepts that takes its part of the plan
 by itself (`auto_shard`), this node as well, and again whenever a node comes or goes.

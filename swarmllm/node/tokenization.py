@@ -1,4 +1,4 @@
-"""Text to tokens and back, without an answer: what tools around a model ask for."""
+"""Tokenizes, detokenizes and renders chat templates without generating anything."""
 
 from __future__ import annotations
 

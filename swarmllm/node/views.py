@@ -1,4 +1,4 @@
-"""What a node tells about itself, its models and its peers: facts, not yet their JSON.
+"""Describes a node, its models and its peers as dataclasses, which `api` turns into JSON.
 
 A `ModelView` is one model as this node sees it: from its catalogue, its workers, and what the swarm says.
 """

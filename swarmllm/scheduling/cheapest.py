@@ -1,4 +1,4 @@
-"""The route with the least cost, exactly: a shortest path over (boundary, node).
+"""Finds the route with the least cost, exactly: a shortest path over (boundary, node).
 
 The layers are a line, so going over the boundaries in order is a topological order, and one min-plus product
 of [arriving pieces] x [departing pieces] per boundary is the whole step; numpy does it. What a piece is, and

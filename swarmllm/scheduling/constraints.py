@@ -1,4 +1,4 @@
-"""What a route must not do, whatever it would gain: applied before costs are looked at.
+"""Hard constraints of routes, applied before costs are compared.
 
 Private: the first and the last segment run on the node that was asked, so its peers see hidden states in the
 middle of the model, never the rows of the embedding nor the logits. What that node holds from the first layer

@@ -1,4 +1,4 @@
-"""What one request would feel on a route, in seconds.
+"""Estimates the latency of one request on a route, in seconds.
 
     entry        the prompt's way from the origin to the first stage
   + per layer    prompt rows x prefill latency + answer rows x decode latency, where the layer runs, both

@@ -1,4 +1,4 @@
-"""What a node must be told before it can join a swarm."""
+"""Settings of a node's part in the swarm."""
 
 from __future__ import annotations
 

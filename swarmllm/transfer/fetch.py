@@ -1,4 +1,4 @@
-"""The asking end: pieces from several holders at once, checked before they count.
+"""Fetches tensors from several holders at once, and checks each piece before it is written.
 
 Every holder gets a few lanes, each of which takes a tensor from the plan, fetches it piece by piece and
 writes it to the container; each piece is one chunk, which is checked before it is written. What a lane

@@ -1,4 +1,4 @@
-"""What a node does with models that travel: find one by name, get what is needed of it, say what it has.
+"""Transfers models between nodes: finds one by name, fetches what is needed, announces what is here.
 
 The catalogue comes first: a name that is known here is the model that is known here, whatever others call
 so. A model is believed by its ModelId alone, which covers all of it; who asked for a name gets the model

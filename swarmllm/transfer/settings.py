@@ -1,4 +1,4 @@
-"""How models travel: what may be configured, and the patience with other nodes."""
+"""Settings of model transfers, and how long another node may take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The giving end: pieces of this node's models for whoever asks.
+"""Serves pieces of this node's models to other nodes.
 
 Requests come over bulk connections, so the decode of running requests, which has connections of its own,
 never waits behind them; what is bounded here is the disk and the bandwidth. Whoever would wait too long

@@ -1,4 +1,4 @@
-"""Have a model of an unknown architecture tried: may it be cut, and where?
+"""Tries in a worker of its own where a model of an unknown architecture may be cut.
 
 In a worker of its own, which leaves afterwards: the one that serves the model goes on undisturbed, and where
 libllama dies of a part of the model, that is the answer.

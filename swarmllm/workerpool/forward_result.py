@@ -1,4 +1,4 @@
-"""What comes back from a forward, checked: a worker may be wrong, and its tensors go to other nodes."""
+"""Checks the result of a forward: a worker may be wrong, and its tensors go to other nodes."""
 
 from __future__ import annotations
 

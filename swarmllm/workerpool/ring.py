@@ -1,4 +1,4 @@
-"""What a node's workers are told so that neighbouring stages can speak to each other without the daemons."""
+"""Calls by which workers of neighbouring stages learn to send jobs to each other without the daemons."""
 
 from __future__ import annotations
 

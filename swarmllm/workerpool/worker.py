@@ -1,4 +1,4 @@
-"""One running worker: calls in, answers out, and one story about its end.
+"""One running worker: sends calls, receives answers, and reports once how the worker ended.
 
 However a worker ends (it exits, is killed, closes the socket, sends nonsense, falls silent, is asked to
 leave), `run` notices, reaps the process, and only then fails whatever was still waiting: the message can

@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and web pages of other sites, which may not.
+"""Checks API keys, and refuses requests that pages of other sites caused.
 
 The key file is looked at again at most once a second: a revoked key works for a second at the longest, and
 a busy node does not ask its disk for every request.

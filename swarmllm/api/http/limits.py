@@ -1,4 +1,6 @@
-"""What HTTP clients may cost this node: places, bytes and time. Pure bookkeeping; the server drives it.
+"""Limits of what HTTP clients may cost this node: connections, bytes and time.
+
+Pure bookkeeping; the server drives it.
 
 A client is the API key of its request where that is known, and the network address before that. An IPv6
 client counts as its /64, since every household has as many addresses as it likes.

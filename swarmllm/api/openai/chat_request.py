@@ -1,4 +1,4 @@
-"""From a request body to what a pipeline needs: prompt and sampling, or a refusal that names the field."""
+"""Parses a chat request into prompt and sampling settings, or refuses it with the name of the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What POST /v1/responses may say, and the chat call that it comes to.
+"""Parses the body of POST /v1/responses into the chat call that it stands for.
 
 OpenAI's newer API tells the same conversation in other words: a list of items, of which messages are one
 kind, calls of tools and their results others. What runs on OpenAI's own machines (background work, hosted

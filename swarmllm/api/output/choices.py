@@ -1,4 +1,4 @@
-"""Several answers as one HTTP response: to one prompt (`n`), or to several prompts.
+"""Runs several generations as one HTTP response: `n` choices of a prompt, or several prompts.
 
 Each choice is a generation with a turn of its own, so none holds what another one waits for. The others of
 a prompt begin when its first one has its first token: by then a worker has the prompt's KV and gives it to

@@ -1,4 +1,6 @@
-"""What a model's output consists of: thoughts, text, tool calls. Every dialect words the same three.
+"""Parses a model's output into reasoning, text and tool calls.
+
+Every dialect words the same three.
 
 Only the beginning of an answer can be a thought; a tag further down is part of what is said. Chat templates
 of some models open the tag themselves, then the answer begins inside (see `opened_thought`).

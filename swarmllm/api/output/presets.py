@@ -1,4 +1,6 @@
-"""What a request does not say and the preset of the model's name does. The request's own words go first."""
+"""Fills in what a request leaves out from the preset of the model's name.
+
+The request's own words go first."""
 
 from __future__ import annotations
 

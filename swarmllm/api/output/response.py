@@ -1,4 +1,4 @@
-"""One generation as one HTTP response, whatever dialect it is told in.
+"""Runs one generation as one HTTP response, whatever the dialect.
 
 A `Reply` knows how its API words things; here is what all of them share: a failure before the first text has
 its own HTTP status, a stream that waits says so before anybody's patience ends, and a client that leaves

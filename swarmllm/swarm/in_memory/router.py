@@ -1,4 +1,4 @@
-"""One node of a swarm in memory (see memory): `Router`'s promises over links and records in this process."""
+"""One node of a swarm in memory: `Router` over links and records in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""yamux that holds its peers to what it granted them.
+"""A yamux that holds its peers to the windows it granted them.
 
 The library's grants every stream a window and notices when a peer sends more, but takes it all the same; it
 reads a frame of 16 MiB for a stream that does not exist; and it opens as many streams as a peer asks for, of

@@ -1,4 +1,4 @@
-"""Whether a peer lives with which there is no data connection: its only sign of life is what libp2p brings.
+"""Liveness of a peer without a data connection, from what libp2p receives.
 
 Between the exchange of records and the first data connection a peer counts as connected and has no heart; so
 does one to which no data connection can be made. Whatever comes over a libp2p connection shows that it lives.

@@ -1,4 +1,4 @@
-"""Errors as they were raised, out of the wrappings that nurseries put around them."""
+"""Unwraps errors from the exception groups that nurseries put around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be put right in py-libp2p 0.8.1 before it may listen to strangers.
+"""Patches for weaknesses of py-libp2p 0.8.1, applied before it listens to strangers.
 
 Each guard is one function with the weakness it closes; a test per guard watches that the weakness is closed,
 and so that the private names leant on here are still what they were (the version is pinned exactly). Patching

@@ -1,4 +1,4 @@
-"""What libp2p's own protocols have in common on the wire: framed messages, and the ids and addresses in them.
+"""Length-prefixed messages of libp2p's own protocols, and the ids and addresses in them.
 
 A message is its length as a varint, then the bytes. The length is checked before anything is read, and the
 varint itself may not go on for ever. Shared by the protocols of libp2p that are spoken here without the

@@ -1,4 +1,4 @@
-"""What a person has said about nodes: who is always trusted, and with whom nothing is to be had.
+"""The allow and deny lists of the configuration.
 
 These win over whatever a node has earned (see trust.py)."""
 

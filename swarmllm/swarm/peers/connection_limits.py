@@ -1,4 +1,4 @@
-"""Who gives way where there are more connections than a node has places: pure.
+"""Decides which connection is closed when there are more than a node has room for: pure.
 
 A new identity costs nothing, so whoever wants to be in the way can come under hundreds of names. If those who
 came first kept their places, a swarm's own members would be left outside; with a limit for each address, so

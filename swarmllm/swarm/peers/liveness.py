@@ -1,4 +1,4 @@
-"""Who is connected: decided here, in one place.
+"""Decides which peers are connected, in one place.
 
 A peer counts from the moment its records have been exchanged (so whoever sees it connected also sees its
 record) until the first of

@@ -1,4 +1,4 @@
-"""The thin driver around a TrustBook: the clock, the disk, and one place for all rooms to note deeds."""
+"""Drives a TrustBook: the clock, the disk, and one place where deeds are noted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How two nodes make their record books equal: compare digests, ask for what is lacking.
+"""Makes the record books of two nodes equal: they compare digests, and ask for what is missing.
 
 Runs over the request protocol with kinds of its own. A node joins late, misses gossip or wakes from a sleep:
 one exchange with any peer and it knows what that peer knows.

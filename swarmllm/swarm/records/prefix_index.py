@@ -1,4 +1,4 @@
-"""Which node has said that it kept the KV of which prompts' beginnings.
+"""Indexes which nodes announced kept KV of which prompt beginnings.
 
 Pure. A node's last word replaces what it said before, and only so much of it is taken: what the index holds
 is bounded by the number of nodes, whatever they send.

@@ -1,4 +1,4 @@
-"""Using relays: by a node that nobody can dial, and to reach such a node.
+"""Uses relays: to be reached where nobody can dial this node, and to reach such nodes.
 
 A node whose control port a peer has tried in vain asks connected nodes for a reservation until RELAYS of
 them have given one, and tells everybody in its envelope: `/ip4/.../tcp/.../p2p/RELAY/p2p-circuit`. Who then

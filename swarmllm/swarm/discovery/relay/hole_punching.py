@@ -1,4 +1,4 @@
-"""From a connection through a relay to a direct one: both ends dial each other at the same moment (DCUtR).
+"""Replaces a relayed connection by a direct one: both ends dial each other at the same moment (DCUtR).
 
 What stands before a node lets in what looks like an answer. So both ends send their first packet at once,
 each from the port it listens on to the port the other listens on, and each packet opens the way for the

@@ -1,4 +1,4 @@
-"""Being a relay: takes reservations, and carries bytes between two nodes that cannot reach each other.
+"""Serves as a relay: takes reservations, and carries bytes between two nodes that cannot reach each other.
 
 What a relay has promised, and whether it can promise more, `RelayBook` says (pure, bounded). Its limits are
 what an operator agrees to with `network.relay_service`. They are constants: a relay that is asked for more
