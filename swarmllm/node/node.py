@@ -288,7 +288,7 @@ class Node:
                 async with self._pipelines.generate(
                     prompt, entry, sampling, request_id=request.id, queue_s=queue_s
                 ) as generation:
-                    request.first_token(generation)
+                    self.requests.first_token(request, generation)
                     yield generation
 
     @asynccontextmanager

@@ -55,49 +55,67 @@ class RequestView:
     error: str
 
 
-class Request:
-    """One request's account; `UserRequests.under_way` keeps it."""
+class RequestAccount:
+    """What is told of one client's request; `UserRequests.under_way` keeps it. A request is run by one
+    `OriginRequest`, or by several (of embeddings one per text): how far it has come is theirs to say, and
+    read from what has come of them."""
 
-    def __init__(self, requests: UserRequests, model: str, request_id: str) -> None:
+    def __init__(self, model: str, request_id: str) -> None:
         self.id = request_id
         self.model = model
-        self.state: RequestState = "queued"
         self.generation: Generation | None = None
-        self._requests = requests
+        """Once it has its first token."""
         self._started_at = time.time()
         self._since_s = trio.current_time()
         self._turn_s: float | None = None
         self._first_token_s: float | None = None
-        self._error = ""
+        self._end: BaseException | Literal["completed"] | None = None
+
+    @property
+    def state(self) -> RequestState:
+        if self._end is not None:
+            return self.outcome
+        if self._turn_s is None:
+            return "queued"
+        return "prefill" if self.generation is None else "decode"
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of a request that has ended."""
+        if isinstance(self._end, BaseException):
+            return "failed" if isinstance(self._end, Exception) else "cancelled"
+        return "completed"
+
+    @property
+    def elapsed_s(self) -> float:
+        return trio.current_time() - self._since_s
 
     def has_turn(self) -> None:
-        self.state = "prefill"
-        self._turn_s = trio.current_time() - self._since_s
+        self._turn_s = self.elapsed_s
 
-    def first_token(self, generation: Generation) -> None:
-        self.state = "decode"
+    def first_token(self, generation: Generation) -> float:
+        """Seconds since its arrival."""
         self.generation = generation
-        self._first_token_s = trio.current_time() - self._since_s
-        self._requests.metrics.first_token(self.model, generation, self._first_token_s)
+        self._first_token_s = self.elapsed_s
+        return self._first_token_s
 
-    def failed(self, error: BaseException) -> None:
-        """Or cancelled, if that is what the error is."""
-        self.state = "failed" if isinstance(error, Exception) else "cancelled"
-        if isinstance(error, InvalidRequest):
-            # Its words may quote what was asked.
-            self._error = error.code
-        elif isinstance(error, SwarmLLMError):
-            self._error = error.message
-        elif isinstance(error, Exception):
-            self._error = "internal_error"
+    def ended(self, error: BaseException | None) -> None:
+        """By `error`, if there is one; a cancellation is one."""
+        self._end = error or "completed"
 
-    def end(self) -> None:
-        if self.state not in ("failed", "cancelled"):
-            self.state = "completed"
-        self._requests.ended(self, self.state, trio.current_time() - self._since_s)
+    @property
+    def _error(self) -> str:
+        match self._end:
+            case InvalidRequest():
+                return self._end.code  # its words may quote what was asked
+            case SwarmLLMError():
+                return self._end.message
+            case Exception():
+                return "internal_error"
+        return ""
 
     def view(self) -> RequestView:
-        generation, elapsed_s = self.generation, trio.current_time() - self._since_s
+        generation, elapsed_s = self.generation, self.elapsed_s
         decode_s = generation.timings.decode_s if generation else 0.0
         n_decoded = generation.n_generated - 1 if generation else 0
         return RequestView(
@@ -122,7 +140,7 @@ class UserRequests:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self.counts = RequestCounts()
-        self._live: dict[str, Request] = {}
+        self._live: dict[str, RequestAccount] = {}
         self._recent: deque[RequestView] = deque(maxlen=RECENT_MAX)
 
     @property
@@ -141,26 +159,32 @@ class UserRequests:
         return tuple(self._recent)
 
     @contextmanager
-    def under_way(self, model: str, request_id: str = "") -> Iterator[Request]:
+    def under_way(self, model: str, request_id: str = "") -> Iterator[RequestAccount]:
         """From the request's arrival to its end, however it ends. Without an id it gets a new one, and a
         further one where its id is in use here."""
         request_id = request_id or new_request_id()
-        request = Request(self, model, further_id(request_id) if request_id in self._live else request_id)
-        self._live[request.id] = request
+        request_id = further_id(request_id) if request_id in self._live else request_id
+        request = self._live[request_id] = RequestAccount(model, request_id)
+        error: BaseException | None = None
         try:
             yield request
-        except BaseException as error:
-            request.failed(error)
+        except BaseException as caught:
+            error = caught
             raise
         finally:
-            request.end()
+            del self._live[request_id]
+            request.ended(error)
+            self._ended(request)
 
-    def ended(self, request: Request, outcome: Outcome, elapsed_s: float) -> None:
+    def first_token(self, request: RequestAccount, generation: Generation) -> None:
+        first_token_s = request.first_token(generation)
+        self.metrics.first_token(request.model, generation, first_token_s)
+
+    def _ended(self, request: RequestAccount) -> None:
         generation = request.generation
-        del self._live[request.id]
         self._recent.appendleft(request.view())
-        self.metrics.ended(request.model, outcome, generation, elapsed_s)
-        self.counts.count(outcome)
+        self.metrics.ended(request.model, request.outcome, generation, request.elapsed_s)
+        self.counts.count(request.outcome)
         if generation is not None:
             self.counts.generated_tokens += generation.n_generated
             log.info("request %s of %s: %s", request.id, request.model, account(generation))

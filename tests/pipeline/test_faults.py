@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
-import trio
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool, uncut
-from swarmllm.pipeline import Prompt
+from bench.arithmetic import FakePool
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_job, encode_job
-from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward, PipelineError
 
-from .fakes import Swarm, computes, open_swarm
+from .fakes import Swarm, open_swarm
+from .test_checks import ask, prefer
 
 A, B, H, LIAR, M, N = (node_id_named(name) for name in ("a", "b", "h", "liar", "m", "n"))
-N_TOKENS = 6
-_numbers = itertools.count()
-
-
-async def ask(swarm: Swarm) -> bool:
-    """Whether the answer is that of the uncut model."""
-    prompt = f"{next(_numbers)} what has gone wrong on the way?"
-    with trio.fail_after(300):
-        async with swarm[A].pipelines.generate(
-            Prompt(text=prompt), swarm.entry, Sampling(max_tokens=N_TOKENS)
-        ) as generation:
-            text = "".join([piece.text async for piece in generation])
-    return text == await uncut(prompt, N_TOKENS)
-
-
-async def prefer(swarm: Swarm, liked: str, *others: str) -> None:
-    said = {liked: computes(swarm.entry.model_id, 1e-6)}
-    await swarm.tell(A, said | {other: computes(swarm.entry.model_id, 1.0) for other in others})
 
 
 def damage_what_it_sends(swarm: Swarm) -> list[str]:

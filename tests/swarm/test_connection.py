@@ -15,6 +15,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.keepalive import PING_S, RR_ACK_TIMEOUT_S, SILENCE_S
 from swarmllm.swarm.data.wire import Kind, WireClosed
+from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.errors import FrameTooLarge
 from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.limits import SWARM_HEADER_MAX
@@ -269,7 +270,7 @@ async def test_who_acknowledges_what_was_never_sent_breaks_the_protocol(
         await a.connection.send(b"the only one", b"")
         b.connection._queue_control(Kind.ACK, acknowledged.to_bytes(8, "little"))
         await a.ended.wait()
-        assert a.connection.broke_protocol
+        assert a.connection.deed == Deed.BROKE_PROTOCOL
         assert "ack" in a.connection.ending
 
 

@@ -106,8 +106,7 @@ async def test_a_steady_trickle_ends_at_the_deadline_of_the_whole(
         await sender.trickle(size, size / (FIRST_S + size / MIN_BYTES_PER_S) / 2)
         assert trio.current_time() - since_s < FIRST_S + size / MIN_BYTES_PER_S + 5
         assert connection.ending == "a message came too slowly"
-        assert connection.was_too_slow
-        assert not connection.broke_protocol
+        assert connection.deed == Deed.TOO_SLOW
         await trio.testing.wait_all_tasks_blocked()
         assert node.budget.n_bytes == 0
 
@@ -136,8 +135,7 @@ async def test_two_that_trickle_give_way_the_largest_first(autojump_clock: MockC
         await of_honest.trickle(10 * MIB, 10 * MIB, step_s=0.1)
         await trio.sleep(1)
         assert node.arrived == [("honest", 10 * MIB)]
-        assert large.was_too_slow
-        assert not large.broke_protocol
+        assert large.deed == Deed.TOO_SLOW
         assert "others need the room" in large.ending
         assert small.alive
         assert honest.alive
@@ -151,8 +149,8 @@ async def test_who_is_quick_does_not_give_way(autojump_clock: MockClock) -> None
         waits, of_waiting = await node.connect("waits")
         await of_waiting.trickle(10 * MIB, 10 * MIB, step_s=0.1)
         await trio.sleep(5)
-        assert not quick.was_too_slow
-        assert not waits.was_too_slow
+        assert quick.deed is None
+        assert waits.deed is None
         assert sorted(node.arrived) == [("quick", 28 * MIB), ("waits", 10 * MIB)]
 
 

@@ -49,6 +49,7 @@ from swarmllm.swarm.data.connection_states import (
 from swarmllm.swarm.data.keepalive import RR_ACK_TIMEOUT_S, SILENCE_S, Deliveries, Keepalive
 from swarmllm.swarm.data.transfer_pacing import FramePace, Throughput
 from swarmllm.swarm.data.wire import VERSION, Hello, Kind, Outgoing, Wire, WireClosed, checked_hello
+from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder, encode_frame
 from swarmllm_proto.identifiers import NodeId
@@ -100,8 +101,8 @@ class Connection:
         """The peer's hello has come."""
         self.retired = False
         """The peer has turned to a newer connection: what still arrives here is out of order."""
-        self.broke_protocol = False
-        self.was_too_slow = False
+        self.deed: Deed | None = None
+        """What the peer did that ended it, where that costs trust."""
         self.link_asked = ""
         """What the peer wants a link for, where that is how this ended; its wire is then still open."""
         self._marks: dict[bytes, trio.Event] = {}
@@ -182,7 +183,7 @@ class Connection:
         except* WireClosed as lost:
             self.end(str(lost.exceptions[0]))
         except* ProtocolError as wrong:
-            self.broke_protocol = True
+            self.deed = self.deed or Deed.BROKE_PROTOCOL
             self.end(f"broke the protocol ({wrong.exceptions[0]})")
         finally:
             self._room.release()
@@ -213,7 +214,7 @@ class Connection:
 
     def give_way(self) -> None:
         """Others need the room of the payload in progress."""
-        self.was_too_slow = True
+        self.deed = self.deed or Deed.TOO_SLOW
         self.end("others need the room that its payload takes so slowly")
         self._room.release()
 
@@ -458,7 +459,7 @@ class Connection:
                 self.deliveries.excuse(now)
                 self._pace.restart(now)
             elif not self._handling and self._pace.is_late(now, self._decoder.payload_size):
-                self.was_too_slow = True
+                self.deed = self.deed or Deed.TOO_SLOW
                 self.end("a message came too slowly")
                 raise WireClosed(self.ending)
             elif self.deliveries.is_overdue(now):

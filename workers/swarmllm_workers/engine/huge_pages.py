@@ -22,8 +22,8 @@ from typing import Final
 HUGE_PAGE: Final = 2 * 2**20
 GAP_MAX: Final = 4096
 """Bytes not written between two that are: more than that stays a hole."""
-_POPULATE_READ: Final = 22
-"""`MADV_POPULATE_READ`, which Python does not name."""
+POPULATE_READ: Final = 22
+"""`MADVPOPULATE_READ`, which Python does not name."""
 
 
 class PageWriter:
@@ -91,17 +91,17 @@ def read_in(path: Path) -> None:
         if size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
             return
         # Python's own mmap keeps all other threads waiting for as long as this takes.
-        address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
-        if address in (None, _MAP_FAILED):
+        address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+        if address in (None, MAP_FAILED):
             return
-        _libc.madvise(address, size, mmap.MADV_HUGEPAGE)
-        _libc.madvise(address, size, _POPULATE_READ)
-        _libc.munmap(address, size)
+        libc.madvise(address, size, mmap.MADV_HUGEPAGE)
+        libc.madvise(address, size, POPULATE_READ)
+        libc.munmap(address, size)
 
 
-_libc: Final = ctypes.CDLL(None)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
+libc: Final = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = (
     ctypes.c_void_p,
     ctypes.c_size_t,
     ctypes.c_int,
@@ -109,6 +109,6 @@ _libc.mmap.argtypes = (
     ctypes.c_int,
     ctypes.c_int64,
 )
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+MAP_FAILED: Final = ctypes.c_void_p(-1).value

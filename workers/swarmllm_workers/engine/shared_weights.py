@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from swarmllm_workers.engine.huge_pages import HUGE_PAGE
+from swarmllm_workers.engine.huge_pages import HUGE_PAGE, MAP_FAILED, POPULATE_READ, libc
 from swarmllm_workers.engine.interposing import mapped_libraries
 from swarmllm_workers.errors import CallError
 
@@ -40,8 +40,6 @@ _IS_HEADER_READ: Final = b"loaded meta data"
 _PAGE: Final = mmap.PAGESIZE
 _FIXED: Final = 0x10
 _NO_RESERVE: Final = 0x4000
-_POPULATE_READ: Final = 22
-_MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
 class Place(NamedTuple):
@@ -126,19 +124,19 @@ class _MappedFile:
             self.address = -(-self._base // HUGE_PAGE) * HUGE_PAGE
             _mapped(self.address, self._size, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, file.fileno())
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            _libc.madvise(self.address, self._size, mmap.MADV_HUGEPAGE)
+            libc.madvise(self.address, self._size, mmap.MADV_HUGEPAGE)
 
     def read_in(self, offset: int, size: int) -> None:
         """Have these pages in the page table. Where the kernel cannot, their first use has them read."""
         start = offset // _PAGE * _PAGE
-        _libc.madvise(self.address + start, offset + size - start, _POPULATE_READ)
+        libc.madvise(self.address + start, offset + size - start, POPULATE_READ)
 
     def check(self, place: Place) -> None:
         if not 0 <= place.offset <= place.offset + place.size_bytes <= self._size:
             raise CallError("bad_model", f"{place.path.name} is shorter than its tensors", "path")
 
     def close(self) -> None:
-        _libc.munmap(self._base, self._reserved)
+        libc.munmap(self._base, self._reserved)
 
 
 class _MappedFiles:
@@ -295,21 +293,7 @@ class Stub:
 
 
 def _mapped(address: int | None, size: int, protection: int, kind: int, file: int) -> int:
-    found = _libc.mmap(address, size, protection, kind, file, 0)
-    if found in (None, _MAP_FAILED):
+    found = libc.mmap(address, size, protection, kind, file, 0)
+    if found in (None, MAP_FAILED):
         raise CallError("out_of_memory", f"cannot map {size} bytes: {os.strerror(ctypes.get_errno())}")
     return int(found)
-
-
-_libc: Final = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
