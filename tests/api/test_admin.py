@@ -14,7 +14,7 @@ from api_fakes import Stand, open_node, serve_node
 from deadlines import PATIENCE_S
 from node_ids import NODE_A, NODE_B
 
-from swarmllm.config import Config, ModelTable
+from swarmllm.config import ApiTable, Config, ModelTable
 from swarmllm.errors import ConfigError, ModelNotFound, WorkerError
 from swarmllm.guide import DRAFT_PATH, GUIDE_PATH
 from swarmllm.models import LayerRange
@@ -284,3 +284,31 @@ async def test_health_and_readiness_over_http(tmp_path: Path) -> None:
         ready = await stand.http.get("/health/ready")
     assert (alive.status_code, alive.json()) == (200, {"status": "ok"})
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
+
+
+async def test_readiness_names_each_model_and_what_it_lacks(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        await stand.http.post(f"{MODELS}/guide/load", json={"layers": "0:8"})
+        node = await stand.http.get("/health/ready")
+        lacking = await stand.http.get("/health/ready", params={"model": "guide"})
+        unknown = await stand.http.get("/health/ready", params={"model": "gude"})
+        await stand.http.post(f"{MODELS}/guide/load", json={"layers": "8:12"})
+        whole = await stand.http.get("/health/ready", params={"model": "guide"})
+        stand.node.admission.close()
+        stopping = await stand.http.get("/health/ready", params={"model": "guide"})
+    lacks = {"name": "guide", "complete": False, "missing_layers": ["8:12"]}
+    assert (node.status_code, node.json()["models"]) == (200, [lacks])
+    assert (lacking.status_code, lacking.json()["model"]) == (503, lacks)
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    has_all = {"name": "guide", "complete": True, "missing_layers": []}
+    assert (whole.status_code, whole.json()["model"]) == (200, has_all)
+    assert (stopping.status_code, stopping.json()["status"]) == (503, "stopping")
+
+
+async def test_a_model_is_ready_where_another_one_could_not_be_loaded(tmp_path: Path) -> None:
+    config = Config(api=ApiTable(port=0), model=ModelTable(load=("guide:0:4",)))
+    async with serve_node(tmp_path, config=config, pool_failure=WorkerError("no memory")) as stand:
+        stand.pool.failure = None
+        await stand.http.post(f"{MODELS}/guide/load", json={})
+        assert (await stand.http.get("/health/ready")).json()["status"] == "failed"
+        assert (await stand.http.get("/health/ready", params={"model": "guide"})).status_code == 200

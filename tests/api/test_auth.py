@@ -77,6 +77,16 @@ async def test_each_key_opens_what_it_may(tmp_path: Path, caplog: pytest.LogCapt
                 "admin": bearer(admin),
             }.items()
         }
+        readiness = {
+            name: await http.get("/health/ready", params=asked, headers=headers)
+            for name, asked, headers in (
+                ("anybody", {}, {}),
+                ("user", {}, bearer(user)),
+                ("anybody, model", {"model": "guide"}, {}),
+                ("wrong, model", {"model": "guide"}, bearer(user[:-1])),
+                ("user, model", {"model": "guide"}, bearer(user)),
+            )
+        }
         refused = await http.get(MODELS)
         anthropic = await http.post("/v1/messages", json={})
     assert refused.headers["www-authenticate"] == "Bearer"
@@ -88,6 +98,10 @@ async def test_each_key_opens_what_it_may(tmp_path: Path, caplog: pytest.LogCapt
     for name in ("user", "x-api-key"):
         assert (statuses[STATS, name], statuses[MODELS, name], statuses["/metrics", name]) == (403, 200, 200)
     assert statuses[STATS, "admin"] == 200
+    assert "models" not in readiness["anybody"].json()
+    assert [model["name"] for model in readiness["user"].json()["models"]] == ["guide"]
+    assert readiness["anybody, model"].status_code == readiness["wrong, model"].status_code == 401
+    assert readiness["user, model"].json()["model"]["name"] == "guide"
     assert user not in caplog.text
     assert admin not in caplog.text
 

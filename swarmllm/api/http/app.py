@@ -13,7 +13,14 @@ from swarmllm.api.admin.events import PULSE, Pulse, events
 from swarmllm.api.admin.progress import Works
 from swarmllm.api.admin.shares import shares
 from swarmllm.api.anthropic.messages import anthropic
-from swarmllm.api.http.auth import Authenticator, Origins, check_admin_type, check_host, check_upgrade
+from swarmllm.api.http.auth import (
+    Authenticator,
+    Origins,
+    Unauthorized,
+    check_admin_type,
+    check_host,
+    check_upgrade,
+)
 from swarmllm.api.http.context import NODE, WORKS, current_node
 from swarmllm.api.http.errors import (
     as_swarmllm_error,
@@ -35,9 +42,12 @@ from swarmllm.api.openai.embeddings import embeddings
 from swarmllm.api.openai.responses import RESPONSES, ResponseStore, responses
 from swarmllm.config import Config
 from swarmllm.keys import KeyRing
-from swarmllm.node import Node
+from swarmllm.node import ModelView, Node
 from swarmllm.node.metrics import CONTENT_TYPE
 from swarmllm.pipeline.request import new_request_id
+
+MISSING_SHOWN = 64
+"""Ranges of one model."""
 
 health = Blueprint("health", __name__)
 
@@ -49,10 +59,26 @@ async def alive() -> Response:
 
 @health.get("/health/ready")
 async def ready() -> Response:
-    readiness = current_node().readiness()
-    body = {"status": readiness.status, "reason": readiness.reason}
-    status = 200 if readiness.status == "ready" else 503
-    return Response(encode(body), status=status, content_type="application/json")
+    node = current_node()
+    readiness, asked = node.readiness(), request.args.get("model")
+    body: dict[str, object] = {"status": readiness.status, "reason": readiness.reason}
+    if asked is not None:
+        if not g.may_name_models:
+            raise Unauthorized("This node tells about its models only with an API key.")
+        view = await node.models.get(asked)
+        # Other models of this node may have failed to load: that says nothing about this one.
+        is_ready = view.complete and readiness.status != "stopping"
+        body |= {"model": _model_readiness(view)}
+    else:
+        is_ready = readiness.status == "ready"
+        if g.may_name_models:
+            body |= {"models": [_model_readiness(view) for view in await node.models.own()]}
+    return Response(encode(body), status=200 if is_ready else 503, content_type="application/json")
+
+
+def _model_readiness(view: ModelView) -> dict[str, object]:
+    missing = [str(layers) for layers in view.missing[:MISSING_SHOWN]]
+    return {"name": view.name, "complete": view.complete, "missing_layers": missing}
 
 
 @health.get("/metrics")
@@ -103,8 +129,9 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
         if preflight is not None:
             return preflight
         key = g.key = await gater.admit(request)
+        g.may_name_models = key is not None or not gater.is_required
         # A page on a re-pointed domain has no key, and a node reached from elsewhere has names unknown to it.
-        if key is None and not (keys and keys.is_required):
+        if key is None and not gater.is_required:
             check_host(host, allowed_hosts)
         origins.check(request.headers.get("Origin"), host, request.path)
         origins.check_site(request)

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 REFRESH_EVERY_S = 1.0
 OPEN_PATHS = ("/health", "/health/ready", PAGE_PATH)
-"""For load balancers and service managers, which have no keys: they tell nothing but that. And the page that
-asks a person for a key, with its files."""
+"""For load balancers and service managers, which have no keys: without one they tell nothing about models.
+And the page that asks a person for a key, with its files."""
 
 
 class Unauthorized(InvalidRequest):
@@ -48,14 +48,21 @@ class Authenticator:
         self._refreshed_s = float("-inf")
         self._refreshing = trio.Lock()
 
+    @property
+    def is_required(self) -> bool:
+        """Whether this node asks for keys."""
+        return self._ring is not None and self._ring.is_required
+
     async def admit(self, request: Request) -> ApiKey | None:
         """The key that the caller has shown; None where none is needed. Raises Unauthorized, Forbidden."""
         if self._ring is None:
             return None
         await self._refresh(self._ring)
-        if not self._ring.is_required or _is_open(request.path):
+        if not self._ring.is_required:
             return None
         secret = secret_of(request.headers.get)
+        if _is_open(request.path):
+            return self._ring.find(secret) if secret is not None else None
         if secret is None:
             raise Unauthorized("This node asks for an API key: send Authorization: Bearer KEY.")
         key = self._ring.find(secret)

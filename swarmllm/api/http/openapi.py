@@ -100,7 +100,12 @@ OPERATIONS = (
     Operation("get", "/props", "What holds for every request", query=("model",)),
     Operation("get", "/slots", "What its turns are taken by", is_list=True),
     Operation("get", "/health", "The process lives"),
-    Operation("get", "/health/ready", "What was to be loaded is loaded; 503 before"),
+    Operation(
+        "get",
+        "/health/ready",
+        "What was to be loaded is loaded, or all layers of one model are held; 503 before",
+        query=("model",),
+    ),
     Operation("get", "/metrics", "Numbers for Prometheus", answers=(TEXT,)),
     Operation("get", "/openapi.json", "This document"),
     Operation("get", "/", "The dashboard", answers=(PAGE,)),
