@@ -17,7 +17,8 @@ from swarmllm.cli.options import api_option, json_option
 @json_option
 @api_option
 def status(as_json: bool, api_url: str) -> None:
-    """Show who the node is, what it has loaded, and how many requests it is working on."""
+    """Show who the node is, what it has loaded, how many requests it is working on, and what it
+    computes for other nodes."""
     with Client(api_url) as client:
         stats = client.get("/api/admin/stats")
     if as_json:
@@ -62,6 +63,8 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
     ]
     if placed:
         yield from lines("placing", placed)
+    if served := [serving_line(each) for each in stats.get("serving", ())]:
+        yield from lines("serving", served)
     failed = [
         f"{task['name']}: {task['state']}, failed {task['n_failures']} times; {task['last_error']}"
         for task in stats.get("tasks_failed", ())
@@ -74,6 +77,16 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
         f"{requests['completed']} completed, {requests['failed']} failed, {requests['cancelled']} cancelled",
     )
     yield "generated", f"{stats['generated_tokens']} tokens"
+
+
+def serving_line(served: dict[str, Any]) -> str:
+    """What this node computes of one model for another node."""
+    who = served["nickname"] or short_id(served["node_id"])
+    model = served["name"] or short_id(served["model_id"])
+    now = f"{served['tokens_per_s']:g} tokens/s" if served["active"] else "idle"
+    return (
+        f"{model}  layers {', '.join(served['layers'])}  for {who}, {now}, {served['tokens']} tokens so far"
+    )
 
 
 def _dht(dht: dict[str, Any]) -> str:

@@ -71,6 +71,8 @@ def screen(state: State) -> RenderableType:
     if held := [model for model in state["models"]["models"] if model["holders"]]:
         parts += ["", *_strips(held)]
     parts += ["", _live(state["requests"]["live"])]
+    if serving := state["node"].get("serving"):
+        parts += ["", _serving(serving)]
     if recent := state["requests"]["recent"][:RECENT_SHOWN]:
         parts += ["", _recent(recent)]
     for each in _in_progress(state):
@@ -157,6 +159,22 @@ def _live(requests: list[State]) -> RenderableType:
     ]
     columns = ("running", "state", "tokens", "tokens/s", "for", "route (ms per token: compute + node, hop)")
     return table(columns, rows, right=("tokens", "tokens/s", "for"))
+
+
+def _serving(serving: list[State]) -> RenderableType:
+    rows = [
+        (
+            each["name"] or short_id(each["model_id"]),
+            ", ".join(each["layers"]),
+            each["nickname"] or short_id(each["node_id"]),
+            each["active"],
+            each["tokens"],
+            _rate(each["tokens_per_s"]),
+        )
+        for each in serving
+    ]
+    columns = ("computed for others", "layers", "for", "running", "tokens", "tokens/s")
+    return table(columns, rows, right=("running", "tokens", "tokens/s"))
 
 
 def _recent(requests: list[State]) -> RenderableType:

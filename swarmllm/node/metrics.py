@@ -11,7 +11,7 @@ a label that a client may choose is a leak of memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from swarmllm.node.admission import Admission
     from swarmllm.node.views import ModelView, PeerView, Readiness
     from swarmllm.pipeline.origin.generation import Generation
+    from swarmllm.pipeline.stage.served import Served
     from swarmllm.pipeline.statistics import PipelineStatistics
     from swarmllm.supervision import Supervision
     from swarmllm.swarm.router import DhtStatistics
     from swarmllm.workerpool import WorkerStatistics
+    from swarmllm_proto.identifiers import ModelId
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Outcome = Literal["completed", "failed", "cancelled"]
@@ -194,6 +196,24 @@ SEGMENTS = Definition(
 FOREIGN = Definition(
     "swarmllm_stage_requests_active", "gauge", "Requests of other nodes that use layers of this one."
 )
+SERVED_TOKENS = Definition(
+    "swarmllm_served_tokens_total",
+    "counter",
+    "Tokens of other nodes' answers that this node's layers computed, guesses included.",
+    ("model",),
+)
+SERVED_RATE = Definition(
+    "swarmllm_served_tokens_per_second",
+    "gauge",
+    "The same per second and node that asked, over the last five seconds.",
+    ("model", "peer"),
+)
+SERVED_ACTIVE = Definition(
+    "swarmllm_served_requests_active",
+    "gauge",
+    "Requests of another node that use this node's layers now; gone ten minutes after the last.",
+    ("model", "peer"),
+)
 RETRIES = Definition(
     "swarmllm_pipeline_retries_total", "counter", "Requests started anew over another route."
 )
@@ -272,6 +292,8 @@ class Observed(Protocol):
     def readiness(self) -> Readiness: ...
     def peers(self) -> tuple[PeerView, ...]: ...
     def pipeline_statistics(self) -> PipelineStatistics: ...
+    def served(self) -> tuple[Served, ...]: ...
+    def served_tokens(self) -> Mapping[ModelId, int]: ...
     def worker_statistics(self) -> tuple[WorkerStatistics, ...]: ...
     def dht_statistics(self) -> DhtStatistics | None: ...
 
@@ -394,6 +416,14 @@ class _NodeState(Collector):
         yield _family(
             MISSING, [((view.name,), sum(len(layers) for layers in view.missing)) for view in self.models]
         )
+        names = {view.model_id: view.name for view in self.models}
+        totals = node.served_tokens().items()
+        yield _family(SERVED_TOKENS, [((names[each],), n) for each, n in totals if each in names])
+        served = [
+            ((names[each.model_id], each.origin), each) for each in node.served() if each.model_id in names
+        ]
+        yield _family(SERVED_RATE, [(labels, each.tokens_per_s) for labels, each in served])
+        yield _family(SERVED_ACTIVE, [(labels, each.n_active) for labels, each in served])
         workers = node.worker_statistics()
         yield _family(WEIGHTS, [((worker.model_id,), worker.weights_bytes) for worker in workers])
         yield _family(PENDING, [((worker.model_id,), worker.n_pending) for worker in workers])

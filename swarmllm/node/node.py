@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from swarmllm.node.views import PeerLookup, PeerView, Readiness, RequestCounts
 from swarmllm.pipeline.origin.generation import Generation, Prompt
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.route.route_planner import RequestSize
+from swarmllm.pipeline.stage.served import Served
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.speeds import Observations
@@ -225,6 +226,14 @@ class Node:
 
     def pipeline_statistics(self) -> PipelineStatistics:
         return self._pipelines.statistics()
+
+    def served(self) -> tuple[Served, ...]:
+        """What this node computed for others in the last minutes."""
+        return self._pipelines.served()
+
+    def served_tokens(self) -> Mapping[ModelId, int]:
+        """By model, for all other nodes together, since the start."""
+        return self._pipelines.served_tokens()
 
     def worker_statistics(self) -> tuple[WorkerStatistics, ...]:
         return self._pool.statistics()

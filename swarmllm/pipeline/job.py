@@ -101,6 +101,12 @@ class RequestView:
         """Whether any stage is here."""
         return any(stage.node_id == self.node_id for stage in self.stages)
 
+    @property
+    def first_here(self) -> int | None:
+        """The first stage that is here."""
+        here = (index for index, stage in enumerate(self.stages) if stage.node_id == self.node_id)
+        return next(here, None)
+
     def is_here(self, stage: int) -> bool:
         return self.stages[stage].node_id == self.node_id
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -42,6 +42,7 @@ from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS, Room
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.inbox import Inbox
 from swarmllm.pipeline.stage.links import LinkNotices, NoStageLinks, StageLinks
+from swarmllm.pipeline.stage.served import Served
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.plan import Plan
@@ -165,6 +166,14 @@ class Pipelines:
             session.n_jobs for session in self._sessions.all_running() if session.view.origin != self._node_id
         )
         return counts
+
+    def served(self) -> tuple[Served, ...]:
+        """What was computed for other nodes in the last minutes."""
+        return self._sessions.served()
+
+    def served_tokens(self) -> Mapping[ModelId, int]:
+        """By model, for all other nodes together, since the start."""
+        return self._sessions.served_tokens()
 
     def room(self) -> Room:
         """For one more request, of the model with least of it."""

@@ -38,6 +38,7 @@ from swarmllm.pipeline.origin.generation import (
 from swarmllm.pipeline.origin.prompt_rows import Rows
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.stage.capacity import Room
+from swarmllm.pipeline.stage.served import Served
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.plan import Plan, make_plan
@@ -48,6 +49,7 @@ from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerStatistics
 from swarmllm.workerpool.settings import ModelMemory
 from swarmllm_proto.codec import encode_record
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import GuessCount, Sampling, TokenLogprob
 from swarmllm_proto.swarm import KeptPrefix, NodeRecord, ShardAnnounce
 
@@ -120,6 +122,7 @@ class FakePipelines:
         self.script = Script()
         self.calls: list[Call] = []
         self.started = trio.Event()
+        self.computed: tuple[Served, ...] = ()
 
     @asynccontextmanager
     async def generate(
@@ -145,6 +148,12 @@ class FakePipelines:
 
     def statistics(self) -> PipelineStatistics:
         return PipelineStatistics(generations=len(self.calls))
+
+    def served(self) -> tuple[Served, ...]:
+        return self.computed
+
+    def served_tokens(self) -> dict[ModelId, int]:
+        return {each.model_id: each.n_tokens for each in self.computed}
 
     def room(self) -> Room:
         return Room(8, 8, 4096)

@@ -41,6 +41,7 @@ PEER_MODELS_SHOWN = 16
 
 def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
     counts, admission, readiness = node.counts, node.admission, node.readiness()
+    models = list(models)
     loaded = [
         {
             "name": view.name,
@@ -86,6 +87,7 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         "generated_tokens": node.requests.generated_tokens,
         "models": loaded,
         "pipelines": node.pipeline_statistics(),
+        "serving": _serving(node, {view.model_id: view.name for view in models}),
         "travel": node.travel_statistics(),
         "placing": [
             {
@@ -98,6 +100,24 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         ],
         "workers": [worker_json(worker) for worker in node.worker_statistics()],
     }
+
+
+def _serving(node: Node, names: Mapping[str, str]) -> list[Json]:
+    """`names` of models by their ids."""
+    return [
+        {
+            "name": names.get(served.model_id, ""),
+            "model_id": served.model_id,
+            "node_id": served.origin,
+            "nickname": node.nickname_of(served.origin),
+            "layers": range_texts(served.layers),
+            "active": served.n_active,
+            "requests": served.n_requests,
+            "tokens": served.n_tokens,
+            "tokens_per_s": round(served.tokens_per_s, 1),
+        }
+        for served in node.served()
+    ]
 
 
 def _reachability(found: Reachability | None) -> Json | None:

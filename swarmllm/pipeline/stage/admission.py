@@ -9,8 +9,8 @@ and answering it would give a stranger something to play with.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -26,6 +26,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, Held, Place, Shares, held_here
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.lifecycle import SessionState
+from swarmllm.pipeline.stage.served import Served, ServedBook
 from swarmllm.pipeline.stage.session import NO_ROWS, Session
 from swarmllm.scheduling.route import usable
 from swarmllm.swarm.byte_budget import ByteBudget
@@ -71,6 +72,7 @@ class Sessions:
     _shares: dict[str | None, Shares] = field(default_factory=dict)
     """By model; None: of all together."""
     _cancelled: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
+    _served: ServedBook = field(default_factory=ServedBook)
 
     def running(self, request_id: str) -> Session | None:
         session = self.by_request.get(request_id)
@@ -220,6 +222,21 @@ class Sessions:
         )
         return [*filter(None, map(held_here, for_others))]
 
+    def served(self) -> tuple[Served, ...]:
+        """What was computed for other nodes in the last minutes."""
+        return self._served.view(
+            Counter(
+                (session.context.model.model_id, session.view.origin)
+                for session in self.all_running()
+                if self._is_of_others(session)
+            ),
+            trio.current_time(),
+        )
+
+    def served_tokens(self) -> Mapping[ModelId, int]:
+        """By model, for all other nodes together, since the start."""
+        return self._served.totals
+
     def _is_of_others(self, session: Session, model_id: ModelId | None = None) -> bool:
         is_of_model = model_id in (None, session.context.model.model_id)
         return is_of_model and session.view.origin != self.router.node_id
@@ -249,6 +266,9 @@ class Sessions:
         if not self._make_room(origin, entry.model_id, settings.max_requests_per_model):
             raise Busy(f"the model has {settings.max_requests_per_model} requests here already")
         self.open(context)
+        view = context.view
+        mine = [view.layers(stage) for stage in range(len(view.stages)) if view.is_here(stage)]
+        self._served.began(entry.model_id, origin, mine, trio.current_time())
         return context
 
     def _make_room(self, origin: NodeId, model_id: ModelId | None, capacity: int) -> bool:
@@ -309,6 +329,11 @@ class Sessions:
             raise Refused(f"this node is not connected to {min(unreachable)}")
 
     # Of the sessions.
+
+    def computed(self, session: Session, n_tokens: int) -> None:
+        if self._is_of_others(session):
+            model_id, now_s = session.context.model.model_id, trio.current_time()
+            self._served.computed(model_id, session.view.origin, n_tokens, now_s)
 
     def hold(self, session: Session) -> None:
         self.close(session)

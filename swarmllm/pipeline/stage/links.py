@@ -236,7 +236,7 @@ class LinkNotices:
         session = self.sessions.running(message.request_id)
         if session is None or message.stage > session.view.last:
             return
-        session.turned(message.n_jobs, running=message.running)
+        session.turned(message.stage, message.n_jobs, running=message.running)
         if not message.n_jobs:
             return
         self.observations.observe(

@@ -89,6 +89,10 @@ class SessionOwner(Protocol):
         """Nothing of it is left here."""
         ...
 
+    def computed(self, session: Session, n_tokens: int) -> None:
+        """The first of its stages here has computed so many rows of tokens after the prompt."""
+        ...
+
 
 class Session:
     """Everything that this node keeps of one request."""
@@ -266,10 +270,11 @@ class Session:
         """Something came from another node. False: it comes too late, and has no effect."""
         return self._passes(SessionEvent.JOB) and self._state in AT_WORK
 
-    def turned(self, n_jobs: int, *, running: bool) -> None:
+    def turned(self, stage: int, n_jobs: int, *, running: bool) -> None:
         """Jobs of this request went through this node's worker by links, and one may be there still."""
         if self._passes(SessionEvent.LINK_RUNS if running else SessionEvent.LINK_RESTS):
             self.n_jobs += n_jobs
+            self._computed(stage, n_jobs)
             self._link_heard_s = trio.current_time()
 
     def relay(self, receiver: NodeId, header: bytes, payload: bytes | memoryview) -> bool:
@@ -421,15 +426,24 @@ class Session:
                 await self._tell_failure(SwarmLLMError(f"internal error ({type(error).__name__})"))
                 return
 
-    def _count_job(self) -> None:
+    def _count_token(self) -> None:
         self.n_jobs += 1
+        self._computed(0, 1)
+
+    def _computed(self, stage: int, n_tokens: int) -> None:
+        if self._owner is not None and n_tokens and self.view.first_here == stage:
+            self._owner.computed(self, n_tokens)
 
     async def _handle(self, item: Item) -> None:
         if isinstance(item, Job):
             self.n_jobs += 1
+            stage, n_tokens = item.stage, item.n_tokens
+            is_answer = item.position >= self.context.n_given_tokens
             await self._walker.walk(item)
+            if is_answer:
+                self._computed(stage, n_tokens)
         elif isinstance(item, GivenPrompt):
-            await self._walker.generate(item.tokens, self._count_job)
+            await self._walker.generate(item.tokens, self._count_token)
         elif isinstance(item, ReplayRows):
             await self._walker.replay(item)
         elif isinstance(item, Relay):
