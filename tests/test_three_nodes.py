@@ -194,6 +194,33 @@ WATCHED_S = 8.0
 """A few heartbeats, record exchanges and rounds of the mesh's upkeep."""
 
 
+def test_a_stage_shows_what_it_computes_and_for_whom(nodes: tuple[DaemonProcess, ...]) -> None:
+    def tokens(node: DaemonProcess) -> dict[tuple[str, ...], int]:
+        return {
+            (each["name"], each["nickname"], *each["layers"]): each["tokens"]
+            for each in node.stats()["serving"]
+        }
+
+    before = [tokens(node) for node in nodes]
+    n_tokens = 50
+    with streaming(nodes[0], n_tokens) as chunks:
+        list(chunks)
+    for index, layers in ((1, "4:8"), (2, "8:12")):
+        key = ("guide", "a", layers)
+        # Links tell what they did a little later, and guesses count as well.
+        wait_for(
+            lambda index=index, key=key: (
+                tokens(nodes[index])[key] - before[index].get(key, 0) >= n_tokens - 1
+            ),
+            PATIENCE_S,
+            "the stage to count its tokens",
+        )
+        page = nodes[index].http.get("/metrics").text
+        assert re.search(r'swarmllm_served_tokens_total{model="guide"} [1-9]', page)
+        assert f'swarmllm_served_requests_active{{model="guide",peer="{nodes[0].node_id}"}} ' in page
+    assert all(key[1] != "a" for key in tokens(nodes[0])), "its own requests are not for others"
+
+
 def test_honest_nodes_hold_nothing_against_each_other(nodes: tuple[DaemonProcess, ...]) -> None:
     for node in nodes:
         ask(node)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import trio
+
 from swarmllm.downloads import WaitingView
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry, LayerRange, merge
@@ -16,6 +18,7 @@ from swarmllm.scheduling.candidates import runnable
 from swarmllm.scheduling.route import is_complete, missing_layers
 from swarmllm.swarm.peers.trust import Deed, Explanation
 from swarmllm.swarm.peers.trust_keeper import Trust
+from swarmllm.swarm.records.departures import Departed
 from swarmllm.swarm.records.registry import Registry, SwarmModel
 from swarmllm.swarm.router import PeerInfo, Router
 from swarmllm.transfer.model_transfer import announcement
@@ -264,6 +267,10 @@ class PeerLookup:
             )
             for info in self._router.peers()
         )
+
+    def departed(self) -> tuple[Departed, ...]:
+        """Those that left lately, the latest first."""
+        return self._registry.departures.view(trio.current_time())
 
     def show(self, name: str) -> PeerDetails:
         """Everything about one node, connected or not. Raises InvalidRequest where the name means none, or

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,7 +17,7 @@ import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
 from deadlines import PATIENCE_S
-from node_ids import NODE_A
+from node_ids import NODE_A, node_id_named
 
 from swarmllm.api.admin import events
 from swarmllm.api.admin.events import Pulse
@@ -25,6 +26,7 @@ from swarmllm.api.http.endpoint import open_api
 from swarmllm.api.http.limits import HttpLimits
 from swarmllm.errors import NodeUnreachable
 from swarmllm.keys import KeyFile
+from swarmllm.swarm.records import departures
 
 SECTIONS = {"node", "peers", "models", "requests", "downloads", "shares", "work"}
 
@@ -181,6 +183,24 @@ async def test_peers_say_what_memory_they_have(tmp_path: Path) -> None:
         assert "connected_s" not in peer
         other = next(model for model in reader.state["models"]["models"] if model["name"] == "other")
         assert (other["missing"], other["complete"]) == (["2:4"], False)
+
+
+async def test_a_peer_that_left_is_recent_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve_node(tmp_path) as stand, reading(stand) as reader:
+        await stand.tell_of_peer("node-b", "other", 4, ((0, 2),))
+        await reader.read_until(lambda state: state["peers"]["peers"])
+        assert reader.state["peers"]["left"] == []
+        stand.network.kill(node_id_named("node-b"))
+        await reader.read_until(lambda state: state["peers"]["left"])
+        (left,) = reader.state["peers"]["left"]
+        assert reader.state["peers"]["peers"] == []
+        assert (left["nickname"], left["recently"]) == ("node-b's name", True)
+        assert left["models"] == [{"name": "other", "layers": ["0:2"]}]
+        assert 0 <= time.time() - left["left_at"] < PATIENCE_S
+        monkeypatch.setattr(departures, "RECENT_S", 0)
+        await reader.read_until(lambda state: not state["peers"]["left"][0]["recently"])
 
 
 async def test_only_so_many_may_read_and_a_place_is_given_back(

@@ -77,6 +77,19 @@ def test_status_shows_the_node_at_a_glance(run: Run, node: FakeNode) -> None:
         assert expected in shown
 
 
+def test_status_shows_what_is_computed_for_other_nodes(run: Run, node: FakeNode) -> None:
+    served = {
+        "name": "guide", "model_id": "ab" * 32, "node_id": "12D3KooWThePeerOfNoName", "nickname": "",
+        "layers": ["4:8"], "active": 2, "requests": 3, "tokens": 77, "tokens_per_s": 12.5,
+    }  # fmt: skip
+    idle = served | {"nickname": "at\x1btic", "active": 0}
+    node.on("GET", "/api/admin/stats", STATS | {"serving": [served, idle]})
+    shown = run("status").output
+    assert "serving    guide  layers 4:8  for …OfNoName, 12.5 tokens/s, 77 tokens so far" in shown
+    assert "tic, idle, 77 tokens so far" in shown
+    assert "\x1b" not in shown
+
+
 @pytest.mark.parametrize(
     ("control", "data", "said"),
     [

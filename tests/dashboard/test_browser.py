@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -195,6 +195,31 @@ def test_a_request_is_seen_walking_through_the_layers_and_stopped(
     seen(page, "cancelled")
 
 
+def test_a_node_shows_what_it_computes_for_another_one(
+    page: WebDriver, kitchen: DaemonProcess, nodes: tuple[DaemonProcess, DaemonProcess]
+) -> None:
+    table = "section[aria-label='Computed for other nodes'] tbody"
+    go(page, nodes[1])
+    with endless_answer(kitchen):
+        wait_for(
+            lambda: "kitchen" in find(page, table).text and "layers 4–7" in find(page, table).text,
+            PATIENCE_S,
+            "the row",
+        )
+        cells = f"{table} td[data-label='tokens/s']"
+        wait_for(lambda: float(find(page, cells).text.split()[0].replace("–", "0")) > 0, PATIENCE_S, "a rate")
+        for width in (390, 768, 1280):
+            size(page, width)
+            assert page.execute_script("return document.documentElement.scrollWidth") == width
+            page.execute_script(f'document.querySelector("{table}").scrollIntoView({{block: "center"}})')
+            picture(page, f"serving-{width}")
+    wait_for(
+        lambda: "–" in find(page, f"{table} td[data-label=running]").get_property("textContent"),
+        PATIENCE_S,
+        "it to be idle",
+    )
+
+
 def test_a_chat_can_be_stopped(page: WebDriver, kitchen: DaemonProcess) -> None:
     go(page, kitchen, "chat")
     page.execute_script(
@@ -327,3 +352,86 @@ def file_server(folder: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
         thread.join()
+
+
+COLOURS = """
+const shown = [...document.querySelectorAll(".nodes .node")].map((node) => [
+  node.querySelector(".name .cut").textContent,
+  getComputedStyle(node.querySelector(".swatch")).backgroundColor]);
+return Object.fromEntries(shown);
+"""
+DRAW = """
+const [events, ago, recently, done] = arguments;
+import("/dashboard/swarm.js").then(({ renderSwarm }) => {
+  const sections = events.map(([name, text]) => [name, JSON.parse(text)]);
+  const state = Object.fromEntries([["link", { status: "live" }], ...sections]);
+  for (const node of state.peers.left) Object.assign(node, { recently, left_at: Date.now() / 1000 - ago });
+  const root = document.createElement("div");
+  root.id = "drawn";
+  document.getElementById("drawn")?.remove();
+  document.querySelector("main").append(root);
+  renderSwarm(root, state);
+  done(true);
+});
+"""
+
+
+def sections_of(node: DaemonProcess, until: Callable[[str, str], bool]) -> list[list[str]]:
+    """(name, JSON) of every section, once one is as it should be."""
+    found: dict[str, str] = {}
+    with node.http.stream("GET", "/api/events") as answer:
+        name, fulfilled = "", False
+        for line in answer.iter_lines():
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                found[name] = line.removeprefix("data: ")
+                fulfilled = fulfilled or until(name, found[name])
+            if fulfilled and len(found) == 7:
+                break
+    return [list(each) for each in found.items()]
+
+
+def test_a_node_that_left_goes_from_the_list_and_colours_stay(page: WebDriver, tmp_path: Path) -> None:
+    def card(name: str) -> str:
+        cards = [element.text for element in page.find_elements(By.CSS_SELECTOR, ".nodes .node")]
+        return next((text for text in cards if text.startswith(name)), "")
+
+    with running_daemon(tmp_path, "attic", load=["guide:0:4"]) as attic:
+        with (
+            running_daemon(tmp_path, "barn", load=["guide:4:8"], bootstrap=attic.addresses),
+            running_daemon(tmp_path, "cellar", load=["guide:8:12"], bootstrap=attic.addresses) as cellar,
+        ):
+            go(page, attic)
+            seen(page, "complete on 3 nodes")
+            wait_for(lambda: card("barn") and card("cellar"), PATIENCE_S, "both")
+            before = page.execute_script(COLOURS)
+            go(page, cellar)
+            wait_for(lambda: card("attic"), PATIENCE_S, "the other node's page")
+            seen_there = page.execute_script(COLOURS)
+            assert {name: before[name] for name in seen_there} == seen_there, "the same on every node's page"
+            go(page, attic)
+            wait_for(lambda: card("barn") and card("cellar"), PATIENCE_S, "both again")
+            cellar.process.kill()
+            wait_for(lambda: " left " in card("cellar").replace("\n", " "), PATIENCE_S, "it to have left")
+            assert "held guide layers 8–11" in card("cellar")
+            assert page.execute_script(COLOURS) == before
+        seen(page, "layers 4–11 missing")
+        left = sections_of(attic, lambda name, text: name == "peers" and text.count('"left_at"') == 2)
+        go(page, attic, "models")
+        for recently, ago in ((True, 30), (False, 90)):
+            assert page.execute_async_script(DRAW, left, ago, recently)
+            for width in (390, 768, 1280):
+                size(page, width)
+                assert page.execute_script("return document.documentElement.scrollWidth") == width
+                page.execute_script(
+                    'document.querySelector("#drawn .nodes").scrollIntoView({block: "center"})'
+                )
+                picture(page, f"left-{'recently' if recently else 'before'}-{width}")
+        assert len(page.find_elements(By.CSS_SELECTOR, "#drawn .nodes .node")) == 1
+        closed = find(page, "#drawn details.gone")
+        assert closed.get_attribute("open") is None
+        assert closed.text == "2 nodes left in the last hour"
+        closed.find_element(By.TAG_NAME, "summary").click()
+        assert "cellar" in closed.text
+        assert "left 1 min ago" in closed.text

@@ -67,6 +67,9 @@ class Parts:
     def hold(self, session: Session) -> None:
         self.n_holds += 1
 
+    def computed(self, session: Session, n_tokens: int) -> None:
+        pass
+
     def close(self, session: Session) -> None:
         self.n_ends += 1
 

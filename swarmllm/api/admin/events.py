@@ -22,6 +22,7 @@ from quart import Blueprint, Response, current_app
 from swarmllm.api.admin.endpoints import download_json
 from swarmllm.api.admin.node_json import (
     Json,
+    departed_json,
     model_json,
     peer_json,
     request_json,
@@ -155,7 +156,10 @@ class Pulse:
         }
         return {
             "node": stats,
-            "peers": {"peers": await encoded(node.peers(), _peer_json)},
+            "peers": {
+                "peers": await encoded(node.peers(), _peer_json),
+                "left": [departed_json(each) for each in node.peer_lookup.departed()],
+            },
             "models": {"models": await encoded(models, model_json), "left_out": node.models.n_left_out()},
             "requests": {
                 "live": [request_json(view) for view in node.requests.live()],

@@ -25,6 +25,7 @@ from swarmllm.node.views import PeerDetails
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, RequestSize
 from swarmllm.scheduling.plan import Plan
 from swarmllm.swarm.peers.trust import EFFECTS, WORK_MIN
+from swarmllm.swarm.records.departures import Departed
 from swarmllm.swarm.router import Reachability
 from swarmllm.workerpool import WorkerStatistics
 from swarmllm_proto.identifiers import NodeId
@@ -236,6 +237,18 @@ def peer_json(view: PeerView, n_shown: int = PEER_MODELS_SHOWN) -> Json:
             for files in (record.files[:n_shown] if record else ())
         ],
         "n_files": len(record.files) if record else 0,
+    }
+
+
+def departed_json(departed: Departed) -> Json:
+    return {
+        "node_id": departed.node_id,
+        "nickname": departed.nickname,
+        "left_at": round(departed.left_at, 3),
+        "recently": departed.is_recent(trio.current_time()),
+        "models": [
+            {"name": name, "layers": _pairs(ranges)} for name, ranges in departed.models[:PEER_MODELS_SHOWN]
+        ],
     }
 
 

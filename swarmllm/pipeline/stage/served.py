@@ -20,7 +20,7 @@ from swarmllm.models.layers import LayerRange, merge
 from swarmllm_proto.identifiers import ModelId, NodeId
 
 WINDOW_S: Final = 5.0
-"""What tokens per second are a mean of."""
+"""What tokens per second are a mean of; up to a second more, because tokens are kept by the second."""
 FORGET_S: Final = 600.0
 SERVED_MAX: Final = 64
 
@@ -63,7 +63,9 @@ class _Entry:
 
     def rate(self, now_s: float) -> float:
         self._drop_old(now_s)
-        return sum(n_tokens for _, n_tokens in self.recent) / WINDOW_S
+        if not self.recent:
+            return 0.0
+        return sum(n_tokens for _, n_tokens in self.recent) / max(1.0, now_s - self.recent[0][0])
 
     def _drop_old(self, now_s: float) -> None:
         while self.recent and self.recent[0][0] <= now_s - WINDOW_S - 1:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ import trio
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.layers import LayerRange
 from swarmllm.swarm.peers.peer_table import Parts
+from swarmllm.swarm.records.departures import Departures
 from swarmllm.swarm.records.model_index import Contradiction as Contradiction
 from swarmllm.swarm.records.model_index import Holder as Holder
 from swarmllm.swarm.records.model_index import IndexedRecord, ModelIndex
@@ -98,6 +100,8 @@ class Registry:
         self._prefixes = PrefixIndex(peers=parts.prefixes)
         self._index = ModelIndex(node_id, on_contradiction, parts.indexed)
         self._listed: tuple[object, Sequence[ModelId]] | None = None
+        self.departures = Departures()
+        """Kept by whoever tells the registry who is connected."""
 
     def __repr__(self) -> str:
         return f"<Registry records={len(self._announced)} connected={len(self._present)}>"
@@ -339,6 +343,10 @@ async def _take_over_connections(registry: Registry, router: Router) -> None:
     known, now = registry.connected(), router.connected()
     for node_id in (*(known - now), *(now - known)):
         registry.set_present(node_id, node_id in now)
+        if node_id in now:
+            registry.departures.came(node_id)
+        else:
+            registry.departures.left(node_id, registry.node(node_id), trio.current_time(), time.time())
         await trio.lowlevel.checkpoint()
 
 

@@ -37,9 +37,9 @@ export const layerText = (text) => { const [start, end] = range(text); return en
 /** A sentence of the node's, with its layer ranges as people count. */
 export const layersIn = (sentence) => sentence.replace(/\d+:\d+/g, layerText);
 
-const hues = new Map();
-/** Each node keeps its hue while the page is open. */
+/** A node's hue follows from its id: the same in every browser and after every restart. None is near the red of a failure. */
 export function hue(nodeId) {
-  if (!hues.has(nodeId)) hues.set(nodeId, hues.size % 8);
-  return { "--hue": `var(--n${hues.get(nodeId)})` };
+  let hash = 2166136261;
+  for (let i = 0; i < nodeId.length; i++) hash = Math.imul(hash ^ nodeId.charCodeAt(i), 16777619);
+  return { "--hue": `oklch(var(--node-light) .1 ${60 + 15 * ((hash >>> 8) % 20)})` };
 }

@@ -19,17 +19,19 @@ export function renderSwarm(root, state) {
     return;
   }
   const nodes = [self(state.node), ...state.peers.peers];
-  nodes.forEach((node) => hue(node.node_id));
+  const recently = state.peers.left.filter((node) => node.recently);
+  const before = state.peers.left.filter((node) => !node.recently);
   const held = state.models.models.filter((model) => model.holders.length);
   show(root,
     stats(state, nodes),
     panel("Layers", held.length ? `${plural(held.length, "model")} held` : "", held.length
       ? held.map((model) => map(model, nodes, state.requests.live))
       : h("p", { class: "empty" }, "No node holds any layers yet. Load a model under ", h("a", { href: "#models" }, "Models"), ", or run ", h("code", null, "swarmllm models load guide"), ".")),
-    panel("Nodes", plural(nodes.length, "node"), h("div", { class: "nodes", tabindex: "0", role: "region", "aria-label": "Nodes of the swarm" }, nodes.map(nodeCard))),
+    panel("Nodes", plural(nodes.length, "node"), h("div", { class: "nodes", tabindex: "0", role: "region", "aria-label": "Nodes of the swarm" }, nodes.map(nodeCard), recently.map(leftCard)), before.length > 0 && gone(before)),
     panel("Live pipelines", [foreign(state.node), state.requests.live.some((request) => request.route.length) && "per token: solid computes, pale queues, hatched travels"].filter(Boolean).join(" · "), state.requests.live.length
       ? state.requests.live.map(pipeline)
       : h("p", { class: "empty" }, "Nothing runs right now. Ask something under ", h("a", { href: "#chat" }, "Chat"), ".")),
+    state.node.serving.length > 0 && panel("Computed for other nodes", "of the last ten minutes", serving(state.node.serving)),
     panel("Recent requests", "", state.requests.recent.length
       ? recent(state.requests.recent)
       : h("p", { class: "empty" }, "No request has ended since the node started.")));
@@ -85,6 +87,24 @@ function nodeCard(node) {
     h("div", { class: "muted small cut", title: node.node_id }, h("span", { class: "mono" }, shortId(node.node_id)), distance && ` · ${distance}`),
     node.memory_total_bytes > 0 && h("div", { class: "meter", role: "img", "aria-label": `Memory: ${bytes(used)} of ${bytes(node.memory_total_bytes)} used` }, h("i", { style: { width: `${(100 * used) / node.memory_total_bytes}%` } })),
     node.memory_total_bytes > 0 && h("div", { class: "muted small" }, `${bytes(node.memory_free_bytes)} free of ${bytes(node.memory_total_bytes)}`, node.active_requests > 0 && ` · ${node.active_requests} running`));
+}
+
+const leftSince = (node) => `left ${seconds(Date.now() / 1000 - node.left_at)} ago`;
+const heldBefore = (node) => node.models.map((model) => `${model.name} layers ${model.layers.map(layerText).join(", ")}`).join(" · ");
+
+function leftCard(node) {
+  const held = heldBefore(node);
+  return h("div", { class: "node left", "data-key": node.node_id },
+    h("div", { class: "name" }, h("span", { class: "swatch", style: hue(node.node_id) }), h("span", { class: "cut" }, node.nickname || shortId(node.node_id)), h("span", { class: "tag" }, "left")),
+    h("div", { class: "muted small cut", title: node.node_id }, h("span", { class: "mono" }, shortId(node.node_id)), ` · ${leftSince(node)}`),
+    held && h("div", { class: "muted small cut", title: held }, `held ${held}`));
+}
+
+function gone(nodes) {
+  return h("details", { class: "gone", "data-key": "gone" },
+    h("summary", null, `${plural(nodes.length, "node")} left in the last hour`),
+    h("ul", null, nodes.map((node) => h("li", { "data-key": node.node_id }, h("span", { class: "swatch", style: hue(node.node_id) }),
+      h("span", { class: "cut" }, node.nickname || shortId(node.node_id)), h("span", { class: "muted small" }, leftSince(node))))));
 }
 
 function map(model, nodes, live) {
@@ -156,13 +176,29 @@ function pipeline(request) {
 }
 
 // On a narrow screen a row becomes lines of words (see the style sheet); the roles keep it a table.
-function recent(requests) {
-  const heads = ["Time", "Model", "Outcome", ["Prompt", 1], ["Answer", 1], ["First token", 1], ["Tokens/s", 1], "Route"];
-  const cell = (what, ...body) => h("td", { role: "cell", ...what }, ...body);
-  const number = (label, value) => cell({ class: value === "–" ? "num none" : "num", "data-label": label }, value);
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of recent requests" }, h("table", { role: "table" },
+const cell = (what, ...body) => h("td", { role: "cell", ...what }, ...body);
+const number = (label, value) => cell({ class: value === "–" ? "num none" : "num", "data-label": label }, value);
+
+function listing(name, heads, rows) {
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, h("table", { role: "table" },
     h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads.map((head) => (Array.isArray(head) ? h("th", { class: "num", scope: "col", role: "columnheader" }, head[0]) : h("th", { scope: "col", role: "columnheader" }, head))))),
-    h("tbody", { role: "rowgroup" }, requests.slice(0, 20).map((request) => h("tr", { role: "row", "data-key": request.id },
+    h("tbody", { role: "rowgroup" }, rows)));
+}
+
+function serving(stages) {
+  return listing("Table of stages computed for other nodes", ["For", "Model", "Layers", ["Running", 1], ["Tokens", 1], ["Tokens/s", 1]],
+    stages.map((stage) => h("tr", { role: "row", "data-key": `${stage.model_id} ${stage.node_id}` },
+      cell({ title: stage.node_id }, h("span", { class: "swatch inline", style: hue(stage.node_id) }), stage.nickname || shortId(stage.node_id)),
+      cell({}, stage.name || shortId(stage.model_id)),
+      cell({ class: "muted" }, `layers ${stage.layers.map(layerText).join(", ")}`),
+      number("running", stage.active || "–"),
+      number("tokens", stage.tokens.toLocaleString("en")),
+      number("tokens/s", stage.active ? rate(stage.tokens_per_s) : "–"))));
+}
+
+function recent(requests) {
+  return listing("Table of recent requests", ["Time", "Model", "Outcome", ["Prompt", 1], ["Answer", 1], ["First token", 1], ["Tokens/s", 1], "Route"],
+    requests.slice(0, 20).map((request) => h("tr", { role: "row", "data-key": request.id },
       cell({ class: "muted" }, clock(request.started_at)),
       cell({}, request.model),
       cell({ class: `outcome ${request.state === "failed" ? "bad" : "muted"}`, title: request.error }, request.state === "failed" && request.error ? request.error : request.state),
@@ -170,5 +206,5 @@ function recent(requests) {
       number("answer", request.generated_tokens || "–"),
       number("first token", ms(request.first_token_ms)),
       number("tokens/s", rate(request.tokens_per_s)),
-      cell({ class: request.route.length ? "route" : "route none" }, request.route.length ? hops(request.route, { times: false }) : "–"))))));
+      cell({ class: request.route.length ? "route" : "route none" }, request.route.length ? hops(request.route, { times: false }) : "–"))));
 }

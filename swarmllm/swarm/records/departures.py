@@ -1,0 +1,60 @@
+"""Which nodes have left lately: what a dashboard shows of them, and for how long.
+
+Pure: the clock comes in as `now_s`. A node that has left is recent for RECENT_S, because it may have lost
+its connection for a moment. Until FORGET_S it is one of those that left, then nothing of it is kept. There
+are at most DEPARTED_MAX, the latest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.swarm import NodeRecord
+
+RECENT_S: Final = 60.0
+FORGET_S: Final = 3600.0
+DEPARTED_MAX: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Departed:
+    node_id: NodeId
+    nickname: str
+    models: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+    """(name, layer ranges) that it had ready when it left. A node that stops in order tells the swarm before
+    that it has none."""
+    left_s: float
+    left_at: float
+    """The same, in seconds since the epoch."""
+
+    def is_recent(self, now_s: float) -> bool:
+        return now_s < self.left_s + RECENT_S
+
+
+class Departures:
+    def __init__(self) -> None:
+        self._left: dict[NodeId, Departed] = {}
+        """The one that left first comes first."""
+
+    def left(self, node_id: NodeId, record: NodeRecord | None, now_s: float, left_at: float) -> None:
+        self._left.pop(node_id, None)
+        self._left[node_id] = Departed(
+            node_id,
+            record.nickname if record else "",
+            tuple((model.name, model.ranges) for model in record.models) if record else (),
+            now_s,
+            left_at,
+        )
+        if len(self._left) > DEPARTED_MAX:
+            del self._left[next(iter(self._left))]
+
+    def came(self, node_id: NodeId) -> None:
+        self._left.pop(node_id, None)
+
+    def view(self, now_s: float) -> tuple[Departed, ...]:
+        """The latest first."""
+        for node_id in [n for n, each in self._left.items() if now_s >= each.left_s + FORGET_S]:
+            del self._left[node_id]
+        return tuple(reversed(self._left.values()))
