@@ -83,15 +83,12 @@ class SessionOwner(Protocol):
 
     def hold(self, session: Session) -> None:
         """It is over, and what it has here is held for another request."""
-        ...
 
     def close(self, session: Session) -> None:
         """Nothing of it is left here."""
-        ...
 
     def computed(self, session: Session, n_tokens: int) -> None:
         """The first of its stages here has computed so many rows of tokens after the prompt."""
-        ...
 
 
 class Session:
@@ -348,12 +345,8 @@ class Session:
                         self._log.exception("request %s could not be cleaned up", self.context.request_id)
             self._pass(SessionEvent.CLEANED if self.view.runs_layers else SessionEvent.NOTHING_KEPT)
             if self.view.runs_layers and self._origin_side is None:
-                provoked_by(log, self.view.origin).info(
-                    "request %s of %s ended here after %d jobs",
-                    self.context.request_id,
-                    self.view.origin,
-                    self.n_jobs,
-                )
+                told = (self.context.request_id, self.view.origin, self.n_jobs)
+                self._log.info("request %s of %s ended here after %d jobs", *told)
 
     def _pass(self, event: SessionEvent) -> None:
         """The event happens. Raises UnknownTransition, before any effect, where it cannot."""
@@ -437,11 +430,9 @@ class Session:
     async def _handle(self, item: Item) -> None:
         if isinstance(item, Job):
             self.n_jobs += 1
-            stage, n_tokens = item.stage, item.n_tokens
-            is_answer = item.position >= self.context.n_given_tokens
+            stage, n_tokens = item.stage, item.n_tokens * (item.position >= self.context.n_given_tokens)
             await self._walker.walk(item)
-            if is_answer:
-                self._computed(stage, n_tokens)
+            self._computed(stage, n_tokens)
         elif isinstance(item, GivenPrompt):
             await self._walker.generate(item.tokens, self._count_token)
         elif isinstance(item, ReplayRows):
@@ -465,10 +456,8 @@ class Session:
         with trio.move_on_after(CLEANUP_TIMEOUT_S):
             try:
                 await self._walker.tell_origin(message)
-            except SwarmLLMError as unreachable:
-                self._log.info(
-                    "request %s: its origin cannot be told: %s", self.context.request_id, unreachable
-                )
+            except SwarmLLMError as error:
+                self._log.info("request %s: its origin is not told: %s", self.context.request_id, error)
 
     async def _clean_up(self) -> None:
         hold = self._state is not SessionState.FREEING
