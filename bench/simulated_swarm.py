@@ -109,7 +109,7 @@ class SimulatedNode:
         self.alive = True
         self.is_newcomer = world.settled
         self.observations = Observations()
-        self.patience = Hysteresis()
+        self.hysteresis = Hysteresis()
         self.router = world.network.add(node_id)
         self.router.serve(self._answer, _ignore)
         self._world = world
@@ -200,7 +200,7 @@ class SimulatedNode:
         """One look at the plan, as `node.auto_shard` does."""
         target = plan.targets.get(self.node_id, self.held)
         if self.loading or subtract(target, self.held) == subtract(self.held, target) == ():
-            self.patience.forget()
+            self.hysteresis.forget()
             return
         elsewhere = [
             LayerRange(*pair)
@@ -211,9 +211,9 @@ class SimulatedNode:
         ]
         step = next_step(self.held, target, (), elsewhere, self.free_bytes, self._world.shape)
         if step.load is None and step.drop is None:
-            self.patience.forget()
-        elif self.patience.see((target, step)):
-            self.patience.forget()
+            self.hysteresis.forget()
+        elif self.hysteresis.see((target, step)):
+            self.hysteresis.forget()
             if step.drop is not None:
                 self.held = subtract(self.held, [step.drop])
             elif step.load is not None:

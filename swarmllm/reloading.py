@@ -1,4 +1,4 @@
-"""SIGHUP: read the configuration again, and let what may change while the node runs count at once.
+"""Reloads the configuration on SIGHUP, and applies what may change while the node runs.
 
 Which keys those are stands with their definition (`swarmllm.config`). The rest is what sockets, workers and
 identities were made from: a change there is reported, and counts after a restart. A configuration that

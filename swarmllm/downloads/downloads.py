@@ -99,7 +99,7 @@ class Download:
         self.done_bytes = self.total_bytes = 0
         self._history: deque[tuple[float, int]] = deque()
 
-    def patience(self, settings: DownloadSettings) -> RetrySchedule:
+    def retries(self, settings: DownloadSettings) -> RetrySchedule:
         """For one thing that a server is asked for; what it meets is this download's trouble."""
         return RetrySchedule(settings, self._meet)
 
@@ -260,7 +260,7 @@ class Downloads:
             raise InvalidRequest("A model in parts has a SHA-256 for each; leave it out.", field="sha256")
         name = download.name or normalise_name(model_name(url))
         for is_last in (False, True):
-            facts = await download.patience(settings).keep_trying(remote.facts)
+            facts = await download.retries(settings).keep_trying(remote.facts)
             try:
                 if download.layers is not None:
                     return await self._parts(download, remote, facts, name, settings)
@@ -275,7 +275,7 @@ class Downloads:
         self, download: Download, remote: FileRemote, facts: Facts, name: str, settings: DownloadSettings
     ) -> CatalogueEntry:
         folder = self._folder_of(remote)
-        whole = WholeFile(remote, folder, settings, download.patience(settings), download.progress)
+        whole = WholeFile(remote, folder, settings, download.retries(settings), download.progress)
         here_bytes = await trio.to_thread.run_sync(allocated_bytes, whole.part)
         await self._travel.make_room(max(0, facts.size_bytes - here_bytes))
         await whole.run(facts, download.sha256, lambda: setattr(download, "state", "checking"))
@@ -315,15 +315,15 @@ class Downloads:
         layers: LayerRange,
         settings: DownloadSettings,
     ) -> CatalogueEntry:
-        await download.patience(settings).keep_trying(partial(check_same_file, remote, facts, entry))
+        await download.retries(settings).keep_trying(partial(check_same_file, remote, facts, entry))
 
         async def fetch(
             wanted: CatalogueEntry,
             tensors: tuple[TensorEntry, ...],
             progress: Callable[[int, int], None],
         ) -> None:
-            store, patience = self._travel.store, download.patience(settings)
-            await Parts(remote, facts, store, wanted, tensors, settings, patience, progress).run()
+            store, retries = self._travel.store, download.retries(settings)
+            await Parts(remote, facts, store, wanted, tensors, settings, retries, progress).run()
 
         return await self._travel.ensure(entry, layers, download.progress, fetch=fetch)
 
@@ -357,7 +357,7 @@ class Downloads:
         model.is_fetching = True
         try:
             fetching = FetchLayers(
-                remote, facts, model, settings, download.patience(settings), download.progress
+                remote, facts, model, settings, download.retries(settings), download.progress
             )
             await fetching.run(layers, self._travel.make_room)
         finally:
@@ -384,7 +384,7 @@ class Downloads:
         source = download.source
         url = listing_url(settings.endpoint, source.repo)
         listing = Remote(http, url, settings.token, settings).listing
-        raw = await download.patience(settings).keep_trying(listing)
+        raw = await download.retries(settings).keep_trying(listing)
         names = listed_files(raw, url)
         return file_url(settings.endpoint, source.repo, choose_file(source.repo, names, source.wanted))
 

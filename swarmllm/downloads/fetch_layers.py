@@ -45,7 +45,7 @@ class FetchLayers:
         facts: Facts,
         model: UnidentifiedModel,
         settings: DownloadSettings,
-        patience: RetrySchedule,
+        retries: RetrySchedule,
         progress: Progress,
     ) -> None:
         self._remote = remote
@@ -53,7 +53,7 @@ class FetchLayers:
         self._model = model
         self._settings = settings
         self._progress = progress
-        self._patience = patience
+        self._retries = retries
         self._n_bytes = self._total_bytes = 0
 
     async def run(self, layers: LayerRange, make_room: Callable[[int], Awaitable[None]]) -> None:
@@ -139,9 +139,9 @@ class FetchLayers:
                             await trio.to_thread.run_sync(write_at, file, data, at)
                             look(data)
                             at += len(data)
-                            self._patience.progress()
+                            self._retries.progress()
                 except Broken as error:
-                    await self._patience.wait(error)
+                    await self._retries.wait(error)
             await trio.to_thread.run_sync(os.fdatasync, file)
         finally:
             os.close(file)
@@ -190,7 +190,7 @@ class Parts:
         entry: CatalogueEntry,
         tensors: Iterable[TensorEntry],
         settings: DownloadSettings,
-        patience: RetrySchedule,
+        retries: RetrySchedule,
         progress: Progress,
     ) -> None:
         self._remote = remote
@@ -202,7 +202,7 @@ class Parts:
         self._settings = settings
         self._progress = progress
         self._done: dict[str, int] = {}
-        self._patience = patience
+        self._retries = retries
 
     async def run(self) -> None:
         """Raises DownloadError, BadModel, StoreFull; what has arrived is kept."""
@@ -217,7 +217,7 @@ class Parts:
                     try:
                         await self._read(tensor, writer)
                     except Broken as error:
-                        await self._patience.wait(error)
+                        await self._retries.wait(error)
                 if await trio.to_thread.run_sync(writer.finish):
                     return
                 n_wrong += 1
@@ -235,6 +235,6 @@ class Parts:
         async with aclosing(self._remote.read(start, end, self._facts)) as portions:
             async for data in portions:
                 await trio.to_thread.run_sync(writer.append, data)
-                self._patience.progress()
+                self._retries.progress()
                 self._done[tensor.name] = writer.n_bytes
                 self._progress(sum(self._done.values()), self._total_bytes)

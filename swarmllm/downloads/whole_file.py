@@ -46,7 +46,7 @@ class WholeFile:
         remote: FileRemote,
         folder: Path,
         settings: DownloadSettings,
-        patience: RetrySchedule,
+        retries: RetrySchedule,
         progress: Progress,
     ) -> None:
         self.part = folder / PART
@@ -56,7 +56,7 @@ class WholeFile:
         self._progress = progress
         self._facts = Facts(0, "", "", has_ranges=False)
         self._done: list[Span] = []
-        self._patience = patience
+        self._retries = retries
         self._saving = trio.Lock()
 
     async def run(self, facts: Facts, sha256: str, on_checking: Callable[[], None]) -> None:
@@ -132,7 +132,7 @@ class WholeFile:
         while at < end:
             at, failure = await self._read(at if self._facts.has_ranges else start, end)
             if failure is not None:
-                await self._patience.wait(failure)
+                await self._retries.wait(failure)
 
     async def _read(self, start: int, end: int) -> tuple[int, Broken | None]:
         """How far it came, and what broke it off."""
@@ -156,7 +156,7 @@ class WholeFile:
     def _note(self, start: int, end: int) -> None:
         if self._facts.has_ranges:
             # Else the next attempt begins at the start, and this was no progress.
-            self._patience.progress()
+            self._retries.progress()
         self._done = joined([*self._done, (start, end)])
         self._report()
 

@@ -1,4 +1,4 @@
-"""What happens to the damaged parts of a model: they are found, named, and not used any more. Blocking.
+"""Finds the damaged parts of a model, names them, and takes them out of use.
 
 Without its header nothing in a container can be found, so where it is damaged it is written anew from a copy.
 The copy is sparse and as long as the container, so that it reads as a GGUF whose tensors are holes. Blocking.

@@ -1,4 +1,4 @@
-"""From a GGUF file to its manifest: the one pass that reads every byte.
+"""Computes the manifest of a GGUF file in one pass over every byte.
 
 Reads instead of mapping: a mapped file that somebody truncates meanwhile kills the daemon with SIGBUS.
 Blocking; callers run it in a thread and may raise from `progress` to give up.

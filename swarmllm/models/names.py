@@ -1,4 +1,4 @@
-"""What models are called: the names that may be, and further names of models that the catalogue knows.
+"""Names of models: which are allowed, and aliases in the catalogue.
 
 A model has one name that is shown and any number that lead to it as well: the same content, added from two
 places under two names, is one model (see `Catalogue.add`). The functions work inside the catalogue's

@@ -1,4 +1,4 @@
-"""What holds for requests to a model under one of its names, unless they say otherwise: a preset.
+"""Presets: defaults for requests to a model under one of its names.
 
 A preset belongs to a name and not to the model, so that one model can be several assistants. It is kept in
 the catalogue's database, and written as TOML where people read or write it:

@@ -1,4 +1,4 @@
-"""One model in several GGUF files, seen as the one file that it would be if somebody joined the parts.
+"""Reads a model in several GGUF files as the one file that the joined parts would be.
 
 The joined file exists nowhere. It has a header, with the metadata of the first part and the tensors of all,
 and a place for each tensor, and whatever speaks of a model's bytes by their offsets (manifests, containers

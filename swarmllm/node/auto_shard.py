@@ -63,7 +63,7 @@ class PlacedModel:
     is_busy: bool = False
     """A task looks after it."""
     fetching: trio.CancelScope | None = None
-    patience: Hysteresis = field(default_factory=Hysteresis)
+    hysteresis: Hysteresis = field(default_factory=Hysteresis)
 
 
 Find = Callable[[str], Awaitable[CatalogueEntry]]
@@ -341,13 +341,13 @@ class AutoShardManager:
         pinned = self.pinned(entry.model_id)
         step = next_step(held, model.target, pinned, elsewhere, self.free_bytes, shape)
         if step.load is None and step.drop is None:
-            model.patience.forget()
+            model.hysteresis.forget()
             model.state = f"waits for {step.waits_for}" if step.waits_for else "as planned"
             return
-        if not model.patience.see((model.target, step)):
-            model.state = f"about to move ({model.patience.n_seen} of {CONSISTENT_TICKS})"
+        if not model.hysteresis.see((model.target, step)):
+            model.state = f"about to move ({model.hysteresis.n_seen} of {CONSISTENT_TICKS})"
             return
-        model.patience.forget()
+        model.hysteresis.forget()
         if step.load is not None:
             await self._take(model, entry, step.load)
         elif step.drop is not None:

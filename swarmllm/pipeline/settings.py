@@ -1,4 +1,4 @@
-"""What a pipeline's driver needs to be told; the defaults are the daemon's."""
+"""Settings of a node's pipelines; the defaults are the daemon's."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Member:
     is_content: bool = False
     heard: dict[str, PlacementNode] = field(default_factory=dict)
     ready_elsewhere: dict[str, tuple[LayerRange, ...]] = field(default_factory=dict)
-    patience: Hysteresis = field(default_factory=Hysteresis)
+    hysteresis: Hysteresis = field(default_factory=Hysteresis)
 
     def record(self) -> PlacementNode:
         held = merge([*self.held, *self.loading])
@@ -45,11 +45,11 @@ class Member:
         step = next_step(self.held, target, (), elsewhere, self.record().free_bytes, SHAPE)
         self.is_content = step.load is None and step.drop is None and not step.waits_for
         if step.load is None and step.drop is None:
-            self.patience.forget()
+            self.hysteresis.forget()
             return False
-        if not self.patience.see((target, step)):
+        if not self.hysteresis.see((target, step)):
             return False
-        self.patience.forget()
+        self.hysteresis.forget()
         if step.load is not None:
             self.loading = (step.load,)
         elif step.drop is not None:

@@ -12,7 +12,7 @@ from node_ids import A, C, D, E
 from bench.arithmetic import FakePool
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.origin.output import BrokenPromise
-from swarmllm.pipeline.repair.plan import Left, Rebuild, is_anew, mend, rebuilds
+from swarmllm.pipeline.repair.plan import Left, Rebuild, is_anew, rebuilds, repair_route
 from swarmllm.pipeline.repair.rebuild import Feeding
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.inputs import Load
@@ -120,10 +120,10 @@ HOLDERS = held(a="0:4", b="4:8", c="8:12", d="4:8", e="4:8")
 
 def test_the_standby_takes_the_place_of_a_dead_stage() -> None:
     question = ask(HOLDERS, connected={A, C, D, E})
-    mended = mend(question, BROKEN)
-    assert mended == Assembly(stages("a 0:4", "d 4:8", "c 8:12"), (None, E, None))
+    repaired = repair_route(question, BROKEN)
+    assert repaired == Assembly(stages("a 0:4", "d 4:8", "c 8:12"), (None, E, None))
     # Also where another node would do as well, and comes first by its name.
-    other = mend(question, replace(BROKEN, standbys=(None, E, None)))
+    other = repair_route(question, replace(BROKEN, standbys=(None, E, None)))
     assert other == Assembly(stages("a 0:4", "e 4:8", "c 8:12"), (None, D, None))
 
 
@@ -141,16 +141,16 @@ def test_the_standby_takes_the_place_of_a_dead_stage() -> None:
     ],
 )
 def test_where_the_standby_cannot_another_holder_does(change: dict[str, object]) -> None:
-    mended = mend(ask(**({"holders": HOLDERS} | change)), BROKEN)  # type: ignore[arg-type]
-    assert mended is not None
-    assert mended.stages == stages("a 0:4", "e 4:8", "c 8:12")
+    repaired = repair_route(ask(**({"holders": HOLDERS} | change)), BROKEN)  # type: ignore[arg-type]
+    assert repaired is not None
+    assert repaired.stages == stages("a 0:4", "e 4:8", "c 8:12")
 
 
 def test_a_neighbour_that_holds_the_range_too_becomes_a_stage_more() -> None:
     holders = held(a="0:4", b="4:8", c="4:8 8:12")
-    mended = mend(ask(holders, connected={C}), Assembly(BROKEN.stages, (None, C, None)))
-    assert mended is not None
-    assert mended.stages == stages("a 0:4", "c 4:8", "c 8:12")
+    repaired = repair_route(ask(holders, connected={C}), Assembly(BROKEN.stages, (None, C, None)))
+    assert repaired is not None
+    assert repaired.stages == stages("a 0:4", "c 4:8", "c 8:12")
 
 
 @pytest.mark.parametrize(
@@ -162,12 +162,12 @@ def test_a_neighbour_that_holds_the_range_too_becomes_a_stage_more() -> None:
     ],
 )
 def test_what_cannot_be_mended_or_is_not_worth_it_is_left(change: dict[str, object]) -> None:
-    assert mend(ask(**({"holders": HOLDERS} | change)), BROKEN) is None  # type: ignore[arg-type]
+    assert repair_route(ask(**({"holders": HOLDERS} | change)), BROKEN) is None  # type: ignore[arg-type]
 
 
 def test_a_route_of_another_cut_mends_nothing() -> None:
     holders = held(a="0:4", c="8:12", d="4:6", e="6:8")
-    assert mend(ask(holders), BROKEN) is None
+    assert repair_route(ask(holders), BROKEN) is None
 
 
 async def test_a_broken_pipeline_is_mended_and_only_where_that_cannot_be_another_one_is_chosen() -> None:

@@ -237,8 +237,8 @@ async def messages() -> Response:
         top_k=body.top_k,
         exact=body.exact,
     )
-    ask, (spoken,) = await prepare(call, effort_field="thinking")
-    reply = AnthropicReply(body.model, spoken, shows_thoughts=shows_thoughts(body.thinking))
+    ask, (parser,) = await prepare(call, effort_field="thinking")
+    reply = AnthropicReply(body.model, parser, shows_thoughts=shows_thoughts(body.thinking))
     return await answer(ask, reply, stream=bool(body.stream))
 
 

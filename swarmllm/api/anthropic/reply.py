@@ -42,10 +42,10 @@ def error_body(message: str, status: int) -> bytes:
 class AnthropicReply:
     """One message on its way out."""
 
-    def __init__(self, model: str, spoken: OutputParser, *, shows_thoughts: bool = True) -> None:
+    def __init__(self, model: str, parser: OutputParser, *, shows_thoughts: bool = True) -> None:
         """Without `shows_thoughts` a thought is a block without words."""
         self._model = model
-        self._spoken = spoken
+        self._parser = parser
         self._shows_thoughts = shows_thoughts
         self._n_blocks = 0
         self._open_kind = ""
@@ -56,7 +56,7 @@ class AnthropicReply:
         return EVENT_STREAM
 
     def full(self, passage: Passage, generation: Generation) -> bytes:
-        heard = self._spoken.whole(passage.text)
+        heard = self._parser.whole(passage.text)
         blocks: list[Json] = []
         if heard.thought:
             thought = heard.thought if self._shows_thoughts else ""
@@ -72,13 +72,13 @@ class AnthropicReply:
         return _event("message_start", {"message": self._message([]) | {"usage": usage}})
 
     def text(self, passage: Passage) -> bytes:
-        return b"".join(map(self._found, self._spoken.feed(passage.text)))
+        return b"".join(map(self._found, self._parser.feed(passage.text)))
 
     def waiting(self) -> bytes:
         return PING
 
     def last(self, generation: Generation) -> bytes:
-        events = [*map(self._found, self._spoken.finish())]
+        events = [*map(self._found, self._parser.finish())]
         if not self._n_blocks:
             events.append(self._found(""))
         events.append(self._close_open())
@@ -139,7 +139,7 @@ class AnthropicReply:
         return closing
 
     def _stopped(self, generation: Generation) -> Json:
-        if self._spoken.n_calls:
+        if self._parser.n_calls:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if generation.stop_sequence is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": generation.stop_sequence}

@@ -1,4 +1,4 @@
-"""Ollama's API, because so many desktop apps speak only that.
+"""Ollama's API: chat, generate, embed, tags, ps and version.
 
 Requests become the same calls as OpenAI's, answers are worded Ollama's way: newline-delimited JSON that
 streams unless told not to, durations in nanoseconds, names with a tag (`guide:latest`). Options that only say
@@ -238,9 +238,9 @@ async def chat() -> Response:
     settings = _settings(name, body)
     limit = _max_tokens(body.options)
     call = chat_call(msgspec.structs.replace(settings, messages=messages, tools=body.tools, max_tokens=limit))
-    ask, (spoken,) = await prepare(call, effort_field="think")
+    ask, (parser,) = await prepare(call, effort_field="think")
     ask = replace(ask, keep_alive_s=keep_alive_s)
-    return await answer(ask, OllamaReply(ChatWords(body.model), spoken), stream=body.stream is not False)
+    return await answer(ask, OllamaReply(ChatWords(body.model), parser), stream=body.stream is not False)
 
 
 @ollama.post("/generate")
@@ -270,8 +270,8 @@ async def generate() -> Response:
     sampling = sampling_of(settings, json_schema=json_schema(settings.response_format))
     max_tokens = _max_tokens(body.options) or preset.max_tokens
     ask = Ask(name, prompt, sampling, max_tokens, keep_alive_s=keep_alive_s)
-    spoken = OutputParser(opened_thought=opened)
-    return await answer(ask, OllamaReply(GenerateWords(body.model), spoken), stream=body.stream is not False)
+    parser = OutputParser(opened_thought=opened)
+    return await answer(ask, OllamaReply(GenerateWords(body.model), parser), stream=body.stream is not False)
 
 
 @ollama.get("/version")

@@ -51,30 +51,30 @@ class GenerateWords:
 
 
 class OllamaReply:
-    def __init__(self, words: Words, spoken: OutputParser) -> None:
+    def __init__(self, words: Words, parser: OutputParser) -> None:
         self._words = words
-        self._spoken = spoken
+        self._parser = parser
 
     @property
     def stream_type(self) -> str:
         return "application/x-ndjson"
 
     def full(self, passage: Passage, generation: Generation) -> bytes:
-        heard = self._spoken.whole(passage.text)
+        heard = self._parser.whole(passage.text)
         return encode(self._words.say(heard.text, heard.calls, heard.thought) | _end(generation))
 
     def first(self, generation: Generation | None) -> bytes:
         return b""
 
     def text(self, passage: Passage) -> bytes:
-        return b"".join(map(self._line, self._spoken.feed(passage.text)))
+        return b"".join(map(self._line, self._parser.feed(passage.text)))
 
     def waiting(self) -> bytes:
         """There are no comments in JSON; a piece without text does no harm."""
         return self._line("")
 
     def last(self, generation: Generation) -> bytes:
-        rest = self._spoken.finish()
+        rest = self._parser.finish()
         end = encode(self._words.say("") | _end(generation)) + b"\n"
         return b"".join([*map(self._line, rest), end])
 

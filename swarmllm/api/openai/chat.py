@@ -34,11 +34,11 @@ Json = dict[str, object]
 @chat.post("/chat/completions")
 async def completions() -> Response:
     call = chat_call(await read_request(ChatRequest))
-    ask, listeners = await prepare(call)
+    ask, parsers = await prepare(call)
     replies: list[ChatReply] = []
-    for index, spoken in enumerate(listeners):
+    for index, parser in enumerate(parsers):
         head = replies[0].head if replies else None
-        replies.append(ChatReply(call.model, spoken, call.include_usage, index=index, head=head))
+        replies.append(ChatReply(call.model, parser, call.include_usage, index=index, head=head))
     return await answer_choices([ask], replies, stream=call.stream)
 
 
@@ -85,7 +85,7 @@ class ChatReply:
     def __init__(
         self,
         model: str,
-        spoken: OutputParser,
+        parser: OutputParser,
         include_usage: bool = False,
         *,
         index: int = 0,
@@ -101,7 +101,7 @@ class ChatReply:
         self._index = index
         self._untold: list[Json] = []
         """Log-probabilities of tokens whose text is held back."""
-        self._spoken = spoken
+        self._parser = parser
         self._include_usage = include_usage
         self._n_sent_calls = 0
         self._text_prefix, self._text_suffix = self._around_text()
@@ -111,7 +111,7 @@ class ChatReply:
         return self.body([self.choice(passage, generation)], usage(generation), generation)
 
     def choice(self, passage: Passage, generation: Generation) -> Json:
-        heard = self._spoken.whole(passage.text)
+        heard = self._parser.whole(passage.text)
         message: Json = {"role": "assistant", "content": heard.text, "refusal": None}
         if heard.thought:
             message["reasoning_content"] = heard.thought
@@ -142,14 +142,14 @@ class ChatReply:
     def text(self, passage: Passage) -> bytes:
         """Chunks for a piece of output: usually one, none while a tool call is pending."""
         self._untold += [_token(each) for each in passage.logprobs]
-        return b"".join(map(self._found, self._spoken.feed(passage.text)))
+        return b"".join(map(self._found, self._parser.feed(passage.text)))
 
     def last(self, generation: Generation) -> bytes:
         return self.finish(generation) + self.end(usage(generation))
 
     def finish(self, generation: Generation) -> bytes:
         """What was held back, the finish chunk."""
-        chunks = [self._found(item) for item in self._spoken.finish()]
+        chunks = [self._found(item) for item in self._parser.finish()]
         told: Json = {"timings": llamacpp_timings(generation), "swarm": swarm_object(generation)}
         chunks.append(self._chunk({}, self._finish_reason(generation), told))
         return b"".join(chunks)
@@ -165,7 +165,7 @@ class ChatReply:
         return b"data: " + encode({"error": error_object(error)}) + b"\n\n"
 
     def _finish_reason(self, generation: Generation) -> str:
-        if self._spoken.n_calls:
+        if self._parser.n_calls:
             return "tool_calls"
         return "length" if generation.finish_reason == "length" else "stop"
 

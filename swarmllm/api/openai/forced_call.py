@@ -1,4 +1,4 @@
-"""A JSON schema that leaves a model no choice but to call: what `tool_choice` "required" or a name becomes.
+"""Builds the JSON schema that forces a tool call (`tool_choice` "required" or a name).
 
 Calls are asked for in the model's own format where its chat template shows which that is, since whoever is
 forced into an unknown one writes nonsense in it; otherwise in generic JSON. Every tool's parameters move to

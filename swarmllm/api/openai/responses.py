@@ -112,14 +112,14 @@ async def respond() -> Response:
     if body.previous_response_id is not None:
         earlier = store.find(body.previous_response_id, owner, field="previous_response_id").messages
     call, added = responses_call(body, earlier)
-    ask, (spoken,) = await prepare(call, field="input", effort_field="reasoning.effort")
+    ask, (parser,) = await prepare(call, field="input", effort_field="reasoning.effort")
 
     def keep(response: Json) -> None:
         if body.store is not False:
             conversation = [*earlier, *added, *_answered(response)]
             store.keep(response, conversation, owner, _input_items(str(response["id"]), body.input))
 
-    return await answer(ask, ResponsesReply(body, spoken, keep), stream=bool(body.stream))
+    return await answer(ask, ResponsesReply(body, parser, keep), stream=bool(body.stream))
 
 
 @responses.post("/responses/input_tokens")
@@ -196,9 +196,9 @@ class ResponsesReply:
     """One response on its way out. `on_complete` gets it when it is whole."""
 
     def __init__(
-        self, body: ResponsesRequest, spoken: OutputParser, on_complete: Callable[[Json], None]
+        self, body: ResponsesRequest, parser: OutputParser, on_complete: Callable[[Json], None]
     ) -> None:
-        self._spoken = spoken
+        self._parser = parser
         self._on_complete = on_complete
         self._created_at = int(time.time())
         self._asked = _asked(body)
@@ -212,7 +212,7 @@ class ResponsesReply:
         return EVENT_STREAM
 
     def full(self, passage: Passage, generation: Generation) -> bytes:
-        heard = self._spoken.whole(passage.text)
+        heard = self._parser.whole(passage.text)
         items = [Thought(heard.thought)] if heard.thought else []
         said = [heard.text] if heard.text.strip() or not heard.calls else []
         self._events([*items, *said, *heard.calls])
@@ -226,13 +226,13 @@ class ResponsesReply:
         )
 
     def text(self, passage: Passage) -> bytes:
-        return self._events(self._spoken.feed(passage.text))
+        return self._events(self._parser.feed(passage.text))
 
     def waiting(self) -> bytes:
         return WAITING
 
     def last(self, generation: Generation) -> bytes:
-        events = self._events(self._spoken.finish())
+        events = self._events(self._parser.finish())
         if not self._output and self._open is None:
             events += self._events([""])
         events += self._close(_status(generation))

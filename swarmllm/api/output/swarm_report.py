@@ -1,4 +1,4 @@
-"""What an answer says about how it was made: the `swarm` object and the x-swarm headers."""
+"""Reports how an answer was made: the `swarm` object and the x-swarm headers."""
 
 from __future__ import annotations
 

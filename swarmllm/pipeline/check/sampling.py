@@ -1,4 +1,6 @@
-"""Which requests are checked, at which stage, and at which rows. Pure: chance comes in as numbers.
+"""Draws which requests are checked, at which stage, and at which rows.
+
+Pure: chance comes in as numbers.
 
 Nobody is told what was drawn before the last token has come: until then a checked request is like any other.
 """

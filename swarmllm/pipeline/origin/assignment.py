@@ -1,4 +1,4 @@
-"""Asking every stage to take part, before anything is computed: all accept, or the request goes elsewhere.
+"""Asks every stage to take part before anything is computed; unless all accept, the request goes elsewhere.
 
 A stage that cannot be asked or does not answer in time is treated like one that refuses: its silence now is
 worth more than a first token that never comes.

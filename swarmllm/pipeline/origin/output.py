@@ -1,4 +1,4 @@
-"""What the origin makes of what comes back from a pipeline: pure bookkeeping, no I/O, no clock.
+"""Tracks prompt chunks and tokens that a pipeline returns to the origin: pure, without a clock.
 
 `PromptWindow` says which chunk of the prompt leaves next. It counts positions, not messages: whatever was
 lost, sent twice or arrived late, "up to here it has passed, up to here it has left" stays true, and

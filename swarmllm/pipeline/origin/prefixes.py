@@ -1,4 +1,4 @@
-"""Rows that the stages of a request have already, because an earlier request began alike.
+"""Negotiates with the stages which rows they have already from an earlier request that began alike.
 
 Stages of a chain see hidden states, not tokens; without a name they could not tell that two prompts begin
 alike. A name is a hash, chained over blocks of 64 tokens (see `swarmllm_proto.blocks`), and it is made with

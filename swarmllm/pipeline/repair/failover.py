@@ -1,4 +1,4 @@
-"""Tokens from one pipeline after the other: a stream that outlives the nodes it runs on.
+"""Streams tokens from one pipeline after another, so that a stream outlives the nodes it runs on.
 
 When a pipeline breaks, another one is assembled from who is alive: the old one with others in the place of
 lost stages (see `plan`), or a new one, which computes the prompt and the tokens that were generated so far

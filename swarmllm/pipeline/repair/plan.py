@@ -1,5 +1,4 @@
-"""A pipeline broke under a stream: which of its stages keep what they have, who takes the others' place, and
-from where those get their rows.
+"""Plans the repair of a broken pipeline: which stages stay, who replaces the others, who sends them rows.
 
 A stage that is still there has the KV of every row that gave a token, and a journal of what it sent on. So
 whoever takes a dead stage's place need not wait for the whole pipeline to compute everything again: the rows
@@ -72,7 +71,7 @@ def is_anew(planned: Sequence[Rebuild], n_stages: int) -> bool:
     return tuple(planned) == (Rebuild(None, n_stages - 1),)
 
 
-def mend(question: Question, broken: Assembly) -> Assembly | None:
+def repair_route(question: Question, broken: Assembly) -> Assembly | None:
     """The broken pipeline with others in place of the nodes that are gone or to be avoided: the stages'
     standbys where they can, else the best there is. None where that cannot be, where no node of it would
     stay, or where the best of all pipelines is so much faster that it is worth computing everything

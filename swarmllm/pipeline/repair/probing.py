@@ -1,4 +1,4 @@
-"""Who still works on a request of which nothing has been heard?
+"""Asks the stages of a silent request which of them still work on it.
 
 Jobs are not acknowledged one by one, which would cost every token a message per hop. Instead a silence is
 looked into: every stage is asked whether it knows the request and whether anything of it happens there. If

@@ -1,5 +1,4 @@
-"""A pipeline in the place of one that broke: what its stages still have, and how rows get to those that have
-nothing.
+"""Rebuilds a broken pipeline: asks its stages what they have, and feeds rows to those that have nothing.
 
 The origin feeds: one piece after the other leaves the journal of a stage (or the origin's own embedding) for
 the stages that are built again, no more at once than they can take, until they have every row but the newest

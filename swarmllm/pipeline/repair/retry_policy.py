@@ -1,4 +1,6 @@
-"""Whether a request whose pipeline broke gets another one, and when. Pure: the clock comes in as `now_s`.
+"""Decides whether and when a request whose pipeline broke gets another one.
+
+Pure: the clock comes in as `now_s`.
 
 Before its first token nobody has seen anything of a request, so it is tried twice and then refused with a
 status that a client understands. From then on somebody reads along, and a pause is better than an end: the

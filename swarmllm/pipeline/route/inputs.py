@@ -1,4 +1,4 @@
-"""From what this node knows of itself and its peers to what the route is chosen by.
+"""Computes the inputs of a route choice from what nodes announced and this node measured.
 
 Each latency is taken from the best source there is: forwards observed on that node; else its roofline (see
 `scheduling.speeds`), scaled by how far the rooflines of the observed nodes were from the truth, so that

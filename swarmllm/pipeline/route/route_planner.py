@@ -1,4 +1,4 @@
-"""Who runs which layers of a request, from what this node knows at this moment.
+"""Chooses which nodes run which layers of a request, from what this node knows now.
 
 Gathers (registry: holdings and what nodes say of themselves; router: who is how far; pool: what is loaded
 here) and hands on to the pure part: `inputs` for what that means, `assembly` for the choice.
@@ -18,7 +18,7 @@ from swarmllm.errors import NoPipeline
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.origin.requests import OriginRequests
-from swarmllm.pipeline.repair.plan import mend
+from swarmllm.pipeline.repair.plan import repair_route
 from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route
 from swarmllm.pipeline.route.inputs import Links, Load, route_inputs, workload
 from swarmllm.pipeline.route.measuring import travel_s, undisturbed_ways_s
@@ -136,7 +136,7 @@ class RoutePlanner:
         is_exact: bool = False,
     ) -> Assembly:
         """Without those to avoid, and without as many suspects as can be spared. `previous`: the pipeline of
-        the conversation's last turn. `broken`: the request's own, to be mended where that is worth it.
+        the conversation's last turn. `broken`: the request's own, to be repaired where that is worth it.
         `is_exact`: its rows may not be rounded. Raises NoPipeline."""
         known = self._known(entry, size, load)
         work = partial(_choose, known, avoid, tuple(suspects), tuple(previous), broken)
@@ -265,8 +265,8 @@ def _choose(
 
     def choose(avoided: set[NodeId]) -> Assembly:
         asked = replace(question, avoid=avoided)
-        mended = mend(asked, broken) if broken is not None else None
-        return mended or assemble(asked)
+        repaired = repair_route(asked, broken) if broken is not None else None
+        return repaired or assemble(asked)
 
     chosen = _timed(sparing(choose, avoid, suspects), question.inputs)
     if broken is not None:

@@ -1,4 +1,6 @@
-"""Nodes that routes had better do without. Pure: the clock comes in as `now_s`.
+"""Remembers nodes that routes should avoid for a while.
+
+Pure: the clock comes in as `now_s`.
 
 Two kinds. *Doubts* are this node's own: a pipeline failed, and which of its nodes is to blame cannot be
 known. They last until the node takes part in an answer that is completed. *Accusations* are hearsay.

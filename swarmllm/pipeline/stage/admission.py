@@ -1,5 +1,4 @@
-"""The stage's side of the door: who may take part in which request here, and what becomes of messages that
-arrive.
+"""Admits requests of other nodes to stages here, and routes their messages.
 
 An assignment opens a session, a session is all that jobs can reach, and everything else is ignored and
 counted: a message for a request this node knows nothing of is no fault (the request may just have ended),

@@ -1,4 +1,4 @@
-"""Which requests hold KV on this node, and how much is left for one more.
+"""Counts the KV that requests hold on this node, and how much is left.
 
 A request holds a slot of its model's worker, and cells for its prompt and for as much of its answer as is
 expected: reserving all that it may say would make a node look full that is not. Other nodes read the result

@@ -1,4 +1,4 @@
-"""What the pipeline asks of whoever runs the layers on this node.
+"""The interface through which the pipeline computes layers on this node.
 
 `swarmllm.workerpool.WorkerPool` is the one that does; the tests of the state machine bring their own, which
 adds numbers instead of running a model.

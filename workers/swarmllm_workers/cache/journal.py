@@ -1,4 +1,4 @@
-"""What a running request has sent on, row by row, so that the stage after this one can be built again.
+"""Keeps the rows that a running request sent on, so that the next stage can be rebuilt.
 
 A stage that dies takes its KV along. Whoever takes its place needs the rows that the dead one was given, and
 this side of the hop still has them: a journal is the float32 rows that left a range of layers, by position.

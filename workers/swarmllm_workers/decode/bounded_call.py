@@ -1,4 +1,4 @@
-"""A bound in time and memory for Python code that works on what strangers wrote."""
+"""Runs Python code on untrusted input within a bound of time and memory."""
 
 from __future__ import annotations
 

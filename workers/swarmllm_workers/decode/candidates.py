@@ -1,4 +1,4 @@
-"""Which tokens can be drawn, found in few passes over the logits and in vectorised code.
+"""Finds the tokens that can be drawn, in few vectorised passes over the logits.
 
 libllama's samplers take a list of every token, and to write it takes longer than all of this together. They
 are given a list of few tokens: all that the first truncating sampler would keep and perhaps some more, or for

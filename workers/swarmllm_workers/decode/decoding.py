@@ -1,4 +1,4 @@
-"""What the head keeps for one request: sampler, tokens so far, and the text they make.
+"""The head's state of one request: sampler, tokens so far, and the text they make.
 
 Of the text, readers see what is sure (`TextStream`). Held back are the first bytes of a character whose rest
 is still to come, and text that may turn out to be the beginning of a stop string: a stop string never leaks,

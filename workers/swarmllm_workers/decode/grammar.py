@@ -1,4 +1,4 @@
-"""Where the generated tokens have led in a grammar, as its session in the grammar process knows.
+"""Tracks a request's position in its grammar, as its session in the grammar process knows it.
 
 A question whose answer is not there yet raises NotYet: whoever asked does something else and asks again. For
 a JSON schema the mask of the next token is found while the model computes. For GBNF libllama takes longer for

@@ -1,4 +1,4 @@
-"""Whether a model of an unknown architecture may be cut: by trying, against the uncut model.
+"""Tries whether a model of an unknown architecture may be cut, and compares with the uncut model.
 
 What a cut gets wrong is in how layers are wired (scales, windows, what a layer's number decides), not in the
 weights' values, so a few tokens show it: they go through the original file, then through a chain of units of

@@ -1,4 +1,4 @@
-"""What exact requests have of their own: segments apart, over the weights that all use.
+"""Segments of exact requests: cells and batches of their own, over the weights that all use.
 
 The bits of a row depend on more than the request: on where its cells lie among others' (fused attention adds
 up in tiles of cells, plain attention multiplies with all cells up to the last one in use), and on how many

@@ -1,4 +1,4 @@
-"""Which way products of a type are computed, for each number of rows: times in, a table out.
+"""Chooses a kernel for each number of rows from measured times: pure.
 
 Nothing here knows ggml or a clock. The order of the measurement (`race`) and the choice (`choose`) are
 functions of what `run` and `now` give.

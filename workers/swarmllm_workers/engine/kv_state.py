@@ -1,4 +1,4 @@
-"""The bytes of a sequence's KV as libllama writes them, read without libllama.
+"""Parses the bytes of a sequence's KV as libllama writes them.
 
 libllama restores what it is given without looking at the numbers, and of sliding-window layers it writes only
 what is inside the window. So before bytes are kept or taken from elsewhere they are read here: is it all

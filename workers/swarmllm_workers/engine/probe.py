@@ -1,4 +1,4 @@
-"""Try a model file where it may do harm: in a child process, before this one trusts it.
+"""Loads a model file in a child process first, where it can do no harm.
 
 libllama answers some nonsense in a GGUF (three experts used of two, a head of size 0, a token listed twice)
 with `abort()`, and checking all that it assumes would be writing it again. So a fork loads the file first,

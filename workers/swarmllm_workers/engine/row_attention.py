@@ -1,4 +1,4 @@
-"""Fused attention ("flash attention") that gives a row what it would get among others, and on any machine.
+"""Fused attention ("flash attention") whose rows have the same bits in every batch and on every machine.
 
 ggml's fused attention skips cells of other requests, where the plain one multiplies with all cells up to the
 last that is in use and masks what is not the request's own. Measured with llama-cpp-python 0.3.36 on an

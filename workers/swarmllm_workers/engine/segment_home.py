@@ -1,4 +1,4 @@
-"""Segment files of a container: the place of their layers, not a copy of them.
+"""Segment files that hold the only copy of a container's layers.
 
 A container belongs to the daemon's store, so what a segment file holds need not lie in it as well
 (`swarmllm_proto.segment_names`). Cutting moves: the segment file is written whole, renamed, and only then

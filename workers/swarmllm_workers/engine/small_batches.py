@@ -1,4 +1,4 @@
-"""A few rows in one batch: each computed as it would be alone, and faster than ggml would.
+"""Computes a few rows in one batch with the bits that each has alone, faster than ggml.
 
 ggml computes one row of a batch by taking dot products, and two or more by tiles of four by four
 (`llamafile_sgemm`). On a matrix that is in no cache the tiles are slower up to seven rows, and for most types

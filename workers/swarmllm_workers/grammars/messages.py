@@ -1,4 +1,4 @@
-"""What a worker and the process that follows its grammars say to each other: msgpack, one message a frame."""
+"""Messages between a worker and the process that follows its grammars: msgpack, one message a frame."""
 
 from __future__ import annotations
 

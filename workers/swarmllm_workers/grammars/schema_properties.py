@@ -1,4 +1,6 @@
-"""Say what a JSON schema says of the names and number of properties with enforced keywords. Pure.
+"""Rewrites what a JSON schema says of names and numbers of properties to enforced keywords.
+
+Pure.
 
 What `todo` has is changed; what has to hold besides is added to `also`, as schemas."""
 

@@ -1,4 +1,6 @@
-"""Find what the references of a JSON schema lead to, inside the schema itself. Pure."""
+"""Resolves the references of a JSON schema inside the schema itself.
+
+Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Say with the keywords that llguidance enforces what a JSON schema says with others. Pure.
+"""Rewrites a JSON schema to the keywords that llguidance enforces.
+
+Pure.
 
 llguidance refuses what it cannot enforce. Here such a keyword is replaced by others that say the same, or
 less: every text under the rewritten schema is valid under the given one. A keyword for which there is no such

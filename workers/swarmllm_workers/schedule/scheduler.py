@@ -1,4 +1,4 @@
-"""Schedule the works: whose rows run next, in which batch, and what becomes of them.
+"""Schedules the works: which rows run next, in which batch, and where the results go.
 
 A round (`step`) is: resume what was parked, choose batches, run each, accept its results, drop what is over.
 There is one way to run a batch. Which batches there are is planned (`planner.py`), but for a decode step that

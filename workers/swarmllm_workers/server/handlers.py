@@ -1,4 +1,4 @@
-"""What each message of the daemon does. All it carries is validated here, before the engine sees it."""
+"""Handles the daemon's messages, and validates all that they carry before the engine sees it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What opens the model, brings its layers in and out, or tries which ones may be: calls that take seconds and
-tell how far they are. They run beside the decode steps, one after the other."""
+"""Handles calls that take seconds and report progress: open a model, load and unload layers, check cuts.
+
+They run beside the decode steps, one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the daemon says while a batch runs, read ahead of its turn.
+"""Reads the daemon's messages ahead of their turn while a batch runs.
 
 A piece of a prompt may take a slow machine many seconds, and libllama computes it in one call. It asks before
 every operation of the graph whether to go on (`ggml_abort_callback`), and this is who answers: no, once every

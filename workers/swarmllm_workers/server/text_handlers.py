@@ -1,4 +1,4 @@
-"""Between text and tokens, with the model's tokenizer and chat template, and from tokens to embedding rows.
+"""Handles tokenizing, detokenizing, chat templates, and embedding rows of tokens.
 
 How long that takes is decided by whoever wrote the text, so it is done beside the decode steps: vocabulary,
 template and embedding do not change.

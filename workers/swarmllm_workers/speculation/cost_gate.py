@@ -1,4 +1,4 @@
-"""Does guessing pay? Measured while requests run: a pure core, seconds come in as arguments.
+"""Measures whether speculation pays while requests run: pure, seconds come in as arguments.
 
 A step that checks k guesses gives one token more than were right, and takes what making and checking them
 takes. What steps take is a matter of the machine: running means per number of guesses, handed on from request

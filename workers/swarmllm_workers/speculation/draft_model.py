@@ -1,4 +1,4 @@
-"""A small model of the same vocabulary that guesses what the large one will say (Leviathan et al. 2023).
+"""Drafts with a small model of the same vocabulary (Leviathan et al. 2023).
 
 It runs in the same process, with a KV cache of its own in which a request has the same slot. It guesses
 greedily: a guess counts only where it is the very token that the large model's sampler draws, and the

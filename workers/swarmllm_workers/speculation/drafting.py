@@ -1,4 +1,4 @@
-"""Guess the tokens that come next, from those that were: a pure core.
+"""Drafts the next tokens from the text so far (prompt lookup) and from earlier answers: pure.
 
 A prompt that was answered before may be answered alike (`Continuations`). And text repeats itself: names,
 quotations, code, tables, the question in the answer. Where the last tokens have been written before, what

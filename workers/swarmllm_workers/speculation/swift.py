@@ -1,4 +1,4 @@
-"""A model that guesses for itself by leaving layers out (SWIFT: Xia et al. 2024).
+"""Drafts with the model itself by leaving layers out (SWIFT: Xia et al. 2024).
 
 libllama runs a loaded model as a whole, so a model that is to guess is loaded as a chain of segments: the
 guess runs through some of them, the check through all. Which layers are left out is fixed: the share
