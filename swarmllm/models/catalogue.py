@@ -91,7 +91,7 @@ CREATE TABLE IF NOT EXISTS parts (
 """,
 )
 """`containers`: the models whose files the store owns, and `tensors`: what those hold of them (see
-`store.py`). `chunk_lists`: of tensors of more than one chunk (see `tensor_digest`). `parts`: the files of
+`store.py`). `chunk_lists`: of tensors of more than one chunk (see `hashing`). `parts`: the files of
 models that are in several; `size_bytes` and `mtime_ns` of such a model are those of `FileState`. `presets`:
 by name."""
 

@@ -7,7 +7,7 @@ stays what it is when the same model is stored differently:
   the catalogue. A model put together from layers of several peers has the id of the GGUF it came from, and
   so would a split GGUF;
 - a shard's digest covers the names, types, shapes and digests of its tensors, sorted by name. Tensors are
-  hashed one by one so that each can be checked on its own (even each MiB of it, see `tensor_digest`), and so
+  hashed one by one so that each can be checked on its own (even each MiB of it, see `hashing`), and so
   that the file is read front to back whatever the order of names;
 - metadata counts (tokenizer, chat template, RoPE and every other hyper-parameter change what the model
   says), as the raw bytes of each value, sorted by key; only the keys that describe the container are left
@@ -72,7 +72,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     """In the file this manifest was made from; not part of the identity."""
     size_bytes: Count
     blake3: Digest
-    """As `tensor_digest` has it."""
+    """As `hashing.TensorHasher` computes it."""
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
-"""Models that travel: what a node lacks of a model it fetches from the nodes that have it, and it gives what
-it has to whoever asks. `plan` decides who fetches what, `fetch` does it, `uploads` is the other end,
-`travel` what the node uses.
+"""Transfers of models between nodes: a node fetches what it lacks of a model, and serves what it has.
+
+`fetch_plan` decides which tensor comes from which node, `fetch` fetches it, `uploads` serves others, and
+`model_transfer` is what the node uses.
 """
 
 from __future__ import annotations

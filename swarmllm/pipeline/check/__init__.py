@@ -1,1 +1,2 @@
-"""Checks of what other nodes computed: drawn at random, computed again, charged to whoever was wrong."""
+"""Checks of what other nodes computed: drawn at random, computed again, charged to the node that was
+wrong."""

@@ -1,1 +1,1 @@
-"""What happens when a pipeline breaks: retry, failover, rebuilding of stages, and blame."""
+"""What happens when a pipeline breaks: retry, failover, probing, and rebuilding of stages."""

@@ -1,1 +1,1 @@
-"""The control plane: all that knows py-libp2p's host, its guards, gossip, requests and supervision."""
+"""The control plane on py-libp2p: host, guards, gossip, requests between nodes."""

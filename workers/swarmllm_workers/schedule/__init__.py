@@ -1,1 +1,1 @@
-"""Which rows of which requests run next, in which batch and which KV sequence."""
+"""The scheduler: which requests' rows run next, and in which batch."""
