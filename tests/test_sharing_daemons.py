@@ -91,6 +91,18 @@ def test_a_model_in_four_parts_is_shared_out_over_three_nodes_with_one_command(t
         assert "--yes" in unasked.stderr
         assert hub.n_bytes == 0
 
+        def planned() -> dict[str, Any] | None:
+            body = {"source": source, "hf_endpoint": hub.url}
+            plan = a.http.post("/api/admin/shares/plan", json=body).raise_for_status().json()
+            return plan if plan["complete"] else None
+
+        plan = wait_for(planned, 2 * PATIENCE_S, "room on three nodes")
+        assert [part["layers"] for part in plan["parts"]] != [["0:12"], [], []]
+        assert plan["tokens_per_s"] > 0
+        assert plan["download_bytes"] > plan["size_bytes"] > 0
+        assert a.http.get("/api/admin/downloads").json()["downloads"] == []
+        hub.n_bytes = 0
+
         def shared() -> subprocess.CompletedProcess[str] | None:
             """Right after the start, records that say who has room are still on their way."""
             done = command(a, "share", source, "--name", "big", "--yes", HF_ENDPOINT=hub.url)
@@ -167,4 +179,11 @@ def test_a_node_of_the_open_swarm_accepts_nothing_unless_it_says_so(tmp_path: Pa
         assert refused.returncode == 1
         assert "auto_manage.accept" in refused.stdout + refused.stderr
         assert a.http.post("/api/admin/shares", json={"model": "guide"}).status_code == 409
+        with open_shelf() as hub:
+            hub.files["/other.gguf"] = other_guide("S")
+            refused = command(a, "share", f"{hub.url}/other.gguf", "--yes")
+            assert refused.returncode == 1
+            assert "auto_manage.accept" in refused.stderr
+            assert 0 < hub.n_bytes < len(other_guide("S")) / 2, "more than the header was fetched"
+        assert a.http.get("/api/admin/downloads").json()["downloads"] == []
         assert shares(a) == shares(b) == []

@@ -88,10 +88,17 @@ def _fetched(
         "layers": layers,
         "name": name,
         "sha256": sha256,
+        **hub_of_environment(),
+    }
+    return _follow(client, client.post(PATH, body), show=show)
+
+
+def hub_of_environment() -> dict[str, str | None]:
+    """Fields of a request that let the node ask the hub that this command's environment names."""
+    return {
         "hf_token": os.environ.get("HF_TOKEN") or None,
         "hf_endpoint": os.environ.get("HF_ENDPOINT") or None,
     }
-    return _follow(client, client.post(PATH, body), show=show)
 
 
 def _require_done(download: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from swarmllm.cli.client import Client, CommandFailed, WrongUsage
 from swarmllm.cli.display import duration, make_console, print_json, safe, short_id, size, table
 from swarmllm.cli.models import add_file
 from swarmllm.cli.options import api_option, json_option
-from swarmllm.cli.pull import fetch
+from swarmllm.cli.pull import fetch, hub_of_environment
 
 PATH = "/api/admin/shares"
 LOOK_EVERY_S = 0.3
@@ -42,7 +42,9 @@ def share(model: str, name: str | None, yes: bool, as_json: bool, api_url: str) 
     """Share MODEL out over the nodes of the swarm: each node that accepts it holds some of its layers.
 
     MODEL is a name that the node knows, a GGUF file (which is added), or hf:ORG/REPO:FILE.gguf or an https
-    address (which is fetched to this node first). Shows who would take which layers, and asks once.
+    address. Shows who would take which layers, and asks once. Of a model from the web, that comes from its
+    header, before anything else is fetched; then this node fetches all of it, and the others their layers
+    from this node.
 
     A node accepts what its configuration says (`auto_manage.accept`): by default, in a private swarm, what
     its members share; in the open swarm, nothing. It gives `auto_manage.max_memory_gib` of memory and
@@ -54,14 +56,13 @@ def share(model: str, name: str | None, yes: bool, as_json: bool, api_url: str) 
     if not (yes or can_ask()):
         raise WrongUsage("Nobody can be asked here: look at the plan on a terminal, or say --yes.")
     with Client(api_url) as client:
+        published = model.startswith(FROM_THE_WEB)
+        if published:
+            body = {"source": model, **hub_of_environment()}
+            _agree(client.post(f"{PATH}/plan", body), name, yes=yes, show=not as_json)
         model = _known(client, model, name, show=not as_json)
         plan = client.get(f"{PATH}/{quote(model, safe='')}/plan")
-        if not as_json:
-            _show(plan)
-        if plan["problem"]:
-            raise CommandFailed(safe(plan["problem"]))
-        if not yes and not click.confirm("Share it out like this?", default=True, err=as_json):
-            raise CommandFailed("Nothing was shared.")
+        _agree(plan, None, yes=yes or published, show=not (as_json or published))
         view = client.post(PATH, {"model": plan["model_id"]})
         view = _follow(client, view, show=not as_json)
     if as_json:
@@ -94,6 +95,16 @@ def can_ask() -> bool:
     return sys.stdin.isatty()
 
 
+def _agree(plan: dict[str, Any], name: str | None, *, yes: bool, show: bool) -> None:
+    """Raises CommandFailed where it cannot be shared like this, or is not to be."""
+    if show:
+        _show(plan | {"model": name or plan["model"]})
+    if plan["problem"] and plan.get("cuts_known", True):
+        raise CommandFailed(safe(plan["problem"]))
+    if not yes and not click.confirm("Share it out like this?", default=True, err=not show):
+        raise CommandFailed("Nothing was shared.")
+
+
 def _known(client: Client, model: str, name: str | None, *, show: bool) -> str:
     """The name of a model that the node knows then."""
     if model.startswith(FROM_THE_WEB):
@@ -108,21 +119,27 @@ def _known(client: Client, model: str, name: str | None, *, show: bool) -> str:
 
 def _show(plan: dict[str, Any]) -> None:
     click.echo(f"{safe(plan['model'])}, {size(plan['size_bytes'])}:")
+    first = "download_bytes" in plan
     rows = [
         (
             _name(part),
             short_id(part["node_id"]),
             ", ".join(part["layers"]) or "-",
             f"{size(part['size_bytes'])} of {size(part['room_bytes'])}",
-            size(part["fetch_bytes"]) if part["fetch_bytes"] else "-",
+            size(fetch_bytes) if fetch_bytes else "-",
         )
         for part in plan["parts"]
+        for fetch_bytes in (plan["download_bytes"] if first and part["is_self"] else part["fetch_bytes"],)
     ]
     make_console().print(table(COLUMNS, rows, right=("memory", "to fetch")))
     for node in plan["refusing"]:
         click.echo(safe(f"{_name(node)} does not accept what this node shares (auto_manage.accept)"))
     if plan["tokens_per_s"] is not None:
         click.echo(f"expected: {plan['tokens_per_s']:.1f} tokens/s for one request")
+    if first:
+        click.echo(f"this node fetches all of it first: {size(plan['download_bytes'])}")
+        if not plan["cuts_known"]:
+            click.echo("where it can be cut is tried when it is here; the parts may change then")
     if plan["transfer_s"]:
         guess = "" if plan["transfer_measured"] else ", if the lines carry 1 Gbit/s"
         click.echo(f"transfer: {duration(plan['transfer_s'])}{guess}")

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Literal
 import trio
 
 from swarmllm.downloads.fetch_layers import FetchLayers, Parts, check_same_file
-from swarmllm.downloads.remote import Facts, FileRemote, Remote, open_http
+from swarmllm.downloads.header_plan import PublishedModel, find_address, read_published
+from swarmllm.downloads.remote import Facts, FileRemote, open_http
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.shared_digests import SharedDigests
 from swarmllm.downloads.source import (
@@ -29,10 +30,6 @@ from swarmllm.downloads.source import (
     Offline,
     Source,
     check_url,
-    choose_file,
-    file_url,
-    listed_files,
-    listing_url,
     model_name,
     parse_source,
 )
@@ -57,6 +54,8 @@ log = logging.getLogger(__name__)
 REMEMBERED = 20
 """Ended downloads that can still be looked at."""
 RATE_WINDOW_S = 5.0
+HEADERS_AT_ONCE = 2
+"""That are read for plans; each may take 256 MiB of memory."""
 
 DownloadState = Literal["waiting", "fetching", "checking", "done", "failed", "cancelled"]
 ENDED: frozenset[DownloadState] = frozenset({"done", "failed", "cancelled"})
@@ -162,6 +161,7 @@ class Downloads:
         self.gathering = gathering
         self._downloads: dict[str, Download] = {}
         self._turns = trio.CapacityLimiter(settings.max_downloads)
+        self._headers = trio.CapacityLimiter(HEADERS_AT_ONCE)
         self._nursery: trio.Nursery | None = None
 
     def configure(self, settings: DownloadSettings) -> None:
@@ -198,19 +198,13 @@ class Downloads:
         """`token` and `endpoint` are those of whoever asks, instead of the node's own: the node's token never
         goes to an endpoint that somebody else names. One that runs already is not begun twice. Raises
         InvalidRequest, Offline."""
-        settings = self._settings
-        if endpoint:
-            check_url(endpoint)
-            settings = replace(settings, endpoint=endpoint.rstrip("/"), token="")
-        if token:
-            settings = replace(settings, token=token)
+        settings = self._settings_for(token, endpoint)
         parsed = parse_source(source, settings.endpoint)
         if layers is not None:
             LayerRange.parse(layers)
         if name is not None:
             check_name(name)
-        if settings.offline:
-            raise Offline("This node is offline (downloads.offline or HF_HUB_OFFLINE): it fetches nothing.")
+        _check_online(settings)
         for other in self._downloads.values():
             if other.state not in ENDED and other.source == parsed:
                 if other.layers == layers:
@@ -224,6 +218,24 @@ class Downloads:
             del self._downloads[old.id]
         spawn(self._nursery, "download", self._carry, download, settings, failed=download.has_failed)
         return download
+
+    async def published(
+        self, source: str, *, token: str | None = None, endpoint: str | None = None
+    ) -> PublishedModel:
+        """What `start` would fetch, from its header alone. Raises InvalidRequest, Offline, DownloadError,
+        BadModel."""
+        settings = self._settings_for(token, endpoint)
+        parsed = parse_source(source, settings.endpoint)
+        _check_online(settings)
+        async with self._headers:
+            return await read_published(parsed, settings)
+
+    def _settings_for(self, token: str | None, endpoint: str | None) -> DownloadSettings:
+        settings = self._settings
+        if endpoint:
+            check_url(endpoint)
+            settings = replace(settings, endpoint=endpoint.rstrip("/"), token="")
+        return replace(settings, token=token) if token else settings
 
     async def _carry(self, download: Download, settings: DownloadSettings) -> None:
         download.state = "waiting"
@@ -254,7 +266,7 @@ class Downloads:
         self, download: Download, settings: DownloadSettings, http: httpx.AsyncClient
     ) -> CatalogueEntry | None:
         source = download.source
-        url = source.url or await self._address(download, settings, http)
+        url = source.url or await find_address(source, settings, http, download.retries(settings))
         remote = open_remote(http, url, settings.token if source.is_endpoint else "", settings)
         if download.sha256 and isinstance(remote, SplitRemote):
             raise InvalidRequest("A model in parts has a SHA-256 for each; leave it out.", field="sha256")
@@ -379,14 +391,10 @@ class Downloads:
     def _folder_of(self, remote: FileRemote) -> Path:
         return self._folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
 
-    async def _address(self, download: Download, settings: DownloadSettings, http: httpx.AsyncClient) -> str:
-        """Of the file of a repository that is meant."""
-        source = download.source
-        url = listing_url(settings.endpoint, source.repo)
-        listing = Remote(http, url, settings.token, settings).listing
-        raw = await download.retries(settings).keep_trying(listing)
-        names = listed_files(raw, url)
-        return file_url(settings.endpoint, source.repo, choose_file(source.repo, names, source.wanted))
+
+def _check_online(settings: DownloadSettings) -> None:
+    if settings.offline:
+        raise Offline("This node is offline (downloads.offline or HF_HUB_OFFLINE): it fetches nothing.")
 
 
 def _named(error: BaseException) -> str:

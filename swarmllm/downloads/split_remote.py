@@ -33,6 +33,9 @@ from swarmllm.models.split_model import (
 )
 from swarmllm_proto.split_files import SplitName, parse_split_name
 
+LATER_STEP_BYTES = 64 * 2**10
+"""Later parts have the places of their tensors in the header, and no vocabulary."""
+
 _HEADER, _ZEROS = -1, -2
 _ZEROS_AT_ONCE = bytes(2**16)
 
@@ -134,9 +137,10 @@ class SplitRemote:
     async def _header_of(self, part: int) -> PartHeader:
         name, remote, facts = self._names[part], self._remotes[part], self._facts[part]
         limit = MAX_LATER_HEADER_BYTES if part else MAX_HEADER_BYTES
+        step_bytes = min(self._step_bytes, LATER_STEP_BYTES) if part else self._step_bytes
         while True:
             have = self._starts.get(part, b"")
-            want = min(len(have) + max(self._step_bytes, len(have) // 4), facts.size_bytes)
+            want = min(len(have) + max(step_bytes, len(have) // 4), facts.size_bytes)
             if sum(map(len, self._starts.values())) + want - len(have) > MAX_HEADER_BYTES + self._step_bytes:
                 raise BadModel(f"the headers of the parts are longer than {MAX_HEADER_BYTES} bytes together")
             async with aclosing(remote.read(len(have), want, facts)) as portions:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import trio
 
 from swarmllm.errors import BadModel, Conflict, InvalidRequest
-from swarmllm.models import CatalogueEntry, LayerRange, covers, merge
+from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge
 from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.share_plan import SharePlan, plan_share
 from swarmllm.swarm.records.registry import Registry
@@ -61,16 +61,19 @@ class Sharing:
         """The model's name, and what would become of it. Raises what finding it raises, BadModel (its cuts
         are not known)."""
         entry = await self._find(name)
-        if entry.manifest.n_layers < 1:
-            raise BadModel(f"{entry.name} has no layers")
+        return entry.name, await self.plan_of(entry.manifest)
+
+    async def plan_of(self, manifest: Manifest) -> SharePlan:
+        """What would become of a model of which only the layout need be known. Raises BadModel."""
+        if manifest.n_layers < 1:
+            raise BadModel(f"{manifest.name} has no layers")
         records = self._registry.working_nodes()
         placing = self._placing
         await placing.learn_shapes()
         records.setdefault(self._node_id, NodeRecord(node_id=self._node_id))
-        plan = await trio.to_thread.run_sync(
-            plan_share, entry.manifest, self._node_id, records, placing.max_pipes, placing.own_room
+        return await trio.to_thread.run_sync(
+            plan_share, manifest, self._node_id, records, placing.max_pipes, placing.own_room
         )
-        return entry.name, plan
 
     async def share(self, name: str) -> ShareView:
         """Raises what finding it raises, Conflict (too many, or nobody could hold it)."""

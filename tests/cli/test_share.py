@@ -102,10 +102,47 @@ def test_a_file_is_added_first_under_its_name(ready: FakeNode, run: Run, tmp_pat
     assert ready.bodies("/api/admin/models") == [{"path": str(path), "name": "guide"}]
 
 
-def test_a_model_from_the_web_is_fetched_first(ready: FakeNode, run: Run) -> None:
-    ready.on("POST", "/api/admin/downloads", {"id": "x", "state": "done", "model": "guide", "error": ""})
-    assert run("share", "hf:org/repo:Q8_0", "--yes").exit_code == 0
-    assert ready.bodies("/api/admin/downloads")[0]["source"] == "hf:org/repo:Q8_0"
+PUBLISHED = {key: PLAN[key] for key in PLAN if key != "model_id"} | {
+    "download_bytes": 9_900_000,
+    "cuts_known": True,
+}
+DOWNLOADS = "/api/admin/downloads"
+
+
+def web(ready: FakeNode, **plan: Any) -> None:
+    ready.on("POST", f"{PATH}/plan", PUBLISHED | plan)
+    ready.on("POST", DOWNLOADS, {"id": "x", "state": "done", "model": "guide", "error": ""})
+
+
+def test_a_model_from_the_web_is_planned_and_then_fetched(ready: FakeNode, run: Run) -> None:
+    web(ready)
+    result = run("share", "hf:org/repo:Q8_0", "--yes")
+    assert result.exit_code == 0
+    assert "fetches all of it first: 9.9 MB" in result.stdout
+    assert result.stdout.count("6:12") == 2, "the plan, and what came of it"
+    assert ready.bodies(f"{PATH}/plan")[0]["source"] == "hf:org/repo:Q8_0"
+    assert ready.bodies(DOWNLOADS)[0]["source"] == "hf:org/repo:Q8_0"
+
+
+@pytest.mark.parametrize("answer", ["n\n", ""])
+def test_nothing_is_fetched_that_is_not_agreed_to(
+    ready: FakeNode, run: Run, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    monkeypatch.setattr(share_module, "can_ask", lambda: True)
+    web(ready)
+    result = run("share", "hf:org/repo:Q8_0", stdin=answer)
+    assert result.exit_code == 1
+    assert "12.3 tokens/s" in result.stdout
+    assert ready.bodies(DOWNLOADS) == ready.bodies(PATH) == []
+
+
+@pytest.mark.parametrize("cuts_known", [True, False])
+def test_a_model_that_has_no_room_is_fetched_only_if_cutting_it_may_help(
+    ready: FakeNode, run: Run, cuts_known: bool
+) -> None:
+    web(ready, problem="guide takes too much.", cuts_known=cuts_known)
+    result = run("share", "hf:org/repo:Q8_0", "--yes")
+    assert (result.exit_code, bool(ready.bodies(DOWNLOADS))) == ((1, False) if cuts_known else (0, True))
 
 
 def test_a_name_is_not_given_to_a_model_that_has_one(ready: FakeNode, run: Run) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 import ollama
 import pytest
 from daemon_process import DaemonProcess
+from shelf import open_shelf
 
 from swarmllm.api.ollama.endpoints import API_VERSION
+from swarmllm.api.ollama.models import hub_source
+from swarmllm.guide import DRAFT_PATH
 
 pytestmark = pytest.mark.slow
 
@@ -124,3 +127,43 @@ def test_errors_are_of_the_clients_own_kind(
             list(client.chat(**({"model": "guide", "messages": QUESTION, "stream": stream} | options)))
         assert caught.value.status_code == status
         assert field in caught.value.error
+
+
+def test_a_model_is_pulled_with_its_progress(client: ollama.Client, node: DaemonProcess) -> None:
+    with open_shelf() as hub:
+        hub.files["/draft.gguf"] = DRAFT_PATH.read_bytes()
+        source = f"{hub.url}/draft.gguf"
+        said = list(client.pull(source, stream=True))
+        assert (said[0].status, said[-1].status) == ("pulling manifest", "success")
+        pulled = [each for each in said if each.digest]
+        assert all(each.total == len(hub.files["/draft.gguf"]) for each in pulled)
+        assert all(0 <= (each.completed or 0) <= (each.total or 0) for each in pulled)
+        assert said[-2].status == "the model is called draft"
+        assert "draft:latest" in [each.model for each in client.list().models]
+        assert client.pull("draft:latest").status == "success"
+        asked = len(hub.asked)
+        assert client.pull("guide").status == "success"
+        assert len(hub.asked) == asked
+        with pytest.raises(ollama.ResponseError, match="404"):
+            list(client.pull(f"{hub.url}/none.gguf", stream=True))
+        with pytest.raises(ollama.ResponseError, match="404") as caught:
+            client.pull(f"{hub.url}/none.gguf")
+        assert caught.value.status_code == 502
+        with pytest.raises(ollama.ResponseError) as caught:
+            client.pull("llama9")
+        assert caught.value.status_code == 404
+        client.delete("draft")
+
+
+@pytest.mark.parametrize(
+    ("asked", "source"),
+    [
+        ("hf.co/org/repo:Q8_0", "hf:org/repo:Q8_0"),
+        ("huggingface.co/org/repo:latest", "hf:org/repo"),
+        ("hf:org/repo", "hf:org/repo"),
+        ("guide:latest", None),
+        ("org/repo", None),
+    ],
+)
+def test_names_of_repositories_are_ollamas_or_our_own(asked: str, source: str | None) -> None:
+    assert hub_source(asked) == source

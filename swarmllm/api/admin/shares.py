@@ -8,10 +8,11 @@ from swarmllm.api.admin.node_json import Json, range_texts
 from swarmllm.api.http.context import current_node
 from swarmllm.api.http.errors import read_body
 from swarmllm.api.http.json import encode
-from swarmllm.api.openai.schema import ShareModel
+from swarmllm.api.openai.schema import PlanPublished, ShareModel
 from swarmllm.node import Node
 from swarmllm.node.share_plan import SharePlan
 from swarmllm.node.sharing import ShareView, no_room
+from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.identifiers import NodeId
 
 shares = Blueprint("shares", __name__, url_prefix="/api/admin/shares")
@@ -40,6 +41,19 @@ async def one(name: str) -> Response:
 async def plan(name: str) -> Response:
     node = current_node()
     return _json(_plan_json(node, *(await node.sharing.plan(name))))
+
+
+@shares.post("/plan")
+async def plan_published() -> Response:
+    """Of a model on the web, from its header: nothing else of it is fetched."""
+    body = await read_body(PlanPublished)
+    node = current_node()
+    found = await node.downloads.published(body.source, token=body.hf_token, endpoint=body.hf_endpoint)
+    planned = _plan_json(node, found.name, await node.sharing.plan_of(found.layout))
+    # The id covers the digests of all tensors, which nobody knows yet.
+    del planned["model_id"]
+    tried_later = found.layout.architecture not in ARCHITECTURES
+    return _json(planned | {"download_bytes": found.file_bytes, "cuts_known": not tried_later})
 
 
 @shares.delete("/<name>")

@@ -96,8 +96,8 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(FILES_PREFIX)
 
 
-ADMIN_PREFIXES = ("/api/admin/", "/api/events", "/api/copy", "/api/create", "/api/delete")
-"""The last three are Ollama's."""
+ADMIN_PREFIXES = ("/api/admin/", "/api/events", "/api/copy", "/api/create", "/api/delete", "/api/pull")
+"""The last four are Ollama's."""
 EXPOSED = "Retry-After, Server-Timing, x-request-id, x-swarm-ignored, x-swarm-nodes, x-swarm-route"
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)

@@ -20,7 +20,7 @@ from swarmllm.api.anthropic.messages import CountRequest, MessagesRequest
 from swarmllm.api.http.json import encode
 from swarmllm.api.llamacpp import DetokenizeRequest, NativeCompletion, TemplateRequest, TokenizeRequest
 from swarmllm.api.ollama.endpoints import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate
-from swarmllm.api.ollama.models import OllamaCopy, OllamaCreate, OllamaDelete, OllamaShow
+from swarmllm.api.ollama.models import OllamaCopy, OllamaCreate, OllamaDelete, OllamaPull, OllamaShow
 from swarmllm.api.openai.completions import CompletionRequest
 from swarmllm.api.openai.embeddings import EmbeddingRequest
 from swarmllm.api.openai.responses_request import ResponsesRequest
@@ -31,6 +31,7 @@ from swarmllm.api.openai.schema import (
     Json,
     LoadModel,
     PinModel,
+    PlanPublished,
     ShareModel,
     StartDownload,
     UnloadModel,
@@ -85,6 +86,7 @@ OPERATIONS = (
     Operation("post", "/api/show", "Facts about a model (Ollama)", OllamaShow),
     Operation("post", "/api/copy", "A further name for a model (Ollama)", OllamaCopy),
     Operation("post", "/api/create", "A further name with a preset (Ollama)", OllamaCreate, (LINES, JSON)),
+    Operation("post", "/api/pull", "Fetch a model from the web (Ollama)", OllamaPull, (LINES, JSON)),
     Operation("delete", "/api/delete", "Forget a model, or one of its names (Ollama)", OllamaDelete),
     Operation("get", "/api/version", "The version of Ollama whose API this is"),
     Operation("post", "/completion", "Continue a text (llama.cpp)", NativeCompletion, (JSON, EVENTS)),
@@ -127,6 +129,9 @@ OPERATIONS = (
     Operation("delete", "/api/admin/downloads/{id}", "Stop a download; what has arrived is kept"),
     Operation("get", "/api/admin/shares", "Models that are shared out over the swarm"),
     Operation("post", "/api/admin/shares", "Ask the others to hold parts of a model", ShareModel),
+    Operation(
+        "post", "/api/admin/shares/plan", "What sharing a model on the web would come to", PlanPublished
+    ),
     Operation("get", "/api/admin/shares/{name}", "How far that is"),
     Operation("get", "/api/admin/shares/{name}/plan", "Who would take which layers"),
     Operation("delete", "/api/admin/shares/{name}", "Ask for it no more; the others drop their parts"),

@@ -302,6 +302,7 @@ async def running() -> Response:
 ollama.post("/show")(models.show)
 ollama.post("/copy")(models.copy)
 ollama.post("/create")(models.create)
+ollama.post("/pull")(models.pull)
 ollama.delete("/delete")(models.delete)
 
 

@@ -1,4 +1,4 @@
-"""Ollama's API for managing models: facts about one, further names, presets, removal.
+"""Ollama's API for managing models: facts about one, further names, presets, removal, fetching.
 
 A name with a preset is what Ollama calls a model that was created from another. Blobs, adapters and
 example messages have no counterpart here and are refused by name. Everything that changes something counts as
@@ -7,10 +7,13 @@ administration (`ADMIN_PREFIXES`).
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
+import trio
 from msgspec import Meta
 from quart import Response
 
@@ -20,6 +23,8 @@ from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.ollama.reply import timestamp
 from swarmllm.api.openai.schema import Json, ModelName
+from swarmllm.downloads import Download, DownloadView
+from swarmllm.downloads.source import MAX_SOURCE_LENGTH
 from swarmllm.errors import InvalidRequest, ModelNotFound
 from swarmllm.models.entry import n_parameters, parameter_size, quantisation
 from swarmllm.models.go_template import translate
@@ -29,6 +34,11 @@ from swarmllm.models.presets import MAX_SYSTEM_CHARACTERS, MAX_TEMPLATE_CHARACTE
 from swarmllm.node import ModelView
 
 TAG = ":latest"
+HUB_PREFIXES = ("hf.co/", "huggingface.co/")
+"""Ollama's words for a repository on Hugging Face."""
+LOOK_EVERY_S = 0.25
+
+Source = Annotated[str, Meta(min_length=1, max_length=MAX_SOURCE_LENGTH)]
 
 
 class OllamaShow(msgspec.Struct, frozen=True):
@@ -51,6 +61,15 @@ class OllamaDelete(msgspec.Struct, frozen=True):
 
     model: ModelName | None = None
     name: ModelName | None = None
+
+
+class OllamaPull(msgspec.Struct, frozen=True):
+    """POST /api/pull; `name` is the older word for `model`."""
+
+    model: Source | None = None
+    name: Source | None = None
+    insecure: bool | None = None
+    stream: bool | None = None
 
 
 class OllamaCreate(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +176,76 @@ async def create() -> Response:
         return _json({"status": "success"})
     lines = b"".join(encode({"status": status}) + b"\n" for status in ("writing manifest", "success"))
     return Response(lines, content_type="application/x-ndjson")
+
+
+async def pull() -> Response:
+    """A model from Hugging Face, in Ollama's spelling or in the node's own. What is known here is there."""
+    body = await read_body(OllamaPull)
+    if body.insecure:
+        raise InvalidRequest("insecure is not supported here.", field="insecure")
+    asked = _named(body.model, body.name)
+    source = hub_source(asked)
+    if source is None:
+        await current_node().models.get(await catalogue_name(asked))
+        statuses = _statuses(None)
+    else:
+        statuses = _statuses(current_node().downloads.start(source))
+    if body.stream is False:
+        last: Json = {}
+        async for status in statuses:
+            last = status
+        return (
+            _json(last)
+            if "error" not in last
+            else Response(encode(last), 502, content_type="application/json")
+        )
+    response = Response(_lines(statuses), content_type="application/x-ndjson")
+    response.timeout = None
+    response.headers["Cache-Control"] = "no-cache"
+    response.headers["X-Accel-Buffering"] = "no"
+    return response
+
+
+def hub_source(asked: str) -> str | None:
+    """What `asked` is for a download; None: it is a model's name."""
+    for prefix in HUB_PREFIXES:
+        if asked.startswith(prefix):
+            return f"hf:{asked.removeprefix(prefix).removesuffix(TAG)}"
+    return asked.removesuffix(TAG) if asked.startswith(("hf:", "https://", "http://")) else None
+
+
+async def _statuses(download: Download | None) -> AsyncIterator[Json]:
+    """As Ollama words them, a change each. A client that leaves ends the looking on, not the download."""
+    yield {"status": "pulling manifest"}
+    if download is not None:
+        shown: Json = {}
+        while not download.ended.is_set():
+            if (status := _status(download.view())) != shown:
+                yield (shown := status)
+            with trio.move_on_after(LOOK_EVERY_S):
+                await download.ended.wait()
+        view = download.view()
+        if view.state != "done":
+            yield {"error": view.error or "it was cancelled"}
+            return
+        yield {"status": f"the model is called {view.model}"}
+    yield {"status": "success"}
+
+
+def _status(view: DownloadView) -> Json:
+    if view.state == "checking":
+        return {"status": "verifying sha256 digest"}
+    if not view.total_bytes:
+        return {"status": "pulling manifest"}
+    # Clients draw a bar for each digest; the file's is not known before it is here.
+    digest = f"sha256:{hashlib.sha256(view.source.encode()).hexdigest()}"
+    status = f"pulling {digest[7:19]}"
+    return {"status": status, "digest": digest, "total": view.total_bytes, "completed": view.done_bytes}
+
+
+async def _lines(statuses: AsyncIterator[Json]) -> AsyncIterator[bytes]:
+    async for status in statuses:
+        yield encode(status) + b"\n"
 
 
 def details(view: ModelView) -> Json:

@@ -363,6 +363,14 @@ class ShareModel(Body, frozen=True):
     model: Annotated[str, Meta(min_length=1, max_length=200)]
 
 
+class PlanPublished(Body, frozen=True):
+    """POST /api/admin/shares/plan; the fields mean what they mean in `StartDownload`."""
+
+    source: Annotated[str, Meta(min_length=1, max_length=2048)]
+    hf_token: Annotated[str, Meta(pattern="^[!-~]{1,512}$")] | None = None
+    hf_endpoint: Annotated[str, Meta(max_length=512)] | None = None
+
+
 class AliasModel(Body, frozen=True):
     """POST /api/admin/models/{model}/alias."""
 

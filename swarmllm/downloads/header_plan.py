@@ -1,0 +1,103 @@
+"""Reads from its header alone which model a file on a web server is, for plans made before it is fetched.
+
+No tensor is read, so every digest is `UNKNOWN` and the manifest's ModelId is nobody's. Sizes, layers and cuts
+are those of the model.
+"""
+
+from __future__ import annotations
+
+import io
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+import httpx
+import trio
+
+from swarmllm.downloads.remote import Facts, FileRemote, Remote, open_http
+from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
+from swarmllm.downloads.source import (
+    DownloadError,
+    Source,
+    choose_file,
+    file_url,
+    listed_files,
+    listing_url,
+    model_name,
+)
+from swarmllm.downloads.split_remote import open_remote
+from swarmllm.downloads.unidentified_model import UNKNOWN
+from swarmllm.models import Manifest
+from swarmllm.models.gguf_header import GgufHeader, HeaderIncomplete, parse_header
+from swarmllm.models.hashing import manifest_of
+from swarmllm.models.names import normalise_name
+
+TIMEOUT_S = 120.0
+"""Somebody waits for the plan."""
+MAX_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedModel:
+    name: str
+    """What it will be called, unless somebody says otherwise."""
+    file_bytes: int
+    """Of all parts together."""
+    layout: Manifest
+
+
+async def read_published(source: Source, settings: DownloadSettings) -> PublishedModel:
+    """Raises InvalidRequest (which file is meant), DownloadError, BadModel."""
+    settings = replace(settings, max_failures=min(settings.max_failures, MAX_FAILURES))
+    patience = RetrySchedule(settings, lambda trouble: None)
+    with trio.move_on_after(TIMEOUT_S):
+        async with open_http(settings) as http:
+            url = source.url or await find_address(source, settings, http, patience)
+            token = settings.token if source.is_endpoint else ""
+            remote = open_remote(http, url, token, settings)
+
+            async def read() -> PublishedModel:
+                facts = await remote.facts()
+                name = normalise_name(model_name(url))
+                start, header = await _header(remote, facts, settings.header_step_bytes)
+                layout = await trio.to_thread.run_sync(_layout, start, header, name)
+                return PublishedModel(name, facts.size_bytes, layout)
+
+            return await patience.keep_trying(read)
+    raise DownloadError(f"{source.text}: its header was not here within {TIMEOUT_S:g} s")
+
+
+async def find_address(
+    source: Source, settings: DownloadSettings, http: httpx.AsyncClient, patience: RetrySchedule
+) -> str:
+    """Of the file of a repository that is meant. Raises InvalidRequest, DownloadError."""
+    url = listing_url(settings.endpoint, source.repo)
+    raw = await patience.keep_trying(Remote(http, url, settings.token, settings).listing)
+    names = listed_files(raw, url)
+    return file_url(settings.endpoint, source.repo, choose_file(source.repo, names, source.wanted))
+
+
+async def _header(remote: FileRemote, facts: Facts, step_bytes: int) -> tuple[bytes, GgufHeader]:
+    """The file's beginning up to its header's end, or somewhat further. Raises Broken, Refused, BadModel."""
+    start = b""
+    while True:
+        want = min(facts.size_bytes, len(start) + max(step_bytes, len(start) // 4))
+        # A server without ranges begins at the front each time; the reading ends where enough is here.
+        begin = len(start) if facts.has_ranges else 0
+        end = want if facts.has_ranges else facts.size_bytes
+        data = bytearray(start[:begin])
+        async with aclosing(remote.read(begin, end, facts)) as portions:
+            async for portion in portions:
+                data += portion
+                if len(data) >= want:
+                    break
+        start = bytes(data)
+        try:
+            return start, await trio.to_thread.run_sync(parse_header, start, facts.size_bytes)
+        except HeaderIncomplete:
+            if len(start) >= facts.size_bytes:
+                raise
+
+
+def _layout(start: bytes, header: GgufHeader, name: str) -> Manifest:
+    digests = {tensor.name: UNKNOWN for tensor in header.tensors}
+    return manifest_of(io.BytesIO(start), header, digests, name)

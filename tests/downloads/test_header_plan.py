@@ -1,0 +1,90 @@
+"""The layout of a model on a web server, read from its header and from nothing else of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from download_stand import DATA, GUIDE, GUIDE_DATA, MODEL, PIECE_BYTES, SETTINGS, guide, open_stand
+from shelf import FAULTS, Shelf, well
+from split_gguf import split_gguf
+
+from swarmllm.downloads.source import DownloadError, Offline
+from swarmllm.errors import BadModel, InvalidRequest
+from swarmllm.guide import GUIDE_PATH
+from swarmllm.models import Manifest
+from swarmllm.models.gguf_header import parse_header
+from swarmllm.node.placing_plan import shape_of
+
+
+def check_is_the_guides_shape(layout: Manifest) -> None:
+    assert shape_of(layout) == shape_of(guide())
+    assert layout.n_layers == guide().n_layers
+    assert layout.cut_alignment == guide().cut_alignment
+    assert layout.size_bytes == guide().size_bytes
+
+
+async def test_only_the_header_is_fetched(tmp_path: Path, shelf: Shelf) -> None:
+    shelf.files[GUIDE] = GUIDE_DATA
+    header_bytes = parse_header(GUIDE_DATA, len(GUIDE_DATA)).end_offset
+    async with open_stand(tmp_path) as stand:
+        found = await stand.downloads.published(shelf.url + GUIDE)
+        assert stand.parts == []
+        assert stand.downloads.list() == ()
+    assert (found.name, found.file_bytes) == ("guide-q8_0", len(GUIDE_DATA))
+    check_is_the_guides_shape(found.layout)
+    assert header_bytes <= shelf.n_bytes <= 1.25 * header_bytes + 2 * PIECE_BYTES
+    assert shelf.n_bytes < len(GUIDE_DATA) / 2
+
+
+async def test_of_a_repository_with_a_model_in_parts(tmp_path: Path, shelf: Shelf) -> None:
+    (tmp_path / "parts").mkdir()
+    parts = split_gguf(GUIDE_PATH, tmp_path / "parts", [0, 23, 41], stem="Guide-Q8_0")
+    listing = {"siblings": [{"rfilename": part.name} for part in parts]}
+    shelf.files["/api/models/org/repo"] = json.dumps(listing).encode()
+    for part in parts:
+        shelf.files[f"/org/repo/resolve/main/{part.name}"] = part.read_bytes()
+    async with open_stand(tmp_path) as stand:
+        found = await stand.downloads.published("hf:org/repo", endpoint=shelf.url)
+    check_is_the_guides_shape(found.layout)
+    assert found.name == "guide-q8_0"
+    assert shelf.n_bytes < len(GUIDE_DATA) / 2
+
+
+async def test_a_server_without_ranges_is_left_after_the_header(tmp_path: Path, shelf: Shelf) -> None:
+    shelf.files[GUIDE] = GUIDE_DATA
+    shelf.has_ranges = False
+    async with open_stand(tmp_path) as stand:
+        check_is_the_guides_shape((await stand.downloads.published(shelf.url + GUIDE)).layout)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_fault_costs_another_attempt(tmp_path: Path, shelf: Shelf, fault: str) -> None:
+    shelf.files[GUIDE] = GUIDE_DATA
+    shelf.faults.extend([well, FAULTS[fault]])
+    async with open_stand(tmp_path) as stand:
+        check_is_the_guides_shape((await stand.downloads.published(shelf.url + GUIDE)).layout)
+
+
+async def test_what_is_no_model_is_refused(tmp_path: Path, shelf: Shelf) -> None:
+    shelf.files[MODEL] = b"<html>" + DATA
+    shelf.files["/cut.gguf"] = DATA[:5000]
+    async with open_stand(tmp_path) as stand:
+        with pytest.raises(BadModel):
+            await stand.downloads.published(shelf.url + MODEL)
+        with pytest.raises(BadModel):
+            await stand.downloads.published(shelf.url + "/cut.gguf")
+        with pytest.raises(DownloadError):
+            await stand.downloads.published(shelf.url + "/none.gguf")
+        with pytest.raises(InvalidRequest):
+            await stand.downloads.published("hf:../..")
+
+
+async def test_an_offline_node_asks_nobody(tmp_path: Path, shelf: Shelf) -> None:
+    shelf.files[GUIDE] = GUIDE_DATA
+    async with open_stand(tmp_path, replace(SETTINGS, offline=True)) as stand:
+        with pytest.raises(Offline):
+            await stand.downloads.published(shelf.url + GUIDE)
+    assert shelf.asked == []
