@@ -48,10 +48,10 @@ class PublishedModel:
 async def read_published(source: Source, settings: DownloadSettings) -> PublishedModel:
     """Raises InvalidRequest (which file is meant), DownloadError, BadModel."""
     settings = replace(settings, max_failures=min(settings.max_failures, MAX_FAILURES))
-    patience = RetrySchedule(settings, lambda trouble: None)
+    retries = RetrySchedule(settings, lambda trouble: None)
     with trio.move_on_after(TIMEOUT_S):
         async with open_http(settings) as http:
-            url = source.url or await find_address(source, settings, http, patience)
+            url = source.url or await find_address(source, settings, http, retries)
             token = settings.token if source.is_endpoint else ""
             remote = open_remote(http, url, token, settings)
 
@@ -62,16 +62,16 @@ async def read_published(source: Source, settings: DownloadSettings) -> Publishe
                 layout = await trio.to_thread.run_sync(_layout, start, header, name)
                 return PublishedModel(name, facts.size_bytes, layout)
 
-            return await patience.keep_trying(read)
+            return await retries.keep_trying(read)
     raise DownloadError(f"{source.text}: its header was not here within {TIMEOUT_S:g} s")
 
 
 async def find_address(
-    source: Source, settings: DownloadSettings, http: httpx.AsyncClient, patience: RetrySchedule
+    source: Source, settings: DownloadSettings, http: httpx.AsyncClient, retries: RetrySchedule
 ) -> str:
     """Of the file of a repository that is meant. Raises InvalidRequest, DownloadError."""
     url = listing_url(settings.endpoint, source.repo)
-    raw = await patience.keep_trying(Remote(http, url, settings.token, settings).listing)
+    raw = await retries.keep_trying(Remote(http, url, settings.token, settings).listing)
     names = listed_files(raw, url)
     return file_url(settings.endpoint, source.repo, choose_file(source.repo, names, source.wanted))
 
