@@ -55,6 +55,20 @@ class NodeTable:
 
 
 @dataclass(frozen=True, slots=True)
+class LogTable:
+    """How the node's log looks, and where it is kept."""
+
+    format: Literal["text", "json"] = _setting(
+        "text", "Lines for people, or one JSON object per line; the times are ISO 8601 in UTC."
+    )
+    file: Annotated[str, Meta(max_length=4096)] = _setting(
+        "",
+        "File that lines are written to besides stderr, renamed at 10 MB, two old ones kept; empty means "
+        "daemon.log in the data folder, and no file where stderr goes to the journal; off means none.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class NetworkTable:
     """How this node meets the others."""
 
@@ -330,6 +344,7 @@ class DownloadsTable:
 @dataclass(frozen=True, slots=True)
 class Config:
     node: NodeTable = dataclasses.field(default_factory=NodeTable)
+    log: LogTable = dataclasses.field(default_factory=LogTable)
     network: NetworkTable = dataclasses.field(default_factory=NetworkTable)
     api: ApiTable = dataclasses.field(default_factory=ApiTable)
     inference: InferenceTable = dataclasses.field(default_factory=InferenceTable)
@@ -346,6 +361,13 @@ class Config:
         return default_data_dir(os.environ)
 
     @property
+    def log_file(self) -> Path | None:
+        """None: there is to be none, wherever stderr goes."""
+        if self.log.file == "off":
+            return None
+        return Path(self.log.file).expanduser().absolute() if self.log.file else self.data_dir / "daemon.log"
+
+    @property
     def nickname(self) -> str:
         return self.node.nickname or socket.gethostname()
 
@@ -356,6 +378,7 @@ class Config:
 
 TABLES: dict[str, type] = {
     "node": NodeTable,
+    "log": LogTable,
     "network": NetworkTable,
     "api": ApiTable,
     "inference": InferenceTable,

@@ -18,7 +18,6 @@ import logging
 import os
 import resource
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,7 +32,7 @@ from swarmllm.config import Config
 from swarmllm.downloads import SharedDigests
 from swarmllm.errors import ConfigError, InvalidRequest, SwarmLLMError
 from swarmllm.keys import KeyFile
-from swarmllm.log_filter import LogLimitFilter
+from swarmllm.log_output import set_up_logging
 from swarmllm.loop_watchdog import LoopWatchdog
 from swarmllm.models import Catalogue
 from swarmllm.node import Node
@@ -54,7 +53,7 @@ from swarmllm.pipeline.stage.links import StageLinks
 from swarmllm.reloading import reload_on_sighup
 from swarmllm.scheduling.constraints import Constraints, Pin
 from swarmllm.scheduling.speeds import Observations
-from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
+from swarmllm.sd_notify import ServiceManager
 from swarmllm.supervision import Supervision, supervise, supervise_started
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.network_key import NetworkFile
@@ -112,7 +111,7 @@ async def run_daemon(
 
     Raises ConfigError, and other SwarmLLMErrors for what keeps a daemon from running.
     """
-    set_up_logging(config.node.log_level)
+    lines = set_up_logging(config)
     allow_many_open_files()
     manager = ServiceManager(os.environ)
     try:
@@ -123,6 +122,7 @@ async def run_daemon(
                     nursery, "stop on signal", _stop_on_signal, nursery.cancel_scope, first_signal, nodes
                 )
                 async with open_daemon(config, reread, manager, nodes.append) as whereabouts:
+                    lines.nickname_of = nodes[0].nickname_in_log
                     # What lives as long as the daemon need not be looked through between two tokens.
                     gc.collect()
                     gc.freeze()
@@ -384,20 +384,6 @@ def write_whereabouts(file: Path, whereabouts: DaemonInfo) -> None:
     temporary = file.with_suffix(".tmp")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(whereabouts)) + b"\n")
     temporary.replace(file)
-
-
-def set_up_logging(level: str) -> None:
-    """Everything to stderr, one line each, within the log limit. Libraries are heard only when they warn."""
-    output = logging.StreamHandler(sys.stderr)
-    output.addFilter(LogLimitFilter())
-    if is_journal(os.environ):
-        output.setFormatter(JournalFormatter())
-    else:
-        output.setFormatter(
-            logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
-        )
-    logging.basicConfig(level=logging.WARNING, handlers=[output], force=True)
-    logging.getLogger("swarmllm").setLevel(level.upper())
 
 
 async def _stop_on_signal(

@@ -18,6 +18,8 @@ from swarmllm.log_limit import SUMMARY_S, LogLimit
 LINE_MAX: Final = 1000
 """Characters of a provoked line."""
 _WHO: Final = "provoked_by"
+TEMPLATE: Final = "line_template"
+"""Attribute of a record: its `msg` before finished text was written into that."""
 
 if TYPE_CHECKING:
     Adapter = logging.LoggerAdapter[logging.Logger]
@@ -47,6 +49,7 @@ class LogLimitFilter(logging.Filter):
         n_left_out = self.limit.admit(key, now, is_provoked=who is not None)
         if n_left_out is None:
             return False
+        setattr(record, TEMPLATE, record.msg)
         if who is not None:
             _make_plain(record)
         counts = [f"{n_left_out} more like it"] if n_left_out else []

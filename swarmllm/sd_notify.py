@@ -51,12 +51,14 @@ PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERR
 class JournalFormatter(logging.Formatter):
     """Lines for the journal, which has a time of its own and takes the level from a line's beginning."""
 
-    def __init__(self) -> None:
-        super().__init__("%(name)s: %(message)s")
+    def __init__(self, lines: logging.Formatter) -> None:
+        """`lines` makes the text after the level."""
+        super().__init__()
+        self._lines = lines
 
     def format(self, record: logging.LogRecord) -> str:
         prefix = f"<{PRIORITIES.get(record.levelno, 6)}>"
-        return "\n".join(prefix + line for line in super().format(record).splitlines())
+        return "\n".join(prefix + line for line in self._lines.format(record).splitlines())
 
 
 def is_journal(env: Mapping[str, str], file: int = STDERR) -> bool:

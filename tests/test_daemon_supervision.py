@@ -14,6 +14,7 @@ from running_daemon import config_of, daemon
 
 import swarmllm.daemon
 from swarmllm.daemon import DaemonInfo, run_daemon
+from swarmllm.log_output import LineFormatter
 from swarmllm.supervision import SCOPES, TASKS, EssentialTaskFailed, Supervision
 from swarmllm.swarm import libp2p_router
 
@@ -76,7 +77,7 @@ async def test_the_daemon_ends_with_a_sentence_where_it_cannot_run_without_a_tas
 ) -> None:
     supervision = Supervision()
     monkeypatch.setattr(swarmllm.daemon, "Supervision", lambda: supervision)
-    monkeypatch.setattr(swarmllm.daemon, "set_up_logging", lambda level: None)
+    monkeypatch.setattr(swarmllm.daemon, "set_up_logging", lambda config: LineFormatter("text"))
     monkeypatch.setattr(gc, "freeze", lambda: None)
     if name == "systemd watchdog":
         supervision.fail_next(name, Defect("by design"))

@@ -16,6 +16,7 @@ import trio.testing
 from daemon_process import clean_environment, toml
 from deadlines import PATIENCE_S
 
+from swarmllm.log_output import LineFormatter
 from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
 
 
@@ -45,7 +46,7 @@ def test_a_manager_that_is_gone_disturbs_nobody(tmp_path: Path, caplog: pytest.L
 
 def test_the_journal_takes_the_level_from_every_line_and_the_time_from_itself(tmp_path: Path) -> None:
     record = logging.LogRecord("swarmllm.node", logging.WARNING, "", 0, "one\n%s", ("two",), None)
-    assert JournalFormatter().format(record) == "<4>swarmllm.node: one\n<4>two"
+    assert JournalFormatter(LineFormatter("journal")).format(record) == "<4>swarmllm.node: one\n<4>two"
     with (tmp_path / "log").open("w") as file:
         there = os.fstat(file.fileno())
         stream = f"{there.st_dev}:{there.st_ino}"

@@ -71,7 +71,7 @@ def test_one_id_follows_a_request_to_the_log_of_the_last_worker(nodes: tuple[Dae
         )
     assert f"request {request_id} of guide:" in nodes[0].log.read_text()
     for node in nodes[1:]:
-        ended = f"request {request_id} of {nodes[0].node_id} ended here"
+        ended = f"request {request_id} of a (…{nodes[0].node_id[-8:]}) ended here"
         wait_for(lambda node=node, ended=ended: ended in node.log.read_text(), PATIENCE_S, "the stage's line")
 
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "status": LazyCommand("swarmllm.cli.status", "Show what the node is doing."),
     "top": LazyCommand("swarmllm.cli.top", "Watch nodes, pipelines, tokens per second and memory."),
     "doctor": LazyCommand("swarmllm.cli.doctor", "Look for what keeps this node from working well."),
+    "logs": LazyCommand("swarmllm.cli.logs", "Show what the node has written to its log."),
     "peers": LazyCommand("swarmllm.cli.peers", "Show the nodes this one is connected to."),
     "plan": LazyCommand("swarmllm.cli.plan", "Show the route a request would take, and why."),
     "invite": LazyCommand("swarmllm.cli.network", "Make a string with which others can join."),

@@ -354,6 +354,9 @@ class Node:
         record = self._registry.node(node_id)
         return record.nickname if record is not None else ""
 
+    def nickname_in_log(self, node_id: str) -> str:
+        return self.nickname_of(NodeId(node_id))
+
     def _chosen_by_hand(self, model_id: ModelId, loaded: LayerRange | None) -> None:
         self.on_demand.forget(model_id)
         if loaded is not None:

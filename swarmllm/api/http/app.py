@@ -42,6 +42,7 @@ from swarmllm.api.openai.embeddings import embeddings
 from swarmllm.api.openai.responses import RESPONSES, ResponseStore, responses
 from swarmllm.config import Config
 from swarmllm.keys import KeyRing
+from swarmllm.log_output import REQUEST_ID
 from swarmllm.node import ModelView, Node
 from swarmllm.node.metrics import CONTENT_TYPE
 from swarmllm.pipeline.request import new_request_id
@@ -124,6 +125,7 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     @app.before_request
     async def check() -> Response | None:
         g.request_id = new_request_id()
+        REQUEST_ID.set(g.request_id)
         host = request.headers.get("Host", "")
         preflight = origins.answer_preflight(request)
         if preflight is not None:
