@@ -57,7 +57,7 @@ class LineFormatter(logging.Formatter):
         """The style "journal" has neither time nor level, which the journal keeps itself. `names`: the
         formatter that is told nicknames, if it is another one."""
         super().__init__()
-        self._style = style
+        self._form = style
         self._names = names or self
         self.nickname_of: Callable[[str], str] = lambda node_id: ""
         """Set once nodes are known. Called in whichever thread writes a line."""
@@ -65,7 +65,7 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         facts = facts_of(record, self._names.nickname_of)
         traceback = super().formatException(record.exc_info) if record.exc_info else ""
-        if self._style == "json":
+        if self._form == "json":
             told = {
                 "time": facts.time,
                 "level": facts.level.lower(),
@@ -82,7 +82,7 @@ class LineFormatter(logging.Formatter):
             text = f"{text} [{facts.request_id}]"
         if traceback:
             text = f"{text}\n{traceback}"
-        if self._style == "journal":
+        if self._form == "journal":
             return f"{facts.logger}: {text}"
         return f"{facts.time} {facts.level:<7} {facts.logger}: {text}"
 

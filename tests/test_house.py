@@ -39,6 +39,7 @@ LAYERS = (
     "swarmllm.guide",
     "swarmllm.config_reference",
     "swarmllm.config_sources",
+    "swarmllm.log_output",
     "swarmllm.config",
     "swarmllm.keys",
     "swarmllm.sd_notify",

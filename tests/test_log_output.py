@@ -147,7 +147,6 @@ def test_following_goes_on_in_the_file_that_takes_the_place_of_a_full_one(
     monkeypatch.setattr("swarmllm.cli.logs.time.sleep", instead_of_waiting)
     following = lines_of(file, 2, follow=True)
     assert [next(following) for _ in range(4)] == ["2\n", "3\n", "4\n", "5\n"]
-    following.close()
 
 
 def test_the_command_shows_the_last_lines_or_says_that_there_is_none(tmp_path: Path) -> None:
