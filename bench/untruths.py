@@ -233,6 +233,8 @@ MEANINGS: Final[dict[str, Meaning]] = {
         (so_far.get("stage", 0), *(so_far.get("stage", 0) + i for i in (1, 2)))
     ),
     "position": lambda world, _: st.sampled_from((0, 0, 1, 4, 8, 12, 24, 25, 26, 27, 2**31 - 1)),
+    "first_row": lambda world, _: st.sampled_from((0, 0, 0, 1, 63, 64, 2**31 - 1)),
+    "n_rows": lambda world, _: st.sampled_from((1, 1, 2, 63, 64, 65, 65536)),
     "index": lambda world, _: st.sampled_from((0, 1, 2, 3, 7, 8, 2**31 - 1)),
     "record": bodies,
     "kind": lambda world, _: st.sampled_from((*KINDS, *TEXTS)),

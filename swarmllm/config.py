@@ -174,13 +174,20 @@ class InferenceTable:
     prefix_cache_min_tokens: Annotated[int, Meta(ge=1, le=65536)] = _setting(
         32, "A prompt that shares fewer tokens with an earlier one is computed anew."
     )
-    share_prefix_cache_with_peers: bool = _setting(
-        False,
-        "Announce hashes of the prompts whose KV is kept, of models that run here whole: tells peers that a "
-        "prompt with this beginning was seen here.",
+    share_prefix_cache_with_peers: Literal["auto", "on", "off"] = _setting(
+        "auto",
+        "Announce the prompts whose KV is kept, of models that run here whole, give peers that KV and fetch "
+        "theirs; auto: in a private swarm. Tells members that a prompt which they guess was seen here.",
     )
     cross_node_prefix_trust_min: Annotated[float, Meta(ge=0, le=1)] = _setting(
-        0.5, "Such announcements of nodes that are trusted less are not listed."
+        0.5, "Nothing of the kind is heard from, given to or fetched from nodes that are trusted less."
+    )
+    cross_node_prefix_timeout_s: Seconds = _setting(
+        3.0, "Longest wait of a request for KV from a peer; then its prompt is computed."
+    )
+    cross_node_prefix_network_timeout_s: Seconds = _setting(2.5, "The part of it that the peer may take.")
+    cross_node_prefix_serving_timeout_s: Seconds = _setting(
+        2.0, "What this node's worker may take to give a peer one piece of KV."
     )
     kv_cache_ttl_secs: Seconds = _setting(600.0, "How long KV is kept that no request asks for.")
     session_timeout_seconds: Seconds = _setting(600.0, "The same for that of sessions (session_id).")

@@ -48,6 +48,7 @@ from swarmllm.node.data_dir import (
 from swarmllm.node.remembered_loads import open_remembered_loads
 from swarmllm.node.share_book import open_share_book
 from swarmllm.pipeline.pipelines import Pipelines
+from swarmllm.pipeline.prefix.choice import PrefixTravelSettings
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.links import StageLinks
 from swarmllm.reloading import reload_on_sighup
@@ -56,7 +57,7 @@ from swarmllm.scheduling.speeds import Observations
 from swarmllm.sd_notify import ServiceManager
 from swarmllm.supervision import Supervision, supervise, supervise_started
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
-from swarmllm.swarm.membership.network_key import NetworkFile
+from swarmllm.swarm.membership.network_key import Network, NetworkFile
 from swarmllm.swarm.membership.peer_lists import PeerLists
 from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.peers.trust import Deed
@@ -187,7 +188,8 @@ async def _open_rooms(
     watchdog: LoopWatchdog,
 ) -> AsyncIterator[tuple[DaemonInfo, Callable[[Config], None], Node]]:
     """Everything above the network, bottom up; yields also what takes over a configuration, and the node."""
-    settings = worker_settings(config, data_dir)
+    network = await trio.to_thread.run_sync(NetworkFile(data_dir).read)
+    settings = worker_settings(config, data_dir, network)
     pool = WorkerPool(settings, data_dir / "run", on_change=lambda: node.holdings_changed())
     async with pool.running(), trio.open_nursery() as nursery:
         trust_min = config.inference.cross_node_prefix_trust_min
@@ -201,7 +203,6 @@ async def _open_rooms(
         await supervise_started(nursery, "registry", follow_router, registry, router)
         observations = Observations()
         remembered = await trio.to_thread.run_sync(open_remembered_loads, data_dir)
-        network = await trio.to_thread.run_sync(NetworkFile(data_dir).read)
         travel = ModelTransfer(
             router,
             registry,
@@ -221,13 +222,15 @@ async def _open_rooms(
             pool,
             catalogue,
             router.node_id,
-            pipeline_settings(config),
+            pipeline_settings(config, network),
             give_piece=travel.answer,
             tell_digests=gathering.answer,
             links=links,
             budget=router.budget,
             observations=observations,
             trust=trust,
+            kept=pool,
+            prefix_key=network.prefix_key,
         )
         pool.on_notice = pipelines.on_notice
         await supervise_started(nursery, "pipelines", pipelines.run)
@@ -287,7 +290,14 @@ def travel_settings(config: Config) -> TransferSettings:
     )
 
 
-def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
+def shares_prefixes(config: Config, network: Network) -> bool:
+    """Whether kept KV is announced, given and fetched."""
+    wanted = config.inference.share_prefix_cache_with_peers
+    is_wanted = network.is_private if wanted == "auto" else wanted == "on"
+    return is_wanted and config.inference.prefix_cache_enabled
+
+
+def worker_settings(config: Config, data_dir: Path, network: Network) -> WorkerSettings:
     inference = config.inference
     return WorkerSettings(
         cache_dir=data_dir / SEGMENTS,
@@ -306,7 +316,8 @@ def worker_settings(config: Config, data_dir: Path) -> WorkerSettings:
         prefix_min_tokens=inference.prefix_cache_min_tokens,
         prefix_ttl_s=inference.kv_cache_ttl_secs,
         session_ttl_s=inference.session_timeout_seconds,
-        tell_prefixes=inference.share_prefix_cache_with_peers,
+        tell_prefixes=shares_prefixes(config, network),
+        prefix_key=network.prefix_key,
         max_model_bytes=int(config.resources.max_model_gib * 2**30),
         kv_type=inference.kv_type,
         flash_attention=inference.flash_attention,
@@ -354,7 +365,7 @@ def _ip(text: str, field: str) -> str:
         raise ConfigError(f"{field}: {text[:100]!r} is not an IP address.", field=field) from None
 
 
-def pipeline_settings(config: Config) -> PipelineSettings:
+def pipeline_settings(config: Config, network: Network) -> PipelineSettings:
     inference = config.inference
     return PipelineSettings(
         prefill_chunk_tokens=inference.prefill_chunk_tokens,
@@ -362,6 +373,12 @@ def pipeline_settings(config: Config) -> PipelineSettings:
         ack_timeout_s=inference.rr_ack_timeout_s,
         silence_timeout_s=inference.first_token_timeout_s,
         failover_timeout_s=inference.failover_timeout_s,
+        prefix_travel=PrefixTravelSettings(
+            shares_prefixes(config, network),
+            inference.cross_node_prefix_timeout_s,
+            inference.cross_node_prefix_network_timeout_s,
+            inference.cross_node_prefix_serving_timeout_s,
+        ),
         check_rate=inference.check_rate,
         local_embedding_privacy=inference.local_embedding_privacy,
         activation_compression=inference.activation_compression,

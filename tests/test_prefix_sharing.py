@@ -1,19 +1,31 @@
-"""Two daemons: what one keeps of a prompt the other hears of, if the first one's user wants that."""
+"""Real daemons: KV of a prompt that one node computed goes to another that is asked the same, if wanted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import PATIENCE_S
 
-PROMPT = "A swarm of nodes runs a model that none of them could hold alone. " * 4
+from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
+
+PROMPT = "A swarm of nodes runs a model that none of them could hold alone. " * 90
+INFERENCE = {"n_threads": 1, "n_ctx": 2048}
 
 
-def ask(node: DaemonProcess) -> None:
-    body = {"model": "guide", "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
-    assert node.http.post("/v1/completions", json=body).status_code == 200
+def ask(node: DaemonProcess, **fields: Any) -> dict[str, Any]:
+    body = {"model": "guide", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, **fields}
+    response = node.http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def n_cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def announced(seer: DaemonProcess) -> dict[str, int]:
@@ -21,20 +33,77 @@ def announced(seer: DaemonProcess) -> dict[str, int]:
     return {peer["nickname"]: peer["announced_prefixes"] for peer in peers}
 
 
+def counted(node: DaemonProcess) -> dict[str, float]:
+    """What its metrics say of KV that travels, by the last word of the name and the labels."""
+    found = {}
+    for line in node.http.get("/metrics").text.splitlines():
+        if line.startswith("swarmllm_prefix_"):
+            name, _, value = line.rpartition(" ")
+            found[name.removeprefix("swarmllm_prefix_")] = float(value)
+    return found
+
+
+@contextmanager
+def members(folder: Path, *names: str, **inference: Any) -> Iterator[list[DaemonProcess]]:
+    """Of a private swarm; each knows those before it."""
+    network = private_network(new_secret())
+    with ExitStack() as stack:
+        nodes: list[DaemonProcess] = []
+        for name in names:
+            (folder / name).mkdir(mode=0o700)
+            NetworkFile(folder / name).change(lambda known: network)
+            bootstrap = [address for node in nodes for address in node.addresses]
+            settings = INFERENCE | inference
+            nodes.append(
+                stack.enter_context(
+                    running_daemon(folder, name, load=["guide"], inference=settings, bootstrap=bootstrap)
+                )
+            )
+        yield nodes
+
+
 @pytest.mark.slow
-def test_a_peer_hears_of_a_kept_prompt_from_whoever_wants_it_told(tmp_path: Path) -> None:
-    sharing = {"n_threads": 1, "n_ctx": 512, "share_prefix_cache_with_peers": True}
-    silent = {"n_threads": 1, "n_ctx": 512}
+def test_a_member_that_is_asked_the_same_takes_the_kv_of_the_one_that_computed_it(tmp_path: Path) -> None:
+    with members(tmp_path, "first", "second") as (first, second):
+        cold = ask(first)
+        wait_for(lambda: announced(second)["first"] > 0, PATIENCE_S, "the announcement")
+        warm = ask(second)
+        n_prompt = cold["usage"]["prompt_tokens"]
+        whole = (n_prompt - 1) // 64 * 64
+        assert n_cached(cold) == 0
+        assert n_cached(warm) == whole, (str(counted(second)), cold["swarm"], warm["swarm"])
+        assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+        prefix = warm["swarm"]["prefix"]
+        assert (prefix["node"], prefix["tokens"]) == (first.node_id, whole)
+        assert prefix["bytes"] > 0
+        assert cold["swarm"]["prefix"] is None
+        # A block and the last one are computed again; then it is the second one's to give.
+        wait_for(lambda: counted(second)['checks_total{outcome="right"}'] == 1, PATIENCE_S, "the check")
+        wait_for(lambda: announced(first)["second"] > 0, PATIENCE_S, "the second one's announcement")
+        assert counted(second)['fetches_total{outcome="hit"}'] == 1
+        assert counted(second)["fetched_bytes_total"] == counted(first)["given_bytes_total"] > 0
+        # What is here is not fetched again, and exact requests take nothing from anybody.
+        again = ask(second)
+        assert n_cached(again) == whole
+        assert again["swarm"]["prefix"] is None
+        exact = ask(second, exact=True)
+        assert n_cached(exact) == 0
+        assert exact["swarm"]["prefix"] is None
+
+
+@pytest.mark.slow
+def test_in_an_open_swarm_prompts_are_announced_by_whoever_wants_it(tmp_path: Path) -> None:
+    sharing = INFERENCE | {"share_prefix_cache_with_peers": "on"}
     with (
-        running_daemon(tmp_path, "silent", load=["guide"], inference=silent) as a,
+        running_daemon(tmp_path, "silent", load=["guide"], inference=INFERENCE) as a,
         running_daemon(tmp_path, "open", load=["guide"], inference=sharing, bootstrap=a.addresses) as b,
         running_daemon(tmp_path, "seer", load=[], bootstrap=[*a.addresses, *b.addresses]) as seer,
     ):
         wait_for(lambda: announced(seer) == {"silent": 0, "open": 0}, PATIENCE_S, "both records")
-        ask(a)
         ask(b)
-        wait_for(lambda: announced(seer)["open"] == 1, PATIENCE_S, "the announcement")
+        wait_for(lambda: announced(seer)["open"] > 0, PATIENCE_S, "the announcement")
+        wait_for(lambda: announced(a)["open"] > 0, PATIENCE_S, "the announcement at the other one")
+        assert n_cached(ask(a)) == 0
         assert announced(seer)["silent"] == 0
-        wait_for(lambda: announced(a)["open"] == 1, PATIENCE_S, "the announcement at the other one")
         seen = seer.http.get("/api/admin/peers/open").json()
-        assert seen["connected"]["announced_prefixes"] == 1
+        assert seen["connected"]["announced_prefixes"] > 0

@@ -10,8 +10,8 @@ the same tokens differs between models and between ranges. Tokens after the last
 KV is shared in whole blocks only.
 
 What is named to the stages of a request begins with a keyed hash of the root instead, so that nobody can look
-up a prompt that was guessed. Only what a node announces because its user wants it to (see `swarm_prefix`)
-begins with the root itself.
+up a prompt that was guessed. What a node announces of the KV that it keeps begins, in a private swarm, with a
+hash of the root that is keyed with the network's key, and in an open one with the root itself.
 """
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ def secret_root(secret: bytes, model_id: str, start: int, end: int) -> bytes:
     """The same for names that only whoever knows the secret (32 bytes) can make: others can compare them, but
     not try out what they stand for."""
     return blake3(root_hash(model_id, start, end), key=secret).digest()
+
+
+def kept_root(key: str, model_id: str, n_layers: int) -> bytes:
+    """What the names of kept KV of a whole model begin with: `root_hash`, or where there is a `key` (64 hex
+    digits) `secret_root`. Raises ValueError for other digits."""
+    if not key:
+        return root_hash(model_id, 0, n_layers)
+    return secret_root(bytes.fromhex(key), model_id, 0, n_layers)
 
 
 def extend_block_hashes(previous: bytes, tokens: Sequence[int] | npt.NDArray[Any]) -> tuple[bytes, ...]:

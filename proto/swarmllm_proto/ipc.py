@@ -45,12 +45,16 @@ from swarmllm_proto.ipc_base import (  # noqa: F401  # noqa: F401  # noqa: F401
     require_layer_range,
 )
 from swarmllm_proto.ipc_kv import (  # noqa: F401
+    CheckPrefix,
     ExportPrefixSnapshot,
     HoldRequest,
     ImportPrefixSnapshot,
     KeptRows,
+    LookUpPrefix,
+    PrefixChecked,
     PrefixFetchProbe,
     PrefixFetchResult,
+    PrefixLookedUp,
     PrefixManifestUpdate,
     PrefixSnapshotResponse,
     ReadJournal,
@@ -96,6 +100,8 @@ class Open(DaemonMessage, frozen=True, tag=True):
     """The same for that of sessions."""
     tell_prefixes: bool = False
     """Say with PrefixManifestUpdate what is kept."""
+    prefix_key: Annotated[str, Meta(max_length=64, pattern="^([0-9a-f]{64})?$")] = ""
+    """What the names of kept KV are keyed with, where only members of a private swarm are to make them."""
     max_bytes: SizeBytes = 0
     """What layers may take by prediction; 0: what the machine has left."""
     kv_type: KvType = "f16"
@@ -236,6 +242,8 @@ class Generate(DaemonMessage, frozen=True, tag=True):
     on here with the next."""
     session_id: Annotated[str, Meta(max_length=256)] = ""
     """A conversation whose next turn begins with this one: its KV is kept to the last row, and longest."""
+    own_kv: bool = False
+    """It takes no rows that another node computed and that were not checked."""
 
 
 class CancelRequest(DaemonMessage, frozen=True, tag=True):
@@ -381,6 +389,8 @@ AnyDaemonMessage: TypeAlias = (
     | PrefixFetchProbe
     | ExportPrefixSnapshot
     | ImportPrefixSnapshot
+    | LookUpPrefix
+    | CheckPrefix
     | Shutdown
 )
 AnyWorkerMessage: TypeAlias = (
@@ -402,6 +412,8 @@ AnyWorkerMessage: TypeAlias = (
     | Resumed
     | PrefixFetchResult
     | PrefixSnapshotResponse
+    | PrefixLookedUp
+    | PrefixChecked
     | PrefixManifestUpdate
     | Error
     | Bye

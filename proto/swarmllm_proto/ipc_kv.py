@@ -7,7 +7,7 @@ from what another did: who chooses the names could call any rows anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -58,6 +58,26 @@ class ExportPrefixSnapshot(_Blocks, frozen=True, tag=True, kw_only=True):
     """The kept KV of as many of these blocks as there are. Payload: their names. Answered by
     PrefixSnapshotResponse."""
 
+    first_row: Position = 0
+    n_rows: TokenCount = 0
+    """Only so many rows from `first_row` on, in one part, of blocks that are all kept and that this worker
+    computed or checked; 0: all rows."""
+
+
+class LookUpPrefix(_Blocks, frozen=True, tag=True, kw_only=True):
+    """How many of these blocks could a request get now? Payload: their names. Answered by
+    PrefixLookedUp."""
+
+
+class CheckPrefix(_Blocks, frozen=True, tag=True, kw_only=True):
+    """Compute blocks of KV again that came from another node. Payload: the tokens of all blocks that came,
+    i32 [n]. Answered by PrefixChecked. Unless it is right, what rests on that KV is dropped."""
+
+    request_id: RequestId
+    """Under which it is computed."""
+    blocks: Annotated[tuple[BlockCount, ...], Meta(min_length=1, max_length=16)]
+    """Which: indices."""
+
 
 class ImportPrefixSnapshot(_Blocks, frozen=True, tag=True, kw_only=True):
     """KV from elsewhere. Payload: the names of its blocks, then the bytes of a PrefixSnapshotResponse.
@@ -66,7 +86,10 @@ class ImportPrefixSnapshot(_Blocks, frozen=True, tag=True, kw_only=True):
     n_blocks: BlockCount
     sizes: PartSizes
     digest: Digest
-    """Of the bytes, without the names."""
+    """Of the bytes, without the names; `from_peer`: of the parts' digests, one after the other."""
+    from_peer: bool = False
+    """Another node computed it: parts are runs of rows in order, for one segment. Requests may use it, but it
+    is neither told of nor exported before a CheckPrefix has found it right."""
 
 
 class PrefixFetchResult(WorkerMessage, frozen=True, tag=True, kw_only=True):
@@ -85,6 +108,26 @@ class PrefixSnapshotResponse(WorkerMessage, frozen=True, tag=True, kw_only=True)
     """Bytes of each part: one for each segment that runs the layers here."""
     digest: Annotated[str, Meta(max_length=64)] = ""
     """BLAKE3 of the payload."""
+
+
+class PrefixLookedUp(WorkerMessage, frozen=True, tag=True, kw_only=True):
+    """Answers LookUpPrefix."""
+
+    n_blocks: BlockCount
+    row_bytes: SizeBytes = 0
+    """KV of one row; 0: this model's KV neither leaves this worker nor enters it."""
+    kv_format: Annotated[str, Meta(max_length=64)] = ""
+    """Equal where two workers write and compute KV alike."""
+
+
+CheckOutcome = Literal["equal", "close", "wrong", "gone"]
+
+
+class PrefixChecked(WorkerMessage, frozen=True, tag=True, kw_only=True):
+    """Answers CheckPrefix. equal: bit for bit; close: within the tolerance; gone: the KV is not kept any
+    more."""
+
+    outcome: CheckOutcome
 
 
 class PrefixManifestUpdate(WorkerMessage, frozen=True, tag=True, kw_only=True):

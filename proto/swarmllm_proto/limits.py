@@ -51,6 +51,9 @@ IMAGE_ROWS_MAX: Final = 3 * MIB
 CHECKED_ROWS_MAX: Final = 3 * MIB
 """Bytes of rows in one response, for a check of what a stage computed: 192 rows of f32 x 4096."""
 
+PREFIX_KV_MAX: Final = 3 * MIB
+"""Bytes of kept KV in one response: 250 rows of a 0.5B model, 50 of a 7B model."""
+
 LAYERS_MAX: Final = 1024
 """Layers of a model. The deepest in use has 126; plans and routes cost time for each layer that a stranger
 names."""

@@ -45,6 +45,8 @@ from swarmllm_proto.swarm_base import KeptPrefix as KeptPrefix
 from swarmllm_proto.swarm_base import ModelId as ModelId
 from swarmllm_proto.swarm_base import NodeId as NodeId
 from swarmllm_proto.swarm_base import PrefixCacheAnnounce as PrefixCacheAnnounce
+from swarmllm_proto.swarm_base import PrefixKv as PrefixKv
+from swarmllm_proto.swarm_base import PrefixKvFetch as PrefixKvFetch
 from swarmllm_proto.swarm_base import ReplayRows as ReplayRows
 from swarmllm_proto.swarm_base import RowsPiece as RowsPiece
 from swarmllm_proto.swarm_base import ShortText as ShortText
@@ -448,5 +450,7 @@ JobMessage: TypeAlias = (
     | RemoteGenerateRequest
     | ReplayRows
 )
-SwarmRequest: TypeAlias = PipelineAssignment | FetchPiece | ProbeStage | FetchRows | VisionEncodeRequest
-SwarmResponse: TypeAlias = PipelineAck | Piece | StageState | RowsPiece | VisionEncodeResponse
+SwarmRequest: TypeAlias = (
+    PipelineAssignment | FetchPiece | ProbeStage | FetchRows | PrefixKvFetch | VisionEncodeRequest
+)
+SwarmResponse: TypeAlias = PipelineAck | Piece | StageState | RowsPiece | PrefixKv | VisionEncodeResponse

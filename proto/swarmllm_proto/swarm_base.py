@@ -12,11 +12,12 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.identifiers import Digest as Digest
 from swarmllm_proto.identifiers import ModelId as ModelId
 from swarmllm_proto.identifiers import NodeId as NodeId
 from swarmllm_proto.ipc_base import LayerIndex, Position, RequestId, StageIndex, TokenCount
-from swarmllm_proto.limits import CHECKED_ROWS_MAX, IMAGE_MAX, IMAGE_ROWS_MAX
+from swarmllm_proto.limits import CHECKED_ROWS_MAX, IMAGE_MAX, IMAGE_ROWS_MAX, PREFIX_KV_MAX
 
 WIRE_VERSION: Final = 1
 """The `v` of every message. A reader ignores fields it does not know and refuses another version."""
@@ -75,6 +76,42 @@ class PrefixCacheAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, g
 
     model_id: ModelId
     prefixes: Annotated[tuple[KeptPrefix, ...], Meta(max_length=PREFIXES_MAX)]
+
+
+class PrefixKvFetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Request: KV of rows [first_row, first_row + n_rows) of a prompt's beginning, of every layer. Answered
+    by PrefixKv."""
+
+    v: int = WIRE_VERSION
+    model_id: ModelId
+    names: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=NAMES_MAX)]
+    """Of the beginning's blocks, 32 bytes each."""
+    kv_format: Annotated[str, Meta(min_length=1, max_length=64)]
+    """The asker's: bytes of another one would be of no use to it."""
+    first_row: Position
+    n_rows: Annotated[int, Meta(ge=1, le=65536)]
+
+    def __post_init__(self) -> None:
+        if len(self.names) % DIGEST_SIZE:
+            raise ValueError(
+                f"field `names`: {len(self.names)} bytes are no names of {DIGEST_SIZE} bytes each"
+            )
+        n_named = len(self.names) // DIGEST_SIZE * BLOCK_TOKENS
+        if self.first_row + self.n_rows > n_named:
+            raise ValueError(
+                f"field `n_rows`: {self.n_rows} rows from {self.first_row} on, where {n_named} are named"
+            )
+
+
+class PrefixKv(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Response to PrefixKvFetch."""
+
+    v: int = WIRE_VERSION
+    status: Literal["ok", "busy", "absent"]
+    digest: Annotated[bytes, Meta(max_length=DIGEST_SIZE)] = b""
+    """BLAKE3 of `data`."""
+    data: Annotated[memoryview, Meta(max_length=PREFIX_KV_MAX)] = memoryview(b"")
+    """As libllama writes the state of a sequence that has these rows and no others."""
 
 
 class StageRows(msgspec.Struct, frozen=True, array_like=True):

@@ -57,6 +57,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             prefix_ttl_s=60.5,
             session_ttl_s=3600.0,
             tell_prefixes=True,
+            prefix_key="cd" * 32,
             max_bytes=2**36,
             kv_type="q8_0",
             flash_attention="on",
@@ -157,7 +158,14 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ),
     (
         "generate",
-        ipc.Generate(id=9, request_id=REQUEST_ID, sampling=SAMPLING, n_generated=2, session_id="Gespräch 1"),
+        ipc.Generate(
+            id=9,
+            request_id=REQUEST_ID,
+            sampling=SAMPLING,
+            n_generated=2,
+            session_id="Gespräch 1",
+            own_kv=True,
+        ),
         tensor_bytes(TOKEN_IDS),
     ),
     (
@@ -190,6 +198,24 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             id=17, start=4, end=12, scope=NODE_A, n_blocks=1, sizes=(3, 2), digest=MODEL_ID
         ),
         bytes(range(37)),
+    ),
+    (
+        "export-prefix-rows",
+        ipc.ExportPrefixSnapshot(id=24, start=0, end=12, first_row=64, n_rows=32),
+        bytes(range(64)),
+    ),
+    (
+        "import-prefix-from-peer",
+        ipc.ImportPrefixSnapshot(
+            id=25, start=0, end=12, n_blocks=1, sizes=(3, 2), digest=MODEL_ID, from_peer=True
+        ),
+        bytes(range(37)),
+    ),
+    ("look-up-prefix", ipc.LookUpPrefix(id=26, start=0, end=12, scope=NODE_A), bytes(range(64))),
+    (
+        "check-prefix",
+        ipc.CheckPrefix(id=27, request_id=REQUEST_ID, start=0, end=12, scope=NODE_A, blocks=(0, 1)),
+        tensor_bytes(TOKEN_IDS),
     ),
     ("check-cuts", ipc.CheckCuts(id=18, units=(4, 6)), b""),
     ("shutdown", ipc.Shutdown(id=12), b""),
@@ -302,6 +328,12 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ),
     ("done", ipc.Done(id=10), b""),
     ("resumed", ipc.Resumed(id=22, kept=(ipc.KeptRows(130, 128), ipc.KeptRows())), b""),
+    (
+        "prefix-looked-up",
+        ipc.PrefixLookedUp(id=26, n_blocks=1, row_bytes=12_288, kv_format="5e" * 16),
+        b"",
+    ),
+    ("prefix-checked", ipc.PrefixChecked(id=27, outcome="close"), b""),
     ("prefix-manifest-update", ipc.PrefixManifestUpdate(n_blocks=(3, 1)), bytes(range(64))),
     ("prefix-fetch-result", ipc.PrefixFetchResult(id=15, n_blocks=2), b""),
     (

@@ -241,6 +241,12 @@ REQUESTS: list[tuple[str, AnyRequest]] = [
         swarm.FetchRows(request_id=REQUEST_ID, boundary=4, position=64, n_tokens=32, digest_only=True),
     ),
     (
+        "prefix-kv-fetch",
+        swarm.PrefixKvFetch(
+            model_id=MODEL_ID, names=bytes(range(64)), kv_format="5e" * 16, first_row=96, n_rows=32
+        ),
+    ),
+    (
         "fetch-piece",
         swarm.FetchPiece(
             model_id=MODEL_ID, part="tensor", tensor="blk.4.attn_q.weight", offset=2**20, size_bytes=2**20
@@ -283,6 +289,11 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
             request_id=REQUEST_ID, known=True, digest=bytes(range(32)), rows=memoryview(bytes(range(16)))
         ),
     ),
+    (
+        "prefix-kv",
+        swarm.PrefixKv(status="ok", digest=bytes(range(32)), data=memoryview(bytes(range(16)))),
+    ),
+    ("prefix-kv-absent", swarm.PrefixKv(status="absent")),
     ("piece", swarm.Piece(status="ok", data=memoryview(bytes(range(256))))),
     ("digests", Digests(status="part", known=(DigestRun(0, bytes(range(32))),))),
     (

@@ -240,6 +240,28 @@ CHECKS = Definition(
     "Results of other nodes that were computed again: right, wrong, disputed between two, or dropped.",
     ("outcome",),
 )
+PREFIX_FETCHES = Definition(
+    "swarmllm_prefix_fetches_total",
+    "counter",
+    "Prompts whose beginning another node announced: its KV came (hit), did not come (miss), or was not "
+    "asked for because computing it was expected to take no longer (declined).",
+    ("outcome",),
+)
+PREFIX_TOKENS = Definition(
+    "swarmllm_prefix_fetched_tokens_total", "counter", "Tokens of prompts whose KV came from other nodes."
+)
+PREFIX_FETCHED = Definition(
+    "swarmllm_prefix_fetched_bytes_total", "counter", "KV of prompts that came from other nodes."
+)
+PREFIX_GIVEN = Definition(
+    "swarmllm_prefix_given_bytes_total", "counter", "KV of prompts that other nodes fetched here."
+)
+PREFIX_CHECKS = Definition(
+    "swarmllm_prefix_checks_total",
+    "counter",
+    "Beginnings of prompts from other nodes of which blocks were computed again: right or wrong.",
+    ("outcome",),
+)
 WEIGHTS = Definition("swarmllm_worker_weights_bytes", "gauge", "Weights that a worker holds.", ("model_id",))
 PENDING = Definition(
     "swarmllm_worker_calls_pending", "gauge", "Calls a worker has not answered.", ("model_id",)
@@ -383,6 +405,9 @@ class _NodeState(Collector):
             (BY_LINK, pipelines.jobs_by_link),
             (REPEATS, pipelines.repeats),
             (BAD, pipelines.messages_bad),
+            (PREFIX_TOKENS, pipelines.prefix_tokens),
+            (PREFIX_FETCHED, pipelines.prefix_fetched_bytes),
+            (PREFIX_GIVEN, pipelines.prefix_given_bytes),
             (LONGEST_STEP, node.watchdog.longest_s),
             (SLOW_STEPS, node.watchdog.n_slow),
         ):
@@ -395,6 +420,14 @@ class _NodeState(Collector):
             "dropped": pipelines.checks_dropped,
         }
         yield _family(CHECKS, [((outcome,), value) for outcome, value in outcomes.items()])
+        fetches = {
+            "hit": pipelines.prefix_hits,
+            "miss": pipelines.prefix_misses,
+            "declined": pipelines.prefix_declined,
+        }
+        yield _family(PREFIX_FETCHES, [((outcome,), value) for outcome, value in fetches.items()])
+        checks = {"right": pipelines.prefix_checked, "wrong": pipelines.prefix_wrong}
+        yield _family(PREFIX_CHECKS, [((outcome,), value) for outcome, value in checks.items()])
         tasks = node.supervision.statuses()
         yield _family(TASK_FAILURES, [((t.name,), t.n_failures) for t in tasks if t.n_failures])
         yield _family(TASKS_DOWN, [((), sum(task.is_down for task in tasks))])

@@ -28,6 +28,8 @@ from swarmllm.pipeline.origin.attempts import Attempts
 from swarmllm.pipeline.origin.generation import Generation, Prompt, Source, token_ids
 from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
+from swarmllm.pipeline.prefix.fetching import PrefixFetcher
+from swarmllm.pipeline.prefix.serving import PrefixServing, PrefixStore
 from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.retry_policy import Pace, RetryPolicy
 from swarmllm.pipeline.request import new_request_id, request_context
@@ -61,6 +63,8 @@ from swarmllm_proto.swarm import (
     FetchPiece,
     FetchRows,
     Piece,
+    PrefixKv,
+    PrefixKvFetch,
     ProbeStage,
     Stage,
     VisionEncodeRequest,
@@ -90,10 +94,13 @@ class Pipelines:
         trust: NodeTrust | None = None,
         links: StageLinks | None = None,
         budget: ByteBudget | None = None,
+        kept: PrefixStore | None = None,
+        prefix_key: str = "",
     ) -> None:
         """`give_piece` answers requests for bytes of models, `tell_digests` those about a file of which
         nodes have parts (with the asking node); without them nothing is given. Without `links` every job goes
-        by way of the daemons."""
+        by way of the daemons. `kept`: KV of prompts, whose names are keyed with `prefix_key`; without it
+        none travels."""
         self._give_piece = give_piece
         self._tell_digests = tell_digests
         self._observations = observations = observations or Observations()
@@ -135,6 +142,29 @@ class Pipelines:
             trust,
             self._here,
         )
+        budget = budget or ByteBudget()
+        self._prefixes: PrefixFetcher | None = None
+        self._prefix_serving: PrefixServing | None = None
+        if kept is not None and (travel := settings.prefix_travel).is_on:
+            self._prefixes = PrefixFetcher(
+                router,
+                registry,
+                kept,
+                travel,
+                self._counts,
+                trust,
+                observations,
+                budget,
+                self._here,
+                prefix_key,
+            )
+            self._prefix_serving = PrefixServing(
+                kept,
+                partial(trio.to_thread.run_sync, catalogue.get),
+                self._counts,
+                registry.may_share,
+                travel.serving_timeout_s,
+            )
         self._attempts = Attempts(
             router,
             registry,
@@ -146,6 +176,7 @@ class Pipelines:
             trust,
             self._suspects,
             self._checker,
+            self._prefixes,
         )
         self._prompt_rows = PromptRows(
             node_id, pool, settings, self._requests, self._attempts, self.stages_for
@@ -185,6 +216,8 @@ class Pipelines:
             self._nursery = nursery
             supervise(nursery, "links", self._links.run)
             supervise(nursery, "checks", self._checker.run)
+            if self._prefixes is not None:
+                supervise(nursery, "prefix checks", self._prefixes.run)
             self._attempts.tell_with(nursery)
             self._router.serve(self.on_request, self.on_message)
             task_status.started()
@@ -313,6 +346,10 @@ class Pipelines:
         if isinstance(request, FetchRows):
             context = self._sessions.context_for(sender, request.request_id)
             return encode_response(await answer(self._pool, context, request))
+        if isinstance(request, PrefixKvFetch):
+            nothing = PrefixKv(status="absent")
+            giving = self._prefix_serving
+            return encode_response(await giving.answer(sender, request) if giving else nothing)
         if isinstance(request, VisionEncodeRequest):
             # Workers have no encoder: whoever asks is to look elsewhere at once.
             return encode_response(

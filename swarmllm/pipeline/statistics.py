@@ -32,6 +32,20 @@ class PipelineStatistics:
     """Of those, the ones in which one of two nodes was wrong, and it cannot be known which."""
     checks_dropped: int = 0
     """Drawn, but rows or somebody to compute them were missing, or there was no time."""
+    prefix_hits: int = 0
+    """Requests for which KV of their prompt's beginning came from another node."""
+    prefix_misses: int = 0
+    """It was asked for, and did not come in time or was refused."""
+    prefix_declined: int = 0
+    """Another node announced it, and computing it was expected to take no longer."""
+    prefix_tokens: int = 0
+    """Of prompts, that came so."""
+    prefix_fetched_bytes: int = 0
+    prefix_given_bytes: int = 0
+    """KV that other nodes fetched here."""
+    prefix_checked: int = 0
+    """Beginnings from other nodes of which blocks were computed again, and were right."""
+    prefix_wrong: int = 0
     messages_ignored: int = 0
     """For requests unknown here, or from nodes that have no part in them."""
     messages_bad: int = 0

@@ -87,6 +87,7 @@ TASKS: Final = (
     ),
     LongLived("links", "restart", "opens and closes links between workers", "jobs go by way of the daemons"),
     LongLived("checks", "restart", "computes rows of other nodes again", "less is checked"),
+    LongLived("prefix checks", "restart", "computes KV from other nodes again", "such KV is not passed on"),
     LongLived("idle workers", "restart", "stops workers that nobody uses", "idle workers keep their memory"),
     LongLived(
         "announcer", "restart", "publishes what this node holds and its load", "others see an older record"

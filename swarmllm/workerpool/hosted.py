@@ -241,6 +241,7 @@ class HostedModel:
                 prefix_ttl_s=settings.prefix_ttl_s,
                 session_ttl_s=settings.session_ttl_s,
                 tell_prefixes=settings.tell_prefixes,
+                prefix_key=settings.prefix_key,
                 max_bytes=settings.max_model_bytes,
                 kv_type=settings.kv_type,
                 flash_attention=settings.flash_attention,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
+import trio
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.forward_result import Hidden, checked_tensor
@@ -15,29 +16,38 @@ from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.frames import Payload, as_pieces
 from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import (
+    CheckPrefix,
     Done,
     ExportPrefixSnapshot,
     HoldRequest,
     ImportPrefixSnapshot,
     KeptRows,
     LayerResult,
+    LookUpPrefix,
+    PrefixChecked,
     PrefixFetchProbe,
     PrefixFetchResult,
+    PrefixLookedUp,
     PrefixManifestUpdate,
     PrefixSnapshotResponse,
     ReadJournal,
     Resumed,
     ResumeRequest,
 )
-from swarmllm_proto.ipc_kv import split_names
+from swarmllm_proto.ipc_kv import CheckOutcome, split_names
 from swarmllm_proto.swarm_base import KeptPrefix
+from swarmllm_proto.tensors import Tensor, encode_tensor
+
+CANCEL_S = 1.0
 
 
 class KeptPrefixes:
     """KV that workers keep of prompts, by the names of its blocks: what there is, exported and imported."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: Hosts, cancel: Callable[[ModelId, str], Awaitable[None]]) -> None:
+        """`cancel`: ends a request of a model, and frees what it has."""
         self._hosts = hosts
+        self._cancel = cancel
         self._manifests: dict[ModelId, tuple[Worker, tuple[KeptPrefix, ...]]] = {}
         """By model id, what which worker said last."""
 
@@ -76,12 +86,62 @@ class KeptPrefixes:
         )
         return result.n_blocks
 
-    async def export_prefix(
-        self, model: ModelFile, layers: LayerRange, names: bytes, scope: str = ""
-    ) -> tuple[PrefixSnapshotResponse, memoryview]:
-        """The KV that is kept of the first so many of these blocks, as bytes for `import_prefix`."""
+    async def look_up_prefix(self, model: ModelFile, layers: LayerRange, names: bytes) -> PrefixLookedUp:
+        """How many of these blocks a request could get here, and how their KV would travel."""
         worker = await self._hosts.of(model).ready()
-        message = ExportPrefixSnapshot(id=worker.new_id(), start=layers.start, end=layers.end, scope=scope)
+        message = LookUpPrefix(id=worker.new_id(), start=layers.start, end=layers.end)
+        result, _ = await worker.call(
+            message, PrefixLookedUp, payload=names, timeout_s=self._hosts.settings.call_timeout_s
+        )
+        return result
+
+    async def check_prefix(
+        self, model: ModelFile, layers: LayerRange, tokens: Tensor, blocks: tuple[int, ...], request_id: str
+    ) -> CheckOutcome:
+        """Compute blocks of KV again that `import_prefix` took from another node; `tokens`: of all blocks
+        that came, i32 [n]. Raises WorkerError where they are not kept any more."""
+        worker = await self._hosts.of(model).ready()
+        message = CheckPrefix(
+            id=worker.new_id(),
+            request_id=request_id,
+            start=layers.start,
+            end=layers.end,
+            blocks=blocks,
+        )
+        try:
+            result, _ = await worker.call(
+                message,
+                PrefixChecked,
+                payload=encode_tensor(tokens),
+                timeout_s=self._hosts.settings.call_timeout_s,
+            )
+        except BaseException:
+            with trio.CancelScope(shield=True), trio.move_on_after(CANCEL_S):
+                await self._cancel(model.model_id, request_id)
+            raise
+        return result.outcome
+
+    async def export_prefix(
+        self,
+        model: ModelFile,
+        layers: LayerRange,
+        names: bytes,
+        scope: str = "",
+        *,
+        first_row: int = 0,
+        n_rows: int = 0,
+    ) -> tuple[PrefixSnapshotResponse, memoryview]:
+        """The KV that is kept of the first so many of these blocks, as bytes for `import_prefix`; with
+        `n_rows` only these rows of them, where all blocks are kept."""
+        worker = await self._hosts.of(model).ready()
+        message = ExportPrefixSnapshot(
+            id=worker.new_id(),
+            start=layers.start,
+            end=layers.end,
+            scope=scope,
+            first_row=first_row,
+            n_rows=n_rows,
+        )
         return await worker.call(
             message, PrefixSnapshotResponse, payload=names, timeout_s=self._hosts.settings.call_timeout_s
         )
@@ -94,9 +154,12 @@ class KeptPrefixes:
         snapshot: PrefixSnapshotResponse,
         data: Payload,
         scope: str = "",
+        *,
+        from_peer: bool = False,
     ) -> int:
         """Keep KV that another worker exported, of blocks with these names. How many blocks were taken: all,
-        or 0 where there is no room. Raises WorkerError for bytes that are damaged or not of these layers."""
+        or 0 where there is no room. Raises WorkerError for bytes that are damaged or not of these layers.
+        `from_peer`: another node exported it, in slices; `snapshot.digest` is that of their digests."""
         worker = await self._hosts.of(model).ready()
         message = ImportPrefixSnapshot(
             id=worker.new_id(),
@@ -106,6 +169,7 @@ class KeptPrefixes:
             n_blocks=snapshot.n_blocks,
             sizes=snapshot.sizes,
             digest=snapshot.digest,
+            from_peer=from_peer,
         )
         result, _ = await worker.call(
             message,

@@ -128,7 +128,8 @@ class WorkerPool:
         self.loaded, self.loaded_with, self.models = layers.loaded, layers.loaded_with, layers.models
         self.memory, self.context_sizes = layers.memory, layers.context_sizes
         self.serves_without_file = layers.serves_without_file
-        self._prefixes = prefixes = KeptPrefixes(hosts)
+        self._prefixes = prefixes = KeptPrefixes(hosts, self.cancel)
+        self.look_up_prefix, self.check_prefix = prefixes.look_up_prefix, prefixes.check_prefix
         self.kept_prefixes, self.name_prefix = prefixes.kept_prefixes, prefixes.name_prefix
         self.export_prefix, self.import_prefix = prefixes.export_prefix, prefixes.import_prefix
         repairs = Repairs(hosts)
@@ -269,9 +270,11 @@ class WorkerPool:
         sampling: Sampling,
         n_generated: int = 0,
         session: str = "",
+        own_kv: bool = False,
     ) -> AsyncIterator[TokenStream]:
         """The whole decode loop in the worker, which must hold every layer: iterate the stream for (Token,
-        bytes). The last `n_generated` of `tokens` are no prompt but what came of it elsewhere.
+        bytes). The last `n_generated` of `tokens` are no prompt but what came of it elsewhere. `own_kv`: no
+        KV is used that another node computed and that was not checked.
 
         Leaving early cancels it. Raises as `forward` does, from the iteration.
         """
@@ -282,6 +285,7 @@ class WorkerPool:
             sampling=sampling,
             n_generated=n_generated,
             session_id=session,
+            own_kv=own_kv,
         )
         stream = await worker.generate(
             message, encode_tensor(tokens), silence_s=self._settings.call_timeout_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -104,6 +104,8 @@ class WorkerSettings:
     """The same for that of sessions."""
     tell_prefixes: bool = False
     """Workers say what they keep, for other nodes to know (`kept_prefixes`)."""
+    prefix_key: str = field(default="", repr=False)
+    """What its names are keyed with; "": nothing."""
     journal_max_bytes: int = 2**28
     """Host memory for rows that running requests have sent on to the next stage."""
     max_model_bytes: int = 0

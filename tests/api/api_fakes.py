@@ -81,6 +81,7 @@ class FakeGeneration:
         self.is_apart = is_apart
         self.shape = "local"
         self.n_cached_tokens = 4
+        self.fetched = None
         self.guesses = Guesses((GuessCount("lookup", 6, 5),))
         self.n_recoveries = 0
         self.n_rebuilt = 0

@@ -41,6 +41,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *(swarm.FileAnnounce, swarm.FetchPiece, swarm.Piece, swarm.Outline),
     *(file_digests.FetchDigests, file_digests.Digests, file_digests.DigestRun),
     *(swarm.ProbeStage, swarm.StageState, swarm.FetchRows, swarm.RowsPiece),
+    *(swarm.PrefixKvFetch, swarm.PrefixKv),
     *(swarm.VisionEncodeRequest, swarm.VisionEncodeResponse),
     *get_args(swarm.JobMessage),
     *(Envelope, Heartbeat, Digest),

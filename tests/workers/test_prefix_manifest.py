@@ -8,8 +8,8 @@ from block_names import block_hashes
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.ipc_kv import split_names
-from swarmllm_workers.cache.prefix_cache import beginnings
-from swarmllm_workers.cache.prefixes import Kept, Name
+from swarmllm_workers.cache.manifest import MANIFEST_MAX, beginnings
+from swarmllm_workers.cache.prefixes import Kept, Name, token_name
 
 from .test_batching import OpenRoom, Room, open_room  # noqa: F401
 
@@ -17,10 +17,15 @@ MODEL = "ab" * 32
 N_LAYERS = 4
 
 
+def entries(said: list[tuple[bytes, int]]) -> list[tuple[bytes, int]]:
+    """Without their shorter beginnings."""
+    return [each for each in said if each[1] == 2]
+
+
 def told(room: Room) -> list[list[tuple[bytes, int]]]:
     room.handlers.pause_ms()
     return [
-        list(zip(split_names(payload), message.n_blocks, strict=True))
+        entries(list(zip(split_names(payload), message.n_blocks, strict=True)))
         for message, payload in room.sent
         if isinstance(message, ipc.PrefixManifestUpdate)
     ]
@@ -72,3 +77,32 @@ def test_what_an_origin_named_is_not_among_them() -> None:
         Kept("here", Name(hashes, tokens), 2 * BLOCK_TOKENS, 1.0),
     ]
     assert beginnings(kept) == ((hashes[1], 2), (hashes[0], 1))
+
+
+def test_shorter_beginnings_come_after_all_entries_the_coarse_ones_first() -> None:
+    tokens = np.arange(7 * BLOCK_TOKENS, dtype=np.int32)
+    name = token_name(bytes(32), tokens)
+    other = token_name(bytes(32), tokens[::-1][: 2 * BLOCK_TOKENS].copy())
+    kept = [Kept("here", name, len(tokens), 2.0), Kept("here", other, 2 * BLOCK_TOKENS, 1.0)]
+    said = beginnings(kept)
+    assert [n for _, n in said] == [7, 2, 4, 2, 6, 1, 3, 5, 1]
+    assert said[2] == (name.hashes[3], 4)
+
+
+def test_no_more_is_told_than_a_node_may_announce() -> None:
+    kept = []
+    for i in range(9):
+        tokens = np.full(20 * BLOCK_TOKENS, i, np.int32)
+        kept.append(Kept("here", token_name(bytes(32), tokens), len(tokens), float(i)))
+    said = beginnings(kept)
+    assert len(said) == len(set(said)) == MANIFEST_MAX
+    assert [n for _, n in said[:9]] == [20] * 9
+
+
+def test_what_came_from_another_node_is_told_once_it_was_checked() -> None:
+    tokens = np.arange(BLOCK_TOKENS, dtype=np.int32)
+    name = token_name(bytes(32), tokens)
+    kept = Kept("here", name, BLOCK_TOKENS, 1.0, unchecked=name.hashes[-1])
+    assert beginnings([kept]) == ()
+    kept.unchecked = b""
+    assert beginnings([kept]) == ((name.hashes[0], 1),)

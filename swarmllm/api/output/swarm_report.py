@@ -20,6 +20,7 @@ def swarm_object(generation: Generation) -> Json:
         "exact": generation.is_exact,
         "apart": generation.is_apart,
         "route": [stage_json(stage) for stage in generation.route],
+        "prefix": _prefix_json(generation),
         "queue_ms": milliseconds(timings.queue_s),
         "tokenize_ms": milliseconds(timings.tokenize_s),
         "prefill_ms": milliseconds(timings.prefill_s),
@@ -28,6 +29,19 @@ def swarm_object(generation: Generation) -> Json:
         "rebuilt": generation.n_rebuilt,
         "recovery_ms": milliseconds(generation.recovery_s),
         "decode_tokens_per_s": None if tokens_per_s is None else round(tokens_per_s, 1),
+    }
+
+
+def _prefix_json(generation: Generation) -> Json | None:
+    """Of KV that came from another node."""
+    fetched = generation.fetched
+    if fetched is None:
+        return None
+    return {
+        "node": fetched.node_id,
+        "tokens": fetched.n_tokens,
+        "bytes": fetched.n_bytes,
+        "fetch_ms": milliseconds(fetched.seconds),
     }
 
 

@@ -90,6 +90,7 @@ async def _here(compute: Compute, task: TokenTask, part: _Part) -> list[Sampled]
         tokens=part.tokens,
         sampling=part.sampling,
         n_generated=len(part.before),
+        own_kv=True,
     ) as generation:
         found = [as_sampled(token) async for token, _ in generation]
     return found[: 1 + _n_alike(found, part.told)]

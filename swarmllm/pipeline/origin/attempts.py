@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -28,10 +28,11 @@ from swarmllm.errors import (
 )
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.chain import Chain
-from swarmllm.pipeline.origin.generation import Source
+from swarmllm.pipeline.origin.generation import Fetched, Source
 from swarmllm.pipeline.origin.prefixes import PrefixNames, agree, prefix_names
 from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests
 from swarmllm.pipeline.origin.single_stage import RemoteChain, open_local
+from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.repair.probing import probe
 from swarmllm.pipeline.repair.rebuild import what_is_left
 from swarmllm.pipeline.repair.retry_policy import Pace
@@ -72,7 +73,9 @@ class Attempts:
         trust: NodeTrust,
         suspects: Suspects,
         checker: Checker,
+        prefixes: PrefixFetcher | None = None,
     ) -> None:
+        self._prefixes = prefixes
         self._requests = requests
         self._router = router
         self._registry = registry
@@ -98,7 +101,10 @@ class Attempts:
         context = request.context
         assert context is not None, "an attempt has a route"
         if is_local(context):
-            return open_local(self._pool, context, request.rows, self.nickname(self._router.node_id))
+            brought: AbstractAsyncContextManager[Fetched | None] = nullcontext()
+            if self._prefixes is not None:
+                brought = self._prefixes.brought(request.entry, request.rows, is_exact=request.is_exact)
+            return open_local(self._pool, context, request.rows, self.nickname(self._router.node_id), brought)
         may_send_tokens = not self._settings.local_embedding_privacy
         kind = RemoteChain if len(assignment.stages) == 1 and may_send_tokens else Chain
         return self.open_chain(request, assignment, kind, pace)

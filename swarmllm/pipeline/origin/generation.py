@@ -186,6 +186,16 @@ class Guesses(NamedTuple):
         return sum(way.n_right for way in self.ways)
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """KV of a prompt's beginning that came for a request from another node."""
+
+    node_id: NodeId
+    n_tokens: int
+    n_bytes: int
+    seconds: float
+
+
 class Source(Protocol):
     """Where tokens come from: this node's worker, or a chain of stages."""
 
@@ -210,6 +220,9 @@ class Source(Protocol):
 
     @property
     def n_cached_tokens(self) -> int: ...
+
+    @property
+    def fetched(self) -> Fetched | None: ...
 
     @property
     def guesses(self) -> Guesses: ...
@@ -301,6 +314,11 @@ class Generation:
     def n_cached_tokens(self) -> int:
         """Of the prompt: not computed, because an earlier request began alike. Known at the end."""
         return self._source.n_cached_tokens
+
+    @property
+    def fetched(self) -> Fetched | None:
+        """KV of the prompt's beginning that came for it from another node."""
+        return self._source.fetched
 
     @property
     def guesses(self) -> Guesses:

@@ -24,7 +24,7 @@ from swarmllm.errors import InvalidRequest, RemoteError, SwarmLLMError
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.origin.attempts import Attempts, is_local
 from swarmllm.pipeline.origin.chain import Chain
-from swarmllm.pipeline.origin.generation import Guesses, PromptScores, Shape, StageReport
+from swarmllm.pipeline.origin.generation import Fetched, Guesses, PromptScores, Shape, StageReport
 from swarmllm.pipeline.origin.lifecycle import ChainEvent
 from swarmllm.pipeline.origin.output import BrokenPromise, Chunk
 from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests
@@ -184,6 +184,7 @@ class ScoredPrompt:
     decode_s = 0.0
     n_generated = 0
     n_cached_tokens = 0
+    fetched: Fetched | None = None
     guesses = Guesses()
     n_recoveries = 0
     n_rebuilt = 0

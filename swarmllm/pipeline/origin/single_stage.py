@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import trio
 
 from swarmllm.errors import WorkerError
 from swarmllm.pipeline.origin.chain import Chain
-from swarmllm.pipeline.origin.generation import Guesses, Shape, StageReport
+from swarmllm.pipeline.origin.generation import Fetched, Guesses, Shape, StageReport
 from swarmllm.pipeline.origin.lifecycle import ChainEvent
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute, LocalGeneration
@@ -28,7 +28,15 @@ class LocalSource:
     shape: Shape = "local"
     is_rebuilt = False
 
-    def __init__(self, generation: LocalGeneration, context: RequestContext, nickname: str) -> None:
+    def __init__(
+        self,
+        generation: LocalGeneration,
+        context: RequestContext,
+        nickname: str,
+        fetched: Fetched | None = None,
+    ) -> None:
+        """`fetched`: KV that came for it from another node."""
+        self.fetched = fetched
         self._generation = generation
         self._tokens = generation.__aiter__()
         self._context = context
@@ -96,17 +104,25 @@ class LocalSource:
 
 @asynccontextmanager
 async def open_local(
-    compute: Compute, context: RequestContext, tokens: Tensor, nickname: str
+    compute: Compute,
+    context: RequestContext,
+    tokens: Tensor,
+    nickname: str,
+    brought: AbstractAsyncContextManager[Fetched | None],
 ) -> AsyncIterator[LocalSource]:
-    async with compute.generate(
-        context.model,
-        request_id=context.request_id,
-        tokens=tokens,
-        sampling=context.sampling,
-        n_generated=len(context.generated),
-        session=context.session,
-    ) as generation:
-        yield LocalSource(generation, context, nickname)
+    """`brought`: around it, KV that another node has of the prompt's beginning is in the worker."""
+    async with (
+        brought as fetched,
+        compute.generate(
+            context.model,
+            request_id=context.request_id,
+            tokens=tokens,
+            sampling=context.sampling,
+            n_generated=len(context.generated),
+            session=context.session,
+        ) as generation,
+    ):
+        yield LocalSource(generation, context, nickname, fetched)
 
 
 class RemoteChain(Chain):

@@ -23,7 +23,7 @@ from typing import Protocol
 import trio
 
 from swarmllm.errors import SwarmLLMError
-from swarmllm.pipeline.origin.generation import Guesses, Shape, Source, StageReport
+from swarmllm.pipeline.origin.generation import Fetched, Guesses, Shape, Source, StageReport
 from swarmllm.pipeline.origin.lifecycle import WITHOUT_PIPELINE, RequestEvent, RequestState
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.stage.compute import SampledToken
@@ -154,6 +154,10 @@ class Failover:
     @property
     def n_cached_tokens(self) -> int:
         return self._opened.n_cached_tokens
+
+    @property
+    def fetched(self) -> Fetched | None:
+        return self._opened.fetched
 
     @property
     def guesses(self) -> Guesses:

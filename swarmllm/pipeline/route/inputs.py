@@ -189,6 +189,31 @@ def _observed(capability: NodeCapability, model_id: ModelId, least_s: float) -> 
     return Latency()
 
 
+def prefill_here_s(
+    model_id: ModelId,
+    manifest: Manifest,
+    observations: Observations,
+    others: Iterable[NodeCapability] = (),
+) -> float | None:
+    """Seconds per row that this node takes for a prompt, in all layers; None where nothing is known. Of a
+    model that has not run here, as much longer than its roofline as the `others` say they take."""
+    observed_s = observations.latency(model_id).prefill_s
+    if observed_s is None:
+        size = _layer_size(manifest)
+        observed_s = roofline(observations.machine, *size).prefill_s
+        if observed_s is None:
+            return None
+        factors = []
+        for said in others:
+            machine = MachineSpeed(min(said.memory_bytes_per_s, FASTEST_BYTES_PER_S), said.flops)
+            least_s = roofline(machine, *size).prefill_s
+            taken_s = _observed(said, model_id, 0.0).prefill_s
+            if least_s and taken_s:
+                factors.append(taken_s / least_s)
+        observed_s *= max(1.0, statistics.median(factors)) if factors else 1.0
+    return observed_s * manifest.n_layers
+
+
 def _layer_size(manifest: Manifest) -> tuple[float, float]:
     """(bytes, weights) of a layer, on average."""
     layers = [shard for shard in manifest.shards if shard.kind == "layer"]

@@ -43,6 +43,7 @@ from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import GenerateDone, Token
 from swarmllm_proto.swarm import Stage
 
+FEW_ROWS = 64
 HOP_TOKENS = 16
 """A mean over fewer says little of a hop."""
 
@@ -103,14 +104,12 @@ class _ObservedGeneration:
                 self._observations.observe(self._model_id, "decode", token.compute_s, self._n_layers, 1)
             yield token, piece
         done = self._generation.done
-        if done is not None and done.n_prompt_tokens > 1:
-            self._observations.observe(
-                self._model_id,
-                "prefill",
-                done.prefill_s,
-                self._n_layers,
-                done.n_prompt_tokens + self._first_index,
-            )
+        if done is None:
+            return
+        # Rows that were there already took no time; a few rows take as long as many.
+        n_rows = done.n_prompt_tokens + self._first_index - done.n_cached_tokens
+        if n_rows > 1 and (not done.n_cached_tokens or n_rows >= FEW_ROWS):
+            self._observations.observe(self._model_id, "prefill", done.prefill_s, self._n_layers, n_rows)
 
 
 def undisturbed_ways_s(stages: Sequence[Stage], known: RouteInputs) -> float | None:

@@ -90,6 +90,7 @@ class GenerateCall(TypedDict):
     sampling: Sampling
     n_generated: NotRequired[int]
     session: NotRequired[str]
+    own_kv: NotRequired[bool]
 
 
 class Compute(Protocol):

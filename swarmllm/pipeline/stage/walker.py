@@ -138,6 +138,7 @@ class Walker:
             tokens=tokens,
             sampling=context.sampling,
             n_generated=len(context.generated),
+            own_kv=True,  # The origin may check it, and this node answers for what it used.
         ) as generation:
             async for token, piece in generation:
                 now_s = trio.current_time()

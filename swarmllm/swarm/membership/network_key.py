@@ -70,6 +70,14 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     def is_private(self) -> bool:
         return bool(self.keys)
 
+    @property
+    def prefix_key(self) -> str:
+        """What names of kept KV are keyed with, 64 hexadecimal digits: only members can guess a prompt. In
+        the open swarm they have no key: ""."""
+        if not self.keys:
+            return ""
+        return blake3(self.keys[0].secret, derive_key_context="swarmllm 2026 kept prefixes").hexdigest()
+
     def accepted(self, now: float) -> tuple[bytes, ...]:
         """The secrets that prove membership at this time (seconds since the epoch), the current one first."""
         return tuple(k.secret for k in self.keys if k.accepted_until is None or now < k.accepted_until)

@@ -254,6 +254,10 @@ class Registry:
         connected nodes that are trusted enough announce the KV, and those nodes."""
         return self._prefixes.longest(model_id, hashes, self._shares)
 
+    def may_share(self, node_id: NodeId) -> bool:
+        """Whether it is trusted enough for KV to come from there or go there."""
+        return self._shares(node_id)
+
     def n_prefixes(self, node_id: NodeId) -> int:
         """Prompts' beginnings of which that node announces the KV; 0 where its word does not count."""
         return self._prefixes.count(node_id) if self._shares(node_id) else 0

@@ -8,9 +8,8 @@ Nothing is kept of models with recurrent layers, whose state is that of the last
 sliding windows the cells hold every row, so any beginning of them is as good as new; bytes hold the window
 only, and go on where they end or not at all.
 
-The daemon is told which prompts' beginnings are kept here, whenever that has changed (`PrefixManifest`). Only
-those of which this worker saw the tokens: then it ran the whole model, and the hashes are the same on every
-node. What a chain's origin named has meaning to that origin alone.
+Rows that another node computed are marked until a check has found them right: requests may use them, and what
+rests on them is marked, too.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
-from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
-from swarmllm_proto.ipc_kv import join_names
 from swarmllm_workers.cache.prefixes import Buffer, Kept, Name, Prefixes, n_common_tokens
 from swarmllm_workers.engine.kv_state import BadState, read_state
 from swarmllm_workers.engine.operation import Operation
@@ -30,6 +28,8 @@ from swarmllm_workers.engine.segment import EngineSettings, Segment
 from swarmllm_workers.engine.slots import Slots
 
 Segments = tuple[Segment, ...]
+_REFUTED: Final = b"wrong"
+"""In place of the name of rows that a check found wrong."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class PrefixCache:
         """Per request, what names the rows that it has or will have in which segments."""
         self._n_min: dict[str, int] = {}
         """Requests of whose rows no beginning shorter than this can be used (see `Kept`)."""
+        self._unchecked: dict[str, bytes] = {}
+        """Requests whose first rows are unchecked ones of another node (see `Kept`); _REFUTED: wrong ones."""
         self._named: dict[str, dict[Segments, Name]] = {}
         """Requests that are kept under names from outside."""
 
@@ -125,6 +127,8 @@ class PrefixCache:
             self._named[new_id] = self._named.pop(request_id)
         if request_id in self._n_min:
             self._n_min[new_id] = self._n_min.pop(request_id)
+        if request_id in self._unchecked:
+            self._unchecked[new_id] = self._unchecked.pop(request_id)
 
     def end(self, request_id: str, present: Sequence[Segment]) -> None:
         """The request is over: what was named is kept, where its segments are among those `present`."""
@@ -136,12 +140,107 @@ class PrefixCache:
             n_blocks = min(segment.lengths[slot] for segment in where) // BLOCK_TOKENS
             self.keep(request_id, where, Name(name.hashes[:n_blocks], scope=name.scope))
         self._n_min.pop(request_id, None)
+        self._unchecked.pop(request_id, None)
+
+    def travels(self, where: Segments) -> bool:
+        """Whether KV of these segments may leave for other nodes and come from there: of one segment, in
+        which every layer sees and keeps every row."""
+        return self._is_on and len(where) == 1 and not where[0].is_recurrent and not where[0].n_window
+
+    def look_up(self, where: Segments, name: Name) -> int:
+        """How many of these blocks a request could get now."""
+        n_max = len(name.hashes) * BLOCK_TOKENS
+        found = self._index.find(where, name, n_max, time.monotonic())
+        _, n_live = self._find_running("", where, name, n_max, any_length=False)
+        return max(n_live, found[1] if found else 0) // BLOCK_TOKENS
+
+    def export_rows(self, where: Segments, name: Name, first: int, n_rows: int) -> Buffer | None:
+        """Rows of a beginning of which all blocks are kept here, and none is unchecked."""
+        n_named, now = len(name.hashes) * BLOCK_TOKENS, time.monotonic()
+        found = self._index.find(where, name, n_named, now, own_kv=True) if self.travels(where) else None
+        if found is None or found[1] < n_named or first + n_rows > n_named:
+            return None
+        kept, _ = found
+        if kept.sequence is None and not self._back_in_cells(kept):
+            return None
+        assert kept.sequence is not None
+        return where[0].save_rows(kept.sequence, first, first + n_rows)
+
+    def take_from_peer(self, where: Segments, name: Name, snapshot: Snapshot) -> bool:
+        """Keep rows that another node computed, in cells, unchecked. False where there is no room. Raises
+        BadState for bytes that are not those rows in this model's KV."""
+        n_rows = len(name.hashes) * BLOCK_TOKENS
+        if not n_rows or snapshot.n_rows != n_rows or snapshot.n_min:
+            raise BadState(f"it is not {n_rows} rows everywhere")
+        if not self.travels(where):
+            return False
+        now = time.monotonic()
+        if self._index.is_known(where, name, now):
+            return True
+        kept = Kept(where, name, n_rows, now, None, snapshot.states, unchecked=name.hashes[-1])
+        if not self._has_sequence() or self.make_room(where, n_rows) < n_rows:
+            return False
+        sequence = self._index.take_sequence()
+        if not where[0].restore(sequence, snapshot.states[0], n_rows):
+            self._index.give_back(sequence)
+            raise BadState("it is of other layers or of another type")
+        kept.sequence, kept.states = sequence, ()
+        self._free(self._index.replaced_by(where, name))
+        self._free(self._index.add(kept))
+        return True
+
+    def judge(self, name: Name, *, is_right: bool) -> None:
+        """What a check of rows from another node has found. `name` has their tokens."""
+        unchecked = name.hashes[-1]
+        self._free(self._index.judged(unchecked, name.tokens, is_right=is_right))
+        for request_id in [each for each, of in self._unchecked.items() if of == unchecked]:
+            if is_right:
+                del self._unchecked[request_id]
+            else:
+                self._unchecked[request_id] = _REFUTED
+
+    def lend(self, request_id: str, where: Segments, name: Name, n_rows: int) -> bool:
+        """Give the request, which has no rows, the first of those that came from another node under this
+        name. False: they are not kept any more."""
+        kept = self._index.unchecked(where, name)
+        if kept is None or (kept.sequence is None and not self._back_in_cells(kept)):
+            return False
+        assert kept.sequence is not None
+        _share(where, kept.sequence, self._slots.take(request_id), n_rows)
+        return True
+
+    def _has_sequence(self) -> bool:
+        """A free one, after another entry has left its own where it had to."""
+        while not self._index.has_free_sequence:
+            oldest = self._index.least_wanted(in_cells=True)
+            if oldest is None:
+                return False
+            self._evict(oldest)
+        return True
+
+    def _back_in_cells(self, kept: Kept) -> bool:
+        """From host memory."""
+        where: Segments = kept.where  # type: ignore[assignment]
+        states = kept.states  # making room may drop the entry
+        if not self._has_sequence() or self.make_room(where, kept.n_rows) < kept.n_rows:
+            return False
+        if kept not in self._index or not self._index.has_free_sequence:
+            return False
+        sequence = self._index.take_sequence()
+        for segment, state in zip(where, states, strict=True):
+            if not segment.restore(sequence, state, kept.n_rows):
+                for each in where:
+                    each.truncate(sequence, 0)
+                self._index.give_back(sequence)
+                return False
+        kept.sequence, kept.states = sequence, ()
+        return True
 
     def exporting(self, where: Segments, name: Name) -> Operation[tuple[int, tuple[Buffer, ...]] | None]:
         """How many of the blocks are kept, and their rows as bytes, part by part."""
         if not self._is_on or any(segment.is_recurrent for segment in where):
             return None
-        found = self._index.find(where, name, len(name.hashes) * BLOCK_TOKENS, time.monotonic())
+        found = self._index.find(where, name, len(name.hashes) * BLOCK_TOKENS, time.monotonic(), own_kv=True)
         if found is None:
             return None
         kept, n_rows = found
@@ -190,24 +289,36 @@ class PrefixCache:
         return True
 
     def reuse(
-        self, request_id: str, where: Segments, wanted: Name, n_max: int, *, any_length: bool = False
+        self,
+        request_id: str,
+        where: Segments,
+        wanted: Name,
+        n_max: int,
+        *,
+        any_length: bool = False,
+        own_kv: bool = False,
     ) -> int:
         """Give the request, which has no rows yet, at most `n_max` rows that were computed before; how
-        many. `any_length`: the request may have to begin at an earlier one."""
+        many. `any_length`: the request may have to begin at an earlier one. `own_kv`: none that is
+        unchecked."""
         if not self._is_on or any(segment.is_recurrent for segment in where):
             return 0
         self.expire()
         slot = self._slots.take(request_id)
-        found = self._index.find(where, wanted, n_max, time.monotonic(), any_length=any_length)
-        source, n_live = self._find_running(request_id, where, wanted, n_max, any_length)
+        found = self._index.find(where, wanted, n_max, time.monotonic(), any_length=any_length, own_kv=own_kv)
+        source, n_live = self._find_running(request_id, where, wanted, n_max, any_length, own_kv=own_kv)
         if source is not None and (found is None or n_live >= found[1]):
             self._n_min[request_id] = self._n_min.get(source, 0)
+            if source in self._unchecked:
+                self._unchecked[request_id] = self._unchecked[source]
             source_slot = self._slots.take(source)
             return _share(where, source_slot, slot, n_live)
         if found is None:
             return 0
         kept, n = found
         self._n_min[request_id] = kept.n_min
+        if kept.unchecked:
+            self._unchecked[request_id] = kept.unchecked
         if kept.sequence is not None:
             return _share(where, kept.sequence, slot, n)
         return n if self._restore(where, kept, slot, n) else 0
@@ -222,7 +333,8 @@ class PrefixCache:
         now = time.monotonic()
         if n_rows < self._min_tokens or any(segment.lengths[slot] < n_rows for segment in where):
             return
-        if self._index.is_known(where, name, now):
+        unchecked = self._unchecked.get(request_id, b"")
+        if unchecked == _REFUTED or self._index.is_known(where, name, now, own_kv=not unchecked):
             return
         self._free(self._index.replaced_by(where, name))
         while not self._index.has_free_sequence:
@@ -233,7 +345,8 @@ class PrefixCache:
         sequence = self._index.take_sequence()
         _share(where, slot, sequence, n_rows)
         n_min = self._n_min.get(request_id, 0)
-        self._free(self._index.add(Kept(where, name, n_rows, now, sequence, n_min=n_min)))
+        kept = Kept(where, name, n_rows, now, sequence, n_min=n_min, unchecked=unchecked)
+        self._free(self._index.add(kept))
 
     def expire(self) -> None:
         self._free(self._index.expired(time.monotonic()))
@@ -247,13 +360,23 @@ class PrefixCache:
         self._free(self._index.clear())
 
     def _find_running(
-        self, request_id: str, where: Segments, wanted: Name, n_max: int, any_length: bool
+        self,
+        request_id: str,
+        where: Segments,
+        wanted: Name,
+        n_max: int,
+        any_length: bool,
+        *,
+        own_kv: bool = False,
     ) -> tuple[str | None, int]:
         """The running request that shares the most rows, and how many."""
         best, n_best = None, self._min_tokens - 1
         for other, names in self._running.items():
             slot = self._slots.get(other)
             if other == request_id or slot is None or where not in names:
+                continue
+            unchecked = self._unchecked.get(other)
+            if unchecked == _REFUTED or (unchecked and own_kv):
                 continue
             name = names[where]()
             n = max(name.common(wanted), n_common_tokens(name.tokens, wanted.tokens))
@@ -311,32 +434,3 @@ def _share(where: Segments, source: int, target: int, n: int) -> int:
     for segment in where:
         segment.share(source, target, n)
     return n
-
-
-Beginning = tuple[bytes, int]
-"""(hash of the last complete block, how many blocks)"""
-
-
-class PrefixManifest:
-    def __init__(self, send: Callable[..., None]) -> None:
-        self._send = send
-        self._n_changes = 0
-        self._told: tuple[Beginning, ...] = ()
-
-    def tell(self, prefixes: PrefixCache) -> None:
-        """Cheap where nothing has changed."""
-        if prefixes.n_changes == self._n_changes:
-            return
-        self._n_changes = prefixes.n_changes
-        kept = beginnings(prefixes)
-        if set(kept) != set(self._told):
-            self._told = kept
-            names = join_names([name for name, _ in kept])
-            self._send(ipc.PrefixManifestUpdate(n_blocks=tuple(n for _, n in kept)), [names])
-
-
-def beginnings(kept: Iterable[Kept]) -> tuple[Beginning, ...]:
-    """Each once, the most recently used first."""
-    newest_first = sorted(kept, key=lambda each: -each.used_at)
-    names = (each.name for each in newest_first if len(each.name.tokens) and each.name.hashes)
-    return tuple(dict.fromkeys((name.hashes[-1], len(name.hashes)) for name in names))

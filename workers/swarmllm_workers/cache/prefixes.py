@@ -16,7 +16,7 @@ than a fresh prefill's would: logits are equal to the bit where neither is the c
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -82,6 +82,9 @@ class Kept:
     """Per segment, where the rows are in host memory."""
     n_min: int = 0
     """A beginning of fewer rows cannot be used: of those before, windowed layers lack what they look at."""
+    unchecked: bytes = b""
+    """Its first rows came from another node and were not checked: the name of their last block. b"": it is
+    this worker's own, or was checked."""
 
     @property
     def n_bytes(self) -> int:
@@ -114,13 +117,20 @@ class Prefixes:
         return bool(self._free)
 
     def find(
-        self, where: Hashable, wanted: Name, n_max: int, now: float, *, any_length: bool = False
+        self,
+        where: Hashable,
+        wanted: Name,
+        n_max: int,
+        now: float,
+        *,
+        any_length: bool = False,
+        own_kv: bool = False,
     ) -> tuple[Kept, int] | None:
         """The entry that shares the most rows with `wanted`, at most `n_max` of them, and how many.
-        `any_length`: only entries of which fewer rows would do, too."""
+        `any_length`: only entries of which fewer rows would do, too. `own_kv`: none that is unchecked."""
         best, n_best = None, self._settings.min_tokens - 1
         for kept in self._kept:
-            if kept.where != where or (any_length and kept.n_min):
+            if kept.where != where or (any_length and kept.n_min) or (own_kv and kept.unchecked):
                 continue
             n = self._usable(kept, wanted, n_max)
             if n > n_best or (n == n_best and best is not None and best.sequence is None):
@@ -136,9 +146,31 @@ class Prefixes:
             n = n_max if kept.name.session and kept.name.session == wanted.session else _blocks(n_max)
         return n if n >= kept.n_min else 0
 
-    def is_known(self, where: Hashable, name: Name, now: float) -> bool:
-        """Whether an entry holds all of it already."""
+    def unchecked(self, where: Hashable, name: Name) -> Kept | None:
+        """An entry that begins with the rows that came from another node under exactly this name."""
         for kept in self._kept:
+            if kept.where == where and name.hashes and kept.unchecked == name.hashes[-1]:
+                return kept
+        return None
+
+    def judged(self, unchecked: bytes, tokens: np.ndarray, *, is_right: bool) -> list[Kept]:
+        """Of rows that came from another node: right ones become this worker's own, with their `tokens`; what
+        rests on wrong ones is dropped."""
+        resting = [kept for kept in self._kept if kept.unchecked == unchecked]
+        if not is_right:
+            return self._dropped(resting)
+        for kept in resting:
+            kept.unchecked = b""
+            if not len(kept.name.tokens):
+                kept.name = replace(kept.name, tokens=tokens[: kept.n_rows].copy())
+            self.n_changes += 1
+        return []
+
+    def is_known(self, where: Hashable, name: Name, now: float, *, own_kv: bool = False) -> bool:
+        """Whether an entry holds all of it already. `own_kv`: one that is not unchecked."""
+        for kept in self._kept:
+            if own_kv and kept.unchecked:
+                continue
             if kept.where == where and not kept.n_min and _contains(kept.name, name):
                 kept.used_at = now
                 return True
@@ -160,8 +192,15 @@ class Prefixes:
         self.n_changes += 1
         return self._trim()
 
+    def __contains__(self, kept: Kept) -> bool:
+        return any(each is kept for each in self._kept)
+
     def take_sequence(self) -> int:
         return self._free.pop(0)
+
+    def give_back(self, sequence: int) -> None:
+        """It was taken and is empty."""
+        self._release(sequence)
 
     def stow(self, kept: Kept, states: tuple[Buffer, ...], n_min: int) -> list[Kept]:
         """Its rows are in host memory now; its cells are to be freed."""

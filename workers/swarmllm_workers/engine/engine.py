@@ -26,10 +26,10 @@ from typing import Final
 
 import numpy as np
 
-from swarmllm_proto.blocks import root_hash
+from swarmllm_proto.blocks import kept_root
 from swarmllm_workers.cache.journal import Journals
 from swarmllm_workers.cache.prefix_cache import PrefixCache
-from swarmllm_workers.cache.prefixes import token_name
+from swarmllm_workers.cache.prefixes import Name, token_name
 from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.engine.embedding import Embedding
@@ -93,7 +93,7 @@ class Engine:
         """What came in, by the layer boundary that it came to: for the origin to compare with what its
         sender says."""
         self.held = HeldRequests(self.release)
-        self._root = root_hash(settings.model_id, 0, self.n_layers)
+        self._root = kept_root(settings.prefix_key, settings.model_id, self.n_layers)
         self._held: list[Range] = []
         self._segments: list[Segment] = []
         self._retired: list[Segment] = []
@@ -263,13 +263,30 @@ class Engine:
             pass
         return n_free
 
-    def reuse(self, request_id: str, route: Route, tokens: np.ndarray, session: str = "") -> int:
+    def reuse(
+        self,
+        request_id: str,
+        route: Route,
+        tokens: np.ndarray,
+        session: str = "",
+        *,
+        own_kv: bool = False,
+    ) -> int:
         """Rows that the request, which has none yet, gets from others with the same beginning. At least one
-        token is left to be run: its logits are wanted."""
+        token is left to be run: its logits are wanted. `own_kv`: none that another node computed and that
+        were not checked."""
         n_max = len(tokens) - 1
-        return self.prefixes.reuse(
-            request_id, route.segments, token_name(self._root, tokens[:n_max], session), n_max
-        )
+        name = token_name(self._root, tokens[:n_max], session)
+        return self.prefixes.reuse(request_id, route.segments, name, n_max, own_kv=own_kv)
+
+    def name_of(self, tokens: np.ndarray) -> Name:
+        """What the rows of these tokens in all layers are called here."""
+        return token_name(self._root, tokens)
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Of one row in all layers, as predicted."""
+        return self._footprint.predicted([(0, self.n_layers)]).kv_bytes // self.settings.n_ctx
 
     def keep(self, request_id: str, tokens: np.ndarray, session: str = "") -> None:
         """The request is over: keep the rows of `tokens`, which are all that it has, for others. Not in

@@ -19,7 +19,7 @@ After `llama_kv_cache::state_write` of llama.cpp:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from struct import Struct, error
 from typing import Any, Final
 
@@ -34,6 +34,8 @@ _BLOCK_Q8_0: Final = np.dtype([("scale", "<f2"), ("values", "i1", 32)])
 _F32, _F16, _Q8_0 = 0, 1, 8
 """ggml's types."""
 LAYERS_MAX: Final = 65535
+_WORST_ROW: Final = 2.0
+_TINY: Final = 1e-12
 
 
 class BadState(ValueError):
@@ -74,13 +76,54 @@ class _Reader:
         return array
 
 
+@dataclass(frozen=True)
+class _Values:
+    """K or V of one layer."""
+
+    kind: int
+    head: bytes
+    """As it stands before the values: their type and size."""
+    raw: np.ndarray
+    """Bytes, u8 [n_cells, size of a row]; where they are transposed, [width, n_cells, size of an element]."""
+    is_transposed: bool = False
+
+    @property
+    def cells_axis(self) -> int:
+        return 1 if self.is_transposed else 0
+
+    def ordered(self, order: np.ndarray) -> np.ndarray:
+        """The same with the cells in this order."""
+        return np.take(self.raw, order, axis=self.cells_axis)
+
+    def numbers(self, order: np.ndarray) -> np.ndarray:
+        """f32 [n_cells, n], the cells in this order."""
+        raw = self.ordered(order)
+        if self.is_transposed:
+            raw = np.ascontiguousarray(raw.transpose(1, 0, 2)).reshape(len(order), -1)
+        raw = np.ascontiguousarray(raw)
+        if self.kind == _Q8_0:
+            blocks = raw.view(_BLOCK_Q8_0)
+            scaled = blocks["scale"].astype(np.float32)[..., None] * blocks["values"]
+            return np.asarray(scaled.reshape(len(order), -1))
+        return raw.view("<f2" if self.kind == _F16 else "<f4").astype(np.float32)
+
+
+@dataclass(frozen=True)
+class _Cache:
+    positions: np.ndarray
+    transposed: int
+    n_layers: int
+    values: list[_Values] = field(default_factory=list)
+    """K of every layer, then V of every layer where there is V."""
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        return self.transposed, self.n_layers, tuple(each.head for each in self.values)
+
+
 def read_state(data: bytes | memoryview) -> KvState:
     """Raises BadState for what is not understood, not complete, or not finite."""
-    reader = _Reader(memoryview(data).cast("B"))
-    reader.numbers(_HEAD)
-    caches = [_read_cache(reader)]
-    while reader.n_left:
-        caches.append(_read_cache(reader))
+    caches = [cache.positions for cache in _read_caches(data)]
     n_rows = max(len(positions) for positions in caches)
     for positions in caches:
         if not _ends(positions, n_rows):
@@ -88,13 +131,72 @@ def read_state(data: bytes | memoryview) -> KvState:
     return KvState(n_rows, 0 if all(len(positions) == n_rows for positions in caches) else n_rows)
 
 
+def join_states(parts: Sequence[bytes | memoryview]) -> bytes:
+    """One state of the rows of several, which follow each other from row 0 on. Raises BadState as
+    `read_state` does, and for parts of another layout, or with other rows than those that come next."""
+    read = [_only_cache(part) for part in parts]
+    if not read:
+        raise BadState("there are no rows")
+    first, n_rows = read[0], 0
+    for cache in read:
+        if cache.layout != first.layout:
+            raise BadState("the parts have different layouts")
+        if not np.array_equal(np.sort(cache.positions), np.arange(n_rows, n_rows + len(cache.positions))):
+            raise BadState("the parts do not follow each other")
+        n_rows += len(cache.positions)
+    cells = np.zeros(n_rows, _CELL)
+    cells["position"], cells["n_sequences"] = np.arange(n_rows), 1
+    orders = [np.argsort(cache.positions) for cache in read]
+    pieces = [bytes(memoryview(parts[0]).cast("B")[: _HEAD.size]), _PAIR.pack(1, n_rows), cells.tobytes()]
+    pieces.append(_PAIR.pack(first.transposed, first.n_layers))
+    for index, values in enumerate(first.values):
+        runs = [cache.values[index].ordered(order) for cache, order in zip(read, orders, strict=True)]
+        pieces += [values.head, np.concatenate(runs, axis=values.cells_axis).tobytes()]
+    return b"".join(pieces)
+
+
+def rows_apart(data: bytes | memoryview, other: bytes | memoryview) -> float:
+    """How far the same rows of two states are from each other: the largest mean, over K or V of a layer, of
+    length of the difference / length; 0: equal bits. Raises BadState where they are not the same rows."""
+    left, right = _only_cache(data), _only_cache(other)
+    orders = np.argsort(left.positions), np.argsort(right.positions)
+    if left.layout != right.layout or not np.array_equal(
+        left.positions[orders[0]], right.positions[orders[1]]
+    ):
+        raise BadState("these are other rows")
+    worst = 0.0
+    for a, b in zip(left.values, right.values, strict=True):
+        if np.array_equal(a.ordered(orders[0]), b.ordered(orders[1])):
+            continue
+        ours, theirs = a.numbers(orders[0]).astype(np.float64), b.numbers(orders[1]).astype(np.float64)
+        off, length = np.linalg.norm(ours - theirs, axis=1), np.linalg.norm(ours, axis=1)
+        parts = np.where(off == 0, 0.0, off / np.maximum(length, _TINY))
+        worst = max(worst, float(np.mean(np.minimum(parts, _WORST_ROW))), _TINY)
+    return worst
+
+
 def _ends(positions: Sequence[int] | np.ndarray, n_rows: int) -> bool:
     """Whether these are the last rows without a gap."""
     return bool(np.array_equal(np.sort(positions), np.arange(n_rows - len(positions), n_rows)))
 
 
-def _read_cache(reader: _Reader) -> np.ndarray:
-    """The positions that it holds."""
+def _only_cache(data: bytes | memoryview) -> _Cache:
+    caches = _read_caches(data)
+    if len(caches) != 1:
+        raise BadState("layers with a window have caches of their own")
+    return caches[0]
+
+
+def _read_caches(data: bytes | memoryview) -> list[_Cache]:
+    reader = _Reader(memoryview(data).cast("B"))
+    reader.numbers(_HEAD)
+    caches = [_read_cache(reader)]
+    while reader.n_left:
+        caches.append(_read_cache(reader))
+    return caches
+
+
+def _read_cache(reader: _Reader) -> _Cache:
     n_streams, n_cells = reader.numbers(_PAIR)
     if n_streams != 1 or not n_cells:
         raise BadState(f"{n_streams} streams of {n_cells} cells")
@@ -104,31 +206,41 @@ def _read_cache(reader: _Reader) -> np.ndarray:
     transposed, n_layers = reader.numbers(_PAIR)
     if transposed > 1 or not 0 < n_layers <= LAYERS_MAX:
         raise BadState(f"{n_layers} layers, transposed {transposed}")
+    cache = _Cache(np.asarray(cells["position"]), transposed, n_layers)
     for _ in range(n_layers):
-        _read_rows(reader, n_cells)
+        cache.values.append(_read_rows(reader, n_cells))
     if reader.n_left:  # attention over latent vectors keeps no V
         for _ in range(n_layers):
-            if transposed:
-                kind, size, width = reader.numbers(_TRANSPOSED)
-                if size != {_F32: 4, _F16: 2}.get(kind):
-                    raise BadState(f"elements of type {kind} with {size} bytes")
-                _check(kind, reader, n_cells * size * width)
-            else:
-                _read_rows(reader, n_cells)
-    return np.asarray(cells["position"])
+            cache.values.append(
+                _read_transposed(reader, n_cells) if transposed else _read_rows(reader, n_cells)
+            )
+    return cache
 
 
-def _read_rows(reader: _Reader, n_cells: int) -> None:
+def _read_transposed(reader: _Reader, n_cells: int) -> _Values:
+    kind, size, width = reader.numbers(_TRANSPOSED)
+    if size != {_F32: 4, _F16: 2}.get(kind):
+        raise BadState(f"elements of type {kind} with {size} bytes")
+    raw = _read_values(kind, reader, n_cells * size * width)
+    return _Values(kind, _TRANSPOSED.pack(kind, size, width), raw.reshape(width, n_cells, size), True)
+
+
+def _read_rows(reader: _Reader, n_cells: int) -> _Values:
     kind, size = reader.numbers(_ROW)
-    _check(kind, reader, n_cells * size)
+    return _Values(
+        kind, _ROW.pack(kind, size), _read_values(kind, reader, n_cells * size).reshape(n_cells, size)
+    )
 
 
-def _check(kind: int, reader: _Reader, size_bytes: int) -> None:
+def _read_values(kind: int, reader: _Reader, size_bytes: int) -> np.ndarray:
+    """As bytes."""
     if kind == _Q8_0:
-        values = reader.array(_BLOCK_Q8_0, size_bytes)["scale"]
+        array = reader.array(_BLOCK_Q8_0, size_bytes)
+        values = array["scale"]
     elif kind in (_F16, _F32):
-        values = reader.array(np.dtype("<f2" if kind == _F16 else "<f4"), size_bytes)
+        array = values = reader.array(np.dtype("<f2" if kind == _F16 else "<f4"), size_bytes)
     else:
         raise BadState(f"numbers of type {kind}")
     if not np.isfinite(values).all():
         raise BadState("it holds NaN or infinity")
+    return array.view(np.uint8)

@@ -383,7 +383,11 @@ class Context:
 
     def share(self, source: int, target: int, length: int) -> None:
         """Give `target`, which must be empty, the first `length` rows of `source`: the same cells."""
-        lib.llama_memory_seq_cp(self._memory, source, target, 0, length)
+        self.share_rows(source, target, 0, length)
+
+    def share_rows(self, source: int, target: int, first: int, end: int) -> None:
+        """The same with the rows at positions [first, end) only."""
+        lib.llama_memory_seq_cp(self._memory, source, target, first, end)
 
     def state_size(self, sequence: int) -> int:
         return int(lib.llama_state_seq_get_size(self.handle, sequence))

@@ -51,6 +51,8 @@ class EngineSettings:
     flash_attention: FlashAttention = "off"
     n_gpu_layers: int = 0
     model_id: str = "0" * 64
+    prefix_key: str = field(default="", repr=False)
+    """What names of kept KV are keyed with; 64 hex digits, or "": they are not."""
     prefixes: PrefixSettings = field(default_factory=PrefixSettings)
     """How much is kept of requests that are over."""
     journal_max_bytes: int = 2**28
@@ -139,8 +141,9 @@ class Segment:
         self.weights_bytes = self._model.size_bytes
         self.is_recurrent = self._model.is_recurrent
         n_kept = settings.prefixes.n_cells_entries
-        # Beyond the slots: one for each entry, and one in which an entry is cut to size.
-        n_sequences = settings.n_slots + (0 if self.is_recurrent or not n_kept else n_kept + 1)
+        # Beyond the slots: one for each entry, one in which an entry is cut to size, and the last, which has
+        # rows for as long as it takes to read them.
+        n_sequences = settings.n_slots + (0 if self.is_recurrent or not n_kept else n_kept + 2)
         self.n_outputs_max = max(n_sequences, ROWS_MAX) if self.has_head else N_BATCH
         """Rows of one batch of which the head, or the tap, gives something."""
         self._cells = Cells(n_sequences)
@@ -302,6 +305,15 @@ class Segment:
 
     def save(self, sequence: int) -> memoryview:
         return self._context.save(sequence)
+
+    def save_rows(self, sequence: int, first: int, end: int) -> memoryview:
+        """As `save`, of the rows at positions [first, end) only."""
+        last = len(self.lengths) - 1
+        self._context.share_rows(sequence, last, first, end)
+        try:
+            return self._context.save(last)
+        finally:
+            self._context.truncate(last, 0)
 
     def restore(self, sequence: int, state: bytes | memoryview, n_rows: int) -> bool:
         """Fill an empty sequence with the `n_rows` rows that `save` of this segment gave. False, and empty

@@ -67,6 +67,7 @@ class GenerateWork:
         self.layers = 0, engine.n_layers
         self.has_tokens = True
         self._session = message.session_id
+        self._own_kv = message.own_kv
         self.wants_alone = False
         self.is_exact = message.sampling.exact
         self.arrived_at = time.perf_counter()
@@ -110,7 +111,9 @@ class GenerateWork:
         self._has_begun = True
         route, history = self._route(), self._history[: self._n_history]
         assert route is not None  # its turn has come
-        self._position = self._engine.reuse(self.request_id, route, history, self._session)
+        self._position = self._engine.reuse(
+            self.request_id, route, history, self._session, own_kv=self._own_kv
+        )
         self._engine.prefixes.follow(self.request_id, route.segments, self._name)
         if self._n_history == self._n_given:
             self._n_cached = min(self._position, self._n_prompt)

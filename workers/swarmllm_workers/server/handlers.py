@@ -18,13 +18,14 @@ from swarmllm_proto import ipc
 from swarmllm_proto.errors import BadMessage, BadTensor
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import decode_tensor, unpack_rows
-from swarmllm_workers.cache.prefix_cache import PrefixManifest
+from swarmllm_workers.cache.manifest import PrefixManifest
 from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.kernel_tuning import KernelTuning
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.ring import TURNED_INTERVAL_S, Ring, Seat, Watch
 from swarmllm_workers.ring.ring_work import LoneSteps, RingWork
+from swarmllm_workers.schedule.check_work import CheckPrefixWork
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.generate_work import GenerateWork
 from swarmllm_workers.schedule.planner import CAPACITY, Planner
@@ -111,7 +112,9 @@ class Handlers:
             ipc.Shutdown: self._shutdown,
             **TextHandlers(self._opened, self._tokens, send, self._fail, self._parsing).by_type,
             **self.grammars.by_type,
-            **PrefixHandlers(self._opened, send, self._fail, self._loading, self._parsing).by_type,
+            **PrefixHandlers(
+                self._opened, send, self._fail, self._loading, self._parsing, self._check_prefix
+            ).by_type,
             **EndingHandlers(lambda: self._engine, send, self._works_of, self._stop).by_type,
             **self._layers.by_type,
         }
@@ -383,6 +386,12 @@ class Handlers:
             raise CallError("bad_message", f"request {message.request_id} is running", "request_id")
         engine.release(message.request_id)
         self._running().add(GenerateWork(message, tokens, engine, self._send, self._speculation))
+
+    def _check_prefix(self, message: ipc.CheckPrefix, payload: memoryview) -> None:
+        tokens = self._tokens(payload)
+        if self._running().of_request(message.request_id):
+            raise CallError("bad_message", f"request {message.request_id} is running", "request_id")
+        self._running().add(CheckPrefixWork(message, tokens, self._opened(), self._send))
 
     def _works_of(self, request_id: str) -> list[Work]:
         return self._scheduler.of_request(request_id) if self._scheduler is not None else []

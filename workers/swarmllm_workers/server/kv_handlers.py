@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
@@ -13,11 +14,13 @@ from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.ipc_kv import NAME_SIZE, split_names
+from swarmllm_proto.limits import PREFIX_KV_MAX
 from swarmllm_proto.tensors import encode_tensor
+from swarmllm_workers.build_info import build_info
 from swarmllm_workers.cache.prefix_cache import Snapshot
-from swarmllm_workers.cache.prefixes import Name
+from swarmllm_workers.cache.prefixes import Buffer, Name
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.kv_state import BadState
+from swarmllm_workers.engine.kv_state import BadState, join_states
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.errors import CallError
@@ -119,13 +122,16 @@ class PrefixHandlers:
         fail: Callable[[int, Exception], None],
         loading: Place,
         checking: Place,
+        check: Callable[[ipc.CheckPrefix, memoryview], None],
     ) -> None:
-        """`fail`: answer a call with an error. `loading`: where layers are cut."""
+        """`fail`: answer a call with an error. `loading`: where layers are cut. `check`: begins to compute
+        again what came from another node."""
         self._engine = engine
         self._send = send
         self._fail = fail
         self._loading = loading
         self._checking = checking
+        self._check = check
 
     @property
     def by_type(self) -> dict[type, Callable[[Any, memoryview], None]]:
@@ -133,7 +139,22 @@ class PrefixHandlers:
             ipc.PrefixFetchProbe: self._probe,
             ipc.ExportPrefixSnapshot: self._export,
             ipc.ImportPrefixSnapshot: self._import,
+            ipc.LookUpPrefix: self._look_up,
+            ipc.CheckPrefix: self._check,
         }
+
+    def _look_up(self, message: ipc.LookUpPrefix, payload: memoryview) -> None:
+        engine, name = self._engine(), Name(_names(payload), scope=message.scope)
+        where = engine.find_segments(message.start, message.end)
+        found = ipc.PrefixLookedUp(id=message.id, n_blocks=0)
+        if where is not None and engine.prefixes.travels(where) and where[0].is_whole:
+            found = ipc.PrefixLookedUp(
+                id=message.id,
+                n_blocks=engine.prefixes.look_up(where, name),
+                row_bytes=engine.kv_row_bytes,
+                kv_format=kv_format(engine.settings.kv_type, engine.settings.flash_attention),
+            )
+        self._send(found)
 
     def _probe(self, message: ipc.PrefixFetchProbe, payload: memoryview) -> None:
         engine, name = self._engine(), Name(_names(payload), scope=message.scope)
@@ -151,10 +172,25 @@ class PrefixHandlers:
     def _export(self, message: ipc.ExportPrefixSnapshot, payload: memoryview) -> None:
         engine, name = self._engine(), Name(_names(payload), scope=message.scope)
         where = engine.find_segments(message.start, message.end)
-        if where is None:
+        if message.n_rows:
+            rows = None
+            if where is not None and message.n_rows * engine.kv_row_bytes <= PREFIX_KV_MAX:
+                rows = engine.prefixes.export_rows(where, name, message.first_row, message.n_rows)
+            self._checking.begin(self._sending(message, name, rows), partial(self._fail, message.id))
+        elif where is None:
             self._after_cutting(message, partial(self._export, message, payload))
         else:
             self._checking.begin(self._exporting(message, where, name), partial(self._fail, message.id))
+
+    def _sending(self, message: ipc.ExportPrefixSnapshot, name: Name, rows: Buffer | None) -> Operation[None]:
+        if not rows:
+            self._send(ipc.PrefixSnapshotResponse(id=message.id, n_blocks=0))
+            return
+        digest = yield partial(_digest, [rows])
+        response = ipc.PrefixSnapshotResponse(
+            id=message.id, n_blocks=len(name.hashes), sizes=(len(rows),), digest=digest
+        )
+        self._send(response, [rows])
 
     def _exporting(
         self, message: ipc.ExportPrefixSnapshot, where: tuple[Segment, ...], name: Name
@@ -181,12 +217,13 @@ class PrefixHandlers:
         self._checking.begin(self._importing(message, name, data), fail, len(data))
 
     def _importing(self, message: ipc.ImportPrefixSnapshot, name: Name, data: memoryview) -> Operation[None]:
-        digest = yield partial(_digest, [data])
+        ends = accumulate(message.sizes, initial=0)
+        parts = [data[start:end] for start, end in pairwise(ends)]
+        digest = yield partial(_digest_of_parts if message.from_peer else _digest, parts)
         if digest != message.digest:
             raise CallError("bad_message", "the bytes have another digest", "digest")
-        ends = accumulate(message.sizes, initial=0)
         try:
-            snapshot = yield partial(Snapshot.read, [data[start:end] for start, end in pairwise(ends)])
+            snapshot = yield partial(_joined if message.from_peer else Snapshot.read, parts)
         except BadState as error:
             raise _no_kv(error) from None
         self._take(message, name, snapshot)
@@ -198,7 +235,8 @@ class PrefixHandlers:
             self._after_cutting(message, partial(self._take, message, name, snapshot))
             return
         try:
-            is_taken = engine.prefixes.take(where, name, snapshot)
+            keep = engine.prefixes.take_from_peer if message.from_peer else engine.prefixes.take
+            is_taken = keep(where, name, snapshot)
         except BadState as error:
             raise _no_kv(error) from None
         self._send(ipc.PrefixFetchResult(id=message.id, n_blocks=message.n_blocks if is_taken else 0))
@@ -221,6 +259,23 @@ def _names(payload: memoryview) -> tuple[bytes, ...]:
         return split_names(payload)
     except BadMessage as error:
         raise CallError("bad_message", error.reason, error.field) from None
+
+
+def _joined(parts: Sequence[memoryview]) -> Snapshot:
+    return Snapshot.read([join_states(parts)])
+
+
+@cache
+def kv_format(kv_type: str, flash_attention: str) -> str:
+    """Equal where KV has the same bytes for the same numbers and is computed with the same kernels: by the
+    libllama, by what it uses of the processor, and by its settings."""
+    built = build_info()
+    of = json.dumps([built["version"], built["features"], built["gpu"], kv_type, flash_attention])
+    return blake3(of.encode()).hexdigest(length=16)
+
+
+def _digest_of_parts(parts: Sequence[memoryview]) -> str:
+    return _digest([blake3(part).digest() for part in parts])
 
 
 def _digest(parts: Sequence[bytes | memoryview]) -> str:

@@ -45,6 +45,7 @@ def engine_settings(message: ipc.Open, read_ahead: ReadAhead | None = None) -> E
         flash_attention=message.flash_attention,
         n_gpu_layers=message.n_gpu_layers,
         model_id=message.model_id,
+        prefix_key=message.prefix_key,
         prefixes=_prefix_settings(message),
         journal_max_bytes=message.journal_max_bytes,
         checked_unit=message.checked_unit,
@@ -64,8 +65,8 @@ def speculation_settings(message: ipc.Open) -> SpeculationSettings:
 
 
 def _prefix_settings(message: ipc.Open) -> PrefixSettings:
-    # One of the sequences beside the slots is none of the entries'.
-    n_sequences = max(0, min(message.n_prefixes, SEQUENCES_MAX - message.n_slots - 1))
+    # Two of the sequences beside the slots are none of the entries'.
+    n_sequences = max(0, min(message.n_prefixes, SEQUENCES_MAX - message.n_slots - 2))
     return PrefixSettings(
         n_cells_entries=n_sequences,
         n_entries=message.n_prefixes if n_sequences else 0,

@@ -1,0 +1,351 @@
+"""Fetches KV of a prompt's beginning before this node's worker computes the prompt, and has it checked later.
+
+Only for requests of this node's own clients that run here as a whole. Nothing that goes wrong with it is an
+error of the request: the worker computes the prompt as it always does.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+import trio
+from blake3 import blake3
+
+from swarmllm.errors import NodeUnreachable, SwarmLLMError, WorkerDied, WorkerError
+from swarmllm.log_filter import provoked_by
+from swarmllm.models.entry import CatalogueEntry
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.origin.generation import Fetched
+from swarmllm.pipeline.prefix.choice import (
+    LANES,
+    FetchClock,
+    Offer,
+    PrefixTravelSettings,
+    Resting,
+    Slices,
+    Way,
+    choose,
+    draw_blocks,
+    whole_blocks,
+)
+from swarmllm.pipeline.prefix.serving import PrefixStore, whole_range
+from swarmllm.pipeline.request import new_request_id
+from swarmllm.pipeline.route.inputs import prefill_here_s
+from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.scheduling.speeds import Observations
+from swarmllm.swarm.byte_budget import ByteBudget, Kind
+from swarmllm.swarm.peers.trust import Deed, NodeTrust
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.router import Router
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, kept_root
+from swarmllm_proto.codec import decode_response, encode_request
+from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.ipc import PrefixSnapshotResponse
+from swarmllm_proto.ipc_kv import CheckOutcome, join_names
+from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, NodeCapability, PrefixKv, PrefixKvFetch
+from swarmllm_proto.tensors import Tensor
+
+log = logging.getLogger(__name__)
+
+CHECKS_MAX: Final = 8
+"""Beginnings that wait for their check; of more nothing is fetched."""
+IDLE_WAIT_S: Final = 30.0
+"""So long a check waits for this node to have nothing else to do."""
+LOOK_S: Final = 0.25
+CHECK_TRIES: Final = 3
+FETCHES_MAX: Final = 4
+"""At the same time."""
+
+
+class NotGiven(Exception):
+    """The holder did not give what it announced. `deed`: what it did wrong, where it did."""
+
+    def __init__(self, why: str, deed: Deed | None = None) -> None:
+        super().__init__(why)
+        self.deed = deed
+
+
+@dataclass(frozen=True, slots=True)
+class _Unchecked:
+    node_id: NodeId
+    model: ModelFile
+    layers: LayerRange
+    tokens: Tensor
+    """Of all blocks that came."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A beginning, as it is asked for."""
+
+    model: ModelFile
+    layers: LayerRange
+    names: bytes
+    kv_format: str
+    slices: Slices
+
+
+class NodeLoad(Protocol):
+    def is_busy(self) -> bool:
+        """Whether requests run here."""
+        ...
+
+
+@dataclass(slots=True)
+class PrefixFetcher:
+    router: Router
+    registry: Registry
+    store: PrefixStore
+    settings: PrefixTravelSettings
+    counts: PipelineStatistics
+    trust: NodeTrust
+    observations: Observations
+    budget: ByteBudget
+    here: NodeLoad
+    key: str = field(default="", repr=False)
+    """What names are keyed with."""
+    chance: Callable[[], float] = field(default_factory=lambda: secrets.SystemRandom().random)
+    _resting: Resting = field(default_factory=Resting)
+    _under_way: dict[bytes, trio.Event] = field(default_factory=dict)
+    """By the name of the last block."""
+    _unchecked: deque[_Unchecked] = field(default_factory=deque)
+    _has_work: trio.Event = field(default_factory=trio.Event)
+
+    @asynccontextmanager
+    async def brought(
+        self, entry: CatalogueEntry, tokens: Tensor, *, is_exact: bool
+    ) -> AsyncIterator[Fetched | None]:
+        """Before a prompt is computed: what could be had of its beginning is in the worker. It is checked
+        after the block. Raises nothing of its own."""
+        unchecked: list[_Unchecked] = []
+        fetched = None
+        if not is_exact and len(self._unchecked) < CHECKS_MAX:
+            with trio.move_on_after(self.settings.asker_timeout_s) as scope:
+                fetched = await self._bring(entry, tokens, unchecked)
+            if scope.cancelled_caught:
+                self.counts.prefix_misses += 1
+        try:
+            yield fetched
+        finally:
+            if unchecked:
+                self._unchecked.extend(unchecked)
+                self._has_work.set()
+
+    async def run(self) -> None:
+        """Check what came, one after the other, while nothing else is to be done here."""
+        while True:
+            while self._unchecked:
+                await self._check(self._unchecked.popleft())
+            self._has_work = trio.Event()
+            await self._has_work.wait()
+
+    async def _bring(
+        self, entry: CatalogueEntry, tokens: Tensor, unchecked: list[_Unchecked]
+    ) -> Fetched | None:
+        model_id, n_layers = entry.model_id, entry.manifest.n_layers
+        layers = whole_range(self.store, model_id, n_layers)
+        n_blocks = min(whole_blocks(len(tokens)), NAMES_MAX // DIGEST_SIZE)
+        if layers is None or not n_blocks:
+            return None
+        root = kept_root(self.key, model_id, n_layers)
+        hashes = extend_block_hashes(root, tokens[: n_blocks * BLOCK_TOKENS])
+        match = self.registry.holders_of_prefix(model_id, hashes)
+        now_s = trio.current_time()
+        holders = [each for each in match.node_ids if not self._resting.has(each, now_s)]
+        if not holders:
+            return None
+        names, model = hashes[: match.n_blocks], ModelFile.of(entry)
+        while (other := self._under_way.get(names[-1])) is not None:
+            await other.wait()
+        done = self._under_way[names[-1]] = trio.Event()
+        try:
+            found = await self.store.look_up_prefix(model, layers, join_names(names))
+            if found.n_blocks >= match.n_blocks or not found.row_bytes or len(self._under_way) > FETCHES_MAX:
+                return None
+            slices = Slices(match.n_blocks * BLOCK_TOKENS, found.row_bytes)
+            offer = choose(
+                self._ways(holders),
+                slices,
+                found.n_blocks * BLOCK_TOKENS,
+                prefill_here_s(model_id, entry.manifest, self.observations, self._capabilities(holders)),
+            )
+            if offer is None:
+                self.counts.prefix_declined += 1
+                return None
+            wanted = _Wanted(model, layers, join_names(names), found.kv_format, slices)
+            return await self._fetch_and_take(wanted, offer, tokens, unchecked)
+        except SwarmLLMError as error:
+            log.info("the worker takes no part in fetching KV: %s", error.message)
+            return None
+        finally:
+            del self._under_way[names[-1]]
+            done.set()
+
+    def _ways(self, holders: list[NodeId]) -> list[Way]:
+        peers = {peer.node_id: peer for peer in self.router.peers()}
+        known = [peers[each] for each in holders if each in peers]
+        return [Way(peer.node_id, peer.rtt_s, peer.bytes_per_s) for peer in known]
+
+    def _capabilities(self, node_ids: list[NodeId]) -> list[NodeCapability]:
+        records = (self.registry.node(node_id) for node_id in node_ids)
+        return [record.capability for record in records if record is not None]
+
+    async def _fetch_and_take(
+        self, wanted: _Wanted, offer: Offer, tokens: Tensor, unchecked: list[_Unchecked]
+    ) -> Fetched | None:
+        """None: a miss. Adds to `unchecked` what the worker may have taken. Raises SwarmLLMError of this
+        node's worker."""
+        node_id, began_s = offer.way.node_id, trio.current_time()
+        n_bytes = wanted.slices.n_bytes
+        grant = self.budget.reserve(node_id, Kind.MESSAGES, n_bytes)
+        if grant is None:
+            self.counts.prefix_misses += 1
+            return None
+        is_over = False
+        with grant:
+            try:
+                parts = await self._fetch(wanted, offer)
+                own = np.array(tokens[: wanted.slices.n_rows], np.int32)
+                unchecked.append(_Unchecked(node_id, wanted.model, wanted.layers, own))
+                n_taken = await self._take(wanted, parts)
+                is_over = True
+            except NotGiven as reason:
+                is_over = True
+                unchecked.clear()
+                self._resting.add(node_id, trio.current_time())
+                if reason.deed is not None:
+                    self.trust.note(node_id, reason.deed, "kept KV")
+                provoked_by(log, node_id).info("no KV from %s: %s", node_id, reason)
+                self.counts.prefix_misses += 1
+                return None
+            except SwarmLLMError:
+                is_over = True
+                unchecked.clear()
+                self.counts.prefix_misses += 1
+                raise
+            finally:
+                if not is_over:  # The asker's time is up, or the request is over.
+                    self._resting.add(node_id, trio.current_time())
+        if not n_taken:
+            unchecked.clear()
+            return None
+        seconds = trio.current_time() - began_s
+        n_received = sum(len(part.data) for part in parts)
+        self.counts.prefix_hits += 1
+        self.counts.prefix_tokens += wanted.slices.n_rows
+        self.counts.prefix_fetched_bytes += n_received
+        return Fetched(node_id, wanted.slices.n_rows, n_received, seconds)
+
+    async def _fetch(self, wanted: _Wanted, offer: Offer) -> list[PrefixKv]:
+        """All slices, in order. Raises NotGiven."""
+        waiting = deque(enumerate(wanted.slices.all()))
+        found: dict[int, PrefixKv] = {}
+        failures: list[NotGiven] = []
+        clock = FetchClock.start(
+            trio.current_time(), self.settings.network_timeout_s, offer, wanted.slices.n_bytes
+        )
+
+        async def lane() -> None:
+            try:
+                while waiting:
+                    index, (first_row, n_rows) = waiting.popleft()
+                    piece = await self._ask(wanted, offer.way.node_id, first_row, n_rows)
+                    found[index] = piece
+                    if clock.arrived(n_rows * wanted.slices.row_bytes, trio.current_time()) == "too slow":
+                        raise NotGiven("it is slower than computing")
+            except NotGiven as reason:
+                failures.append(reason)
+                nursery.cancel_scope.cancel()
+
+        with trio.move_on_at(clock.deadline_s) as scope:
+            async with trio.open_nursery() as nursery:
+                for _ in range(min(LANES, len(waiting))):
+                    nursery.start_soon(lane)
+        if failures:
+            raise failures[0]
+        if scope.cancelled_caught or waiting:
+            raise NotGiven("it did not come in time")
+        return [found[index] for index in sorted(found)]
+
+    async def _ask(self, wanted: _Wanted, node_id: NodeId, first_row: int, n_rows: int) -> PrefixKv:
+        request = PrefixKvFetch(
+            model_id=wanted.model.model_id,
+            names=wanted.names,
+            kv_format=wanted.kv_format,
+            first_row=first_row,
+            n_rows=n_rows,
+        )
+        try:
+            answer = await self.router.fetch(
+                node_id, encode_request(request), timeout_s=self.settings.network_timeout_s
+            )
+            piece = decode_response(answer)
+        except ProtocolError as error:
+            raise NotGiven(f"the answer cannot be read: {error}", Deed.BROKE_PROTOCOL) from None
+        except NodeUnreachable as error:
+            raise NotGiven(error.message) from None
+        except SwarmLLMError as error:
+            raise NotGiven(error.message) from None
+        if not isinstance(piece, PrefixKv):
+            raise NotGiven("it answered something else", Deed.BROKE_PROTOCOL)
+        if piece.status != "ok":
+            raise NotGiven(f"it is {piece.status}")
+        if len(piece.digest) != DIGEST_SIZE or not piece.data:
+            raise NotGiven("the answer has no rows or no digest", Deed.BROKE_PROTOCOL)
+        return piece
+
+    async def _take(self, wanted: _Wanted, parts: list[PrefixKv]) -> int:
+        """Raises NotGiven for what is no KV of these rows, SwarmLLMError of this node's worker."""
+        snapshot = PrefixSnapshotResponse(
+            id=0,
+            n_blocks=len(wanted.names) // DIGEST_SIZE,
+            sizes=tuple(len(part.data) for part in parts),
+            digest=blake3(b"".join(part.digest for part in parts)).hexdigest(),
+        )
+        try:
+            return await self.store.import_prefix(
+                wanted.model,
+                wanted.layers,
+                wanted.names,
+                snapshot,
+                [part.data for part in parts],
+                from_peer=True,
+            )
+        except WorkerError as error:
+            if error.kind not in ("bad_tensor", "bad_message"):
+                raise
+            raise NotGiven(error.message, Deed.BAD_NUMBERS) from None
+
+    async def _check(self, due: _Unchecked) -> None:
+        with trio.move_on_after(IDLE_WAIT_S):
+            while self.here.is_busy():  # noqa: ASYNC110 (nobody tells when the last request ends)
+                await trio.sleep(LOOK_S)
+        blocks = draw_blocks(len(due.tokens) // BLOCK_TOKENS, self.chance)
+        outcome: CheckOutcome = "gone"
+        for attempt in range(CHECK_TRIES):
+            try:
+                outcome = await self.store.check_prefix(
+                    due.model, due.layers, due.tokens, blocks, new_request_id()
+                )
+                break
+            except WorkerDied:
+                break
+            except SwarmLLMError as error:
+                log.info("KV from %s is not checked: %s", due.node_id, error.message)
+                await trio.sleep(LOOK_S * (attempt + 1))
+        if outcome == "wrong":
+            self.counts.prefix_wrong += 1
+            self.trust.note(due.node_id, Deed.WRONG_RESULT, "KV of a prompt's beginning")
+            self._resting.add(due.node_id, trio.current_time())
+        elif outcome in ("equal", "close"):
+            self.counts.prefix_checked += 1
+            self.trust.note(due.node_id, Deed.CHECKED, outcome)

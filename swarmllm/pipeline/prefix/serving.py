@@ -1,0 +1,143 @@
+"""Gives KV of prompts' beginnings that this node announces to nodes that ask for it.
+
+Nothing is kept for an asker: each request is answered with rows that the worker reads between two of its
+steps, and only rows that it computed itself or checked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+import trio
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.log_filter import provoked_by
+from swarmllm.models.entry import CatalogueEntry
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.frames import Payload
+from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.ipc import PrefixLookedUp, PrefixSnapshotResponse
+from swarmllm_proto.ipc_kv import CheckOutcome
+from swarmllm_proto.limits import PREFIX_KV_MAX
+from swarmllm_proto.swarm import PrefixKv, PrefixKvFetch
+from swarmllm_proto.tensors import Tensor
+
+log = logging.getLogger(__name__)
+
+PEER_MAX: Final = 4
+"""Requests of one peer that wait for the worker; one more is told that the node is busy."""
+ALL_MAX: Final = 16
+MODELS_MAX: Final = 8
+
+_ABSENT: Final = PrefixKv(status="absent")
+_BUSY: Final = PrefixKv(status="busy")
+
+
+class PrefixStore(Protocol):
+    """The part of WorkerPool that keeps KV; see there for what it raises."""
+
+    def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]: ...
+
+    async def look_up_prefix(self, model: ModelFile, layers: LayerRange, names: bytes) -> PrefixLookedUp: ...
+
+    async def export_prefix(
+        self,
+        model: ModelFile,
+        layers: LayerRange,
+        names: bytes,
+        scope: str = "",
+        *,
+        first_row: int = 0,
+        n_rows: int = 0,
+    ) -> tuple[PrefixSnapshotResponse, memoryview]: ...
+
+    async def import_prefix(
+        self,
+        model: ModelFile,
+        layers: LayerRange,
+        names: bytes,
+        snapshot: PrefixSnapshotResponse,
+        data: Payload,
+        scope: str = "",
+        *,
+        from_peer: bool = False,
+    ) -> int: ...
+
+    async def check_prefix(
+        self, model: ModelFile, layers: LayerRange, tokens: Tensor, blocks: tuple[int, ...], request_id: str
+    ) -> CheckOutcome: ...
+
+
+def whole_range(store: PrefixStore, model_id: ModelId, n_layers: int) -> LayerRange | None:
+    """All layers, where they are loaded here as one."""
+    return next((held for held in store.loaded(model_id) if (held.start, held.end) == (0, n_layers)), None)
+
+
+class PrefixServing:
+    def __init__(
+        self,
+        store: PrefixStore,
+        find_model: Callable[[ModelId], Awaitable[CatalogueEntry]],
+        counts: PipelineStatistics,
+        may_ask: Callable[[NodeId], bool],
+        timeout_s: float,
+    ) -> None:
+        """`find_model` raises ModelNotFound; `may_ask`: whether that node is trusted enough."""
+        self._store = store
+        self._find_model = find_model
+        self._counts = counts
+        self._may_ask = may_ask
+        self._timeout_s = timeout_s
+        self._n_waiting: Counter[NodeId] = Counter()
+        self._models: dict[ModelId, tuple[ModelFile, int]] = {}
+        """Known ones and how many layers they have."""
+
+    async def answer(self, sender: NodeId, request: PrefixKvFetch) -> PrefixKv:
+        """Never raises for what a request asks."""
+        if not self._may_ask(sender) or not self._store.loaded(request.model_id):
+            return _ABSENT
+        if self._n_waiting[sender] >= PEER_MAX or self._n_waiting.total() >= ALL_MAX:
+            return _BUSY
+        self._n_waiting[sender] += 1
+        try:
+            with trio.move_on_after(self._timeout_s):
+                return await self._rows(request)
+            return _BUSY
+        except SwarmLLMError as error:
+            provoked_by(log, sender).info("kept KV is not given to %s: %s", sender, error.message)
+            return _ABSENT
+        finally:
+            self._n_waiting[sender] -= 1
+            if not self._n_waiting[sender]:
+                del self._n_waiting[sender]
+
+    async def _rows(self, request: PrefixKvFetch) -> PrefixKv:
+        model, n_layers = await self._model(request.model_id)
+        layers = whole_range(self._store, request.model_id, n_layers)
+        if layers is None:
+            return _ABSENT
+        if request.first_row == 0:
+            known = await self._store.look_up_prefix(model, layers, request.names)
+            if known.kv_format != request.kv_format:
+                return _ABSENT
+        snapshot, data = await self._store.export_prefix(
+            model, layers, request.names, first_row=request.first_row, n_rows=request.n_rows
+        )
+        if not snapshot.n_blocks or len(data) > PREFIX_KV_MAX:
+            return _ABSENT
+        self._counts.prefix_given_bytes += len(data)
+        return PrefixKv(status="ok", digest=bytes.fromhex(snapshot.digest), data=memoryview(data))
+
+    async def _model(self, model_id: ModelId) -> tuple[ModelFile, int]:
+        found = self._models.get(model_id)
+        if found is None:
+            entry = await self._find_model(model_id)
+            found = self._models[model_id] = ModelFile.of(entry), entry.manifest.n_layers
+            while len(self._models) > MODELS_MAX:
+                del self._models[next(iter(self._models))]
+        return found

@@ -1,0 +1,473 @@
+"""When KV of a prompt's beginning is fetched from another node, and what comes of peers that lie or hang."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from swarmllm.errors import WorkerError
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.prefix.choice import (
+    LEAST_S,
+    REST_S,
+    WORTH,
+    FetchClock,
+    Offer,
+    PrefixTravelSettings,
+    Resting,
+    Slices,
+    Way,
+    choose,
+    draw_blocks,
+    whole_blocks,
+)
+from swarmllm.pipeline.prefix.fetching import PrefixFetcher
+from swarmllm.pipeline.prefix.serving import PEER_MAX, PrefixServing
+from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.scheduling.speeds import Observations
+from swarmllm.swarm.byte_budget import ByteBudget, Kind, Limit
+from swarmllm.swarm.in_memory.network import InMemoryNetwork, node_id_named
+from swarmllm.swarm.in_memory.router import InMemoryRouter
+from swarmllm.swarm.peers.trust import Deed, NoOpinion
+from swarmllm.swarm.records.registry import Registry
+from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, kept_root
+from swarmllm_proto.codec import decode_request, encode_record, encode_response
+from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.ipc import PrefixLookedUp, PrefixSnapshotResponse
+from swarmllm_proto.limits import PREFIX_KV_MAX
+from swarmllm_proto.swarm import (
+    KeptPrefix,
+    NodeRecord,
+    Piece,
+    PrefixCacheAnnounce,
+    PrefixKv,
+    PrefixKvFetch,
+)
+
+B = BLOCK_TOKENS
+MODEL = ModelId("ab" * 32)
+N_LAYERS = 12
+ROW_BYTES = 12_288
+LAYERS = LayerRange(0, N_LAYERS)
+TOKENS = np.arange(10 * B + 5, dtype=np.int32)
+HASHES = extend_block_hashes(kept_root("", MODEL, N_LAYERS), TOKENS)
+ENTRY: Any = SimpleNamespace(
+    model_id=MODEL, path="/nowhere", manifest=SimpleNamespace(n_layers=N_LAYERS, architecture="llama")
+)
+ME, NEAR, FAR = (node_id_named(name) for name in ("me", "near", "far"))
+
+
+# What is worth it.
+
+
+def test_the_holder_from_which_it_comes_soonest_is_asked() -> None:
+    slices = Slices(640, ROW_BYTES)
+    ways = [Way(FAR, 0.2, 1e7), Way(NEAR, 0.001, 1e9)]
+    offer = choose(ways, slices, 0, 0.01)
+    assert offer is not None
+    assert offer.way.node_id == NEAR
+    assert offer.predicted_s < 0.05
+
+
+@pytest.mark.parametrize(
+    ("n_known", "prefill_s", "is_worth"),
+    [(0, 0.01, True), (0, 0.0001, False), (10 * B - 1, 0.01, False), (0, None, False)],
+)
+def test_what_is_computed_as_fast_is_not_fetched(
+    n_known: int, prefill_s: float | None, is_worth: bool
+) -> None:
+    offer = choose([Way(NEAR, 0.02, 12.5e6)], Slices(10 * B, ROW_BYTES), n_known, prefill_s)
+    assert (offer is not None) is is_worth
+
+
+def test_kv_that_is_too_large_is_not_asked_for() -> None:
+    ways = [Way(NEAR, 0.0, 1e12)]
+    assert choose(ways, Slices(640, PREFIX_KV_MAX), 0, 10.0) is None
+    assert choose(ways, Slices(2**20, 2**20), 0, 10.0) is None
+
+
+@given(st.integers(1, 5000), st.integers(1, PREFIX_KV_MAX // 2))
+def test_slices_are_all_rows_once_and_each_fits_an_answer(n_rows: int, row_bytes: int) -> None:
+    slices = Slices(n_rows, row_bytes).all()
+    assert [row for first, n in slices for row in range(first, first + n)] == list(range(n_rows))
+    assert all(n * row_bytes < PREFIX_KV_MAX for _, n in slices)
+
+
+@given(
+    st.floats(0, 1),
+    st.floats(1e4, 1e10),
+    st.floats(1e-5, 0.1),
+    st.integers(1, 100),
+)
+def test_what_is_fetched_is_predicted_to_take_less_than_computing(
+    rtt_s: float, bytes_per_s: float, prefill_s: float, n_blocks: int
+) -> None:
+    offer = choose([Way(NEAR, rtt_s, bytes_per_s)], Slices(n_blocks * B, ROW_BYTES), 0, prefill_s)
+    if offer is not None:
+        assert offer.predicted_s <= WORTH * n_blocks * B * prefill_s
+
+
+def test_a_fetch_that_falls_behind_is_given_up_before_its_time_is_up() -> None:
+    clock = FetchClock.start(100.0, 2.5, Offer(Way(NEAR), 1.0), 1000)
+    assert clock.deadline_s == 102.0
+    assert clock.arrived(100, 100.1) == "going"
+    assert clock.arrived(100, 100.3) == "going"
+    assert clock.arrived(10, 101.0) == "too slow"
+    assert clock.arrived(790, 101.5) == "complete"
+
+
+def test_a_fetch_has_its_time_and_no_more() -> None:
+    assert FetchClock.start(0.0, 2.5, Offer(Way(NEAR), 9.0), 1).limit_s == 2.5
+    assert FetchClock.start(0.0, 2.5, Offer(Way(NEAR), 0.0), 1).limit_s == LEAST_S
+    clock = FetchClock.start(0.0, 2.5, Offer(Way(NEAR), 9.0), 10)
+    assert clock.at(2.4) == "going"
+    assert clock.at(2.5) == "too slow"
+
+
+def test_a_peer_rests_for_a_while() -> None:
+    resting = Resting()
+    resting.add(NEAR, 5.0)
+    assert resting.has(NEAR, 5.0 + REST_S - 1)
+    assert not resting.has(NEAR, 5.0 + REST_S)
+    assert not resting.has(FAR, 5.0)
+
+
+@given(st.integers(1, 50), st.floats(0, 1, exclude_max=True))
+def test_a_block_and_the_last_one_are_checked(n_blocks: int, chance: float) -> None:
+    blocks = draw_blocks(n_blocks, lambda: chance)
+    assert blocks[-1] == n_blocks - 1
+    assert len(set(blocks)) == len(blocks) <= 2
+    assert 0 <= blocks[0] < n_blocks
+
+
+def test_the_last_token_is_always_computed() -> None:
+    assert [whole_blocks(n) for n in (0, 1, B, B + 1, 2 * B)] == [0, 0, 0, 1, 1]
+
+
+# Two nodes.
+
+
+@dataclass
+class Store:
+    """Worker pool of one node: keeps names, and bytes that say which rows they are."""
+
+    n_kept: int = 0
+    """Blocks."""
+    kv_format: str = "f16"
+    row_bytes: int = ROW_BYTES
+    outcome: Any = "equal"
+    refuses: str = ""
+    taken: list[int] = field(default_factory=list)
+    checked: list[tuple[int, ...]] = field(default_factory=list)
+    stands_still: bool = False
+
+    def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]:
+        return (LAYERS,)
+
+    async def look_up_prefix(self, model: Any, layers: LayerRange, names: bytes) -> PrefixLookedUp:
+        n_blocks = min(self.n_kept, len(names) // 32)
+        return PrefixLookedUp(id=1, n_blocks=n_blocks, row_bytes=self.row_bytes, kv_format=self.kv_format)
+
+    async def export_prefix(
+        self,
+        model: Any,
+        layers: LayerRange,
+        names: bytes,
+        scope: str = "",
+        *,
+        first_row: int = 0,
+        n_rows: int = 0,
+    ) -> tuple[PrefixSnapshotResponse, memoryview]:
+        if self.stands_still:
+            await trio.sleep_forever()
+        if len(names) // 32 > self.n_kept:
+            return PrefixSnapshotResponse(id=1, n_blocks=0), memoryview(b"")
+        data = rows(first_row, n_rows)
+        response = PrefixSnapshotResponse(
+            id=1, n_blocks=len(names) // 32, sizes=(len(data),), digest=blake3(data).hexdigest()
+        )
+        return response, memoryview(data)
+
+    async def import_prefix(
+        self,
+        model: Any,
+        layers: LayerRange,
+        names: bytes,
+        snapshot: PrefixSnapshotResponse,
+        data: Any,
+        scope: str = "",
+        *,
+        from_peer: bool = False,
+    ) -> int:
+        assert from_peer
+        if self.refuses:
+            raise WorkerError("no", kind=self.refuses)
+        assert b"".join(data) == rows(0, snapshot.n_blocks * B)
+        digests = b"".join(blake3(part).digest() for part in data)
+        assert blake3(digests).hexdigest() == snapshot.digest
+        self.n_kept = snapshot.n_blocks
+        self.taken.append(snapshot.n_blocks)
+        return snapshot.n_blocks
+
+    async def check_prefix(
+        self, model: Any, layers: LayerRange, tokens: Any, blocks: tuple[int, ...], request_id: str
+    ) -> Any:
+        assert len(tokens) == self.taken[-1] * B
+        self.checked.append(blocks)
+        return self.outcome
+
+
+def rows(first: int, n_rows: int) -> bytes:
+    return np.repeat(np.arange(first, first + n_rows, dtype="<u4"), 4).tobytes()
+
+
+class Deeds(NoOpinion):
+    def __init__(self) -> None:
+        self.noted: list[tuple[NodeId, Deed]] = []
+
+    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None:
+        self.noted.append((node_id, deed))
+
+
+@dataclass
+class Asker:
+    fetcher: PrefixFetcher
+    store: Store
+    counts: PipelineStatistics
+    deeds: Deeds
+
+    async def ask(self, *, is_exact: bool = False) -> int:
+        """Tokens that came."""
+        async with self.fetcher.brought(ENTRY, TOKENS, is_exact=is_exact) as fetched:
+            return fetched.n_tokens if fetched is not None else 0
+
+
+Handler = Callable[[NodeId, bytes], Any]
+
+
+@asynccontextmanager
+async def pair(
+    holder: Store | Handler, *, budget: ByteBudget | None = None, may_share: bool = True, n_said: int = 10
+) -> AsyncIterator[Asker]:
+    """`holder` announces `n_said` blocks of the prompt."""
+    async with InMemoryNetwork() as network:
+        me, near = network.add(ME), network.add(NEAR)
+        near.serve(handler_of(holder), ignore)
+        registry = Registry(ME, may_share=lambda node_id: may_share)
+        registry.apply(
+            NEAR,
+            encode_record(
+                NodeRecord(
+                    node_id=NEAR,
+                    prefix_caches=(
+                        PrefixCacheAnnounce(
+                            model_id=MODEL, prefixes=(KeptPrefix(HASHES[n_said - 1], n_said),)
+                        ),
+                    ),
+                )
+            ),
+        )
+        registry.set_connected({NEAR})
+        observations = Observations()
+        observations.observe(MODEL, "prefill", 0.02 * N_LAYERS, N_LAYERS, N_LAYERS)
+        store, counts, deeds = Store(), PipelineStatistics(), Deeds()
+        fetcher = fetcher_of(me, registry, store, counts, deeds, observations, budget or ByteBudget())
+        await trio.sleep(1)  # They meet.
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fetcher.run)
+            yield Asker(fetcher, store, counts, deeds)
+            nursery.cancel_scope.cancel()
+
+
+def fetcher_of(router: InMemoryRouter, registry: Registry, *rest: Any) -> PrefixFetcher:
+    store, counts, deeds, observations, budget = rest
+    idle = SimpleNamespace(is_busy=lambda: False)
+    return PrefixFetcher(
+        router,
+        registry,
+        store,
+        PrefixTravelSettings(is_on=True),
+        counts,
+        deeds,
+        observations,
+        budget,
+        idle,
+        chance=lambda: 0.35,
+    )
+
+
+def handler_of(holder: Store | Handler) -> Any:
+    if not isinstance(holder, Store):
+        return holder
+    serving = PrefixServing(holder, find_model, PipelineStatistics(), lambda node_id: True, 2.0)
+
+    async def answer(sender: NodeId, body: bytes) -> bytes:
+        request = decode_request(body)
+        assert isinstance(request, PrefixKvFetch)
+        return encode_response(await serving.answer(sender, request))
+
+    return answer
+
+
+async def find_model(model_id: ModelId) -> Any:
+    return ENTRY
+
+
+async def ignore(sender: NodeId, header: bytes, payload: memoryview) -> None:
+    pass
+
+
+async def test_what_another_node_keeps_comes_before_the_prompt_is_computed(
+    autojump_clock: MockClock,
+) -> None:
+    async with pair(Store(n_kept=10)) as asker:
+        assert await asker.ask() == 10 * B
+        assert asker.store.taken == [10]
+        assert (asker.counts.prefix_hits, asker.counts.prefix_tokens) == (1, 10 * B)
+        await trio.sleep(1)
+        assert asker.store.checked == [(3, 9)]
+        assert asker.deeds.noted == [(NEAR, Deed.CHECKED)]
+        assert await asker.ask() == 0
+        assert asker.store.taken == [10]
+
+
+async def test_an_exact_request_takes_nothing(autojump_clock: MockClock) -> None:
+    async with pair(Store(n_kept=10)) as asker:
+        assert await asker.ask(is_exact=True) == 0
+
+
+async def test_nobody_is_asked_who_is_not_trusted(autojump_clock: MockClock) -> None:
+    async with pair(Store(n_kept=10), may_share=False) as asker:
+        assert await asker.ask() == 0
+        assert asker.counts.prefix_misses == 0
+
+
+async def test_wrong_kv_costs_its_holder_trust_and_it_rests(autojump_clock: MockClock) -> None:
+    async with pair(Store(n_kept=10)) as asker:
+        asker.store.outcome = "wrong"
+        assert await asker.ask() == 10 * B
+        await trio.sleep(1)
+        assert asker.deeds.noted == [(NEAR, Deed.WRONG_RESULT)]
+        assert asker.counts.prefix_wrong == 1
+        asker.store.n_kept = 0
+        assert await asker.ask() == 0
+
+
+async def test_what_is_no_kv_is_a_miss_and_costs_its_holder_trust(
+    autojump_clock: MockClock,
+) -> None:
+    async with pair(Store(n_kept=10)) as asker:
+        asker.store.refuses = "bad_tensor"
+        assert await asker.ask() == 0
+        assert asker.deeds.noted == [(NEAR, Deed.BAD_NUMBERS)]
+        await trio.sleep(1)
+        assert asker.store.checked == []
+
+
+@pytest.mark.parametrize("kind", ["no_room", "engine"])
+async def test_a_worker_that_cannot_take_it_is_nobodys_fault(autojump_clock: MockClock, kind: str) -> None:
+    async with pair(Store(n_kept=10)) as asker:
+        asker.store.refuses = kind
+        assert await asker.ask() == 0
+        assert asker.deeds.noted == []
+
+
+async def test_a_holder_that_stands_still_is_a_miss_in_time_and_is_left_alone(
+    autojump_clock: MockClock,
+) -> None:
+    async with pair(Store(n_kept=10, stands_still=True)) as asker:
+        began_s = trio.current_time()
+        assert await asker.ask() == 0
+        assert trio.current_time() - began_s <= 2.5
+        assert asker.counts.prefix_misses == 1
+        began_s = trio.current_time()
+        assert await asker.ask() == 0
+        assert trio.current_time() == began_s
+        assert asker.deeds.noted == []
+
+
+@pytest.mark.parametrize(
+    ("holder", "deed"),
+    [
+        (Store(n_kept=3), None),
+        (Store(n_kept=10, kv_format="other"), None),
+        (lambda: encode_response(PrefixKv(status="busy")), None),
+        (lambda: encode_response(Piece(status="absent")), Deed.BROKE_PROTOCOL),
+        (lambda: encode_response(PrefixKv(status="ok", data=memoryview(b"1"))), Deed.BROKE_PROTOCOL),
+        (lambda: encode_response(PrefixKv(status="ok", digest=bytes(32))), Deed.BROKE_PROTOCOL),
+        (lambda: b"\xc1", Deed.BROKE_PROTOCOL),
+        (lambda: 1 / 0, None),
+    ],
+)
+async def test_what_is_announced_and_not_given_is_a_miss(
+    autojump_clock: MockClock, holder: Any, deed: Deed | None
+) -> None:
+    async def say(sender: NodeId, body: bytes) -> bytes:
+        return bytes(holder())
+
+    async with pair(holder if isinstance(holder, Store) else say) as asker:
+        assert await asker.ask() == 0
+        assert asker.store.taken == []
+        assert asker.counts.prefix_misses == 1
+        assert asker.deeds.noted == ([(NEAR, deed)] if deed else [])
+
+
+async def test_two_requests_with_one_beginning_fetch_it_once(autojump_clock: MockClock) -> None:
+    async with pair(Store(n_kept=10)) as asker:
+        came: list[int] = []
+
+        async def ask() -> None:
+            came.append(await asker.ask())
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(ask)
+        assert sorted(came) == [0, 0, 10 * B]
+        assert asker.store.taken == [10]
+
+
+async def test_kv_from_a_peer_is_fetched_within_the_room_of_its_payloads(
+    autojump_clock: MockClock,
+) -> None:
+    limits = {kind: Limit(4 * 2**20, 16 * 2**20) for kind in Kind}
+    async with pair(Store(n_kept=10), budget=ByteBudget(limits)) as asker:
+        assert await asker.ask() == 0
+        assert asker.counts.prefix_misses == 1
+    budget = ByteBudget()
+    async with pair(Store(n_kept=10), budget=budget) as asker:
+        assert await asker.ask() == 10 * B
+        assert budget.n_bytes == 0
+
+
+async def test_one_peer_cannot_have_all_turns_of_a_holder(autojump_clock: MockClock) -> None:
+    store = Store(n_kept=10, stands_still=True)
+    serving = PrefixServing(store, find_model, PipelineStatistics(), lambda node_id: node_id != FAR, 2.0)
+    request = PrefixKvFetch(model_id=MODEL, names=b"".join(HASHES), kv_format="f16", first_row=0, n_rows=B)
+    assert (await serving.answer(FAR, request)).status == "absent"
+    answers: list[tuple[float, str]] = []
+    began_s = trio.current_time()
+
+    async def ask() -> None:
+        answer = await serving.answer(NEAR, request)
+        answers.append((trio.current_time() - began_s, answer.status))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(PEER_MAX + 2):
+            nursery.start_soon(ask)
+    assert [status for _, status in answers] == ["busy"] * (PEER_MAX + 2)
+    assert [at_s for at_s, _ in itertools.islice(answers, 2)] == [0.0, 0.0]
+    assert answers[-1][0] == 2.0
+    store.stands_still = False
+    assert (await serving.answer(NEAR, request)).status == "ok"
