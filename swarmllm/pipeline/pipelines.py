@@ -146,17 +146,9 @@ class Pipelines:
         self._prefixes: PrefixFetcher | None = None
         self._prefix_serving: PrefixServing | None = None
         if kept is not None and (travel := settings.prefix_travel).is_on:
+            kept_here = kept, travel, self._counts
             self._prefixes = PrefixFetcher(
-                router,
-                registry,
-                kept,
-                travel,
-                self._counts,
-                trust,
-                observations,
-                budget,
-                self._here,
-                prefix_key,
+                router, registry, *kept_here, trust, observations, budget, self._here, prefix_key
             )
             self._prefix_serving = PrefixServing(
                 kept,

@@ -17,6 +17,7 @@ from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, kept_root
 from swarmllm_proto.ipc_kv import CheckPrefix, LookUpPrefix, PrefixChecked, PrefixLookedUp
 from swarmllm_proto.tensors import encode_tensor
+from swarmllm_workers.cache.prefixes import token_name
 from swarmllm_workers.engine.kv_state import BadState, join_states, read_state, rows_apart
 from swarmllm_workers.engine.segment import Span
 
@@ -210,7 +211,7 @@ def test_a_request_that_runs_on_wrong_rows_leaves_nothing_behind(holder: Room, a
     engine = asker.handlers._opened()
     asker.generate(TOKENS, "running")
     asker.handlers.step()
-    engine.prefixes.judge(engine.name_of(TOKENS[: 4 * B]), is_right=False)
+    engine.prefixes.judge(token_name(engine.root, TOKENS[: 4 * B]), is_right=False)
     asker.run()
     assert done(asker, "running").n_cached_tokens == 4 * B
     assert len(engine.prefixes) == 0

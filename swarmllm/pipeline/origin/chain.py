@@ -23,7 +23,7 @@ import trio
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.pipeline.job import ComputeStep, Job
-from swarmllm.pipeline.origin.generation import Fetched, Guesses, Shape, StageAccount, StageReport
+from swarmllm.pipeline.origin.generation import Guesses, Shape, StageAccount, StageReport
 from swarmllm.pipeline.origin.lifecycle import LIFECYCLE, OVER, ChainEvent, ChainState
 from swarmllm.pipeline.origin.output import (
     Blamed,
@@ -98,7 +98,6 @@ class Chain:
         self._state = LIFECYCLE.first
         self.context = context
         self.prompt = prompt
-        self.fetched: Fetched | None = None
         self.n_cached_tokens = 0
         """Rows of the prompt that every stage had already."""
         self._prefix_names = names

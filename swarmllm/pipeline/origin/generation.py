@@ -222,9 +222,6 @@ class Source(Protocol):
     def n_cached_tokens(self) -> int: ...
 
     @property
-    def fetched(self) -> Fetched | None: ...
-
-    @property
     def guesses(self) -> Guesses: ...
 
     @property
@@ -235,6 +232,9 @@ class Source(Protocol):
 
 class FailoverSource(Source, Protocol):
     """Where tokens come from as long as there is anybody to make them."""
+
+    @property
+    def fetched(self) -> Fetched | None: ...
 
     @property
     def n_recoveries(self) -> int:

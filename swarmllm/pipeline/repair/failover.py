@@ -26,6 +26,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.origin.generation import Fetched, Guesses, Shape, Source, StageReport
 from swarmllm.pipeline.origin.lifecycle import WITHOUT_PIPELINE, RequestEvent, RequestState
 from swarmllm.pipeline.origin.requests import OriginRequest
+from swarmllm.pipeline.origin.single_stage import LocalSource
 from swarmllm.pipeline.stage.compute import SampledToken
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class Failover:
 
     @property
     def fetched(self) -> Fetched | None:
-        return self._opened.fetched
+        return self._opened.fetched if isinstance(self._opened, LocalSource) else None
 
     @property
     def guesses(self) -> Guesses:

@@ -29,7 +29,7 @@ import numpy as np
 from swarmllm_proto.blocks import kept_root
 from swarmllm_workers.cache.journal import Journals
 from swarmllm_workers.cache.prefix_cache import PrefixCache
-from swarmllm_workers.cache.prefixes import Name, token_name
+from swarmllm_workers.cache.prefixes import token_name
 from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.engine.embedding import Embedding
@@ -85,7 +85,7 @@ class Engine:
         self._maker = SegmentMaker(
             self.source, self.n_layers, self.cuts, settings, cache_dir, owns_path=owns_path
         )
-        self._footprint = Footprint(self.source, self.name, self.n_layers, settings)
+        self.footprint = Footprint(self.source, self.name, self.n_layers, settings)
         self.slots = Slots(settings.n_slots)
         self.prefixes = PrefixCache(settings, self.slots)
         self.journals = Journals(settings.journal_max_bytes)
@@ -93,14 +93,14 @@ class Engine:
         """What came in, by the layer boundary that it came to: for the origin to compare with what its
         sender says."""
         self.held = HeldRequests(self.release)
-        self._root = kept_root(settings.prefix_key, settings.model_id, self.n_layers)
+        self.root = kept_root(settings.prefix_key, settings.model_id, self.n_layers)
         self._held: list[Range] = []
         self._segments: list[Segment] = []
         self._retired: list[Segment] = []
         self._n_routes = 0
         self._routes: dict[str, dict[Range, Route]] = {}
         """Where each request's rows are: a request keeps to its segments, retired or not."""
-        self.apart = SegmentsApart(self._footprint)
+        self.apart = SegmentsApart(self.footprint)
         self.begin: Callable[[Operation[None]], None] = complete
         """Begins an operation that a request leaves behind when it ends. It comes after all others."""
 
@@ -137,7 +137,7 @@ class Engine:
         then."""
         self.cuts.check(start, end)
         missing = subtract([(start, end)], self._held)
-        self._footprint.refuse(self.cuts.pieces(missing), self._open)
+        self.footprint.refuse(self.cuts.pieces(missing), self._open)
         opened = yield partial(self._maker.open_all, self.cuts.pieces(missing), progress)
         self._segments += opened
         self._held = merge([*self._held, *missing])
@@ -155,7 +155,7 @@ class Engine:
         self.cuts.leave_out(skip_ratio)
         try:
             if not is_idle:
-                self._footprint.refuse(self.cuts.pieces(whole), self._open)
+                self.footprint.refuse(self.cuts.pieces(whole), self._open)
             opened = yield partial(self._maker.open_all, self.cuts.pieces(whole), progress)
         except CallError:
             self.cuts.leave_out(before)
@@ -167,7 +167,7 @@ class Engine:
     @property
     def memory(self) -> Memory:
         """What the segments take, as predicted."""
-        return self._footprint.of(self._open) + self.apart.memory
+        return self.footprint.of(self._open) + self.apart.memory
 
     @property
     def _open(self) -> list[Segment]:
@@ -191,7 +191,7 @@ class Engine:
         pieces = subtract([(s.start, s.end) for s in affected if s in self._segments], [(start, end)])
         done_bytes = sum(segment.weights_bytes for segment in affected)
         again = self.cuts.pieces(pieces)
-        total_bytes = done_bytes + self._footprint.predicted(again).weights_bytes
+        total_bytes = done_bytes + self.footprint.predicted(again).weights_bytes
         tell = progress or (lambda done, total: None)
         self._held = remaining
         yield from self._closing(affected)
@@ -264,36 +264,21 @@ class Engine:
         return n_free
 
     def reuse(
-        self,
-        request_id: str,
-        route: Route,
-        tokens: np.ndarray,
-        session: str = "",
-        *,
-        own_kv: bool = False,
+        self, request_id: str, route: Route, tokens: np.ndarray, session: str = "", own_kv: bool = False
     ) -> int:
         """Rows that the request, which has none yet, gets from others with the same beginning. At least one
         token is left to be run: its logits are wanted. `own_kv`: none that another node computed and that
         were not checked."""
         n_max = len(tokens) - 1
-        name = token_name(self._root, tokens[:n_max], session)
+        name = token_name(self.root, tokens[:n_max], session)
         return self.prefixes.reuse(request_id, route.segments, name, n_max, own_kv=own_kv)
-
-    def name_of(self, tokens: np.ndarray) -> Name:
-        """What the rows of these tokens in all layers are called here."""
-        return token_name(self._root, tokens)
-
-    @property
-    def kv_row_bytes(self) -> int:
-        """Of one row in all layers, as predicted."""
-        return self._footprint.predicted([(0, self.n_layers)]).kv_bytes // self.settings.n_ctx
 
     def keep(self, request_id: str, tokens: np.ndarray, session: str = "") -> None:
         """The request is over: keep the rows of `tokens`, which are all that it has, for others. Not in
         segments that are about to go."""
         route = self._routes.get(request_id, {}).get((0, self.n_layers))
         if route is not None and all(segment in self._segments for segment in route.segments):
-            self.prefixes.keep(request_id, route.segments, token_name(self._root, tokens, session))
+            self.prefixes.keep(request_id, route.segments, token_name(self.root, tokens, session))
 
     def full(self, route: Route, n_more: int) -> CallError:
         """What a request is told for which there are not enough KV rows now. (One that could never have
@@ -429,7 +414,7 @@ class Engine:
         """Load what is held and has lost its segment, for want of room at the time."""
         gaps = subtract(self._held, [(segment.start, segment.end) for segment in self._segments])
         if gaps:
-            self._footprint.refuse(self.cuts.pieces(gaps), self._open)
+            self.footprint.refuse(self.cuts.pieces(gaps), self._open)
             opened = yield partial(self._maker.open_all, self.cuts.pieces(gaps))
             self._segments += opened
 
@@ -447,7 +432,7 @@ class Engine:
                     missing.append(piece)
         idle = [segment for segment in cut if segment.is_idle]
         sharing = [segment for segment in cut if segment not in idle and self._maker.shares(segment)]
-        self._footprint.refuse(missing, self._open, idle, sharing)
+        self.footprint.refuse(missing, self._open, idle, sharing)
         self.prefixes.clear()
         self._retired += [segment for segment in cut if segment not in idle]
         self._segments = staying

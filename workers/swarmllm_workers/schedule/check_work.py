@@ -14,7 +14,7 @@ import numpy as np
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.ipc import CheckPrefix
 from swarmllm_proto.ipc_kv import CheckOutcome, PrefixChecked
-from swarmllm_workers.cache.prefixes import Buffer
+from swarmllm_workers.cache.prefixes import Buffer, token_name
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.kv_state import BadState, rows_apart
 from swarmllm_workers.engine.ranges import Route
@@ -41,7 +41,7 @@ class CheckPrefixWork:
     def __init__(self, message: CheckPrefix, tokens: np.ndarray, engine: Engine, send: Send) -> None:
         """`tokens`: of all blocks that came. Raises CallError bad_message for blocks that are not among
         them."""
-        self._name = engine.name_of(tokens)
+        self._name = token_name(engine.root, tokens)
         if len(tokens) != len(self._name.hashes) * BLOCK_TOKENS or not len(tokens):
             raise CallError("bad_message", f"{len(tokens)} tokens are no whole blocks", "payload")
         if max(message.blocks) >= len(self._name.hashes):

@@ -151,7 +151,7 @@ class PrefixHandlers:
             found = ipc.PrefixLookedUp(
                 id=message.id,
                 n_blocks=engine.prefixes.look_up(where, name),
-                row_bytes=engine.kv_row_bytes,
+                row_bytes=_row_bytes(engine),
                 kv_format=kv_format(engine.settings.kv_type, engine.settings.flash_attention),
             )
         self._send(found)
@@ -174,7 +174,7 @@ class PrefixHandlers:
         where = engine.find_segments(message.start, message.end)
         if message.n_rows:
             rows = None
-            if where is not None and message.n_rows * engine.kv_row_bytes <= PREFIX_KV_MAX:
+            if where is not None and message.n_rows * _row_bytes(engine) <= PREFIX_KV_MAX:
                 rows = engine.prefixes.export_rows(where, name, message.first_row, message.n_rows)
             self._checking.begin(self._sending(message, name, rows), partial(self._fail, message.id))
         elif where is None:
@@ -259,6 +259,11 @@ def _names(payload: memoryview) -> tuple[bytes, ...]:
         return split_names(payload)
     except BadMessage as error:
         raise CallError("bad_message", error.reason, error.field) from None
+
+
+def _row_bytes(engine: Engine) -> int:
+    """KV of one row in all layers, as predicted."""
+    return engine.footprint.predicted([(0, engine.n_layers)]).kv_bytes // engine.settings.n_ctx
 
 
 def _joined(parts: Sequence[memoryview]) -> Snapshot:
