@@ -250,7 +250,7 @@ def test_exporting_one_prefix_leaves_every_other_one_in_its_cells(open_room: Ope
     assert None not in {sequence for sequence, _ in kept}
     route = engine.route("r", 0, 4)
     # Less than is kept: it is put together in cells of its own.
-    name = Name(token_name(engine._root, TOKENS[:B]).hashes)
+    name = Name(token_name(engine.root, TOKENS[:B]).hashes)
     exported = complete(engine.prefixes.exporting(route.segments, name))
     assert exported is not None
     assert exported[0] == 1
@@ -315,7 +315,7 @@ def test_rows_that_lack_their_window_are_never_shared_below_where_they_began(ope
     assert engine.reuse("s", engine.route("s", 0, engine.n_layers), other) == 0
     engine.release("s")
     assert engine.reuse("t", engine.route("t", 0, engine.n_layers), tokens) == 4 * B
-    name = Name(token_name(engine._root, tokens).hashes)
+    name = Name(token_name(engine.root, tokens).hashes)
     assert engine.prefixes.name("u", route.segments, name) == 0
 
 
