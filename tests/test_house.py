@@ -71,6 +71,7 @@ PURE = (
     "swarmllm.pipeline.route.assembly",
     "swarmllm.pipeline.check.verdict",
     "swarmllm.pipeline.job",
+    "swarmllm.pipeline.prefix.choice",
     "swarmllm.pipeline.repair.plan",
     "swarmllm.pipeline.processor",
     "swarmllm.pipeline.stage.lifecycle",
