@@ -9,8 +9,9 @@ import click
 from rich.text import Text
 
 from swarmllm.cli.client import Client
-from swarmllm.cli.display import duration, make_console, print_json, safe, short_id
+from swarmllm.cli.display import duration, make_console, print_json, safe, short_id, size
 from swarmllm.cli.options import api_option, json_option
+from swarmllm.cli.pull import pace
 
 
 @click.command(short_help="Show what the node is doing.")
@@ -63,6 +64,10 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
     ]
     if placed:
         yield from lines("placing", placed)
+    if shared := [_share(each) for each in stats.get("shares", ())]:
+        yield from lines("shared", shared)
+    if fetched := [_download(each) for each in stats.get("downloads", ())]:
+        yield from lines("fetching", fetched)
     if served := [serving_line(each) for each in stats.get("serving", ())]:
         yield from lines("serving", served)
     failed = [
@@ -87,6 +92,20 @@ def serving_line(served: dict[str, Any]) -> str:
     return (
         f"{model}  layers {', '.join(served['layers'])}  for {who}, {now}, {served['tokens']} tokens so far"
     )
+
+
+def _share(share: dict[str, Any]) -> str:
+    """How far a model is that is shared out, and what of this node's part has come."""
+    state = "complete" if share["complete"] else f"{share['n_ready']} of {share['n_layers'] or '?'} layers"
+    come = ""
+    if share["arrived_bytes"] < share["total_bytes"]:
+        come = f", {size(share['arrived_bytes'])} of {size(share['total_bytes'])} fetched here"
+    return f"{share['model']}  {state}{come}"
+
+
+def _download(download: dict[str, Any]) -> str:
+    done = f"{size(download['done_bytes'])} of {size(download['total_bytes'])}"
+    return "  ".join(filter(None, (download["source"], download["state"], done, pace(download))))
 
 
 def _dht(dht: dict[str, Any]) -> str:

@@ -77,6 +77,23 @@ def test_status_shows_the_node_at_a_glance(run: Run, node: FakeNode) -> None:
         assert expected in shown
 
 
+def test_status_shows_how_far_downloads_and_shares_are(run: Run, node: FakeNode) -> None:
+    part = {"model": "big", "n_layers": 12, "n_ready": 4, "complete": False}
+    shares = [
+        part | {"arrived_bytes": 1_000_000, "total_bytes": 3_000_000},
+        part | {"model": "guide", "complete": True, "arrived_bytes": 5, "total_bytes": 5},
+    ]
+    download = {
+        "source": "hf:org/repo", "state": "fetching", "done_bytes": 2_000_000, "total_bytes": 8_000_000,
+        "bytes_per_s": 1_000_000, "trouble": "",
+    }  # fmt: skip
+    node.on("GET", "/api/admin/stats", STATS | {"shares": shares, "downloads": [download]})
+    shown = run("status").output
+    assert "big  4 of 12 layers, 1.0 MB of 3.0 MB fetched here\n" in shown
+    assert "guide  complete\n" in shown
+    assert "hf:org/repo  fetching  2.0 MB of 8.0 MB  1.0 MB/s, 6.0 s left\n" in shown
+
+
 def test_status_shows_what_is_computed_for_other_nodes(run: Run, node: FakeNode) -> None:
     served = {
         "name": "guide", "model_id": "ab" * 32, "node_id": "12D3KooWThePeerOfNoName", "nickname": "",

@@ -29,6 +29,7 @@ from swarmllm.api.admin.node_json import (
     stats_json,
 )
 from swarmllm.api.admin.progress import Work
+from swarmllm.api.admin.shares import shares_json
 from swarmllm.api.http.context import current_config, current_node, current_works
 from swarmllm.api.http.errors import error_object, read_body
 from swarmllm.api.http.json import encode, encoded
@@ -36,6 +37,7 @@ from swarmllm.api.http.request_tasks import own_feed
 from swarmllm.api.openai.schema import AddModel, AliasModel, LoadModel, PinModel, StartDownload, UnloadModel
 from swarmllm.config import as_dict
 from swarmllm.downloads import DownloadView
+from swarmllm.downloads.downloads import ENDED
 from swarmllm.errors import InvalidRequest
 from swarmllm.models.presets import Preset
 from swarmllm.node import ModelView
@@ -150,7 +152,9 @@ admin = Blueprint("admin", __name__, url_prefix="/api/admin")
 @admin.get("/stats")
 async def stats() -> Response:
     node = current_node()
-    return _json(stats_json(node, await node.models.own()))
+    under_way = [download_json(view) for view in node.downloads.list() if view.state not in ENDED]
+    body = stats_json(node, await node.models.own())
+    return _json(body | {"downloads": under_way, "shares": shares_json(node)})
 
 
 @admin.get("/peers")
