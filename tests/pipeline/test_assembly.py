@@ -61,6 +61,25 @@ def test_step_1_the_manifest_says_where_a_model_is_cut() -> None:
         assemble(ask(held(a="0:6", b="6:12"), 4))
 
 
+@pytest.mark.parametrize(
+    ("n_pairs", "listed"),
+    [
+        (3, "9:10, 10:11, 11:12 do not"),
+        (4, "10:11, 11:12 do not"),
+        (5, "10:11 and 1 more do not"),
+        (7, "and 3 more do not"),
+    ],
+)
+def test_a_refusal_lists_sixteen_ranges_and_counts_the_others(n_pairs: int, listed: str) -> None:
+    ranges = [f"{start}:{start + 1}" for start in range(12)] + [
+        f"{start}:{start + 2}" for start in range(n_pairs)
+    ]
+    with pytest.raises(NoPipeline) as refused:
+        assemble(ask(held(a=" ".join(ranges)), 12))
+    assert f"{listed} respect its cuts (every 12 layers)" in str(refused.value)
+    assert str(refused.value).count(":", str(refused.value).index("held ranges")) == min(12 + n_pairs, 16)
+
+
 HALVES = held(a="0:6", b="6:12", c="6:12")
 LAST_TURN = stages("a 0:6", "c 6:12")
 
