@@ -1,23 +1,26 @@
 """In how many requests each way of cheating is found, and how honest nodes that are unlike each other fare.
 
-    python -m bench.cheats [MODEL.gguf]
+    python -m bench.cheats [MODEL.gguf] [--seed 7] [--stages middle last] [--kernels NAME=FOLDER ...]
 
 Computes texts with the layers of a middle stage and of a last stage (of the guide by default), as honest
 nodes and cheats would, and judges them as a check does. Then it plays requests of a stage that cheats in
 every request, or in every tenth, until it gets no more work. It begins as a stranger, is the only stage that
-is drawn, and the auditor has its layers.
+is drawn, and the auditor has its layers. `--kernels` adds honest last stages with another build of ggml's
+kernels (`bench.honest_rows` says how).
 """
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import trio
 from gguf import GGMLQuantizationType, GGUFReader
@@ -28,12 +31,22 @@ from bench.checked_rows import (
     QUANTISATIONS,
     Bench,
     distances,
+    libraries,
+    named_folder,
     single_rows,
 )
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.check.likelihood import between, is_far
 from swarmllm.pipeline.check.recompute import batches
-from swarmllm.pipeline.check.sampling import CHECKED_TOKENS, DRAWN_TOKENS, STRETCH_ROWS, draw_tokens, rate
+from swarmllm.pipeline.check.sampling import (
+    CHECKED_TOKENS,
+    DRAWN_TOKENS,
+    STRETCH_ROWS,
+    Budget,
+    draw_tokens,
+    rate,
+)
 from swarmllm.pipeline.check.tallies import Tallies
 from swarmllm.pipeline.check.verdict import (
     TOLERANCE,
@@ -72,22 +85,29 @@ class Answer:
     is_ended: bool = False
 
 
-def requests_until_out(check: Check, generator: random.Random, every: int = 1) -> int:
+COST: Final = {"middle": 0.06, "last": 0.12}
+"""Of a check, in requests (docs/security.md)."""
+
+
+def requests_until_out(check: Check, generator: random.Random, cost: float, every: int = 1) -> int:
     """A stranger's, who cheats in every so manieth; N_REQUESTS: it is never out."""
-    score = NEUTRAL
+    score, budget = NEUTRAL, Budget(CHECK_RATE)
     for number in range(1, N_REQUESTS):
+        is_drawn = generator.random() < budget.scaled(rate(score, CHECK_RATE))
         score += RISES * (1 - score)
-        if generator.random() >= rate(score, CHECK_RATE):
+        budget.served(1.0)
+        if not is_drawn:
             continue
+        budget.spend(cost)
         if number % every == 0 and check(generator):
             return number
         score += RISES * (1 - score)
     return N_REQUESTS
 
 
-def found(make: Callable[[], Check], every: int) -> str:
-    generator = random.Random(7)
-    counts = sorted(requests_until_out(make(), generator, every) for _ in range(N_PLAYS))
+def found(make: Callable[[], Check], cost: float, every: int) -> str:
+    generator = random.Random(arguments.seed)
+    counts = sorted(requests_until_out(make(), generator, cost, every) for _ in range(N_PLAYS))
     middle, most = counts[N_PLAYS // 2], counts[N_PLAYS * 95 // 100]
     if middle >= N_REQUESTS:
         n_found = sum(count < N_REQUESTS for count in counts)
@@ -96,20 +116,23 @@ def found(make: Callable[[], Check], every: int) -> str:
 
 
 def row(where: str, what: str, figure: str, make: Callable[[], Check]) -> None:
-    print(f"| {where} | {what} | {figure} | {found(make, 1)} | {found(make, 10)} |", flush=True)
+    cost = COST[where.partition(",")[0]]
+    print(f"| {where} | {what} | {figure} | {found(make, cost, 1)} | {found(make, cost, 10)} |", flush=True)
 
 
 def of_rows(measured: Sequence[float]) -> Callable[[], Check]:
     return lambda: lambda generator: generator.choice(measured) > TOLERANCE
 
 
-def of_tokens(answers: Sequence[Answer], temperature: float) -> Callable[[], Check]:
+def of_tokens(answers: Sequence[Answer], stated: Sampling, n_vocab: int) -> Callable[[], Check]:
+    is_drawn, far = stated.temperature > 0, partial(is_far, sampling=stated, n_vocab=n_vocab)
+
     def make() -> Check:
         tallies = Tallies()
 
         def check(generator: random.Random) -> bool:
             answer = generator.choice(answers)
-            n_wanted = DRAWN_TOKENS if temperature else CHECKED_TOKENS
+            n_wanted = DRAWN_TOKENS if is_drawn else CHECKED_TOKENS
             drawn = draw_tokens(
                 0, len(answer.told), 1, 4, generator.random, n_wanted=n_wanted, is_ended=answer.is_ended
             )
@@ -118,10 +141,10 @@ def of_tokens(answers: Sequence[Answer], temperature: float) -> Callable[[], Che
             is_ended = answer.is_ended and drawn.end == len(answer.told)
             evidence = TokenEvidence(NO_ROWS, drawn.position, (), told, True, is_ended)
             sampled = answer.again[drawn.position : drawn.end]
-            verdict, _ = judge_tokens(evidence, sampled, greedy=not temperature)
+            verdict, _ = judge_tokens(evidence, sampled, greedy=not is_drawn)
             if verdict is Verdict.WRONG:
                 return True
-            return bool(temperature and tallies.add(NODE, AUDITOR, evidence, sampled))
+            return bool(tallies.add(NODE, AUDITOR, evidence, sampled, is_greedy=not is_drawn, is_far=far))
 
         return check
 
@@ -222,14 +245,9 @@ class Head:
         )
 
 
-def asked(temperature: float, seed: int, *, ends: bool = False) -> Sampling:
-    return Sampling(
-        temperature=temperature,
-        seed=seed,
-        max_tokens=N_ANSWER,
-        ignore_eos=not ends,
-        logprobs=True,
-        top_logprobs=20,
+def asked(stated: Sampling, seed: int, *, ends: bool = False) -> Sampling:
+    return msgspec.structs.replace(
+        stated, seed=seed, max_tokens=N_ANSWER, ignore_eos=not ends, logprobs=True, top_logprobs=20
     )
 
 
@@ -279,82 +297,102 @@ class LastStage:
 
     async def measured(
         self,
-        temperature: float,
+        stated: Sampling,
         path: Path | None = None,
         *,
-        used: float | None = None,
+        used: Sampling | None = None,
         seed: int = 0,
         of_other: bool = False,
         ends: bool = False,
         **settings: Any,
     ) -> list[Answer]:
-        """With the layers of `path` where it is given; `used`: another temperature; `of_other`: with the KV
-        of another prompt."""
+        """With the layers of `path` where it is given; `used`: not the settings that were asked for;
+        `of_other`: with the KV of another prompt."""
         head = Head(self.bench, self.folder, self.layers, path, **settings)
         before, answers = LayerRange(0, self.layers.start), []
         async with head.pool.running():
             await head.pool.load(head.model, self.layers)
             for number, prompt in enumerate(self.prompts):
-                stated = asked(temperature, number, ends=ends)
-                lies = asked(temperature if used is None else used, seed + number, ends=ends)
+                true, lies = asked(stated, number, ends=ends), asked(used or stated, seed + number, ends=ends)
                 strange = self.prompts[number - 1] if of_other else None
-                answers.append(await answered(self.honest, before, head, prompt, stated, lies, strange))
+                answers.append(await answered(self.honest, before, head, prompt, true, lies, strange))
         return answers
 
 
-def show_answers(what: str, temperature: float, answers: Sequence[Answer]) -> None:
-    ranks = [_rise(*pair) for answer in answers for pair in zip(answer.told, answer.again, strict=True)]
-    n_other = sum(a != b.token for x in answers for a, b in zip(x.told, x.again, strict=True))
+def show_answers(what: str, stated: Sampling, answers: Sequence[Answer], n_vocab: int) -> None:
+    pairs = [pair for answer in answers for pair in zip(answer.told, answer.again, strict=True)]
+    ranks = [_rise(*pair) for pair in pairs]
+    n_other = sum(told != again.token for told, again in pairs)
+    n_far = sum(is_far(*pair, stated, n_vocab) for pair in pairs)
     figure = (
         f"{100 * n_other / len(ranks):.1f} % of {len(ranks)} tokens differ, {sum(r > 0 for r in ranks)} are "
-        f"likelier, {sum(r < 0 for r in ranks)} less likely"
+        f"likelier, {sum(r < 0 for r in ranks)} less likely, {n_far} far"
     )
-    how = f"temperature {temperature:g}" if temperature else "greedy"
-    row(f"last, {how}", what, figure, of_tokens(answers, temperature))
+    if stated.temperature:
+        apart = max(0.0, *(between(*pair, stated, n_vocab) for pair in pairs if pair[0] != pair[1].token))
+        figure += f", at most {apart:.3f} between two"
+    row(f"last, {described(stated)}", what, figure, of_tokens(answers, stated, n_vocab))
 
 
-async def honest_answers(stage: LastStage) -> tuple[dict[float, list[Answer]], int]:
-    """By temperature, and a token that ends texts."""
-    plain: dict[float, list[Answer]] = {}
-    for temperature in (0.0, TEMPERATURE):
-        plain[temperature] = await stage.measured(temperature)
-        show_answers("honest: the same settings", temperature, plain[temperature])
-        for what, settings in {"KV in Q8_0": {"kv_type": "q8_0"}, "plain attention": PLAIN}.items():
-            show_answers(f"honest: {what}", temperature, await stage.measured(temperature, **settings))
-    ending = await stage.measured(TEMPERATURE, ends=True, kv_type="q8_0")
-    show_answers("honest: KV in Q8_0, answers that end", TEMPERATURE, ending)
-    ends = (each.token for answer in ending for each in answer.again if each.is_end)
-    return plain, next(ends)
+def described(stated: Sampling) -> str:
+    if not stated.temperature:
+        return "greedy"
+    return f"temperature {stated.temperature:g}" + (f", top_p {stated.top_p:g}" if stated.top_p < 1 else "")
+
+
+GREEDY: Final = Sampling(temperature=0.0)
+DRAWN: Final = Sampling(temperature=TEMPERATURE)
+NUCLEUS: Final = Sampling(temperature=0.8, top_p=0.95)
+HONEST_HEADS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "the same settings": {},
+    "KV in Q8_0": {"kv_type": "q8_0"},
+    "plain attention": PLAIN,
+    "ggml's kernels": {"kernels": "ggml"},
+}
 
 
 async def last_stage(bench: Bench, path: Path, folder: Path, layers: LayerRange) -> None:
-    tokens = np.concatenate(await bench.tokens())
+    tokens, n_vocab = np.concatenate(await bench.tokens()), bench.entry.manifest.n_vocab
     prompts = [tokens[at : at + N_QUESTION] for at in range(0, N_ANSWERS * 20, 20)]
     honest = Head(bench, folder, layers, None)
     async with honest.pool.running():
         for held in (LayerRange(0, layers.start), layers):
             await honest.pool.load(honest.model, held)
         stage = LastStage(bench, folder, layers, honest, prompts)
-        plain, end = await honest_answers(stage)
+
+        async def show(what: str, stated: Sampling, **options: Any) -> list[Answer]:
+            answers = await stage.measured(stated, **options)
+            show_answers(what, stated, answers, n_vocab)
+            return answers
+
+        ending = await show("honest: KV in Q8_0, answers that end", DRAWN, ends=True, kv_type="q8_0")
+        end = next(each.token for answer in ending for each in answer.again if each.is_end)
         coarser = {name: bench.quantised(path, name, QUANTISATIONS[name]) for name in ("Q4_0", "Q6_K")}
-        for temperature, answers in plain.items():
-            others = [Answer([t + 1 for t in a.told], a.again) for a in answers]
-            show_answers("another token for each", temperature, others)
-            tenth = [Answer([t + (i % 10 == 9) for i, t in enumerate(a.told)], a.again) for a in answers]
-            show_answers("another token for every tenth", temperature, tenth)
-            early = [Answer([*a.told[:8], end], a.again[:9], is_ended=True) for a in answers]
-            show_answers("ends after 8 tokens", temperature, early)
-            mixed = await stage.measured(temperature, of_other=True)
-            show_answers("KV of another prompt", temperature, mixed)
+        tuned = fine_tuned(path, folder / "tuned.gguf", 0.05)
+        for stated in (GREEDY, DRAWN, NUCLEUS):
+            plain: list[Answer] = []
+            for what, settings in HONEST_HEADS.items():
+                answers = await show(f"honest: {what}", stated, **settings)
+                plain = plain or answers
+            for what, kernels in arguments.kernels:
+                with libraries(kernels):
+                    await show(f"honest: {what}", stated, kernels="ggml", n_threads=1)
+            others = [Answer([t + 1 for t in a.told], a.again) for a in plain]
+            show_answers("another token for each", stated, others, n_vocab)
+            tenth = [Answer([t + (i % 10 == 9) for i, t in enumerate(a.told)], a.again) for a in plain]
+            show_answers("another token for every tenth", stated, tenth, n_vocab)
+            early = [Answer([*a.told[:8], end], a.again[:9], is_ended=True) for a in plain]
+            show_answers("ends after 8 tokens", stated, early, n_vocab)
+            await show("KV of another prompt", stated, of_other=True)
             for name, made in coarser.items():
-                found = await stage.measured(temperature, made)
-                show_answers(f"{name} instead of Q8_0", temperature, found)
-        for temperature, what in {
-            0.0: "the likeliest token",
-            TEMPERATURE / 2: "half the temperature",
-        }.items():
-            show_answers(what, TEMPERATURE, await stage.measured(TEMPERATURE, used=temperature))
-        show_answers("another seed", TEMPERATURE, await stage.measured(TEMPERATURE, seed=1000))
+                await show(f"{name} instead of Q8_0", stated, path=made)
+            await show("weights 5 % off (another fine-tune)", stated, path=tuned)
+            if not stated.temperature:
+                continue
+            await show("the likeliest token", stated, used=GREEDY)
+            half = msgspec.structs.replace(stated, temperature=stated.temperature / 2)
+            await show("half the temperature", stated, used=half)
+            await show("another seed", stated, seed=1000)
 
 
 def _rise(told: int, again: Sampled) -> int:
@@ -365,7 +403,8 @@ def _rise(told: int, again: Sampled) -> int:
     )
 
 
-async def main(path: Path) -> None:
+async def main() -> None:
+    path = arguments.model
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         bench = Bench(path, folder)
@@ -374,9 +413,17 @@ async def main(path: Path) -> None:
         print(
             "| stage | instead of its work | measured | every request | every tenth |\n|---|---|---|---|---|"
         )
-        await middle_stage(bench, path, folder, LayerRange(n_layers // 3, 2 * n_layers // 3))
-        await last_stage(bench, path, folder, LayerRange(2 * n_layers // 3, n_layers))
+        if "middle" in arguments.stages:
+            await middle_stage(bench, path, folder, LayerRange(n_layers // 3, 2 * n_layers // 3))
+        if "last" in arguments.stages:
+            await last_stage(bench, path, folder, LayerRange(2 * n_layers // 3, n_layers))
 
 
 if __name__ == "__main__":
-    trio.run(main, Path(sys.argv[1]) if len(sys.argv) > 1 else GUIDE_PATH)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path, nargs="?", default=GUIDE_PATH)
+    parser.add_argument("--seed", type=int, default=7, help="of the requests that are played")
+    parser.add_argument("--stages", nargs="+", choices=("middle", "last"), default=("middle", "last"))
+    parser.add_argument("--kernels", nargs="*", type=named_folder, default=(), metavar="NAME=FOLDER")
+    arguments = parser.parse_args()
+    trio.run(main)

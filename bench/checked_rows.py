@@ -10,9 +10,11 @@ the prompt in batches of 128 and the answer row by row. `TOLERANCE` has to lie b
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,6 +45,27 @@ QUANTISATIONS: Final = {
     "Q5_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_0,
     "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
 }
+
+
+def named_folder(text: str) -> tuple[str, Path]:
+    """NAME=FOLDER."""
+    name, _, folder = text.partition("=")
+    if not (Path(folder) / "libggml-cpu.so.0").is_file():
+        raise ValueError(f"no libggml-cpu.so.0 in {folder}")
+    return name, Path(folder).resolve()
+
+
+@contextmanager
+def libraries(folder: Path) -> Iterator[None]:
+    """Workers that start meanwhile have the libggml-cpu of that folder."""
+    before = os.environ.get("LD_LIBRARY_PATH")
+    os.environ["LD_LIBRARY_PATH"] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ["LD_LIBRARY_PATH"]
+        if before is not None:
+            os.environ["LD_LIBRARY_PATH"] = before
 
 
 class Bench:

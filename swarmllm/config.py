@@ -224,8 +224,9 @@ class InferenceTable:
     failover_timeout_s: Patience = _setting(60.0, "How long a broken stream looks for other nodes; 0: not.")
     check_rate: Annotated[float, Meta(ge=0, le=1)] = _setting(
         0.0625,
-        "Part of the requests of fully trusted nodes whose results are computed again; of strangers four "
-        "times as many. 0: none.",
+        "Part of the requests of fully trusted nodes whose results are computed again; of strangers five "
+        "times as many. Checks cost no more than about half of this part of the requests' own work. 0: none; "
+        "1: all, whatever it costs.",
     )
     activation_compression: Literal["off", "lossless", "q8_0", "auto"] = _setting(
         "auto",

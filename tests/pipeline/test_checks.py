@@ -508,3 +508,26 @@ async def test_nothing_is_held_where_nothing_is_checked() -> None:
         assert await ask(swarm)
         await swarm.quiet()
         assert all(("hold" not in {call[0] for call in node.pool.calls}) for node in swarm.nodes.values())
+
+
+class ShortHead(FakePool):
+    """Says after three tokens that there are as many as were asked for."""
+
+    def _sample(self, slot: Any, request_id: str, row: Tensor) -> tuple[Token, bytes]:
+        token, piece = super()._sample(slot, request_id, row)
+        if token.index == 2:
+            token = msgspec.structs.replace(token, finish_reason="length")
+        return token, piece
+
+
+async def test_a_last_stage_that_ends_texts_for_want_of_room_is_out_at_once(patient_clock: MockClock) -> None:
+    """That is no matter of checks, and no client gets a text that is cut off."""
+    async with open_swarm(heads(ShortHead("8:12")), settings=PipelineSettings(check_rate=0.0)) as swarm:
+        trust = swarm[A].trust
+        await prefer(swarm, LIAR, M, N)
+        for _ in range(20):
+            assert await ask(swarm)
+        assert trust.explain(LIAR).counts == {"broke protocol": 1}
+        assert trust.score(LIAR) < NEUTRAL
+        assert all(trust.score(node_id) >= NEUTRAL for node_id in (B, M, N))
+        await swarm.quiet()

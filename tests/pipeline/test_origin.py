@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.pipeline.origin.output import BrokenPromise, PromptWindow, TokenLog, require_stop_string
-from swarmllm_proto.ipc import FinishReason
+from swarmllm.pipeline.origin.output import (
+    BrokenPromise,
+    FalseEnd,
+    PromptWindow,
+    TokenLog,
+    require_end,
+    require_stop_string,
+)
+from swarmllm_proto.ipc import FinishReason, Sampling
 from swarmllm_proto.swarm import StreamingToken
 
 
@@ -105,3 +112,39 @@ def test_a_token_is_repeated_now_or_when_it_arrives() -> None:
     for position in (9, 12):
         with pytest.raises(BrokenPromise, match="no job is under way"):
             tokens.repeats_now(position)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "finish_reason", "stopped_by", "is_full"),
+    [
+        (Sampling(), "length", None, False),
+        (Sampling(ignore_eos=True), "stop", None, False),
+        (Sampling(ignore_eos=True), "stop", None, True),
+    ],
+)
+def test_an_end_that_cannot_be_is_a_lie(
+    sampling: Sampling, finish_reason: FinishReason, stopped_by: int | None, is_full: bool
+) -> None:
+    token = StreamingToken(
+        request_id="r", index=0, token=1, finish_reason=finish_reason, stopped_by=stopped_by
+    )
+    with pytest.raises(FalseEnd):
+        require_end(token, sampling, is_full=is_full)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "finish_reason", "stopped_by", "is_full"),
+    [
+        (Sampling(), "length", None, True),
+        (Sampling(), "stop", None, False),
+        (Sampling(ignore_eos=True, stop=("x",)), "stop", 0, False),
+        (Sampling(ignore_eos=True), None, None, False),
+    ],
+)
+def test_other_ends_are_not(
+    sampling: Sampling, finish_reason: FinishReason | None, stopped_by: int | None, is_full: bool
+) -> None:
+    token = StreamingToken(
+        request_id="r", index=0, token=1, finish_reason=finish_reason, stopped_by=stopped_by
+    )
+    require_end(token, sampling, is_full=is_full)

@@ -12,6 +12,7 @@ import logging
 import random
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -20,10 +21,13 @@ import trio
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import covers
 from swarmllm.pipeline.check.evidence import Collector, NotThere, token_evidence
+from swarmllm.pipeline.check.likelihood import comparable, is_far, is_plain
 from swarmllm.pipeline.check.recompute import Replies, Task, TokenTask, compute_here, sample_here
 from swarmllm.pipeline.check.sampling import (
     CHECKED_TOKENS,
     DRAWN_TOKENS,
+    SINGLE_ROW,
+    Budget,
     Chance,
     draw_stage,
     draw_stretch,
@@ -92,6 +96,11 @@ class _Pending:
     def is_greedy(self) -> bool:
         return self.context.sampling.temperature == 0
 
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """Each token is the likeliest one: no penalty, bias or grammar has a say in it."""
+        return self.is_greedy and is_plain(self.context.sampling)
+
 
 @dataclass(frozen=True, slots=True)
 class _Found:
@@ -125,9 +134,13 @@ class Checker:
     here: NodeLoad
     chance: Chance = field(default_factory=lambda: random.SystemRandom().random)
     replies: Replies = field(default_factory=Replies)
+    _budget: Budget = field(init=False)
     _tallies: Tallies = field(default_factory=Tallies)
     _pending: deque[_Pending] = field(default_factory=deque)
     _has_work: trio.Event = field(default_factory=trio.Event)
+
+    def __post_init__(self) -> None:
+        self._budget = Budget(self.settings.check_rate)
 
     def draws(self, context: RequestContext, *, is_whole: bool) -> int | None:
         """The stage that is to be checked when this request is over. `is_whole`: another node runs the whole
@@ -138,8 +151,16 @@ class Checker:
         if len(view.stages) == 1 and not is_whole:
             return None  # Its tokens are nobody else's business.
         return draw_stage(
-            view.stages, view.node_id, lambda node_id: rate(self.trust.score(node_id), base), self.chance
+            view.stages,
+            view.node_id,
+            lambda node_id: self._budget.scaled(rate(self.trust.score(node_id), base)),
+            self.chance,
         )
+
+    def completed(self, chain: Chain) -> None:
+        """A request of this node, in which others took part, is over: checks may cost a part of it."""
+        n_rows, n_tokens = len(chain.prompt) - chain.n_cached_tokens, len(chain.generated)
+        self._budget.served((n_rows + SINGLE_ROW * n_tokens) * chain.context.view.stages[-1].end)
 
     async def collect(self, chain: Chain, stage: int) -> None:
         """Take what a check needs from stages that hold a request that is over."""
@@ -219,10 +240,18 @@ class Checker:
     def _add_up(self, pending: _Pending, found: _Found) -> None:
         """Tokens that are possible one by one may be impossible together."""
         evidence = pending.evidence
-        if not isinstance(evidence, TokenEvidence) or pending.is_greedy or not evidence.is_agreed:
+        if not isinstance(evidence, TokenEvidence) or not evidence.is_agreed:
             return
         assert isinstance(found.results, list)
-        certain = self._tallies.add(pending.node_id, found.by, evidence, found.results)
+        sampling, n_vocab = pending.context.sampling, pending.context.n_vocab
+        certain = self._tallies.add(
+            pending.node_id,
+            found.by,
+            evidence,
+            found.results,
+            is_greedy=pending.is_greedy,
+            is_far=partial(is_far, sampling=sampling, n_vocab=n_vocab) if is_plain(sampling) else None,
+        )
         if certain is None:
             return
         if found.by == self.router.node_id or self._tallies.is_confirmed(pending.node_id, found.by):
@@ -266,10 +295,12 @@ class Checker:
             pending.evidence,
             self.settings.prefill_chunk_tokens,
         )
+        self._budget.spend(_work(evidence) * len(context.view.layers(pending.stage)))
         if isinstance(evidence, TokenEvidence):
             sampled = await self._sampled_by(TokenTask(context, evidence, chunk_tokens), node_id)
+            sampled = comparable(sampled, evidence.told, context.sampling)
             return _Found(
-                *judge_tokens(evidence, sampled, greedy=pending.is_greedy),
+                *judge_tokens(evidence, sampled, greedy=pending.is_plainly_greedy),
                 sampled,
                 node_id or self.router.node_id,
             )
@@ -339,6 +370,16 @@ class Checker:
         self.suspects.doubt(sorted(pair), trio.current_time())
 
 
+def _work(evidence: Evidence | TokenEvidence) -> float:
+    """What it takes to compute one layer of it again, in rows of a prompt."""
+    if not isinstance(evidence, TokenEvidence):
+        return float(len(evidence.came_in))
+    n_told, n_rows = len(evidence.told), len(evidence.came_in)
+    if evidence.came_in.ndim > 1:
+        return n_rows - n_told + SINGLE_ROW * n_told
+    return n_rows + len(evidence.before) + SINGLE_ROW * n_told
+
+
 def _agree(pending: _Pending, one: _Found, other: _Found) -> bool:
     """Whether two holders computed the same."""
     evidence = pending.evidence
@@ -346,7 +387,7 @@ def _agree(pending: _Pending, one: _Found, other: _Found) -> bool:
         assert isinstance(one.results, list)
         assert isinstance(other.results, list)
         said = replace(evidence, told=tuple(sampled.token for sampled in one.results), is_ended=False)
-        return judge_tokens(said, other.results, greedy=pending.is_greedy)[1] is not Match.WRONG
+        return judge_tokens(said, other.results, greedy=pending.is_plainly_greedy)[1] is not Match.WRONG
     assert not isinstance(one.results, list)
     assert not isinstance(other.results, list)
     own = evidence.came_in[-evidence.n_rows :]

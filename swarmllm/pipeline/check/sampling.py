@@ -18,14 +18,16 @@ STRETCH_ROWS: Final = 32
 """Rows that are compared. All rows before them are computed again, too, because later ones depend on them."""
 EVIDENCE_BYTES_MAX: Final = 8 * 2**20
 """Of the rows that came in; what lies behind so many is not checked."""
-CHECKED_TOKENS: Final = 4
+CHECKED_TOKENS: Final = 8
 """Tokens of a last stage that are sampled again, where it takes the likeliest."""
 DRAWN_TOKENS: Final = 16
 """And where it draws them: one alone says little."""
 ENDS: Final = 0.5
 """This part of the checks of answers that the model ended looks at the end."""
-STRANGERS: Final = 4.0
+STRANGERS: Final = 5.0
 """So many times as often as nodes of full trust are strangers checked."""
+SEASONED: Final = 0.85
+"""Below this trust a node is checked as often as a stranger: about 100 requests bring it there."""
 DISTRUSTED: Final = 8.0
 """And nodes that are trusted less than strangers."""
 
@@ -48,7 +50,47 @@ def rate(score: float, base: float) -> float:
     """The part of a node's requests that is checked, by its trust."""
     if score < NEUTRAL:
         return min(1.0, base * DISTRUSTED)
-    return min(1.0, base * (STRANGERS - (STRANGERS - 1) * (score - NEUTRAL) / (1 - NEUTRAL)))
+    trusted = max(0.0, (score - SEASONED) / (1 - SEASONED))
+    return min(1.0, base * (STRANGERS - (STRANGERS - 1) * trusted))
+
+
+SINGLE_ROW: Final = 4.5
+"""What a row that is computed alone costs, in rows of a prompt (docs/security.md)."""
+PART_OF_WORK: Final = 0.48
+"""Of what this node's requests cost, checks may cost this, times the rate at full trust: 3 % by default."""
+DEPTH: Final = 2.0
+"""Requests' worth of work that may be spent ahead."""
+
+
+class Budget:
+    """What checks may cost, in rows of a prompt times layers. Where it gets short, all rates fall smoothly,
+    those of trusted nodes first: a node that was just checked must not know that it will not be again."""
+
+    def __init__(self, base: float) -> None:
+        """`base`: the rate at full trust; 1 checks everything, whatever it costs."""
+        self._base = base
+        self._mean = 0.0
+        """Work of a request."""
+        self._credit = 0.0
+
+    def served(self, work: float) -> None:
+        """A request was completed."""
+        if not self._mean:
+            self._mean, self._credit = work, DEPTH * work
+        self._mean += (work - self._mean) / 20
+        earned = self._credit + PART_OF_WORK * self._base * work
+        self._credit = min(DEPTH * self._mean, earned)
+
+    def spend(self, work: float) -> None:
+        """Rows are computed again."""
+        self._credit -= work
+
+    def scaled(self, wanted: float) -> float:
+        """The part of a node's requests that is checked, of which `wanted` is to be."""
+        if self._base >= 1 or not self._mean or not wanted:
+            return wanted
+        fullness = min(1.0, max(0.0, 2 * self._credit / (DEPTH * self._mean)))
+        return float(wanted * fullness ** (STRANGERS * self._base / wanted))
 
 
 def draw_stage(

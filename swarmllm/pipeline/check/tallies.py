@@ -4,8 +4,10 @@ A token that was sampled is a function of the logits and a seed that the origin 
 computes it again with other kernels, the logits differ a little, and now and then another token comes out.
 Such differences are about as often in favour of the likelier of the two tokens as of the less likely one,
 however large they are. A last stage that takes the likeliest token instead of drawing one differs in one
-direction only, one that draws from a flatter distribution in the other. An end of the text that the seed does
-not give, and that is not even among the likeliest tokens, is rare at honest nodes.
+direction only, one that draws from a flatter distribution in the other. Such differences
+are small, too: where much probability lies between the two tokens (`likelihood.py`), the token was drawn
+from other logits or with another number. An end of the text that the seed does not give, and that is not even
+among the likeliest tokens, is rare at honest nodes.
 
 Each of these is a sequential test (a CUSUM of log-likelihood ratios). Its sum starts again at 0 whenever
 honesty is the better explanation: old merit is no licence to cheat from now on.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -30,11 +32,16 @@ TALLIES_MAX: Final = 1024
 """Pairs of nodes that are remembered; the one that was longest without a check is forgotten."""
 
 
+IsFar = Callable[[int, Sampled], bool]
+"""Whether a token that was told is far from the one that was sampled again."""
+
+
 class Leaning(StrEnum):
     """What the deviations of a node have in common."""
 
     LIKELIER = "its tokens are likelier than those that its seeds give"
     UNLIKELIER = "its tokens are less likely than those that its seeds give"
+    FAR = "its tokens are not those that its seeds give"
     ENDS_EARLY = "it ends texts where the model does not"
 
 
@@ -55,6 +62,7 @@ class _Odds:
 ODDS: Final = {
     Leaning.LIKELIER: _Odds(honest=0.7, cheat=0.98),
     Leaning.UNLIKELIER: _Odds(honest=0.7, cheat=0.98),
+    Leaning.FAR: _Odds(honest=0.003, cheat=0.05),
     Leaning.ENDS_EARLY: _Odds(honest=0.02, cheat=0.9),
 }
 
@@ -70,15 +78,26 @@ class Tallies:
     """Nodes of which something was certain, each by the first who computed that."""
 
     def add(
-        self, node_id: NodeId, by: NodeId, evidence: TokenEvidence, sampled: Sequence[Sampled]
+        self,
+        node_id: NodeId,
+        by: NodeId,
+        evidence: TokenEvidence,
+        sampled: Sequence[Sampled],
+        *,
+        is_greedy: bool = False,
+        is_far: IsFar | None = None,
     ) -> Leaning | None:
         """Tokens of `node_id` were sampled again by `by`. What is certain now, if anything; it is reported
-        once, then the sum begins anew."""
+        once, then the sum begins anew. `is_far`: None where nothing can be said about that."""
         sums = self._sums.setdefault((node_id, by), dict.fromkeys(Leaning, 0.0))
         self._sums.move_to_end((node_id, by))
         while len(self._sums) > TALLIES_MAX:
             self._sums.popitem(last=False)
-        for leaning, against in _observations(evidence, sampled):
+        seen = [] if is_greedy else list(_observations(evidence, sampled))
+        if is_far is not None:
+            pairs = zip(evidence.told, sampled, strict=False)
+            seen += [(Leaning.FAR, is_far(told, again)) for told, again in pairs]
+        for leaning, against in seen:
             sums[leaning] = max(0.0, sums[leaning] + ODDS[leaning].step(against=against))
         certain = next((leaning for leaning, total in sums.items() if total >= CERTAIN), None)
         if certain is not None:

@@ -145,7 +145,7 @@ class Attempts:
             chain.give_up()
             if chain.blamed.culprit is not None and chain.blamed.culprit != self._router.node_id:
                 request.recovery.avoid.add(chain.blamed.culprit)
-                if chain.blamed.has_stalled:
+                if chain.blamed.has_stalled or chain.blamed.has_lied:
                     self._suspects.doubt([chain.blamed.culprit], trio.current_time())
                 if not isinstance(error, NodeBusy):
                     self._tell_everybody(context.request_id, chain.blamed.culprit, error)
@@ -158,6 +158,8 @@ class Attempts:
         finally:
             request.chain = None
             judge(chain, self._trust, self._suspects)
+            if chain.is_complete:
+                self._checker.completed(chain)
             session.stop()
             checked_stage = chain.checked_stage if chain.is_to_be_checked else None
             chain.close()
@@ -287,4 +289,5 @@ def judge(chain: Chain, trust: NodeTrust, suspects: Suspects) -> None:
     elif chain.blamed.culprit not in (None, here) and not isinstance(failure, NodeBusy | ContextFull):
         deed = Deed.LOST if isinstance(failure, NodeUnreachable) else Deed.FAILED
         deed = Deed.STALLED if chain.blamed.has_stalled else deed
+        deed = Deed.BROKE_PROTOCOL if chain.blamed.has_lied else deed
         trust.note(chain.blamed.culprit, deed, type(failure).__name__)

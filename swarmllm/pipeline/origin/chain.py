@@ -30,9 +30,11 @@ from swarmllm.pipeline.origin.output import (
     BrokenPromise,
     Chunk,
     EarlyTokens,
+    FalseEnd,
     PromptWindow,
     RowsNotSent,
     TokenLog,
+    require_end,
     require_stop_string,
     require_token,
 )
@@ -76,6 +78,8 @@ class Chain:
     """One attempt at one request. `failure`, once set, is final."""
 
     shape: Shape = "chain"
+    fits_context = True
+    """No stage has less room than this node asks for: it would refuse the rows, and end no text."""
     guesses = Guesses()
     """A worker that runs the whole model guesses, no chain does."""
 
@@ -333,6 +337,7 @@ class Chain:
                 self.blamed.doubted = others | {sender}
             else:
                 self.blame(sender)
+                self.blamed.has_lied = isinstance(error, FalseEnd) and self.blamed.culprit == sender
             self.fail(RemoteError(f"node {self._name(sender)} broke the protocol: {error}"))
 
     def _require_possible(self, event: ChainEvent) -> None:
@@ -380,6 +385,8 @@ class Chain:
 
     def _next_token(self, message: StreamingToken, payload: bytes) -> None:
         self._tokens.receive(message.index, message.token)
+        if self.fits_context:
+            require_end(message, self.context.sampling, is_full=self._tokens.is_full)
         if self._tokens.is_full and message.finish_reason is None:
             # Nobody is to go on from here, whatever the last stage says.
             message = msgspec.structs.replace(message, finish_reason="length")

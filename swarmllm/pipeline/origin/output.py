@@ -19,6 +19,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.ipc import Sampling
 
 EARLY_TOKENS_MAX: Final = 256
 """Tokens that may wait for one before them. A ring that turns by links gives tokens faster than a busy daemon
@@ -37,6 +38,10 @@ class BrokenPromise(Exception):
 
 class RowsNotSent(BrokenPromise):
     """More rows are said to be done than have left: a stage on the way added some, or the last one lies."""
+
+
+class FalseEnd(BrokenPromise):
+    """The last stage said that the text is over; by what was asked for it is not."""
 
 
 class Chunk(NamedTuple):
@@ -136,6 +141,8 @@ class Blamed:
     """Nodes of which one failed, where it cannot be known which."""
     has_stalled: bool = False
     """The culprit had work and did none."""
+    has_lied: bool = False
+    """The culprit said what cannot be so."""
 
     def blame(self, node_id: NodeId) -> None:
         """The first node that is named is the culprit: what else fails is usually its consequence."""
@@ -207,3 +214,13 @@ def require_stop_string(token: SampledToken, n_stop: int) -> None:
         return
     if token.stopped_by >= n_stop or token.finish_reason != "stop":
         raise BrokenPromise(f"stop string {token.stopped_by} of {n_stop} is said to have ended the text")
+
+
+def require_end(token: SampledToken, sampling: Sampling, *, is_full: bool) -> None:
+    """Raises FalseEnd for an end that no honest last stage tells: for want of room with fewer tokens than
+    were asked for (the origin has fitted these to the context), or by a token that is to end nothing.
+    `is_full`: as many tokens as were asked for have come, this one included."""
+    if token.finish_reason == "length" and not is_full:
+        raise FalseEnd("as many tokens as were asked for are said to have come, and have not")
+    if token.finish_reason == "stop" and token.stopped_by is None and sampling.ignore_eos:
+        raise FalseEnd("a token is said to have ended a text that none was to end")

@@ -129,6 +129,8 @@ class RemoteChain(Chain):
     """The origin's side; the stage's is `Walker.generate`."""
 
     shape: Shape = "remote-generate"
+    fits_context = False
+    """A worker there whose context is smaller ends the text where it is full."""
 
     @property
     def may_be_resumed(self) -> bool:

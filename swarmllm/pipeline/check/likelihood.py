@@ -1,0 +1,90 @@
+"""How far a token lies from the one that the same seed gives another node. Pure.
+
+Tokens are drawn by inversion: in some order of the tokens, the one at which the sum of probabilities reaches
+a random number that is a function of the seed. Two nodes whose logits differ by rounding get the same token,
+or two whose borders lie close together. The probability that lies between the two tokens is so small for an
+honest node, and as large as chance has it for one that draws from other logits or with another number.
+
+Only the 20 likeliest tokens are known here, so what is computed is at most the true value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from swarmllm.pipeline.check.verdict import Sampled
+from swarmllm_proto.ipc import Sampling
+
+FAR: Final = 0.1
+"""More probability than this between two tokens is far; for greedy ones, see FAR_NATS."""
+FAR_NATS: Final = 1.0
+"""A greedy token that is so much less likely than the likeliest one is far."""
+_NEARLY_EQUAL_NATS: Final = 0.7
+"""Tokens that are so nearly as likely as another one may have the other order at another node."""
+
+
+def comparable(sampled: list[Sampled], told: Sequence[int], sampling: Sampling) -> list[Sampled]:
+    """Those of the tokens that were `sampled` again that follow the same ones as those that were told. A
+    grammar allows other tokens after another one; whatever else looks back, hardly."""
+    if not sampling.grammar and not sampling.json_schema:
+        return sampled
+    differs = (again.token != token for again, token in zip(sampled, told, strict=False))
+    return sampled[: next((index + 1 for index, is_other in enumerate(differs) if is_other), None)]
+
+
+def is_plain(sampling: Sampling) -> bool:
+    """Whether it draws from what the model's own probabilities say, by one random number."""
+    return not (
+        sampling.repeat_penalty != 1.0
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.dry_multiplier
+        or sampling.mirostat
+        or sampling.grammar
+        or sampling.json_schema
+        or sampling.logit_bias
+        or sampling.typical_p < 1
+        or sampling.xtc_probability
+    )
+
+
+def is_far(told: int, again: Sampled, sampling: Sampling, n_vocab: int) -> bool:
+    """`again`: sampled from the same rows, with the same seed. `sampling` is plain."""
+    if told == again.token or not again.likeliest:
+        return False
+    if sampling.temperature == 0:
+        own = dict(again.likeliest).get(told, again.likeliest[-1][1])
+        return own < again.likeliest[0][1] - FAR_NATS
+    return between(told, again, sampling, n_vocab) > FAR
+
+
+def between(told: int, again: Sampled, sampling: Sampling, n_vocab: int) -> float:
+    """At least so much probability lies between the two tokens."""
+    temperature = sampling.temperature
+    total = _total([logprob for _, logprob in again.likeliest], temperature, n_vocab)
+    by_rank, by_id = 0.0, 0.0
+    logprobs = dict(again.likeliest)
+    least = again.likeliest[-1][1]
+    ends = sorted((logprobs.get(told, least), logprobs.get(again.token, least)))
+    low, high = min(told, again.token), max(told, again.token)
+    for token, logprob in again.likeliest:
+        part = math.exp(logprob / temperature) / total
+        if low < token < high:
+            by_id += part
+        if ends[0] + _NEARLY_EQUAL_NATS < logprob < ends[1] - _NEARLY_EQUAL_NATS:
+            by_rank += part
+    if sampling.top_k or sampling.top_p < 1:
+        return by_rank  # libllama sorts them, the likeliest first.
+    return min(by_id, by_rank) if sampling.min_p else by_id
+
+
+def _total(logprobs: Sequence[float], temperature: float, n_vocab: int) -> float:
+    """The sum of the weights of all tokens, at most. `logprobs`: of the likeliest ones, in order."""
+    known = sum(math.exp(logprob / temperature) for logprob in logprobs)
+    rest = max(0.0, 1 - sum(map(math.exp, logprobs)))
+    n_rest = max(1, n_vocab - len(logprobs))
+    if temperature >= 1:  # most where the rest is spread evenly
+        return known + n_rest * (rest / n_rest) ** (1 / temperature)
+    return known + rest * math.exp(logprobs[-1] * (1 / temperature - 1))  # all as likely as the last known
