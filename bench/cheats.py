@@ -1,6 +1,6 @@
 """In how many requests each way of cheating is found, and how honest nodes that are unlike each other fare.
 
-    python -m bench.cheats [MODEL.gguf] [--seed 7] [--stages middle last] [--kernels NAME=FOLDER ...]
+    python -m bench.cheats [MODEL.gguf] [--seed 7] [--stages middle last] [--asked greedy ...] [--kernels NAME=FOLDER ...]
 
 Computes texts with the layers of a middle stage and of a last stage (of the guide by default), as honest
 nodes and cheats would, and judges them as a check does. Then it plays requests of a stage that cheats in
@@ -329,7 +329,9 @@ def show_answers(what: str, stated: Sampling, answers: Sequence[Answer], n_vocab
         f"likelier, {sum(r < 0 for r in ranks)} less likely, {n_far} far"
     )
     if stated.temperature:
-        apart = max(0.0, *(between(*pair, stated, n_vocab) for pair in pairs if pair[0] != pair[1].token))
+        apart = max(
+            (between(*pair, stated, n_vocab) for pair in pairs if pair[0] != pair[1].token), default=0.0
+        )
         figure += f", at most {apart:.3f} between two"
     row(f"last, {described(stated)}", what, figure, of_tokens(answers, stated, n_vocab))
 
@@ -343,6 +345,7 @@ def described(stated: Sampling) -> str:
 GREEDY: Final = Sampling(temperature=0.0)
 DRAWN: Final = Sampling(temperature=TEMPERATURE)
 NUCLEUS: Final = Sampling(temperature=0.8, top_p=0.95)
+ASKED: Final = {"greedy": GREEDY, "drawn": DRAWN, "nucleus": NUCLEUS}
 HONEST_HEADS: Final[Mapping[str, Mapping[str, Any]]] = {
     "the same settings": {},
     "KV in Q8_0": {"kv_type": "q8_0"},
@@ -369,7 +372,7 @@ async def last_stage(bench: Bench, path: Path, folder: Path, layers: LayerRange)
         end = next(each.token for answer in ending for each in answer.again if each.is_end)
         coarser = {name: bench.quantised(path, name, QUANTISATIONS[name]) for name in ("Q4_0", "Q6_K")}
         tuned = fine_tuned(path, folder / "tuned.gguf", 0.05)
-        for stated in (GREEDY, DRAWN, NUCLEUS):
+        for stated in (ASKED[each] for each in arguments.asked):
             plain: list[Answer] = []
             for what, settings in HONEST_HEADS.items():
                 answers = await show(f"honest: {what}", stated, **settings)
@@ -424,6 +427,7 @@ if __name__ == "__main__":
     parser.add_argument("model", type=Path, nargs="?", default=GUIDE_PATH)
     parser.add_argument("--seed", type=int, default=7, help="of the requests that are played")
     parser.add_argument("--stages", nargs="+", choices=("middle", "last"), default=("middle", "last"))
+    parser.add_argument("--asked", nargs="+", choices=tuple(ASKED), default=tuple(ASKED))
     parser.add_argument("--kernels", nargs="*", type=named_folder, default=(), metavar="NAME=FOLDER")
     arguments = parser.parse_args()
     trio.run(main)

@@ -1,9 +1,14 @@
 """How many of many honest stretches a check would call wrong, for kinds of kernels, batches and KV.
 
-    python -m bench.honest_rows [--stretches 100000] [--seconds 3600]
+    python -m bench.honest_rows [--stretches 100000] [--seconds 3600] [--seed 9] [--kernels NAME=FOLDER ...]
 
 A middle stage of the bundled model computes rows of texts cut at random from the repository's pages, once as
 an auditor would and once with each of these settings. Prints the largest distances, and how many are wrong.
+
+`--kernels` adds workers whose libggml-cpu.so.0 is that of a folder: another build of the same ggml, whose
+source is in llama-cpp-python's source distribution (vendor/llama.cpp/ggml; an empty ggml.pc.in may have to be
+added). AVX2: cmake -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=OFF; SSE4.2: the same with GGML_AVX, GGML_AVX2,
+GGML_FMA, GGML_F16C and GGML_BMI2 off; then build the target ggml-cpu.
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 import trio
 
-from bench.checked_rows import HONEST, N_ROWS
+from bench.checked_rows import HONEST, N_ROWS, libraries, named_folder
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.layers import LayerRange
@@ -61,8 +67,16 @@ async def computed(pool: WorkerPool, model: ModelFile, layers: LayerRange, rows:
     return np.concatenate(results)
 
 
-async def main(n_stretches: int, seconds: float) -> None:
-    drawn = random.Random(9)
+VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "": {},
+    ", plain attention": {"flash_attention": "off"},
+    ", KV in Q8_0": {"kv_type": "q8_0"},
+}
+"""Of each other build of the kernels."""
+
+
+async def main(n_stretches: int, seconds: float, seed: int, builds: Sequence[tuple[str, Path]]) -> None:
+    drawn = random.Random(seed)
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         entry = Catalogue(Path(name) / "models.sqlite").ensure(GUIDE_PATH, "guide")
@@ -70,13 +84,22 @@ async def main(n_stretches: int, seconds: float) -> None:
         n_layers = entry.manifest.n_layers
         before, layers = LayerRange(0, n_layers // 3), LayerRange(n_layers // 3, 2 * n_layers // 3)
         found: dict[str, list[float]] = {}
+        equal: Counter[str] = Counter()
         async with AsyncExitStack() as stack:
             pools: dict[str, WorkerPool] = {}
-            for what, settings in SETTINGS.items():
+
+            async def start(what: str, settings: Mapping[str, Any]) -> None:
                 options = WorkerSettings(cache_dir=Path(name) / "cache", n_ctx=512, n_slots=2, **settings)
                 pools[what] = WorkerPool(options, Path(name) / f"run{len(pools)}")
                 await stack.enter_async_context(pools[what].running())
                 await pools[what].load(model, layers)
+
+            for what, settings in SETTINGS.items():
+                await start(what, settings)
+            for build, kernels in builds:
+                for what, settings in VARIANTS.items():
+                    with libraries(kernels):
+                        await start(build + what, {"kernels": "ggml", **settings})
             auditor = next(iter(pools.values()))
             await auditor.load(model, before)
             tokens = np.concatenate([await auditor.tokenize(model, text=text) for text in texts()])
@@ -87,21 +110,24 @@ async def main(n_stretches: int, seconds: float) -> None:
 
                 async def compare(what: str, pool: WorkerPool, n: int, came_in: Tensor, base: Tensor) -> None:
                     rows = await computed(pool, model, layers, came_in, n)
-                    found.setdefault(f"{what}, batches of {n}", []).extend(
-                        distance(*(each[cut : cut + STRETCH_ROWS] for each in (base, rows, came_in)))
-                        for cut in range(0, N_ROWS, STRETCH_ROWS)
-                    )
+                    name = f"{what}, batches of {n}"
+                    for cut in range(0, N_ROWS, STRETCH_ROWS):
+                        one, other, own = (each[cut : cut + STRETCH_ROWS] for each in (base, rows, came_in))
+                        found.setdefault(name, []).append(distance(one, other, own))
+                        equal[name] += one.tobytes() == other.tobytes()
 
                 n = drawn.choice(BATCHES)
                 async with trio.open_nursery() as nursery:
                     for what, pool in pools.items():
                         nursery.start_soon(compare, what, pool, n, came_in, base)
-    print(
-        "| honest, the auditor with batches of 128 | stretches | mean | most | wrong |\n|---|---|---|---|---|"
-    )
+    print("| honest, the auditor with batches of 128 | stretches | equal bits | mean | most | wrong |")
+    print("|---|---|---|---|---|---|")
     for what, measured in sorted(found.items()):
         n_wrong = sum(each > TOLERANCE for each in measured)
-        print(f"| {what} | {len(measured)} | {np.mean(measured):.4f} | {max(measured):.4f} | {n_wrong} |")
+        print(
+            f"| {what} | {len(measured)} | {equal[what]} | {np.mean(measured):.4f} | {max(measured):.4f} "
+            f"| {n_wrong} |"
+        )
     n_all, n_wrong = (
         sum(map(len, found.values())),
         sum(each > TOLERANCE for m in found.values() for each in m),
@@ -115,5 +141,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--stretches", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--seed", type=int, default=9, help="of the texts")
+    parser.add_argument("--kernels", nargs="*", type=named_folder, default=(), metavar="NAME=FOLDER")
     options = parser.parse_args()
-    trio.run(main, options.stretches, options.seconds)
+    trio.run(main, options.stretches, options.seconds, options.seed, options.kernels)

@@ -123,7 +123,9 @@ def draw_tokens(
     if is_ended and n_reached == n_tokens and chance() < ENDS:
         index = max(first, n_tokens - n_wanted)
     else:
-        index = first + int(chance() * (n_reached - first))
+        # Each of the tokens is as likely to be among them, the first ones and the last ones too.
+        drawn = first - n_wanted + 1 + int(chance() * (n_reached - first + n_wanted - 1))
+        index = max(first, min(drawn, n_reached - n_wanted))
     return Stretch(index, min(n_wanted, n_reached - index))
 
 
