@@ -1,6 +1,6 @@
 """In how many requests each way of cheating is found, and how honest nodes that are unlike each other fare.
 
-    python -m bench.cheats [MODEL.gguf] [--seed 7] [--stages middle last] [--asked greedy ...] [--kernels NAME=FOLDER ...]
+    python -m bench.cheats [MODEL.gguf] [--seed 7] [--stages middle last] [--asked greedy ...] [--kernels ...]
 
 Computes texts with the layers of a middle stage and of a last stage (of the guide by default), as honest
 nodes and cheats would, and judges them as a check does. Then it plays requests of a stage that cheats in
@@ -64,7 +64,7 @@ from swarmllm_proto.tensors import Tensor
 NODE, AUDITOR = node_id_named("node"), node_id_named("auditor")
 N_PLAYS: Final = 400
 N_REQUESTS: Final = 2000
-N_ANSWERS, N_QUESTION, N_ANSWER = 48, 48, 32
+N_QUESTION, N_ANSWER = 48, 32
 CHECK_RATE: Final = 1 / 16
 """The default of `inference.check_rate`."""
 RISES: Final = 0.01
@@ -356,7 +356,7 @@ HONEST_HEADS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 async def last_stage(bench: Bench, path: Path, folder: Path, layers: LayerRange) -> None:
     tokens, n_vocab = np.concatenate(await bench.tokens()), bench.entry.manifest.n_vocab
-    prompts = [tokens[at : at + N_QUESTION] for at in range(0, N_ANSWERS * 20, 20)]
+    prompts = [tokens[at : at + N_QUESTION] for at in range(0, arguments.answers * 20, 20)]
     honest = Head(bench, folder, layers, None)
     async with honest.pool.running():
         for held in (LayerRange(0, layers.start), layers):
@@ -428,6 +428,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=7, help="of the requests that are played")
     parser.add_argument("--stages", nargs="+", choices=("middle", "last"), default=("middle", "last"))
     parser.add_argument("--asked", nargs="+", choices=tuple(ASKED), default=tuple(ASKED))
+    parser.add_argument("--answers", type=int, default=48, help="that are computed with each setting")
     parser.add_argument("--kernels", nargs="*", type=named_folder, default=(), metavar="NAME=FOLDER")
     arguments = parser.parse_args()
     trio.run(main)

@@ -115,7 +115,7 @@ async def _play(
     outcome = Outcome()
     for number in range(1, n_requests + 1):
         text = f"{number}: what is layer {number % 12} of a pipeline that runs over {number} nodes?"
-        sampling = Sampling(temperature=float(number % 2), seed=number, max_tokens=N_TOKENS)
+        sampling = Sampling(temperature=1.5 * (number % 2), seed=number, max_tokens=N_TOKENS, ignore_eos=True)
         try:
             async with pipelines.generate(Prompt(text=text), entry, sampling) as generation:
                 said = "".join([piece.text async for piece in generation])

@@ -520,7 +520,9 @@ class ShortHead(FakePool):
         return token, piece
 
 
-async def test_a_last_stage_that_ends_texts_for_want_of_room_is_out_at_once(patient_clock: MockClock) -> None:
+async def test_a_last_stage_that_ends_texts_for_want_of_room_is_avoided_at_once(
+    patient_clock: MockClock,
+) -> None:
     """That is no matter of checks, and no client gets a text that is cut off."""
     async with open_swarm(heads(ShortHead("8:12")), settings=PipelineSettings(check_rate=0.0)) as swarm:
         trust = swarm[A].trust
