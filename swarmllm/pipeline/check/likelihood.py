@@ -86,5 +86,5 @@ def _total(logprobs: Sequence[float], temperature: float, n_vocab: int) -> float
     rest = max(0.0, 1 - sum(map(math.exp, logprobs)))
     n_rest = max(1, n_vocab - len(logprobs))
     if temperature >= 1:  # most where the rest is spread evenly
-        return known + n_rest * (rest / n_rest) ** (1 / temperature)
+        return known + n_rest * float((rest / n_rest) ** (1 / temperature))
     return known + rest * math.exp(logprobs[-1] * (1 / temperature - 1))  # all as likely as the last known
