@@ -78,8 +78,7 @@ class Chain:
     """One attempt at one request. `failure`, once set, is final."""
 
     shape: Shape = "chain"
-    fits_context = True
-    """No stage has less room than this node asks for: it would refuse the rows, and end no text."""
+    fits_context = True  # A stage with less room would refuse the rows, and end no text.
     guesses = Guesses()
     """A worker that runs the whole model guesses, no chain does."""
 
@@ -385,8 +384,7 @@ class Chain:
 
     def _next_token(self, message: StreamingToken, payload: bytes) -> None:
         self._tokens.receive(message.index, message.token)
-        if self.fits_context:
-            require_end(message, self.context.sampling, is_full=self._tokens.is_full)
+        require_end(message, self.context.sampling, is_full=self._tokens.is_full or not self.fits_context)
         if self._tokens.is_full and message.finish_reason is None:
             # Nobody is to go on from here, whatever the last stage says.
             message = msgspec.structs.replace(message, finish_reason="length")
@@ -428,9 +426,7 @@ class Chain:
     def _failed_at(self, sender: NodeId, message: PipelineError) -> None:
         if sender not in self.node_ids:
             log.warning(
-                "request %s: a failure was reported by %s, which has no part in it",
-                self.context.request_id,
-                sender,
+                "request %s: %s has no part in it and reports a failure", self.context.request_id, sender
             )
             return
         if message.damaged:
@@ -459,10 +455,7 @@ class Chain:
             self.fail(RemoteError(f"{self._n_repeats} jobs arrived damaged at {self._name(sender)}"))
             return
         log.info(
-            "request %s: repeating position %d, damaged on the way to %s",
-            self.context.request_id,
-            position,
-            sender,
+            "request %s: position %d was damaged on its way to %s", self.context.request_id, position, sender
         )
         if position < self.window.n_tokens:
             if self.has_begun:
